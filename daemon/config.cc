@@ -53,6 +53,8 @@ constexpr std::array kSettings = {
     Setting{"tls-roots", "tls.roots", "roots that sign the certificates of others, PEM"},
     Setting{"allowed-uids", "allowed_uids", "users who may use the unix sockets, UID[,UID...]"},
     Setting{"allowed-gids", "allowed_gids", "groups whose members may, GID[,GID...]"},
+    Setting{"audit-file", "audit.file", "file for the audit log; empty: none"},
+    Setting{"audit-journal", "audit.journal", "audit log to journald, true or false"},
     Setting{"log-format", "log.format", "text or json"},
     Setting{"log-level", "log.level", "debug, info, warning or error"},
     Setting{"log-file", "log.file", "file to append to; empty: stderr"},
@@ -70,6 +72,13 @@ constexpr std::array kSettings = {
     Setting{"message-bytes", "limits.message_bytes", "of any gRPC message"},
     Setting{"max-groups", "limits.max_groups", "groups of this daemon"},
     Setting{"max-members", "limits.max_members", "members of all groups"},
+    Setting{"identity-groups", "limits.per_identity.groups", "that an identity made; 0: any"},
+    Setting{"identity-members", "limits.per_identity.members", "of an identity; 0: any"},
+    Setting{"identity-regions", "limits.per_identity.regions", "of an identity; 0: any"},
+    Setting{"identity-pool-bytes", "limits.per_identity.pool_bytes",
+            "pools of the groups that an identity made; 0: any"},
+    Setting{"identity-updates", "limits.per_identity.updates",
+            "running updates that an identity began; 0: any"},
     Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up"},
     Setting{"max-region-bytes", "limits.max_region_bytes", "of one region"},
     Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none"},
@@ -411,6 +420,24 @@ absl::Status CheckTcp(const RefitdConfig& config) {
                identity);
 }
 
+absl::Status CheckPerIdentity(const RefitdConfig::Limits::PerIdentity& limits) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const auto& [field, value] :
+       {std::pair("groups", limits.groups()), std::pair("members", limits.members()),
+        std::pair("regions", limits.regions()), std::pair("pool_bytes", limits.pool_bytes()),
+        std::pair("updates", limits.updates())}) {
+    REFITD_RETURN_IF_ERROR(
+        CheckRange(fmt::format("limits.per_identity.{}", field), value, 0, kMost));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckAudit(const RefitdConfig::Audit& audit) {
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("audit.file", audit.file()));
+  if (audit.file().empty() || audit.file()[0] == '/') return absl::OkStatus();
+  return Error(kInvalid, "audit.file is \"{}\", must be an absolute path", audit.file());
+}
+
 absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
   REFITD_RETURN_IF_ERROR(CheckDuration("limits.max_duration_ms", limits.max_duration_ms()));
   REFITD_RETURN_IF_ERROR(CheckRange("limits.default_duration_ms", limits.default_duration_ms(), 1,
@@ -432,8 +459,9 @@ absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
       CheckRange("limits.max_groups", limits.max_groups(), 1, kMaxConfiguredGroups));
   REFITD_RETURN_IF_ERROR(
       CheckRange("limits.max_members", limits.max_members(), 1, kMaxConfiguredMembers));
-  return CheckRange("limits.max_region_bytes", limits.max_region_bytes(), kSlotBytesMultiple,
-                    kMaxConfiguredRegionBytes);
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.max_region_bytes", limits.max_region_bytes(),
+                                    kSlotBytesMultiple, kMaxConfiguredRegionBytes));
+  return CheckPerIdentity(limits.per_identity());
 }
 
 absl::Status CheckStaging(const RefitdConfig::Staging& staging) {
@@ -519,6 +547,7 @@ absl::Status CheckConfig(const RefitdConfig& config) {
   REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
   REFITD_RETURN_IF_ERROR(CheckTcp(config));
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("log.file", config.log().file()));
+  REFITD_RETURN_IF_ERROR(CheckAudit(config.audit()));
   return CheckRange("host.copy_threads", config.host().copy_threads(), 0,
                     kMaxConfiguredCopyThreads);
 }
@@ -564,7 +593,12 @@ LimitsConfig FromProto(const RefitdConfig::Limits& limits) {
                       .max_groups = limits.max_groups(),
                       .max_members = limits.max_members(),
                       .max_region_bytes = limits.max_region_bytes(),
-                      .group_idle = Ms(limits.group_idle_ms())};
+                      .group_idle = Ms(limits.group_idle_ms()),
+                      .per_identity = {.groups = limits.per_identity().groups(),
+                                       .members = limits.per_identity().members(),
+                                       .regions = limits.per_identity().regions(),
+                                       .pool_bytes = limits.per_identity().pool_bytes(),
+                                       .updates = limits.per_identity().updates()}};
 }
 
 void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
@@ -585,6 +619,31 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
   out->set_max_members(limits.max_members);
   out->set_max_region_bytes(limits.max_region_bytes);
   out->set_group_idle_ms(ms(limits.group_idle));
+  RefitdConfig::Limits::PerIdentity* const each = out->mutable_per_identity();
+  each->set_groups(limits.per_identity.groups);
+  each->set_members(limits.per_identity.members);
+  each->set_regions(limits.per_identity.regions);
+  each->set_pool_bytes(limits.per_identity.pool_bytes);
+  each->set_updates(limits.per_identity.updates);
+}
+
+// Role follows the file's enumerators, which begin with 1.
+static_assert(static_cast<int>(Role::kTrainer) + 1 == RefitdConfig::Rule::TRAINER);
+static_assert(static_cast<int>(Role::kPeer) + 1 == RefitdConfig::Rule::PEER);
+
+PolicyRule FromProto(const RefitdConfig::Rule& in) {
+  PolicyRule rule{.who = in.who(), .roles = {}, .group = in.group(), .any_owner = in.any_owner()};
+  for (const int role : in.role()) rule.roles.push_back(static_cast<Role>(role - 1));
+  return rule;
+}
+
+void ToProto(const PolicyRule& rule, RefitdConfig::Rule* out) {
+  out->set_who(rule.who);
+  for (const Role role : rule.roles) {
+    out->add_role(static_cast<RefitdConfig::Rule::Role>(static_cast<int>(role) + 1));
+  }
+  out->set_group(rule.group);
+  out->set_any_owner(rule.any_owner);
 }
 
 // The enumerators of LogFormat and LogLevel follow the file's.
@@ -628,6 +687,8 @@ Config FromProto(const RefitdConfig& in) {
     config.access.uids = {0};
     if (geteuid() != 0) config.access.uids.push_back(geteuid());
   }
+  for (const RefitdConfig::Rule& rule : in.rule()) config.rules.push_back(FromProto(rule));
+  config.audit = {.file = in.audit().file(), .journal = in.audit().journal()};
   config.log = LogConfig{.format = static_cast<LogFormat>(in.log().format()),
                          .level = static_cast<LogLevel>(in.log().level()),
                          .file = in.log().file()};
@@ -671,6 +732,9 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_listen()->set_insecure(config.listen.insecure);
   for (const uid_t uid : config.access.uids) out.add_allowed_uids(uid);
   for (const gid_t gid : config.access.gids) out.add_allowed_gids(gid);
+  for (const PolicyRule& rule : config.rules) ToProto(rule, out.add_rule());
+  out.mutable_audit()->set_file(config.audit.file);
+  out.mutable_audit()->set_journal(config.audit.journal);
   out.mutable_log()->set_format(static_cast<RefitdConfig::Log::Format>(config.log.format));
   out.mutable_log()->set_level(static_cast<RefitdConfig::Log::Level>(config.log.level));
   out.mutable_log()->set_file(config.log.file);
@@ -781,6 +845,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
   }
   REFITD_RETURN_IF_ERROR(CheckConfig(config));
   invocation.config = FromProto(config);
+  REFITD_RETURN_IF_ERROR(Policy::Make(PolicySettingsOf(invocation.config)).status());
   if (line.validate) invocation.print = FormatConfig(invocation.config);
   return invocation;
 }
@@ -795,6 +860,15 @@ absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
     environment.emplace(entry.substr(0, equals), entry.substr(equals + 1));
   }
   return LoadConfig(std::vector<std::string>(argv + std::min(argc, 1), argv + argc), environment);
+}
+
+PolicySettings PolicySettingsOf(const Config& config) {
+  return {.rules = config.rules,
+          .uids = config.access.uids,
+          .gids = config.access.gids,
+          .peers = config.peers.identity,
+          .tls = !config.tls.empty(),
+          .insecure = config.listen.insecure};
 }
 
 std::string FormatConfig(const Config& config) {

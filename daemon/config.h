@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "daemon/policy/policy.h"
+#include "daemon/policy/quota.h"
+#include "daemon/process/audit_log.h"
 #include "daemon/process/log.h"
 #include "daemon/sockets/peer_credentials.h"
 #include "transport/base/ids.h"
@@ -80,6 +83,7 @@ struct LimitsConfig {
   int max_members = 4096;                          // of all groups
   int64_t max_region_bytes = int64_t{1} << 44;     // of one region
   Duration group_idle = std::chrono::minutes(10);  // a group without a member
+  IdentityLimits per_identity;
   bool operator==(const LimitsConfig&) const = default;
 };
 
@@ -142,6 +146,8 @@ struct Config {
   MetricsConfig metrics;
   CudaConfig cuda;
   TlsFiles tls;
+  std::vector<PolicyRule> rules;
+  AuditConfig audit;
   int copy_threads = 0;  // host transport; 0: one for each core, at most 16
   Verification default_verification = Verification::kReadback;
   bool operator==(const Config&) const = default;
@@ -165,6 +171,9 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
 // The same, from main's own arguments.
 absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
                                       const char* const* environ);
+
+// What the policy is made of. LoadConfig has checked that it makes one.
+PolicySettings PolicySettingsOf(const Config& config);
 
 // The configuration as textproto with every setting in it, as --validate prints it.
 std::string FormatConfig(const Config& config);

@@ -4,9 +4,7 @@
 // Exit codes: daemon/config.h, ExitCode.
 #include <fmt/ranges.h>
 #include <grpc/support/log.h>
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/server_posix.h>
 #include <signal.h>
 #include <unistd.h>
@@ -14,6 +12,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -25,15 +24,21 @@
 #include "daemon/config.h"
 #include "daemon/metrics.h"
 #include "daemon/node/daemon.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/joiners.h"
 #include "daemon/node/regions.h"
+#include "daemon/policy/policy_store.h"
+#include "daemon/process/audit_log.h"
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
 #include "daemon/process/service_manager.h"
 #include "daemon/process/version.h"
+#include "daemon/services/door.h"
 #include "daemon/services/engine_service.h"
+#include "daemon/services/health_service.h"
 #include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/reflection_service.h"
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
@@ -88,6 +93,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.max_groups = config.limits.max_groups;
   options.max_members = config.limits.max_members;
   options.group_idle = config.limits.group_idle;
+  options.per_identity = config.limits.per_identity;
   options.descriptor_socket = config.listen.unix_path + std::string(kDescriptorSocketSuffix);
   return options;
 }
@@ -217,16 +223,37 @@ void TakeGrpcLog() {
   });
 }
 
+// Null: the configuration asks for no audit log.
+absl::StatusOr<std::unique_ptr<AuditLog>> OpenAudit(const Config& config) {
+  if (config.audit.empty()) return nullptr;
+  return AuditLog::Create(config.audit);
+}
+
 // Null: the configuration names no certificates.
-absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Config& config) {
+absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Config& config,
+                                                                      AuditLog* audit) {
   if (config.tls.empty()) return nullptr;
   ObserveTlsRefusals(
-      [](const std::string& identity, const std::string& issuer, const std::string& why) {
+      [audit](const std::string& identity, const std::string& issuer, const std::string& why) {
+        if (audit != nullptr) {
+          // The identity is what the certificate says: nobody has verified it.
+          audit->Record({.what = AuditWhat::kRefusal,
+                         .subject = fmt::format("certificate that says it is {}", identity),
+                         .outcome = "UNAUTHENTICATED",
+                         .reason = why});
+        }
         LogOfStrangers(fmt::format(
             "TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
             identity.empty() ? "somebody without an identity" : identity, issuer, why));
       });
-  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls));
+  const auto told = [audit](const absl::Status& taken, const Certificates& in_force) {
+    if (audit == nullptr) return;
+    audit->Record({.what = AuditWhat::kCertificates,
+                   .subject = Describe(in_force),
+                   .outcome = std::string(absl::StatusCodeToString(taken.code())),
+                   .reason = Message(taken)});
+  };
+  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls, told));
   LogInfo("certificates: {}", Describe(*store->Current()));
   return store;
 }
@@ -271,8 +298,7 @@ struct TcpServer {
 // `certificates`: null for TCP without TLS.
 void StartServer(const Config& config, const std::vector<grpc::Service*>& services,
                  const CertificateStore* certificates, TcpServer* started) {
-  grpc::EnableDefaultHealthCheckService(true);
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::EnableDefaultHealthCheckService(false);  // it asks nobody who calls: HealthService does
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
   // Members ping to learn whether the daemon lives; they may do so this often without other
@@ -311,14 +337,55 @@ struct TcpLoops {
   }
 };
 
+// What follows files while the daemon runs, and is read again on SIGHUP.
+struct Followed {
+  CertificateStore* certificates = nullptr;  // null: none
+  AuditLog* audit = nullptr;                 // null: none
+  PolicyStore* policies = nullptr;
+  Config config;  // as at the start, with the rules of the policy in force
+  std::function<absl::StatusOr<Invocation>()> load;
+
+  void Reload() {
+    if (audit != nullptr) {
+      if (absl::Status status = audit->Reopen(); !status.ok()) LogError("{}", Message(status));
+    }
+    absl::StatusOr<Invocation> loaded = load();
+    const absl::Status status = loaded.ok() ? TakePolicy(loaded->config) : loaded.status();
+    if (status.ok()) return;
+    LogError("policy not taken over: {}; the one before stays in force", Message(status));
+    Tell(status);
+  }
+  // Takes over the users and rules of `next`; other settings stay as they are.
+  absl::Status TakePolicy(const Config& next) {
+    Config taken = config;
+    taken.rules = next.rules;
+    taken.access = next.access;
+    if (taken == config) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(auto policy, Policy::Make(PolicySettingsOf(taken)));
+    config = std::move(taken);
+    policies->Replace(policy);
+    LogInfo("policy changed: {} rules", policy->rules().size());
+    Tell(absl::OkStatus());
+    return absl::OkStatus();
+  }
+  void Tell(const absl::Status& status) const {
+    if (audit == nullptr) return;
+    audit->Record({.what = AuditWhat::kPolicy,
+                   .subject = fmt::format("{} rules", policies->Current()->rules().size()),
+                   .outcome = std::string(absl::StatusCodeToString(status.code())),
+                   .reason = Message(status)});
+  }
+};
+
 // Waits for a signal that ends the daemon. Meanwhile certificates follow their files; SIGHUP asks
-// for that at once.
-int AwaitEnd(const sigset_t& signals, CertificateStore* certificates) {
+// for that at once, and for the policy.
+int AwaitEnd(const sigset_t& signals, Followed* followed) {
   constexpr timespec kLook{1, 0};
   for (;;) {
     const int number = sigtimedwait(&signals, nullptr, &kLook);
     if (number == SIGTERM || number == SIGINT) return number;
-    if (certificates != nullptr) certificates->Refresh();
+    if (number == SIGHUP) followed->Reload();
+    if (followed->certificates != nullptr) followed->certificates->Refresh();
   }
 }
 
@@ -380,11 +447,6 @@ struct Servers {
   TcpServer members;
   TcpServer links;  // without a server: links come where members come
 
-  void StopServing() const {
-    for (const TcpServer* each : {&members, &links}) {
-      if (each->server != nullptr) each->server->GetHealthCheckService()->SetServingStatus(false);
-    }
-  }
   void Shutdown() const {
     const auto patient = std::chrono::system_clock::now() + kShutdownGrace;
     for (const TcpServer* each : {&members, &links}) {
@@ -412,8 +474,8 @@ struct Sockets {
 
 // `peers` hears who is at the other end of each connection of the unix socket; the servers are
 // started before the sockets.
-absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers, Daemon* daemon,
-                    Sockets* sockets) {
+absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
+                    const Door* door, Daemon* daemon, Sockets* sockets) {
   // The unix socket comes first: of two daemons with one path only one may start.
   REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
                           AcceptLoop::Create({config.listen.unix_path, config.listen.unix_mode},
@@ -421,12 +483,13 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
                                                grpc::AddInsecureChannelFromFd(
                                                    servers.members.server.get(), fd.Release());
                                              }));
-  REFITD_ASSIGN_OR_RETURN(sockets->descriptors,
-                          DescriptorSocket::Create({.path = config.listen.unix_path +
-                                                            std::string(kDescriptorSocketSuffix),
-                                                    .mode = config.listen.unix_mode,
-                                                    .access = config.access},
-                                                   &daemon->regions()));
+  REFITD_ASSIGN_OR_RETURN(
+      sockets->descriptors,
+      DescriptorSocket::Create(
+          {.path = config.listen.unix_path + std::string(kDescriptorSocketSuffix),
+           .mode = config.listen.unix_mode,
+           .admit = [door](const PeerCredentials& peer) { return door->AdmitToDescriptors(peer); }},
+          &daemon->regions()));
   return absl::OkStatus();
 }
 
@@ -453,13 +516,50 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
                               [daemon] { return StatusOf(daemon); });
 }
 
+// The services of the daemon.
+struct Services {
+  Services(const Config& config, const Door* door, Daemon* daemon)
+      : trainers(daemon, door),
+        engines(daemon, door),
+        operators(daemon, door),
+        links(&daemon->joiners(), config.limits.message_bytes, LinkDoorOf(door)),
+        health(door),
+        reflection(door, Names(/*members=*/true, /*links=*/config.peers.listen.empty())),
+        reflection_of_links(door, Names(/*members=*/false, /*links=*/true)) {}
+
+  static std::vector<std::string> Names(bool members, bool links) {
+    std::vector<std::string> names = {
+        grpc::health::v1::Health::service_full_name(),
+        grpc::reflection::v1alpha::ServerReflection::service_full_name()};
+    if (members) {
+      names.insert(names.end(), {v1::Trainer::service_full_name(), v1::Engine::service_full_name(),
+                                 v1::Operator::service_full_name()});
+    }
+    if (links) names.emplace_back(v1::Peer::service_full_name());
+    return names;
+  }
+
+  TrainerService trainers;
+  EngineService engines;
+  OperatorService operators;
+  PeerService links;
+  HealthService health;
+  ReflectionService reflection;
+  ReflectionService reflection_of_links;  // of a server for links alone
+};
+
 // False: gRPC refuses to start a server.
-bool StartServers(const Config& config, std::vector<grpc::Service*> services, grpc::Service* links,
-                  const CertificateStore* certificates, Servers* servers) {
+bool StartServers(const Config& config, const CertificateStore* certificates, Services* services,
+                  Servers* servers) {
   const bool apart = !config.peers.listen.empty();
-  if (!apart) services.push_back(links);
-  StartServer(config, services, certificates, &servers->members);
-  if (apart) StartServer(config, {links}, certificates, &servers->links);
+  std::vector<grpc::Service*> all = {&services->trainers, &services->engines, &services->operators,
+                                     &services->health, &services->reflection};
+  if (!apart) all.push_back(&services->links);
+  StartServer(config, all, certificates, &servers->members);
+  if (apart) {
+    StartServer(config, {&services->links, &services->health, &services->reflection_of_links},
+                certificates, &servers->links);
+  }
   return servers->members.server != nullptr && (!apart || servers->links.server != nullptr);
 }
 
@@ -484,13 +584,14 @@ void DrainDaemon(const Config& config, sigset_t signals, bool devices_lost, Daem
 
 // Serves until a signal or the loss of the GPUs, then drains.
 void ServeUntilSignal(const Config& config, const sigset_t& signals, const DeviceLoss& loss,
-                      const std::vector<std::string>& listeners, CertificateStore* certificates,
-                      const Sockets& sockets, const Servers& servers, Daemon* daemon) {
+                      const std::vector<std::string>& listeners, Followed* followed,
+                      const Sockets& sockets, const Servers& servers, HealthService* health,
+                      Daemon* daemon) {
   sockets.Start();
   ServiceManager manager([daemon] { return daemon->Alive(); });
   LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
   manager.Ready("serving");
-  const int signal_number = AwaitEnd(signals, certificates);
+  const int signal_number = AwaitEnd(signals, followed);
   // A process never gets a lost context back, and work that hangs on a GPU may go on while the
   // process lives; a new process has neither problem. Run exits as failed, so that the service
   // manager starts one.
@@ -501,14 +602,14 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
     LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
   }
   manager.Stopping("draining");
-  servers.StopServing();
+  health->StopServing();
   DrainDaemon(config, signals, lost, daemon);
   sockets.Stop();
   servers.Shutdown();
   LogInfo("drained");
 }
 
-int Run(const Invocation& invocation) {
+int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()> reload) {
   const Config& config = invocation.config;
   if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
 
@@ -524,7 +625,11 @@ int Run(const Invocation& invocation) {
   Metrics metrics(static_cast<size_t>(config.limits.max_groups));
   DaemonOptions options = DaemonOptionsOf(config);
   options.observer = &metrics;
-  const auto certificates = LoadOwnCertificates(config);
+  const absl::StatusOr<std::unique_ptr<AuditLog>> audit = OpenAudit(config);
+  if (!audit.ok()) return Fail(audit.status());
+  options.audit = audit->get();
+  PolicyStore policies(*Policy::Make(PolicySettingsOf(config)));  // LoadConfig has checked it
+  const auto certificates = LoadOwnCertificates(config, audit->get());
   if (!certificates.ok()) {
     // Their issuer's tool may not have written them yet: the service manager tries again.
     LogError("tls: {}", Message(certificates.status()));
@@ -538,17 +643,22 @@ int Run(const Invocation& invocation) {
                 MakeDialer(config, certificates->get()));
 
   PeerTable peers;
-  const bool tls = *certificates != nullptr;
-  const Door door(&peers, config.access, tls);
-  TrainerService trainers(&daemon, &door);
-  EngineService engines(&daemon, &door);
-  OperatorService operators(&daemon, &door);
-  PeerService peer_links(&daemon.joiners(), config.limits.message_bytes,
-                         {tls, config.peers.identity});
+  Identities& identities = daemon.identities();
+  const Door door(
+      {.peers = &peers,
+       .policies = &policies,
+       .owner = [&identities](const std::string& group) { return identities.OwnerOf(group); },
+       .has_lease = [&identities](const std::string& who) { return identities.HasLease(who); },
+       .audit = audit->get(),
+       .tls = *certificates != nullptr});
+  Services services(config, &door, &daemon);
+  Followed followed{certificates->get(), audit->get(), &policies, config, std::move(reload)};
+  followed.Tell(absl::OkStatus());
 
   Servers servers;
   Sockets sockets;
-  if (absl::Status status = Listen(config, &peers, servers, &daemon, &sockets); !status.ok()) {
+  if (absl::Status status = Listen(config, &peers, servers, &door, &daemon, &sockets);
+      !status.ok()) {
     return Fail(status);
   }
   if (absl::Status status = ListenOnTcp(config, servers, &sockets); !status.ok()) {
@@ -558,14 +668,13 @@ int Run(const Invocation& invocation) {
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       StartMetrics(config, &metrics, &daemon);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
-  if (!StartServers(config, {&trainers, &engines, &operators}, &peer_links, certificates->get(),
-                    &servers)) {
+  if (!StartServers(config, certificates->get(), &services, &servers)) {
     return Fail(absl::InternalError("the gRPC server does not start"));
   }
   std::vector<std::string> listeners = ListenersOf(config, sockets);
   if (*metrics_server != nullptr) listeners.push_back("metrics:" + (*metrics_server)->address());
   daemon.SetListeners(listeners);
-  ServeUntilSignal(config, signals, *loss, listeners, certificates->get(), sockets, servers,
+  ServeUntilSignal(config, signals, *loss, listeners, &followed, sockets, servers, &services.health,
                    &daemon);
   return loss->why().ok() ? kExitOk : kExitFailure;
 }
@@ -586,5 +695,5 @@ int main(int argc, char** argv) {
     std::fputs(invocation->print->c_str(), stdout);
     return refitd::kExitOk;
   }
-  return refitd::Run(*invocation);
+  return refitd::Run(*invocation, [argc, argv] { return refitd::LoadConfig(argc, argv, environ); });
 }

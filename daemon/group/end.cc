@@ -314,8 +314,10 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
     const auto next = Next(it->second.state, InstanceTrigger::kGiveUp);
     if (next.has_value()) it->second.state = *next;
   }
-  Log(LogLine::kWarning, fmt::format("instance {} is evicted from the update to version {}: {}",
-                                     participant.instance, update->version, why.reason));
+  Do(LogLine{LogLine::kWarning,
+             fmt::format("instance {} is evicted from the update to version {}: {}",
+                         participant.instance, update->version, why.reason),
+             participant.instance, update->version});
   Changed();
   TellNodesWithNobodyLeft(participant);
   if (std::find(update->evicted.begin(), update->evicted.end(), false) != update->evicted.end()) {

@@ -657,6 +657,8 @@ struct StateChanged {};
 struct LogLine {
   enum Level { kInfo, kWarning, kError } level = kInfo;
   std::string text;
+  std::string evicted{};  // the instance whose eviction the line tells; empty: it tells of none
+  Version version{};      // of the update from which the instance is evicted
 };
 
 using GroupAction =

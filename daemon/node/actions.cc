@@ -160,6 +160,7 @@ struct Actions::Performer {
     // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
     group->broadcasts = false;
+    own->identities_.AuditUpdate(*group, a, turn);
     own->Count(*group, a);
   }
   void operator()(RefuseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
@@ -177,7 +178,8 @@ struct Actions::Performer {
     own->state_.watchers.Changed(*group->machine, own->state_.groups.machines(),
                                  DaemonState::Now());
   }
-  void operator()(LogLine& a) {
+  void operator()(LogLine& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    if (!a.evicted.empty()) own->identities_.AuditEviction(*group, a, turn);
     const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
                            : a.level == LogLine::kWarning ? LogLevel::kWarning
                                                           : LogLevel::kError;

@@ -12,6 +12,7 @@
 #include "daemon/node/data_plane.h"
 #include "daemon/node/device_slots.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "daemon/node/turn.h"
@@ -20,9 +21,10 @@ namespace refitd {
 
 class Actions {
  public:
-  Actions(DaemonState* state, GroupLife* life, Members* members, DeviceSlots* slots,
-          DataPlane* data_plane)
+  Actions(DaemonState* state, const Identities* identities, GroupLife* life, Members* members,
+          DeviceSlots* slots, DataPlane* data_plane)
       : state_(*state),
+        identities_(*identities),
         life_(*life),
         members_(*members),
         device_slots_(*slots),
@@ -48,6 +50,7 @@ class Actions {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   DaemonState& state_;
+  const Identities& identities_;
   GroupLife& life_;
   Members& members_;
   DeviceSlots& device_slots_;

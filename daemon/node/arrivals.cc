@@ -35,6 +35,8 @@ MemberId Arrivals::Attach(Arrival arrival) {
     record.End(absl::UnavailableError("the daemon is draining"));
   } else if (absl::Status room = life_.CheckMembers(); !room.ok()) {
     record.End(std::move(room));
+  } else if (absl::Status quota = identities_.AdmitMember(record.peer); !quota.ok()) {
+    record.End(std::move(quota));
   } else {
     record.id = member;
     record.ordinal = *ordinal;
@@ -94,12 +96,13 @@ absl::StatusOr<GroupRecord*> Arrivals::GroupFor(const Arrival& arrival,
                    "daemon only: {}",
                    record.device, arrival.coordinator, state_.options.cuda.no_wire);
     }
-    return joining_.Follow(record.group, coordinator, arrival.spec, turn);
+    return joining_.Follow(record.group, coordinator, arrival.spec, IdentityOf(record.peer), turn);
   }
   if (arrival.spec.has_value()) {
     const auto* trainer = std::get_if<TrainerIdentity>(&arrival.identity);
     const auto trainers = trainer == nullptr ? std::nullopt : std::optional(trainer->world_size);
-    return life_.Make(record.group, *arrival.spec, trainers, created, turn);
+    return life_.Make(record.group, *arrival.spec, trainers, IdentityOf(record.peer), created,
+                      turn);
   }
   GroupRecord* const group = state_.groups.Find(record.group);
   if (group != nullptr && group->follower != nullptr) return Followed(*group);

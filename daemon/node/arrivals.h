@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/node/data_plane.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/joiners.h"
 #include "daemon/node/joining.h"
 #include "daemon/node/members.h"
@@ -33,9 +34,10 @@ struct Arrival {
 
 class Arrivals {
  public:
-  Arrivals(DaemonState* state, GroupLife* life, Members* members, Joining* joining,
-           Joiners* joiners, const DataPlane* data_plane)
+  Arrivals(DaemonState* state, const Identities* identities, GroupLife* life, Members* members,
+           Joining* joining, Joiners* joiners, const DataPlane* data_plane)
       : state_(*state),
+        identities_(*identities),
         life_(*life),
         members_(*members),
         joining_(*joining),
@@ -66,6 +68,7 @@ class Arrivals {
   void End(MemberId member, const std::string& reason, const absl::Status& end);
 
   DaemonState& state_;
+  const Identities& identities_;
   GroupLife& life_;
   Members& members_;
   Joining& joining_;

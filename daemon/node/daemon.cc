@@ -8,6 +8,7 @@
 #include "daemon/node/data_plane.h"
 #include "daemon/node/device_slots.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/joiners.h"
 #include "daemon/node/joining.h"
 #include "daemon/node/layouts.h"
@@ -54,19 +55,22 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
       DataPlane::State{&state->groups, &state->leases, &state->calls, device_slots_.get()});
   DeviceSlots* const slots = device_slots_.get();
   DataPlane* const data = data_plane_.get();
-  life_ = std::make_unique<GroupLife>(state, data);
-  members_ = std::make_unique<Members>(state, processes, life_.get(), slots, data);
-  joining_ = std::make_unique<Joining>(state, std::move(dialer), life_.get(), members_.get());
+  identities_ = std::make_unique<Identities>(state);
+  Identities* const identities = identities_.get();
+  life_ = std::make_unique<GroupLife>(state, identities, data);
+  members_ = std::make_unique<Members>(state, processes, identities, life_.get(), slots, data);
+  joining_ =
+      std::make_unique<Joining>(state, std::move(dialer), identities, life_.get(), members_.get());
   joiners_ = std::make_unique<Joiners>(state, life_.get(), members_.get(), slots);
-  arrivals_ = std::make_unique<Arrivals>(state, life_.get(), members_.get(), joining_.get(),
-                                         joiners_.get(), data);
-  regions_ = std::make_unique<Regions>(state, members_.get(), slots, data);
+  arrivals_ = std::make_unique<Arrivals>(state, identities, life_.get(), members_.get(),
+                                         joining_.get(), joiners_.get(), data);
+  regions_ = std::make_unique<Regions>(state, identities, members_.get(), slots, data);
   layouts_ = std::make_unique<Layouts>(state, members_.get());
-  trainer_calls_ =
-      std::make_unique<TrainerCalls>(state, members_.get(), regions_.get(), slots, data);
+  trainer_calls_ = std::make_unique<TrainerCalls>(state, identities, members_.get(), regions_.get(),
+                                                  slots, data);
   operators_ =
       std::make_unique<Operators>(state, life_.get(), members_.get(), joiners_.get(), data);
-  actions_ = std::make_unique<Actions>(state, life_.get(), members_.get(), slots, data);
+  actions_ = std::make_unique<Actions>(state, identities, life_.get(), members_.get(), slots, data);
   state->timer.Start();
 }
 

@@ -32,6 +32,7 @@ class Arrivals;
 class DataPlane;
 class DeviceSlots;
 class GroupLife;
+class Identities;
 class Joiners;
 class Joining;
 class Layouts;
@@ -60,7 +61,8 @@ class Daemon : private TurnHost, private TimerHost {
   Regions& regions() { return *regions_; }     // members' memory, the descriptor socket
   TrainerCalls& trainer_calls() { return *trainer_calls_; }
   Operators& operators() { return *operators_; }
-  Joiners& joiners() { return *joiners_; }  // daemons that join
+  Joiners& joiners() { return *joiners_; }           // daemons that join
+  Identities& identities() { return *identities_; }  // owners of groups
 
   // ---- life ----
   // The GPUs can't be used any more: running updates of groups with members on GPUs are given up
@@ -101,6 +103,7 @@ class Daemon : private TurnHost, private TimerHost {
   // first.
   std::unique_ptr<DeviceSlots> device_slots_;
   std::unique_ptr<DataPlane> data_plane_;
+  std::unique_ptr<Identities> identities_;
   std::unique_ptr<GroupLife> life_;
   std::unique_ptr<Members> members_;
   std::unique_ptr<Joining> joining_;

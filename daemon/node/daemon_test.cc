@@ -357,7 +357,7 @@ TEST_CASE("A group that was created and never joined is given up as well") {
   DaemonOptions options;
   options.group_idle = std::chrono::milliseconds(20);
   TestDaemon a("a", options);
-  REQUIRE(a.daemon().operators().CreateGroup("g", SpecOf(Spec()), false, "").ok());
+  REQUIRE(a.daemon().operators().CreateGroup("g", SpecOf(Spec()), false, "", "uid:1").ok());
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
 

@@ -29,7 +29,8 @@ uint64_t NewIncarnation() {
 }
 
 absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const GroupSpec& wish,
-                                             std::optional<int> trainers, bool* created,
+                                             std::optional<int> trainers,
+                                             const std::string& creator, bool* created,
                                              Turn& turn) {
   *created = false;
   REFITD_ASSIGN_OR_RETURN(GroupSpec spec, CheckSpec(wish, state_.spec_limits));
@@ -44,6 +45,7 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
     return found;
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
+  REFITD_RETURN_IF_ERROR(identities_.AdmitGroup(creator, spec.slots * spec.slot_bytes));
   REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, turn));
   CoordinatorOptions coordinator;
   coordinator.name = name;
@@ -61,6 +63,7 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
     return CheckMembers();
   };
   GroupRecord* const group = state_.groups.Coordinate(std::move(coordinator), DaemonState::Now());
+  group->creator = creator;
   LogInfo("group {}: created", name);
   state_.timer.Wake();
   *created = true;

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/node/data_plane.h"
 #include "daemon/node/groups.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/state.h"
 #include "daemon/node/turn.h"
 
@@ -29,12 +30,15 @@ uint64_t NewIncarnation();
 
 class GroupLife {
  public:
-  GroupLife(DaemonState* state, DataPlane* data_plane) : state_(*state), data_plane_(*data_plane) {}
+  GroupLife(DaemonState* state, const Identities* identities, DataPlane* data_plane)
+      : state_(*state), identities_(*identities), data_plane_(*data_plane) {}
 
   // The group that the wish for a spec asks for, found or made. `trainers`: the world size of the
-  // trainer rank that asks for the group. If that rank could not join, no group is made.
+  // trainer rank that asks for the group. If that rank could not join, no group is made. `creator`:
+  // the identity that asks; empty: another daemon, which has no limits of its own.
   absl::StatusOr<GroupRecord*> Make(const std::string& name, const GroupSpec& wish,
-                                    std::optional<int> trainers, bool* created, Turn& turn)
+                                    std::optional<int> trainers, const std::string& creator,
+                                    bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Drops the groups that must give way (Groups::RoomFor). RESOURCE_EXHAUSTED: there is not enough
   // room.
@@ -54,6 +58,7 @@ class GroupLife {
 
  private:
   DaemonState& state_;
+  const Identities& identities_;
   DataPlane& data_plane_;
 };
 

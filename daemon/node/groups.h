@@ -66,6 +66,17 @@ struct GroupRecord {
   // while the running update's buckets may be broadcast.
   int preparing_begins = 0;
   bool broadcasts = false;
+  std::string creator;  // the identity whose call made the group, for its limits
+  // The identity of the first trainer that attached here since the group was made, or was replaced
+  // by another identity; empty: none did. It decides who else may be a trainer (P9).
+  std::string owner;
+  // Who began the running update, or the last one, at this daemon.
+  struct Opener {
+    std::string identity;
+    int pid = 0;
+    std::string request_id;
+  };
+  Opener opener;
   // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
   std::string replace_request;
   uint64_t replace_incarnation = 0;

@@ -24,7 +24,8 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   peer->deadline = DaemonState::Now() + wait;
   if (peer->hello.has_spec()) {
     REFITD_RETURN_IF_ERROR(
-        life_.Make(group, SpecOf(peer->hello.spec()), std::nullopt, created, turn).status());
+        life_.Make(group, SpecOf(peer->hello.spec()), std::nullopt, /*creator=*/"", created, turn)
+            .status());
   }
   state_.peers.ForgetEarlier(*peer);
   if (state_.groups.Find(group) != nullptr) return absl::OkStatus();

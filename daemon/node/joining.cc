@@ -9,8 +9,10 @@
 
 namespace refitd {
 
-Joining::Joining(DaemonState* state, PeerDialer dial, GroupLife* life, Members* members)
+Joining::Joining(DaemonState* state, PeerDialer dial, const Identities* identities, GroupLife* life,
+                 Members* members)
     : state_(*state),
+      identities_(*identities),
       life_(*life),
       members_(*members),
       dialler_({.daemon_id = state_.options.daemon_id,
@@ -31,7 +33,8 @@ std::string Joining::CoordinatorOf(const std::string& address) const {
 }
 
 absl::StatusOr<GroupRecord*> Joining::Follow(const std::string& name, const std::string& address,
-                                             const std::optional<GroupSpec>& spec, Turn& turn) {
+                                             const std::optional<GroupSpec>& spec,
+                                             const std::string& creator, Turn& turn) {
   if (!dialler_.can_join()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}': this daemon joins no others (a link takes tls, or "
@@ -63,13 +66,16 @@ absl::StatusOr<GroupRecord*> Joining::Follow(const std::string& name, const std:
     return found;
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
+  REFITD_RETURN_IF_ERROR(identities_.AdmitGroup(creator, /*pool_bytes=*/0));
   REFITD_RETURN_IF_ERROR(life_.MakeRoom(name, nullptr, turn));
   FollowerOptions options;
   options.name = name;
   options.coordinator_address = address;
   options.peer_limits = state_.options.peers;
   options.next_update = [this] { return state_.NewUpdate(); };
-  return state_.groups.Follow(std::move(options));
+  GroupRecord* const group = state_.groups.Follow(std::move(options));
+  group->creator = creator;
+  return group;
 }
 
 void Joining::LinkIsUp(const DialTry& of, const LinkUp& up) {
@@ -77,6 +83,7 @@ void Joining::LinkIsUp(const DialTry& of, const LinkUp& up) {
   GroupRecord* const group = Dialler::Current(of, &state_.groups);
   if (group == nullptr || !group->join.joining) return;
   absl::Status fits = CheckToldSpec(up.spec, state_.spec_limits);
+  if (fits.ok()) fits = identities_.AdmitJoinedPool(*group, up.spec);
   if (fits.ok()) fits = life_.MakeRoom(of.group, &up.spec, turn);
   if (fits.ok()) {
     TakeJoined(group, up, turn);

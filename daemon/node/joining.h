@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/node/dialler.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "daemon/node/turn.h"
@@ -22,14 +23,17 @@ namespace refitd {
 class Joining : private DialHost {
  public:
   // `dial` null: this daemon joins no others.
-  Joining(DaemonState* state, PeerDialer dial, GroupLife* life, Members* members);
+  Joining(DaemonState* state, PeerDialer dial, const Identities* identities, GroupLife* life,
+          Members* members);
 
   // The coordinator that a member names; empty: this daemon.
   std::string CoordinatorOf(const std::string& address) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The group that the daemon at `address` coordinates, joined or being joined.
+  // The group that the daemon at `address` coordinates, joined or being joined. `creator`: the
+  // identity that asks.
   absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
-                                      const std::optional<GroupSpec>& spec, Turn& turn)
+                                      const std::optional<GroupSpec>& spec,
+                                      const std::string& creator, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Begins a try to join, for the members that wait.
   void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
@@ -58,6 +62,7 @@ class Joining : private DialHost {
   static void Stop(GroupRecord* group, const absl::Status& status, Turn& turn);
 
   DaemonState& state_;
+  const Identities& identities_;
   GroupLife& life_;
   Members& members_;
   Dialler dialler_;  // used in a turn

@@ -26,7 +26,15 @@ namespace refitd {
 struct Peer {
   std::optional<PeerCredentials> credentials;
   std::string identity{};  // of the certificate; empty: no TLS
+  // As a trainer it may enter the group that it named though another identity owns the group.
+  bool any_owner = false;
 };
+
+// Who that is, as rules name it: "uid:1000", "spiffe://...", "dns:..." or "anonymous".
+inline std::string IdentityOf(const Peer& peer) {
+  if (peer.credentials.has_value()) return "uid:" + std::to_string(peer.credentials->uid);
+  return peer.identity.empty() ? "anonymous" : peer.identity;
+}
 
 // Who calls, and the lease that the caller presents, unchecked.
 struct Caller {

@@ -44,8 +44,13 @@ void Members::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached
 
 void Members::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
+  if (!record.engine) {
+    absl::Status owned = Identities::TakeOwnership(state_.groups.Of(record), record);
+    if (!owned.ok()) return record.End(std::move(owned));
+  }
   record.incarnation = state_.groups.Of(record)->machine->incarnation();
   MemberRecord& m = *state_.leases.Add(std::move(record));
+  identities_.AuditAttach(m, turn);
   if (!m.peer.identity.empty()) {
     LogInfo("group {}: member {} attaches as {}", m.group, member.value(), m.peer.identity);
   }

@@ -17,6 +17,7 @@
 #include "daemon/node/data_plane.h"
 #include "daemon/node/device_slots.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/state.h"
 #include "daemon/node/turn.h"
 #include "daemon/sockets/process_watch.h"
@@ -29,10 +30,11 @@ absl::Status LeaseEnded(const std::string& reason);
 class Members {
  public:
   // All must outlive it.
-  Members(DaemonState* state, ProcessWatch* processes, GroupLife* life, DeviceSlots* slots,
-          DataPlane* data_plane)
+  Members(DaemonState* state, ProcessWatch* processes, const Identities* identities,
+          GroupLife* life, DeviceSlots* slots, DataPlane* data_plane)
       : state_(*state),
         processes_(*processes),
+        identities_(*identities),
         life_(*life),
         device_slots_(*slots),
         data_plane_(*data_plane) {}
@@ -78,6 +80,7 @@ class Members {
 
   DaemonState& state_;
   ProcessWatch& processes_;
+  const Identities& identities_;
   GroupLife& life_;
   DeviceSlots& device_slots_;
   DataPlane& data_plane_;

@@ -10,10 +10,12 @@ namespace refitd {
 
 absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& name,
                                                           const GroupSpec& wish, bool replace,
-                                                          const std::string& request_id) {
+                                                          const std::string& request_id,
+                                                          const std::string& identity) {
   Turn turn(state_.turns);
   bool created = false;
-  absl::StatusOr<GroupRecord*> made = life_.Make(name, wish, std::nullopt, &created, turn);
+  absl::StatusOr<GroupRecord*> made =
+      life_.Make(name, wish, std::nullopt, identity, &created, turn);
   if (const GroupRecord* found = state_.groups.Find(name);
       found != nullptr && found->follower != nullptr) {
     return Followed(*found);
@@ -31,12 +33,12 @@ absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& nam
                  name, machine.spec().trainer_ranks, wish.trainer_ranks);
   }
   if (created || !replace) return Created{machine.incarnation(), created};
-  REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, Replace(*made, request_id, turn));
+  REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, Replace(*made, request_id, identity, turn));
   return Created{incarnation, true};
 }
 
 absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::string& request_id,
-                                            Turn& turn) {
+                                            const std::string& identity, Turn& turn) {
   if (!request_id.empty() && request_id == group->replace_request)
     return group->replace_incarnation;
   const uint64_t incarnation = NewIncarnation();
@@ -47,6 +49,7 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
                  name, update.has_value() ? update->version.value() : -1);
   }
+  Identities::NoteReplaced(group, identity);
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
   // Trainers hear of it by the end of their streams and attach again.

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/node/data_plane.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/joiners.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
@@ -80,9 +81,10 @@ class Operators {
     uint64_t incarnation = 0;
     bool created = false;  // or replaced
   };
-  // `replace`: an existing group begins a new incarnation, once for each request id.
+  // `replace`: an existing group begins a new incarnation, once for each request id. `identity`:
+  // who asks (IdentityOf).
   absl::StatusOr<Created> CreateGroup(const std::string& name, const GroupSpec& wish, bool replace,
-                                      const std::string& request_id);
+                                      const std::string& request_id, const std::string& identity);
   absl::Status DeleteGroup(const std::string& name);
   void AbortUpdate(CallId call, const std::string& group, std::string reason, ReplyFunction reply);
 
@@ -108,7 +110,8 @@ class Operators {
   void StopWatching(uint64_t watch);
 
  private:
-  absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id, Turn& turn)
+  absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
+                                   const std::string& identity, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void DescribeEpochs(DaemonDetails* details) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   GroupDetails DetailsOf(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);

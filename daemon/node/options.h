@@ -9,6 +9,8 @@
 
 #include "daemon/group/group.h"
 #include "daemon/group/machine.h"
+#include "daemon/policy/quota.h"
+#include "daemon/process/audit_log.h"
 #include "daemon/process/observer.h"
 #include "transport/base/ids.h"
 #include "transport/cuda/memory.h"
@@ -50,6 +52,8 @@ struct DaemonOptions {
   std::string descriptor_socket;  // its path, which members are told
   DeviceOptions cuda;
   NodeObserver* observer = nullptr;  // outlives the daemon; null: none
+  IdentityLimits per_identity;
+  AuditLog* audit = nullptr;  // outlives the daemon; null: none
 };
 
 }  // namespace refitd

@@ -32,6 +32,7 @@ absl::StatusOr<MemberRecord*> Regions::Admit(const std::string& token, const Pee
                                              const std::string& identity) {
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, state_.leases.Authenticate(token, peer));
   REFITD_RETURN_IF_ERROR(state_.memory.Admit(*member, identity));
+  REFITD_RETURN_IF_ERROR(identities_.AdmitRegionOf(*member));
   return member;
 }
 

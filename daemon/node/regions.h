@@ -20,6 +20,7 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/node/data_plane.h"
 #include "daemon/node/device_slots.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "daemon/sockets/descriptor_socket.h"
@@ -37,8 +38,13 @@ struct IpcBlock {
 
 class Regions : public DescriptorHandler {
  public:
-  Regions(DaemonState* state, Members* members, DeviceSlots* slots, DataPlane* data_plane)
-      : state_(*state), members_(*members), device_slots_(*slots), data_plane_(*data_plane) {}
+  Regions(DaemonState* state, const Identities* identities, Members* members, DeviceSlots* slots,
+          DataPlane* data_plane)
+      : state_(*state),
+        identities_(*identities),
+        members_(*members),
+        device_slots_(*slots),
+        data_plane_(*data_plane) {}
 
   // Opens device memory, on a thread of its own, and registers it. Replies once.
   struct Registered {
@@ -99,6 +105,7 @@ class Regions : public DescriptorHandler {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   DaemonState& state_;
+  const Identities& identities_;
   Members& members_;
   DeviceSlots& device_slots_;
   DataPlane& data_plane_;

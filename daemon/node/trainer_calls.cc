@@ -40,8 +40,10 @@ void TrainerCalls::Hand(CallId call, const Caller& caller, ReplyFunction reply,
   absl::StatusOr<std::pair<std::string, GroupEvent>> made = MakeEvent(caller, event);
   if (made.ok()) {
     const auto* push = std::get_if<BucketEvent>(&made->second);
-    state_.calls.Add(call,
-                     {made->first, std::move(reply), push != nullptr ? push->bucket : nullptr});
+    state_.calls.Add(
+        call,
+        {made->first, identities_.Audited(made->first, made->second, caller.peer, std::move(reply)),
+         push != nullptr ? push->bucket : nullptr});
     turn.Handle(made->first, std::move(made->second));
   } else {
     turn.Answer(
@@ -90,6 +92,7 @@ void TrainerCalls::Refit(CallId call, const Caller& caller, absl::StatusOr<Refit
                    "binding_generation: {} is not the registered {}", binding_generation,
                    member.layout->binding_generation);
     }
+    REFITD_RETURN_IF_ERROR(identities_.AdmitUpdate(member, event->request_id));
     event->call = call;
     event->member = member.id;
     return *std::move(event);

@@ -19,6 +19,7 @@
 #include "daemon/group/peer.h"
 #include "daemon/node/data_plane.h"
 #include "daemon/node/device_slots.h"
+#include "daemon/node/identities.h"
 #include "daemon/node/members.h"
 #include "daemon/node/regions.h"
 #include "daemon/node/state.h"
@@ -32,9 +33,10 @@ using TrainerEvent = decltype(PeerCall::event);
 
 class TrainerCalls {
  public:
-  TrainerCalls(DaemonState* state, Members* members, Regions* regions, DeviceSlots* slots,
-               const DataPlane* data_plane)
+  TrainerCalls(DaemonState* state, Identities* identities, Members* members, Regions* regions,
+               DeviceSlots* slots, const DataPlane* data_plane)
       : state_(*state),
+        identities_(*identities),
         members_(*members),
         regions_(*regions),
         device_slots_(*slots),
@@ -103,6 +105,7 @@ class TrainerCalls {
                   ReplyFunction reply, const DeviceSource& device);
 
   DaemonState& state_;
+  Identities& identities_;
   Members& members_;
   Regions& regions_;
   DeviceSlots& device_slots_;

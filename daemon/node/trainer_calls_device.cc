@@ -190,6 +190,7 @@ void TrainerCalls::BeginOpened(CallId call, const Caller& caller, BeginEvent eve
   const auto begin = [&](const MemberRecord& member)
                          ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) -> absl::StatusOr<GroupEvent> {
     REFITD_RETURN_IF_ERROR(CheckBroadcast(member, event.broadcast));
+    REFITD_RETURN_IF_ERROR(identities_.AdmitUpdate(member, event.request_id));
     event.call = call;
     event.member = member.id;
     event.slots_on_devices = slots && device_slots_.MissingFor(member).empty();

@@ -45,6 +45,15 @@ class Waiters {
     GroupEvent attached;
   };
 
+  // How many of all members that wait are such.
+  template <typename Such>
+  int64_t CountOf(const Such& such) const {
+    int64_t count = 0;
+    for (const OfGroup& each : of_group_) count += such(each.record) ? 1 : 0;
+    for (const auto& [id, each] : of_slots_) count += such(each.record) ? 1 : 0;
+    return count;
+  }
+
   // All members that wait.
   size_t size() const { return of_group_.size() + of_slots_.size(); }
 

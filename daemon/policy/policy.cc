@@ -152,13 +152,13 @@ absl::StatusOr<Role> ParseRole(std::string_view text) {
                "role: '{}' is none of trainer, engine, operator-read, operator-write, peer", text);
 }
 
-std::string Caller::identity() const {
+std::string Principal::identity() const {
   if (uid.has_value()) return fmt::format("{}{}", kUid, *uid);
   return certificate.empty() ? std::string(kAnonymous) : certificate;
 }
 
-absl::StatusOr<Caller> ParseCaller(std::string_view text, std::string_view field) {
-  Caller caller;
+absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view field) {
+  Principal caller;
   if (text == kAnonymous) return caller;
   if (IsCertificate(text)) {
     if (text.find('*') != std::string_view::npos) {
@@ -190,7 +190,7 @@ absl::StatusOr<Caller> ParseCaller(std::string_view text, std::string_view field
                field, text, kAnonymous);
 }
 
-bool MatchesCaller(std::string_view who, const Caller& caller) {
+bool MatchesPrincipal(std::string_view who, const Principal& caller) {
   if (who == kAnonymous) return !caller.uid.has_value() && caller.certificate.empty();
   if (IsCertificate(who)) {
     return !caller.certificate.empty() && MatchesIdentity(who, caller.certificate);
@@ -261,13 +261,13 @@ absl::StatusOr<std::shared_ptr<const Policy>> Policy::Make(const PolicySettings&
   return std::shared_ptr<const Policy>(new Policy(std::move(rules)));
 }
 
-const PolicyRule* Policy::Find(const Caller& caller, Role role, std::string_view group,
+const PolicyRule* Policy::Find(const Principal& caller, Role role, std::string_view group,
                                std::string_view owner) const {
   const std::string identity = caller.identity();
   const bool owns = !owner.empty() && owner == identity;
   const bool of_another = !owner.empty() && !owns;
   for (const PolicyRule& rule : rules_) {
-    if (!MatchesGroup(rule.group, group) || !MatchesCaller(rule.who, caller)) continue;
+    if (!MatchesGroup(rule.group, group) || !MatchesPrincipal(rule.who, caller)) continue;
     const bool trainer = HasRole(rule, Role::kTrainer) && (rule.any_owner || !of_another);
     if (role == Role::kTrainer ? trainer : HasRole(rule, role)) return &rule;
     if (owns && trainer && role != Role::kPeer) return &rule;
@@ -275,7 +275,7 @@ const PolicyRule* Policy::Find(const Caller& caller, Role role, std::string_view
   return nullptr;
 }
 
-absl::Status Policy::Check(const Caller& caller, RoleSet roles, std::string_view group,
+absl::Status Policy::Check(const Principal& caller, RoleSet roles, std::string_view group,
                            std::string_view owner) const {
   for (const Role role : kAllRoles) {
     if (roles.Contains(role) && Find(caller, role, group, owner) != nullptr) {
@@ -290,9 +290,9 @@ absl::Status Policy::Check(const Caller& caller, RoleSet roles, std::string_view
                    : ": no rule of the daemon's configuration says so");
 }
 
-absl::Status Policy::CheckAnywhere(const Caller& caller, RoleSet roles) const {
+absl::Status Policy::CheckAnywhere(const Principal& caller, RoleSet roles) const {
   for (const PolicyRule& rule : rules_) {
-    if (!MatchesCaller(rule.who, caller)) continue;
+    if (!MatchesPrincipal(rule.who, caller)) continue;
     for (const Role role : kAllRoles) {
       // The owner of a group, which takes a rule for trainers, may act in all roles but peer.
       const bool as_owner = role != Role::kPeer && HasRole(rule, Role::kTrainer);
@@ -304,9 +304,9 @@ absl::Status Policy::CheckAnywhere(const Caller& caller, RoleSet roles) const {
                caller.identity(), Names(roles));
 }
 
-absl::Status Policy::CheckEverywhere(const Caller& caller, RoleSet roles) const {
+absl::Status Policy::CheckEverywhere(const Principal& caller, RoleSet roles) const {
   for (const PolicyRule& rule : rules_) {
-    if (rule.group != "*" || !MatchesCaller(rule.who, caller)) continue;
+    if (rule.group != "*" || !MatchesPrincipal(rule.who, caller)) continue;
     for (const Role role : kAllRoles) {
       if (roles.Contains(role) && HasRole(rule, role)) return absl::OkStatus();
     }
@@ -317,9 +317,9 @@ absl::Status Policy::CheckEverywhere(const Caller& caller, RoleSet roles) const 
                caller.identity(), Names(roles));
 }
 
-absl::Status Policy::CheckKnown(const Caller& caller) const {
+absl::Status Policy::CheckKnown(const Principal& caller) const {
   if (std::any_of(rules_.begin(), rules_.end(),
-                  [&](const PolicyRule& rule) { return MatchesCaller(rule.who, caller); })) {
+                  [&](const PolicyRule& rule) { return MatchesPrincipal(rule.who, caller); })) {
     return absl::OkStatus();
   }
   return Error(absl::StatusCode::kPermissionDenied,
@@ -327,14 +327,14 @@ absl::Status Policy::CheckKnown(const Caller& caller) const {
                caller.identity());
 }
 
-bool Policy::MayJoinOthers(const Caller& caller, std::string_view group) const {
+bool Policy::MayJoinOthers(const Principal& caller, std::string_view group) const {
   return std::any_of(rules_.begin(), rules_.end(), [&](const PolicyRule& rule) {
     return rule.any_owner && HasRole(rule, Role::kTrainer) && MatchesGroup(rule.group, group) &&
-           MatchesCaller(rule.who, caller);
+           MatchesPrincipal(rule.who, caller);
   });
 }
 
-std::string Policy::Why(const Caller& caller, Role role, std::string_view group,
+std::string Policy::Why(const Principal& caller, Role role, std::string_view group,
                         std::string_view owner) const {
   const PolicyRule* const rule = Find(caller, role, group, owner);
   if (rule == nullptr) return Message(Check(caller, {role}, group, owner));

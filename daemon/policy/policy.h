@@ -56,7 +56,7 @@ class RoleSet {
 
 // The process at the other end of a connection, as a policy sees it. A caller has either a user or
 // a certificate, or neither: then it came over TCP without TLS.
-struct Caller {
+struct Principal {
   std::optional<uint32_t> uid{};
   std::vector<uint32_t> gids{};  // the first and the further groups of the user
   std::string certificate{};     // the identity in it: "spiffe://..." or "dns:..."
@@ -70,11 +70,11 @@ inline constexpr std::string_view kAnonymous = "anonymous";
 
 // Reads a caller as people write it: "uid:1000", "uid:1000,gid:44", "spiffe://...", "dns:..." or
 // "anonymous". INVALID_ARGUMENT names `field`.
-absl::StatusOr<Caller> ParseCaller(std::string_view text, std::string_view field);
+absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view field);
 
 // "uid:N", "gid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*", "dns:NAME", "dns:*.DOMAIN" or
 // "anonymous".
-bool MatchesCaller(std::string_view who, const Caller& caller);
+bool MatchesPrincipal(std::string_view who, const Principal& caller);
 // A group's name, or the beginning of names with '*' at its end.
 bool MatchesGroup(std::string_view pattern, std::string_view group);
 
@@ -111,18 +111,18 @@ class Policy {
   // OK: the caller may act in one of these roles in the group. `owner` is the identity that owns
   // the group; empty: nobody does, or there is no such group. PERMISSION_DENIED names identity,
   // roles and group.
-  absl::Status Check(const Caller& caller, RoleSet roles, std::string_view group,
+  absl::Status Check(const Principal& caller, RoleSet roles, std::string_view group,
                      std::string_view owner) const;
   // OK: the caller may act in one of these roles in some group.
-  absl::Status CheckAnywhere(const Caller& caller, RoleSet roles) const;
+  absl::Status CheckAnywhere(const Principal& caller, RoleSet roles) const;
   // OK: the caller may act in one of these roles in every group, whatever its name.
-  absl::Status CheckEverywhere(const Caller& caller, RoleSet roles) const;
+  absl::Status CheckEverywhere(const Principal& caller, RoleSet roles) const;
   // OK: some rule names the caller.
-  absl::Status CheckKnown(const Caller& caller) const;
+  absl::Status CheckKnown(const Principal& caller) const;
   // Whether the caller may be a trainer of the group though another identity owns the group.
-  bool MayJoinOthers(const Caller& caller, std::string_view group) const;
+  bool MayJoinOthers(const Principal& caller, std::string_view group) const;
   // The words for the answer to Check: which rule allows it, or why nothing does.
-  std::string Why(const Caller& caller, Role role, std::string_view group,
+  std::string Why(const Principal& caller, Role role, std::string_view group,
                   std::string_view owner) const;
 
   const std::vector<PolicyRule>& rules() const { return rules_; }
@@ -130,7 +130,7 @@ class Policy {
  private:
   explicit Policy(std::vector<PolicyRule> rules) : rules_(std::move(rules)) {}
   // The rule that allows it. Null: none does.
-  const PolicyRule* Find(const Caller& caller, Role role, std::string_view group,
+  const PolicyRule* Find(const Principal& caller, Role role, std::string_view group,
                          std::string_view owner) const;
 
   const std::vector<PolicyRule> rules_;

@@ -16,13 +16,13 @@ using Catch::Contains;
 constexpr char kT[] = "spiffe://prod/trainer/t";
 constexpr char kU[] = "spiffe://prod/trainer/u";
 
-Caller Certified(const std::string& identity) {
-  Caller caller;
+Principal Certified(const std::string& identity) {
+  Principal caller;
   caller.certificate = identity;
   return caller;
 }
 
-Caller User(uint32_t uid, std::vector<uint32_t> gids = {}) {
+Principal User(uint32_t uid, std::vector<uint32_t> gids = {}) {
   return {.uid = uid, .gids = std::move(gids), .certificate = ""};
 }
 
@@ -40,7 +40,7 @@ std::shared_ptr<const Policy> Made(const PolicySettings& settings) {
   return *policy;
 }
 
-bool May(const Policy& policy, const Caller& caller, Role role, const std::string& group = "g",
+bool May(const Policy& policy, const Principal& caller, Role role, const std::string& group = "g",
          const std::string& owner = "") {
   return policy.Check(caller, {role}, group, owner).ok();
 }
@@ -58,7 +58,7 @@ TEST_CASE(
     CHECK(May(*policy, User(1000), role, "g", "uid:0"));
     CHECK_FALSE(May(*policy, User(1001), role));
     CHECK_FALSE(May(*policy, Certified(kT), role));
-    CHECK_FALSE(May(*policy, Caller(), role));
+    CHECK_FALSE(May(*policy, Principal(), role));
   }
   CHECK_FALSE(May(*policy, User(0), Role::kPeer));
   CHECK_FALSE(May(*policy, Certified("spiffe://prod/refitd/a"), Role::kPeer));
@@ -67,14 +67,14 @@ TEST_CASE(
 TEST_CASE("TCP in the clear is open to all as long as no rule names anonymous") {
   PolicySettings settings;
   settings.insecure = true;
-  for (const Role role : kAllRoles) CHECK(May(*Made(settings), Caller(), role, "g", "uid:0"));
+  for (const Role role : kAllRoles) CHECK(May(*Made(settings), Principal(), role, "g", "uid:0"));
   settings.rules = {{.who = "anonymous", .roles = {Role::kOperatorRead}, .group = "*"}};
-  CHECK(May(*Made(settings), Caller(), Role::kOperatorRead));
-  CHECK_FALSE(May(*Made(settings), Caller(), Role::kTrainer));
+  CHECK(May(*Made(settings), Principal(), Role::kOperatorRead));
+  CHECK_FALSE(May(*Made(settings), Principal(), Role::kTrainer));
   settings = {};
   settings.insecure = true;
   settings.tls = true;
-  CHECK_FALSE(May(*Made(settings), Caller(), Role::kOperatorRead));
+  CHECK_FALSE(May(*Made(settings), Principal(), Role::kOperatorRead));
 }
 
 TEST_CASE("A rule counts for its callers, its roles and its groups alone") {
@@ -126,7 +126,7 @@ TEST_CASE("A refusal names identity, role and group") {
   CHECK(Message(owned).find(kT) == std::string::npos);
   CHECK_THAT(Message(policy->CheckAnywhere(User(7), {Role::kOperatorRead})),
              Contains("uid:7 may not be operator read of any group"));
-  CHECK_THAT(Message(policy->CheckKnown(Caller())), Contains("anonymous has no role"));
+  CHECK_THAT(Message(policy->CheckKnown(Principal())), Contains("anonymous has no role"));
 }
 
 TEST_CASE("Rules that make no sense are refused with field and value") {
@@ -185,15 +185,15 @@ TEST_CASE("Rules explain themselves, and answers name the rule that decided") {
 }
 
 TEST_CASE("Callers and roles are read as people write them") {
-  const auto user = ParseCaller("uid:7,gid:1,gid:44", "--as");
+  const auto user = ParsePrincipal("uid:7,gid:1,gid:44", "--as");
   REQUIRE(user.ok());
   CHECK(user->uid == 7);
   CHECK(user->gids == std::vector<uint32_t>{1, 44});
-  CHECK(ParseCaller(kT, "--as")->identity() == kT);
-  CHECK(ParseCaller("anonymous", "--as")->identity() == "anonymous");
+  CHECK(ParsePrincipal(kT, "--as")->identity() == kT);
+  CHECK(ParsePrincipal("anonymous", "--as")->identity() == "anonymous");
   for (const char* bad : {"", "uid:", "gid:7", "uid:1,uid:2", "uid:1,x", "spiffe://prod/*", "me"}) {
     INFO(bad);
-    CHECK_THAT(Message(ParseCaller(bad, "--as").status()), Contains("--as"));
+    CHECK_THAT(Message(ParsePrincipal(bad, "--as").status()), Contains("--as"));
   }
   for (const Role role : kAllRoles) CHECK(*ParseRole(RoleName(role)) == role);
   CHECK(*ParseRole("OPERATOR_READ") == Role::kOperatorRead);

@@ -25,11 +25,9 @@
 #include "daemon/node/member.h"
 #include "daemon/node/sinks.h"
 #include "daemon/node/trainer_calls.h"
-#include "daemon/sockets/accept_loop.h"
-#include "daemon/sockets/peer_credentials.h"
+#include "daemon/services/door.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
-#include "transport/tls/grpc_credentials.h"
 
 namespace refitd {
 
@@ -38,35 +36,6 @@ inline grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
 }
-
-// Decides who may call (P9): peers on unix sockets that the access rule lets in; over TCP with TLS
-// all whose certificate gives an identity; over TCP without TLS everybody, since the daemon listens
-// there only if its configuration says `insecure`. Immutable, thread-safe.
-class Door {
- public:
-  // `tls`: TCP is served with TLS.
-  Door(const PeerTable* peers, AccessRule rule, bool tls = false)
-      : peers_(peers), rule_(std::move(rule)), tls_(tls) {}
-
-  absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context) const {
-    const std::string peer = context.peer();
-    if (peer.rfind("ipv4:", 0) == 0 || peer.rfind("ipv6:", 0) == 0) {
-      if (!tls_) return Peer{};
-      REFITD_ASSIGN_OR_RETURN(std::string identity, CallerIdentity(context));
-      return Peer{.credentials = std::nullopt, .identity = std::move(identity)};
-    }
-    std::optional<PeerCredentials> credentials = peers_->Lookup(peer);
-    if (!credentials.has_value())
-      return absl::PermissionDeniedError("the peer's credentials are unknown");
-    if (absl::Status status = rule_.Check(*credentials); !status.ok()) return status;
-    return Peer{std::move(credentials)};
-  }
-
- private:
-  const PeerTable* const peers_;
-  const AccessRule rule_;
-  const bool tls_;
-};
 
 // The payload of an OK reply. The group's machine (Follower) has compared other daemons' answers
 // with their calls, so a payload of another kind is a bug of this daemon.
@@ -80,13 +49,26 @@ const Payload& PayloadAs(const ReplyPayload& payload) {
 // A unary call that is answered later, by the code that has the reply. Deletes itself.
 class PendingCall : public grpc::ServerUnaryReactor {
  public:
-  explicit PendingCall(Daemon* daemon) : daemon_(daemon), id_(daemon->NewCall()) {}
+  PendingCall(Daemon* daemon, const Door* door, Asked asked, Peer peer)
+      : daemon_(daemon),
+        door_(door),
+        asked_(std::move(asked)),
+        peer_(std::move(peer)),
+        id_(daemon->NewCall()) {}
   CallId id() const { return id_; }
+  const Peer& peer() const { return peer_; }
+  void Answer(const absl::Status& status) {
+    door_->Told(asked_, peer_, status);
+    Finish(ToGrpc(status));
+  }
   void OnDone() noexcept override { delete this; }
   void OnCancel() noexcept override { daemon_->trainer_calls().CallGone(id_); }
 
  private:
   Daemon* const daemon_;
+  const Door* const door_;
+  const Asked asked_;
+  const Peer peer_;
   const CallId id_;
 };
 
@@ -94,50 +76,53 @@ class PendingCall : public grpc::ServerUnaryReactor {
 // `fill(payload)` fills the response if the reply is OK.
 template <typename Start, typename Fill>
 grpc::ServerUnaryReactor* AnswerLater(Daemon* daemon, const Door& door,
-                                      grpc::CallbackServerContext* context, Start start,
-                                      Fill fill) {
-  const absl::StatusOr<Peer> peer = door.Admit(*context);
+                                      grpc::CallbackServerContext* context, Asked asked,
+                                      Start start, Fill fill) {
+  absl::StatusOr<Peer> peer = door.Admit(*context, asked);
   if (!peer.ok()) {
     grpc::ServerUnaryReactor* refused = context->DefaultReactor();
     refused->Finish(ToGrpc(peer.status()));
     return refused;
   }
-  auto* call = new PendingCall(daemon);
-  start(call->id(), *peer, [call, fill](const absl::Status& status, const ReplyPayload& payload) {
-    if (status.ok()) fill(payload);
-    call->Finish(ToGrpc(status));
-  });
+  auto* call = new PendingCall(daemon, &door, std::move(asked), *std::move(peer));
+  start(call->id(), call->peer(),
+        [call, fill](const absl::Status& status, const ReplyPayload& payload) {
+          if (status.ok()) fill(payload);
+          call->Answer(status);
+        });
   return call;
 }
 
 // Answers later with the whole response: `start(peer, reply)` begins the call.
 template <typename Response, typename Start>
 grpc::ServerUnaryReactor* AnswerOnce(Daemon* daemon, const Door& door,
-                                     grpc::CallbackServerContext* context, Response* response,
-                                     Start start) {
-  const absl::StatusOr<Peer> peer = door.Admit(*context);
+                                     grpc::CallbackServerContext* context, Asked asked,
+                                     Response* response, Start start) {
+  absl::StatusOr<Peer> peer = door.Admit(*context, asked);
   if (!peer.ok()) {
     grpc::ServerUnaryReactor* refused = context->DefaultReactor();
     refused->Finish(ToGrpc(peer.status()));
     return refused;
   }
-  auto* call = new PendingCall(daemon);
-  start(*peer, [call, response](const absl::StatusOr<Response>& answer) {
+  auto* call = new PendingCall(daemon, &door, std::move(asked), *std::move(peer));
+  start(call->peer(), [call, response](const absl::StatusOr<Response>& answer) {
     if (answer.ok()) *response = *answer;
-    call->Finish(ToGrpc(answer.status()));
+    call->Answer(answer.status());
   });
   return call;
 }
 
-// Answers a call at once: `answer()` returns a StatusOr of the response.
+// Answers a call at once: `answer(peer)` returns a StatusOr of the response.
 template <typename Response, typename Respond>
 grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContext* context,
-                                    Response* response, Respond answer) {
-  absl::Status status = door.Admit(*context).status();
+                                    const Asked& asked, Response* response, Respond answer) {
+  const absl::StatusOr<Peer> peer = door.Admit(*context, asked);
+  absl::Status status = peer.status();
   if (status.ok()) {
-    absl::StatusOr<Response> answered = answer();
+    absl::StatusOr<Response> answered = answer(*peer);
     status = answered.status();
     if (status.ok()) *response = *std::move(answered);
+    door.Told(asked, *peer, status);
   }
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));
@@ -257,7 +242,7 @@ class EventStream : public EventSink<Event> {
 // Attach of either role: the first message is the hello, and the stream is the lease. Deletes
 // itself.
 //
-// `Role` supplies Message, Event, `MemberId Hello(Daemon*, const Message&, const Peer&,
+// `Role` supplies kRpc, Message, Event, `MemberId Hello(Daemon*, const Message&, const Peer&,
 // shared_ptr<sink>)` and `bool Answer(Daemon*, MemberId, const Message&)`, which returns false for
 // an orderly detach.
 template <typename Role>
@@ -265,11 +250,12 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
  public:
   using Stream = EventStream<typename Role::Event, AttachReactor>;
 
-  AttachReactor(Daemon* daemon, grpc::CallbackServerContext* context, absl::StatusOr<Peer> peer)
+  AttachReactor(Daemon* daemon, const Door* door, grpc::CallbackServerContext* context)
       : daemon_(daemon),
+        door_(door),
         context_(context),
         stream_(std::make_shared<Stream>(this)),
-        peer_(std::move(peer)) {
+        peer_(door->Admit(*context, {Role::kRpc})) {
     if (!peer_.ok()) {
       stream_->End(peer_.status());
       return;
@@ -283,6 +269,10 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       if (!message_.has_hello()) {
         return stream_->End(
             absl::InvalidArgumentError("kind: the first message of Attach must be hello"));
+      }
+      const Asked asked{.rpc = Role::kRpc, .group = message_.hello().group()};
+      if (absl::Status status = door_->Enter(&*peer_, asked); !status.ok()) {
+        return stream_->End(std::move(status));
       }
       member_ = Role::Hello(daemon_, message_, *peer_, stream_).value();
     } else if (message_.has_hello()) {
@@ -312,9 +302,10 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   }
 
   Daemon* const daemon_;
+  const Door* const door_;
   grpc::CallbackServerContext* const context_;
   const std::shared_ptr<Stream> stream_;
-  const absl::StatusOr<Peer> peer_;
+  absl::StatusOr<Peer> peer_;
   typename Role::Message message_;
   std::atomic<uint64_t> member_{0};  // 0: no hello yet
 };

@@ -12,6 +12,7 @@ namespace refitd {
 namespace {
 
 struct EngineRole {
+  static constexpr Rpc kRpc = Rpc::kEngineAttach;
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
@@ -48,12 +49,13 @@ struct EngineRole {
 
 grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* EngineService::Attach(
     grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<EngineRole>(daemon_, context, door_->Admit(*context));
+  return new AttachReactor<EngineRole>(daemon_, door_, context);
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
     grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor(daemon_, door_->Admit(*context), /*engine=*/true, response);
+  return new RegisterLayoutReactor(daemon_, door_->Admit(*context, {Rpc::kEngineRegisterLayout}),
+                                   /*engine=*/true, response);
 }
 
 grpc::ServerUnaryReactor* EngineService::RegisterRegion(

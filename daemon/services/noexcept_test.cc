@@ -5,8 +5,10 @@
 
 #include "daemon/services/common.h"
 #include "daemon/services/engine_service.h"
+#include "daemon/services/health_service.h"
 #include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/reflection_service.h"
 #include "daemon/services/register_layout.h"
 #include "daemon/services/trainer_service.h"
 
@@ -14,6 +16,7 @@ namespace refitd {
 namespace {
 
 struct Role {
+  static constexpr Rpc kRpc = Rpc::kEngineAttach;
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
   static MemberId Hello(Daemon*, const Message&, const Peer&, std::shared_ptr<EngineSink>) {
@@ -55,7 +58,11 @@ REFITD_METHOD_IS_NOEXCEPT(EngineService, ReleaseRegion, nullptr, nullptr, nullpt
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, AbortUpdate, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, GetStatus, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, WatchUpdates, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(OperatorService, CheckAccess, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(PeerService, Link, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(HealthService, Check, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(HealthService, Watch, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(ReflectionService, ServerReflectionInfo, nullptr);
 
 TEST_CASE("an exception in a callback of gRPC was swallowed, and its work was left half done") {
   SUCCEED("the assertions above");

@@ -1,5 +1,8 @@
 #include "daemon/services/operator_service.h"
 
+#include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "daemon/checks/bucket.h"
@@ -10,6 +13,22 @@
 
 namespace refitd {
 namespace {
+
+const std::string& GroupOf(const v1::GroupStatus& group) { return group.name(); }
+const std::string& GroupOf(const v1::MemberStatus& member) { return member.group(); }
+
+// Leaves out the groups that the caller may not see, or their members.
+template <typename Element>
+void KeepShown(const Door& door, const Peer& peer, Rpc rpc,
+               google::protobuf::RepeatedPtrField<Element>* all) {
+  std::map<std::string, bool> shown;
+  const auto hidden = [&](const Element& element) {
+    const auto [it, added] = shown.try_emplace(GroupOf(element), false);
+    if (added) it->second = door.Shows(peer, rpc, it->first);
+    return !it->second;
+  };
+  all->erase(std::remove_if(all->begin(), all->end(), hidden), all->end());
+}
 
 // One caller that watches updates. Deletes itself.
 class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
@@ -62,12 +81,14 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
 };
 
 absl::StatusOr<v1::CreateGroupResponse> CreateGroupOf(Daemon* daemon,
-                                                      const v1::CreateGroupRequest& request) {
+                                                      const v1::CreateGroupRequest& request,
+                                                      const std::string& identity) {
   REFITD_RETURN_IF_ERROR(CheckName(request.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckText(request.request_id(), kMaxRequestIdBytes, "request_id"));
-  REFITD_ASSIGN_OR_RETURN(const Operators::Created made,
-                          daemon->operators().CreateGroup(request.group(), SpecOf(request.spec()),
-                                                          request.replace(), request.request_id()));
+  REFITD_ASSIGN_OR_RETURN(
+      const Operators::Created made,
+      daemon->operators().CreateGroup(request.group(), SpecOf(request.spec()), request.replace(),
+                                      request.request_id(), identity));
   v1::CreateGroupResponse response;
   response.set_incarnation(made.incarnation);
   response.set_created(made.created);
@@ -79,24 +100,30 @@ absl::StatusOr<v1::CreateGroupResponse> CreateGroupOf(Daemon* daemon,
 grpc::ServerUnaryReactor* OperatorService::CreateGroup(grpc::CallbackServerContext* context,
                                                        const v1::CreateGroupRequest* request,
                                                        v1::CreateGroupResponse* response) noexcept {
-  return AnswerNow(*door_, context, response, [&] { return CreateGroupOf(daemon_, *request); });
+  const Rpc rpc = request->replace() ? Rpc::kOperatorReplaceGroup : Rpc::kOperatorCreateGroup;
+  return AnswerNow(
+      *door_, context, {rpc, request->group(), request->request_id()}, response,
+      [&](const Peer& peer) { return CreateGroupOf(daemon_, *request, IdentityOf(peer)); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::DeleteGroup(grpc::CallbackServerContext* context,
                                                        const v1::DeleteGroupRequest* request,
                                                        v1::DeleteGroupResponse* response) noexcept {
-  return AnswerNow(*door_, context, response, [&]() -> absl::StatusOr<v1::DeleteGroupResponse> {
-    if (absl::Status status = daemon_->operators().DeleteGroup(request->group()); !status.ok())
-      return status;
-    return v1::DeleteGroupResponse();
-  });
+  return AnswerNow(*door_, context, {Rpc::kOperatorDeleteGroup, request->group()}, response,
+                   [&](const Peer&) -> absl::StatusOr<v1::DeleteGroupResponse> {
+                     if (absl::Status status = daemon_->operators().DeleteGroup(request->group());
+                         !status.ok()) {
+                       return status;
+                     }
+                     return v1::DeleteGroupResponse();
+                   });
 }
 
 grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
     grpc::CallbackServerContext* context, const v1::AbortUpdateRequest* request,
     v1::AbortUpdateResponse* /*response*/) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kOperatorAbortUpdate, request->group()},
       [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
         daemon_->operators().AbortUpdate(call, request->group(),
                                          std::string(Shorten(request->reason(), kMaxReasonBytes)),
@@ -108,41 +135,66 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
 grpc::ServerUnaryReactor* OperatorService::GetStatus(grpc::CallbackServerContext* context,
                                                      const v1::GetStatusRequest* /*request*/,
                                                      v1::GetStatusResponse* response) noexcept {
-  return AnswerNow(*door_, context, response,
-                   [&]() -> absl::StatusOr<v1::GetStatusResponse> { return StatusOf(daemon_); });
+  constexpr Rpc kRpc = Rpc::kOperatorGetStatus;
+  return AnswerNow(*door_, context, {kRpc}, response,
+                   [&](const Peer& peer) -> absl::StatusOr<v1::GetStatusResponse> {
+                     v1::GetStatusResponse status = StatusOf(daemon_);
+                     KeepShown(*door_, peer, kRpc, status.mutable_groups());
+                     return status;
+                   });
 }
 
 grpc::ServerUnaryReactor* OperatorService::ListGroups(grpc::CallbackServerContext* context,
                                                       const v1::ListGroupsRequest* /*request*/,
                                                       v1::ListGroupsResponse* response) noexcept {
-  return AnswerNow(*door_, context, response, [&]() -> absl::StatusOr<v1::ListGroupsResponse> {
-    return refitd::ListGroups(daemon_);
-  });
+  constexpr Rpc kRpc = Rpc::kOperatorListGroups;
+  return AnswerNow(*door_, context, {kRpc}, response,
+                   [&](const Peer& peer) -> absl::StatusOr<v1::ListGroupsResponse> {
+                     v1::ListGroupsResponse list = refitd::ListGroups(daemon_);
+                     KeepShown(*door_, peer, kRpc, list.mutable_groups());
+                     return list;
+                   });
 }
 
 grpc::ServerUnaryReactor* OperatorService::GetGroup(grpc::CallbackServerContext* context,
                                                     const v1::GetGroupRequest* request,
                                                     v1::GetGroupResponse* response) noexcept {
-  return AnswerNow(*door_, context, response, [&] { return refitd::GetGroup(daemon_, *request); });
+  return AnswerNow(*door_, context, {Rpc::kOperatorGetGroup, request->group()}, response,
+                   [&](const Peer&) { return refitd::GetGroup(daemon_, *request); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::ListMembers(grpc::CallbackServerContext* context,
                                                        const v1::ListMembersRequest* request,
                                                        v1::ListMembersResponse* response) noexcept {
-  return AnswerNow(*door_, context, response,
-                   [&] { return refitd::ListMembers(daemon_, *request); });
+  constexpr Rpc kRpc = Rpc::kOperatorListMembers;
+  return AnswerNow(*door_, context, {kRpc, request->group()}, response,
+                   [&](const Peer& peer) -> absl::StatusOr<v1::ListMembersResponse> {
+                     REFITD_ASSIGN_OR_RETURN(v1::ListMembersResponse list,
+                                             refitd::ListMembers(daemon_, *request));
+                     KeepShown(*door_, peer, kRpc, list.mutable_members());
+                     return list;
+                   });
 }
 
 grpc::ServerUnaryReactor* OperatorService::GetUpdateStatistics(
     grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
     v1::GetUpdateStatisticsResponse* response) noexcept {
-  return AnswerNow(*door_, context, response,
-                   [&] { return refitd::GetUpdateStatistics(daemon_, *request); });
+  return AnswerNow(*door_, context, {Rpc::kOperatorGetUpdateStatistics, request->group()}, response,
+                   [&](const Peer&) { return refitd::GetUpdateStatistics(daemon_, *request); });
+}
+
+grpc::ServerUnaryReactor* OperatorService::CheckAccess(grpc::CallbackServerContext* context,
+                                                       const v1::CheckAccessRequest* request,
+                                                       v1::CheckAccessResponse* response) noexcept {
+  return AnswerNow(*door_, context, {Rpc::kOperatorCheckAccess, request->group()}, response,
+                   [&](const Peer&) { return door_->CheckAccess(*request); });
 }
 
 grpc::ServerWriteReactor<v1::UpdateStatus>* OperatorService::WatchUpdates(
     grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) noexcept {
-  return new WatchReactor(daemon_, context, door_->Admit(*context).status(), *request);
+  return new WatchReactor(
+      daemon_, context,
+      door_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}).status(), *request);
 }
 
 }  // namespace refitd

@@ -36,6 +36,9 @@ class OperatorService final : public v1::Operator::CallbackService {
   grpc::ServerUnaryReactor* GetUpdateStatistics(
       grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
       v1::GetUpdateStatisticsResponse* response) noexcept override;
+  grpc::ServerUnaryReactor* CheckAccess(grpc::CallbackServerContext* context,
+                                        const v1::CheckAccessRequest* request,
+                                        v1::CheckAccessResponse* response) noexcept override;
   grpc::ServerWriteReactor<v1::UpdateStatus>* WatchUpdates(
       grpc::CallbackServerContext* context,
       const v1::WatchUpdatesRequest* request) noexcept override;

@@ -18,10 +18,10 @@
 #include "daemon/link/peer_queue.h"
 #include "daemon/link/reports.h"
 #include "daemon/process/log.h"
+#include "daemon/process/log_limit.h"
 #include "proto/protocol.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
-#include "transport/tls/grpc_credentials.h"
 
 namespace refitd {
 namespace {
@@ -238,14 +238,14 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 // The reactor of one link. Deletes itself.
 class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
  public:
-  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, const LinkRule& rule,
+  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, const LinkDoor& door,
               grpc::CallbackServerContext* context)
       : acceptor_(acceptor),
         context_(context),
         address_(TcpAddress(context->peer())),
         session_(std::make_shared<Session>(this, message_bytes)) {
-    if (absl::Status status = Admit(rule); !status.ok()) {
-      if (!address_.empty()) LogWarning("link from {} refused: {}", address_, Message(status));
+    if (absl::Status status = Admit(door); !status.ok()) {
+      if (!address_.empty()) LogRefused(status);
       session_->End(std::move(status));
       return;
     }
@@ -271,28 +271,39 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   void GiveUp() { context_->TryCancel(); }
 
  private:
-  absl::Status Admit(const LinkRule& rule) {
+  absl::Status Admit(const LinkDoor& door) {
     if (address_.empty()) {
       return Error(StatusCode::kPermissionDenied,
                    "daemons link over TCP, not over a socket for clients");
     }
-    if (!rule.tls) return absl::OkStatus();
-    REFITD_ASSIGN_OR_RETURN(identity_, CallerIdentity(*context_));
-    if (rule.identity.empty() || MatchesIdentity(rule.identity, identity_)) return absl::OkStatus();
-    return Error(StatusCode::kPermissionDenied,
-                 "'{}' is no daemon here: it does not match peers.identity \"{}\"", identity_,
-                 rule.identity);
+    if (door == nullptr) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(caller_, door(*context_));
+    return absl::OkStatus();
+  }
+
+  // Anybody who reaches the port can cause the line.
+  void LogRefused(const absl::Status& status) const {
+    static auto* const limit = new LogLimit;
+    const std::optional<int64_t> left_out = limit->Admit(std::chrono::steady_clock::now());
+    if (!left_out.has_value()) return;
+    if (*left_out > 0) LogWarning("{} lines about refused links were left out", *left_out);
+    LogWarning("link from {} refused: {}", address_, Message(status));
   }
 
   absl::Status Take() {
     if (!greeted_) {
       REFITD_RETURN_IF_ERROR(CheckPeerHello(message_));
+      if (caller_.enter != nullptr) {
+        absl::Status status = caller_.enter(message_.hello().group());
+        if (!status.ok()) LogRefused(status);
+        REFITD_RETURN_IF_ERROR(status);
+      }
       if (!session_->HelloCame(message_.hello().message_bytes())) return absl::OkStatus();
       greeted_ = true;
       const v1::PeerHello& hello = message_.hello();
       newer_ = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol")->newer;
       name_ = fmt::format("group {}: daemon {} at {}", hello.group(), hello.daemon_id(), address_);
-      if (!identity_.empty()) LogInfo("{} is {}", name_, identity_);
+      if (!caller_.identity.empty()) LogInfo("{} is {}", name_, caller_.identity);
       acceptor_->Hello(std::move(*message_.mutable_hello()), address_, session_);
       return absl::OkStatus();
     }
@@ -321,7 +332,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   PeerAcceptor* const acceptor_;
   grpc::CallbackServerContext* const context_;
   const std::string address_;
-  std::string identity_;  // of its certificate; empty: no TLS
+  LinkCaller caller_;
   const std::shared_ptr<Session> session_;
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
@@ -353,7 +364,7 @@ void Session::Pump() {
 
 grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* PeerService::Link(
     grpc::CallbackServerContext* context) noexcept {
-  return new LinkReactor(acceptor_, message_bytes_, rule_, context);
+  return new LinkReactor(acceptor_, message_bytes_, door_, context);
 }
 
 }  // namespace refitd

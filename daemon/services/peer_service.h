@@ -5,28 +5,34 @@
 #include <grpcpp/grpcpp.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 
+#include "absl/status/statusor.h"
 #include "daemon/link/peer_link.h"
 #include "refitd/v1/peer.grpc.pb.h"
 
 namespace refitd {
 
-// The rule for daemons that want to link (P9).
-struct LinkRule {
-  bool tls = false;        // links come over TLS; else the configuration says `insecure`
-  std::string identity{};  // with `tls`: a pattern that a daemon's identity must match; empty: any
+// A daemon that may link to some group (P9).
+struct LinkCaller {
+  std::string identity{};  // of its certificate; empty: no TLS
+  // OK: it may link to this group.
+  std::function<absl::Status(const std::string& group)> enter;
 };
+// Asks who links. An error refuses the link.
+using LinkDoor = std::function<absl::StatusOr<LinkCaller>(const grpc::ServerContextBase&)>;
 
-// `acceptor` must outlive the server. `message_bytes`: as in the server's SetMaxReceiveMessageSize.
-// Callers on a unix socket are clients and are refused. Thread-safe.
+// `acceptor` must outlive the server. `door`: null lets everybody in. `message_bytes`: as in the
+// server's SetMaxReceiveMessageSize. Callers on a unix socket are clients and are refused.
+// Thread-safe.
 //
 // Like any server, it must be shut down with a deadline, since links do not end by themselves.
 class PeerService final : public v1::Peer::CallbackService {
  public:
-  PeerService(PeerAcceptor* acceptor, int64_t message_bytes, LinkRule rule = {})
-      : acceptor_(acceptor), message_bytes_(message_bytes), rule_(std::move(rule)) {}
+  PeerService(PeerAcceptor* acceptor, int64_t message_bytes, LinkDoor door = nullptr)
+      : acceptor_(acceptor), message_bytes_(message_bytes), door_(std::move(door)) {}
 
   grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* Link(
       grpc::CallbackServerContext* context) noexcept override;
@@ -34,7 +40,7 @@ class PeerService final : public v1::Peer::CallbackService {
  private:
   PeerAcceptor* const acceptor_;
   const int64_t message_bytes_;
-  const LinkRule rule_;
+  const LinkDoor door_;
 };
 
 }  // namespace refitd

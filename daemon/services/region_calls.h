@@ -6,6 +6,7 @@
 
 #include "daemon/node/daemon.h"
 #include "daemon/node/regions.h"
+#include "daemon/policy/rpcs.h"
 #include "daemon/services/common.h"
 #include "daemon/services/trainer_events.h"
 
@@ -16,7 +17,8 @@ inline grpc::ServerUnaryReactor* AnswerRegisterRegion(Daemon* daemon, const Door
                                                       const v1::RegisterRegionRequest& request,
                                                       bool engine,
                                                       v1::RegisterRegionResponse* response) {
-  return AnswerOnce(daemon, door, context, response, [&](const Peer& peer, auto reply) {
+  const Rpc rpc = engine ? Rpc::kEngineRegisterRegion : Rpc::kTrainerRegisterRegion;
+  return AnswerOnce(daemon, door, context, {rpc}, response, [&](const Peer& peer, auto reply) {
     const v1::CudaIpcHandle& block = request.cuda_ipc();
     daemon->regions().RegisterDevice(
         CallerOf(request.lease(), peer), engine,
@@ -36,7 +38,8 @@ inline grpc::ServerUnaryReactor* AnswerReleaseRegion(Daemon* daemon, const Door&
                                                      const v1::ReleaseRegionRequest& request,
                                                      bool engine,
                                                      v1::ReleaseRegionResponse* response) {
-  return AnswerOnce(daemon, door, context, response, [&](const Peer& peer, auto reply) {
+  const Rpc rpc = engine ? Rpc::kEngineReleaseRegion : Rpc::kTrainerReleaseRegion;
+  return AnswerOnce(daemon, door, context, {rpc}, response, [&](const Peer& peer, auto reply) {
     daemon->regions().Release(CallerOf(request.lease(), peer), engine,
                               RegionId(request.region_id()), [reply](const absl::Status& status) {
                                 if (!status.ok()) return reply(status);

@@ -14,6 +14,7 @@ namespace refitd {
 namespace {
 
 struct TrainerRole {
+  static constexpr Rpc kRpc = Rpc::kTrainerAttach;
   using Message = v1::TrainerMessage;
   using Event = v1::TrainerEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
@@ -43,12 +44,13 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
 
 grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* TrainerService::Attach(
     grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<TrainerRole>(daemon_, context, door_->Admit(*context));
+  return new AttachReactor<TrainerRole>(daemon_, door_, context);
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* TrainerService::RegisterLayout(
     grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor(daemon_, door_->Admit(*context), /*engine=*/false, response);
+  return new RegisterLayoutReactor(daemon_, door_->Admit(*context, {Rpc::kTrainerRegisterLayout}),
+                                   /*engine=*/false, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::RegisterRegion(
@@ -67,7 +69,7 @@ grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* con
                                                 const v1::BeginRequest* request,
                                                 v1::BeginResponse* response) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerBegin},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer),
                                       EventOf(*request, daemon_->options().group.max_duration),
@@ -86,7 +88,7 @@ grpc::ServerUnaryReactor* TrainerService::LeaseSlot(grpc::CallbackServerContext*
                                                     const v1::LeaseSlotRequest* request,
                                                     v1::LeaseSlotResponse* response) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerLeaseSlot},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
                                       std::move(reply));
@@ -105,7 +107,7 @@ grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(
     grpc::CallbackServerContext* context, const v1::ReleaseSlotRequest* request,
     v1::ReleaseSlotResponse* /*response*/) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerReleaseSlot},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         ReleaseSlotEvent event;
         event.grant = {SlotIndex(request->slot()), GrantId(request->grant())};
@@ -119,7 +121,7 @@ grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext
                                                      const v1::PushBucketRequest* request,
                                                      v1::PushBucketResponse* response) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerPushBucket},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         daemon_->trainer_calls().PushBucket(call, *request, CallerOf(request->lease(), peer),
                                             std::move(reply));
@@ -135,7 +137,7 @@ grpc::ServerUnaryReactor* TrainerService::Commit(grpc::CallbackServerContext* co
                                                  const v1::CommitRequest* request,
                                                  v1::CommitResponse* response) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerCommit},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
                                       std::move(reply));
@@ -147,7 +149,7 @@ grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* con
                                                 const v1::AbortRequest* request,
                                                 v1::AbortResponse* /*response*/) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerAbort},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
                                       std::move(reply));
@@ -159,7 +161,7 @@ grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* con
                                                 const v1::RefitRequest* request,
                                                 v1::CommitResponse* response) noexcept {
   return AnswerLater(
-      daemon_, *door_, context,
+      daemon_, *door_, context, {Rpc::kTrainerRefit},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         daemon_->trainer_calls().Refit(call, CallerOf(request->lease(), peer),
                                        EventOf(*request, daemon_->options().group.max_duration),
@@ -171,7 +173,8 @@ grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* con
 grpc::ServerUnaryReactor* TrainerService::GetUpdate(grpc::CallbackServerContext* context,
                                                     const v1::GetUpdateRequest* request,
                                                     v1::GetUpdateResponse* response) noexcept {
-  return AnswerNow(*door_, context, response, [&] { return refitd::GetUpdate(daemon_, *request); });
+  return AnswerNow(*door_, context, {Rpc::kTrainerGetUpdate, request->group()}, response,
+                   [&](const Peer&) { return refitd::GetUpdate(daemon_, *request); });
 }
 
 }  // namespace refitd

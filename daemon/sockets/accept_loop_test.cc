@@ -301,21 +301,6 @@ TEST_CASE_METHOD(Fixture, "Out of descriptors, a connection is closed rather tha
   CHECK(served.Wait(1) >= 0);
 }
 
-TEST_CASE("The access rule admits users, primary and supplementary groups, and nobody else") {
-  PeerCredentials peer{.pid = 7, .uid = 1000, .gid = 100, .groups = {5, 6}, .pidfd = nullptr};
-  const auto allows = [&](std::vector<uid_t> uids, std::vector<gid_t> gids) {
-    return AccessRule{.uids = std::move(uids), .gids = std::move(gids)}.Check(peer).ok();
-  };
-  CHECK(allows({1000}, {}));
-  CHECK(allows({}, {100}));
-  CHECK(allows({0}, {6}));
-  CHECK_FALSE(allows({}, {}));
-  CHECK_FALSE(allows({0, 1001}, {7, 1000}));
-  const absl::Status refused = AccessRule{.uids = {0}, .gids = {}}.Check(peer);
-  CHECK(refused.code() == absl::StatusCode::kPermissionDenied);
-  CHECK_THAT(Message(refused), Catch::Contains("pid 7, uid 1000, gid 100"));
-}
-
 TEST_CASE("Credentials of a socket that has no unix peer are an error") {
   const UniqueFd tcp(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   CHECK(PeerOf(tcp.get(), true).status().code() == absl::StatusCode::kUnavailable);

@@ -31,13 +31,16 @@ std::string Describe(const Certificates& certificates) {
                      certificates.root_count);
 }
 
-absl::StatusOr<std::unique_ptr<CertificateStore>> CertificateStore::Create(const TlsFiles& files) {
+absl::StatusOr<std::unique_ptr<CertificateStore>> CertificateStore::Create(const TlsFiles& files,
+                                                                           Told told) {
   REFITD_ASSIGN_OR_RETURN(auto first, Load(files));
-  return std::unique_ptr<CertificateStore>(new CertificateStore(files, std::move(first)));
+  return std::unique_ptr<CertificateStore>(
+      new CertificateStore(files, std::move(told), std::move(first)));
 }
 
-CertificateStore::CertificateStore(TlsFiles files, std::shared_ptr<const Certificates> first)
-    : files_(std::move(files)), current_(std::move(first)) {}
+CertificateStore::CertificateStore(TlsFiles files, Told told,
+                                   std::shared_ptr<const Certificates> first)
+    : files_(std::move(files)), told_(std::move(told)), current_(std::move(first)) {}
 
 std::shared_ptr<const Certificates> CertificateStore::Current() const {
   MutexLock lock(&mutex_);
@@ -56,6 +59,7 @@ void CertificateStore::Refresh() {
     }
     // Handshakes wait for the mutex, and the log may stall.
     LogInfo("certificates changed: {}", Describe(**loaded));
+    if (told_ != nullptr) told_(absl::OkStatus(), **loaded);
     return;
   }
   const std::string problem = Message(loaded.status());
@@ -67,6 +71,7 @@ void CertificateStore::Refresh() {
     in_force = current_;
   }
   LogError("certificates not taken over: {}; still in force: {}", problem, Describe(*in_force));
+  if (told_ != nullptr) told_(loaded.status(), *in_force);
 }
 
 }  // namespace refitd

@@ -6,6 +6,7 @@
 #ifndef REFITD_DAEMON_SOCKETS_CERTIFICATE_STORE_H_
 #define REFITD_DAEMON_SOCKETS_CERTIFICATE_STORE_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -19,7 +20,11 @@ namespace refitd {
 class CertificateStore {
  public:
   // Errors: as of LoadCertificates; also INVALID_ARGUMENT: the certificate gives no identity.
-  static absl::StatusOr<std::unique_ptr<CertificateStore>> Create(const TlsFiles& files);
+  // `told`, if set, hears of each change (OK) and of files that can't be taken over (why), and of
+  // the certificates that are in force then; without any mutex.
+  using Told = std::function<void(const absl::Status& taken, const Certificates& in_force)>;
+  static absl::StatusOr<std::unique_ptr<CertificateStore>> Create(const TlsFiles& files,
+                                                                  Told told = nullptr);
 
   // Never null.
   std::shared_ptr<const Certificates> Current() const;
@@ -28,9 +33,10 @@ class CertificateStore {
   void Refresh();
 
  private:
-  CertificateStore(TlsFiles files, std::shared_ptr<const Certificates> first);
+  CertificateStore(TlsFiles files, Told told, std::shared_ptr<const Certificates> first);
 
   const TlsFiles files_;
+  const Told told_;
   mutable Mutex mutex_;
   std::shared_ptr<const Certificates> current_ ABSL_GUARDED_BY(mutex_);
   std::string problem_ ABSL_GUARDED_BY(mutex_);  // of the last refresh

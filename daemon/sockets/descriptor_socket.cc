@@ -206,7 +206,7 @@ DescriptorSocket::DescriptorSocket(const DescriptorSocketOptions& options,
                                    std::unique_ptr<UnixListener> listener, UniqueFd epoll,
                                    UniqueFd stop, UniqueFd timer, DescriptorHandler* handler)
     : path_(options.path),
-      access_(options.access),
+      admit_(options.admit),
       max_connections_(options.max_connections),
       idle_limit_(options.idle_limit),
       listen_fd_(listener->fd()),
@@ -303,8 +303,9 @@ bool DescriptorSocket::ShedOne() {
 void DescriptorSocket::Admit(UniqueFd socket) {
   auto peer = PeerOf(socket.get(), /*with_pidfd=*/false);
   if (!peer.ok()) return;
-  if (const absl::Status allowed = access_.Check(*peer); !allowed.ok())
-    return Refuse(socket, allowed);
+  const absl::Status allowed =
+      admit_ == nullptr ? absl::PermissionDeniedError("nobody may use this socket") : admit_(*peer);
+  if (!allowed.ok()) return Refuse(socket, allowed);
   auto connection = std::make_shared<Connection>();
   connection->peer = std::move(peer).value();
   connection->last_used = std::chrono::steady_clock::now();

@@ -4,7 +4,7 @@
 // Keeps P4 (connections have an idle limit, replies never block), P8 (every descriptor that arrives
 // is owned at once, and closed unless the handler takes it; a closed connection leaves nothing),
 // P10 (sizes, magic, version, kinds and the number of descriptors are checked before anything else;
-// connections and requests are bounded) and P9 (a peer that the access rule refuses gets that
+// connections and requests are bounded) and P9 (a peer that may not use the socket gets that
 // answer and is disconnected before its message is read). The handler decides on the rest: token,
 // credentials, the memfd's seals and size.
 //
@@ -16,6 +16,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -71,7 +72,8 @@ class DescriptorHandler {
 struct DescriptorSocketOptions {
   std::string path;
   mode_t mode = 0660;
-  AccessRule access;  // the default serves nobody
+  // OK: the peer may use the socket. Must not block. Null: nobody may.
+  std::function<absl::Status(const PeerCredentials&)> admit{};
   int max_connections = kMaxDescriptorConnections;
   std::chrono::milliseconds idle_limit = kDescriptorIdleLimit;
 };
@@ -119,7 +121,7 @@ class DescriptorSocket {
   DescriptorReply Answer(const Connection& connection, Request request, UniqueFd* attach);
 
   const std::string path_;
-  const AccessRule access_;
+  const std::function<absl::Status(const PeerCredentials&)> admit_;
   const int max_connections_;
   const std::chrono::milliseconds idle_limit_;
   const int listen_fd_;  // of listener_

@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -92,18 +91,6 @@ absl::StatusOr<PeerCredentials> PeerOf(int socket, bool with_pidfd) {
     REFITD_ASSIGN_OR_RETURN(peer.pidfd, PidfdOf(socket, peer.pid));
   }
   return peer;
-}
-
-absl::Status AccessRule::Check(const PeerCredentials& peer) const {
-  const auto allows_group = [this](gid_t gid) {
-    return std::find(gids.begin(), gids.end(), gid) != gids.end();
-  };
-  if (std::find(uids.begin(), uids.end(), peer.uid) != uids.end()) return absl::OkStatus();
-  if (allows_group(peer.gid)) return absl::OkStatus();
-  if (std::any_of(peer.groups.begin(), peer.groups.end(), allows_group)) return absl::OkStatus();
-  return Error(absl::StatusCode::kPermissionDenied,
-               "{} is not allowed (allowed_uids and allowed_gids of the daemon's configuration)",
-               Describe(peer));
 }
 
 }  // namespace refitd

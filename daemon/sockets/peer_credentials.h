@@ -40,14 +40,11 @@ absl::StatusOr<PeerCredentials> PeerOf(int socket, bool with_pidfd);
 // C linkage.)
 UniqueFd OpenPidfd(pid_t pid);
 
-// The peers that the daemon serves over its unix sockets: these users, and the members of these
-// groups (primary or supplementary).
+// The peers that may do everything over the daemon's unix sockets: these users, and the members of
+// these groups (primary or supplementary).
 struct AccessRule {
   std::vector<uid_t> uids;
   std::vector<gid_t> gids;
-
-  // OK, or PERMISSION_DENIED naming the peer.
-  absl::Status Check(const PeerCredentials& peer) const;
   bool operator==(const AccessRule&) const = default;
 };
 

@@ -118,8 +118,7 @@ class LocalDaemon {
     daemon_ =
         std::make_unique<refitd::Daemon>(std::move(options), std::move(transport), processes_.get(),
                                          nullptr, id.empty() ? nullptr : dialer);
-    const AccessRule mine{{geteuid()}, {}};
-    door_ = std::make_unique<Door>(&peers_, mine);
+    door_ = std::make_unique<Door>(DoorOptions{.peers = &peers_, .policies = &policies_});
     trainers_ = std::make_unique<TrainerService>(daemon_.get(), door_.get());
     engines_ = std::make_unique<EngineService>(daemon_.get(), door_.get());
     operators_ = std::make_unique<OperatorService>(daemon_.get(), door_.get());
@@ -127,7 +126,9 @@ class LocalDaemon {
       grpc::AddInsecureChannelFromFd(server_.get(), fd.Release());
     });
     descriptors_ = *DescriptorSocket::Create(
-        {.path = socket() + std::string(kDescriptorSocketSuffix), .mode = 0600, .access = mine},
+        {.path = socket() + std::string(kDescriptorSocketSuffix),
+         .mode = 0600,
+         .admit = [](const PeerCredentials&) { return absl::OkStatus(); }},
         &daemon_->regions());
     grpc::ServerBuilder builder;
     builder.RegisterService(trainers_.get());
@@ -187,6 +188,7 @@ class LocalDaemon {
   std::unique_ptr<ProcessWatch> processes_;
   std::unique_ptr<refitd::Daemon> daemon_;
   PeerTable peers_;
+  const PolicyStore policies_{*Policy::Make({.uids = {geteuid()}})};
   std::unique_ptr<Door> door_;
   std::unique_ptr<TrainerService> trainers_;
   std::unique_ptr<EngineService> engines_;

@@ -321,7 +321,7 @@ class World {
   void CreateGroup(const v1::CreateGroupRequest& request) {
     if (!CheckName(request.group(), "group").ok()) return;  // as the service does
     (void)daemon_->operators().CreateGroup(request.group(), SpecOf(request.spec()),
-                                           request.replace(), request.request_id());
+                                           request.replace(), request.request_id(), "uid:1000");
   }
 
   void AbortUpdate(const Step& step) {

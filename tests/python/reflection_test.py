@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import tempfile
 import unittest
@@ -100,7 +101,10 @@ class TlsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory(prefix="refitd-", dir="/tmp") as folder:
             authority = Authority(folder)
             certificate, key = authority.issue("daemon", "spiffe://prod/refitd/a")
-            flags = ["--tls-certificate", certificate, "--tls-key", key, "--tls-roots", authority.roots]
+            rules = os.path.join(folder, "rules.textproto")
+            with open(rules, "w") as file:
+                file.write('rule { who: "spiffe://prod/operator" role: OPERATOR_READ group: "*" }\n')
+            flags = ["--config", rules, "--tls-certificate", certificate, "--tls-key", key, "--tls-roots", authority.roots]
             with Daemon("--listen-tcp", "127.0.0.1:0", *flags) as daemon:
                 _, status, _ = run(daemon.socket, "call", "refitd.v1.Operator/GetStatus")
                 (address,) = [name[len("tcp:"):] for name in json.loads(status)["listeners"] if name.startswith("tcp:")]
@@ -116,6 +120,9 @@ class TlsTest(unittest.TestCase):
                 code, told = ask(*member)
                 self.assertEqual(code, 0)
                 self.assertTrue(json.loads(told)["serving"])
+                stranger, its_key = authority.issue("stranger", "spiffe://prod/stranger")
+                denied = 64 + 7
+                self.assertEqual(ask("--cacert", authority.roots, "--cert", stranger, "--key", its_key), (denied, ""))
                 unavailable = 64 + 14
                 self.assertEqual(ask("--cacert", authority.roots), (unavailable, ""))
                 self.assertEqual(ask(), (unavailable, ""))

@@ -1,0 +1,196 @@
+#include "daemon/node/identities.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "daemon/policy/quota.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+int PidOf(const Peer& peer) { return peer.credentials.has_value() ? peer.credentials->pid : 0; }
+
+bool Is(const MemberRecord& member, const std::string& identity) {
+  return !member.lost && IdentityOf(member.peer) == identity;
+}
+
+// The audit log's line of a trainer's call, without its outcome; nullopt: it has no such calls.
+std::optional<AuditEvent> AuditOf(const GroupEvent& event) {
+  AuditEvent line;
+  const auto fill = [&line](AuditWhat what, const char* rpc, const auto& e) {
+    line.what = what;
+    line.rpc = rpc;
+    line.version = e.version.value();
+    line.request_id = e.request_id;
+    return line;
+  };
+  if (const auto* begin = std::get_if<BeginEvent>(&event)) {
+    return fill(AuditWhat::kBegin, "refitd.v1.Trainer/Begin", *begin);
+  }
+  if (const auto* commit = std::get_if<CommitEvent>(&event)) {
+    return fill(AuditWhat::kCommit, "refitd.v1.Trainer/Commit", *commit);
+  }
+  if (const auto* refit = std::get_if<RefitEvent>(&event)) {
+    return fill(AuditWhat::kCommit, "refitd.v1.Trainer/Refit", *refit);
+  }
+  if (const auto* abort = std::get_if<AbortEvent>(&event)) {
+    return fill(AuditWhat::kAbort, "refitd.v1.Trainer/Abort", *abort);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+// ---- owners ----
+
+std::string Identities::OwnerOf(const std::string& group) {
+  const Turn turn(state_.turns);
+  const GroupRecord* const found = state_.groups.Find(group);
+  return found == nullptr ? "" : found->owner;
+}
+
+bool Identities::HasLease(const std::string& identity) {
+  const Turn turn(state_.turns);
+  return std::any_of(state_.leases.all().begin(), state_.leases.all().end(),
+                     [&](const auto& entry) { return Is(entry.second, identity); });
+}
+
+// The door has asked the policy before; here the group can't change owners any more.
+absl::Status Identities::TakeOwnership(GroupRecord* group, const MemberRecord& trainer) {
+  const std::string identity = IdentityOf(trainer.peer);
+  if (group->owner.empty()) group->owner = identity;
+  if (group->owner == identity || trainer.peer.any_owner) return absl::OkStatus();
+  return Error(absl::StatusCode::kPermissionDenied,
+               "{} may not be trainer of group '{}', which another identity owns", identity,
+               group->name());
+}
+
+void Identities::NoteReplaced(GroupRecord* group, const std::string& by) {
+  if (group->owner != by) group->owner.clear();
+}
+
+// ---- limits of each identity ----
+
+absl::Status Identities::AdmitGroup(const std::string& creator, int64_t pool_bytes) const {
+  const IdentityLimits& limits = state_.options.per_identity;
+  if (creator.empty() || (limits.groups == 0 && limits.pool_bytes == 0)) return absl::OkStatus();
+  int64_t groups = 0;
+  int64_t bytes = 0;
+  for (const auto& [name, group] : state_.groups.all()) {
+    if (group->creator != creator) continue;
+    ++groups;
+    bytes += group->pool_bytes();
+  }
+  REFITD_RETURN_IF_ERROR(CheckQuota("groups", limits.groups, groups, 1, creator));
+  return CheckQuota("pool_bytes", limits.pool_bytes, bytes, pool_bytes, creator);
+}
+
+absl::Status Identities::AdmitJoinedPool(const GroupRecord& joined, const GroupSpec& spec) const {
+  const IdentityLimits& limits = state_.options.per_identity;
+  if (limits.pool_bytes == 0) return absl::OkStatus();
+  int64_t bytes = 0;
+  for (const auto& [name, group] : state_.groups.all()) {
+    if (group.get() != &joined && group->creator == joined.creator) bytes += group->pool_bytes();
+  }
+  return CheckQuota("pool_bytes", limits.pool_bytes, bytes, spec.slots * spec.slot_bytes,
+                    joined.creator);
+}
+
+absl::Status Identities::AdmitMember(const Peer& peer) const {
+  const int64_t limit = state_.options.per_identity.members;
+  if (limit == 0) return absl::OkStatus();
+  const std::string identity = IdentityOf(peer);
+  int64_t members = state_.waiters.CountOf([&](const MemberRecord& m) { return Is(m, identity); });
+  for (const auto& [id, member] : state_.leases.all()) members += Is(member, identity) ? 1 : 0;
+  return CheckQuota("members", limit, members, 1, identity);
+}
+
+absl::Status Identities::AdmitRegionOf(const MemberRecord& of) const {
+  const int64_t limit = state_.options.per_identity.regions;
+  if (limit == 0) return absl::OkStatus();
+  const std::string identity = IdentityOf(of.peer);
+  int64_t regions = 0;
+  for (const auto& [id, member] : state_.leases.all()) {
+    if (Is(member, identity)) regions += static_cast<int64_t>(member.regions.size());
+  }
+  return CheckQuota("regions", limit, regions, 1, identity);
+}
+
+absl::Status Identities::AdmitUpdate(const MemberRecord& trainer, const std::string& request_id) {
+  GroupRecord* const group = state_.groups.Of(trainer);
+  if (group->machine->update_running()) return absl::OkStatus();
+  const std::string identity = IdentityOf(trainer.peer);
+  if (const int64_t limit = state_.options.per_identity.updates; limit != 0) {
+    int64_t updates = 0;
+    for (const std::string& name : state_.groups.running()) {
+      updates += state_.groups.Find(name)->opener.identity == identity ? 1 : 0;
+    }
+    REFITD_RETURN_IF_ERROR(CheckQuota("updates", limit, updates, 1, identity));
+  }
+  group->opener = {.identity = identity, .pid = PidOf(trainer.peer), .request_id = request_id};
+  return absl::OkStatus();
+}
+
+// ---- the audit log ----
+
+void Identities::Audit(const AuditEvent& event, Turn& turn) const {
+  if (state_.options.audit == nullptr) return;
+  state_.options.audit->Add(event);
+  turn.Last([audit = state_.options.audit] { audit->Write(); });
+}
+
+void Identities::AuditAttach(const MemberRecord& member, Turn& turn) const {
+  Audit({.what = AuditWhat::kAttach,
+         .identity = IdentityOf(member.peer),
+         .pid = PidOf(member.peer),
+         .rpc = member.engine ? "refitd.v1.Engine/Attach" : "refitd.v1.Trainer/Attach",
+         .group = member.group,
+         .subject = member.engine ? fmt::format("engine of instance {}, member {}", member.instance,
+                                                member.id.value())
+                                  : fmt::format("trainer, member {}", member.id.value()),
+         .outcome = "OK"},
+        turn);
+}
+
+ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& event,
+                                  const Peer& peer, ReplyFunction reply) const {
+  if (state_.options.audit == nullptr) return reply;
+  std::optional<AuditEvent> line = AuditOf(event);
+  if (!line.has_value()) return reply;
+  line->group = group;
+  line->identity = IdentityOf(peer);
+  line->pid = PidOf(peer);
+  return [audit = state_.options.audit, line = *std::move(line), reply = std::move(reply)](
+             const absl::Status& status, const ReplyPayload& payload) mutable {
+    line.outcome = absl::StatusCodeToString(status.code());
+    if (!status.ok()) line.reason = Message(status);
+    audit->Record(line);
+    reply(status, payload);
+  };
+}
+
+void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended, Turn& turn) const {
+  Audit({.what = AuditWhat::kUpdate,
+         .identity = group.opener.identity,
+         .pid = group.opener.pid,
+         .group = group.name(),
+         .version = ended.version.value(),
+         .outcome = ended.outcome == Outcome::kCommitted ? "committed" : "aborted",
+         .reason = ended.reason,
+         .request_id = group.opener.request_id},
+        turn);
+}
+
+void Identities::AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const {
+  Audit({.what = AuditWhat::kEvict,
+         .group = group.name(),
+         .subject = line.evicted,
+         .version = line.version.value(),
+         .outcome = "evicted",
+         .reason = line.text},
+        turn);
+}
+
+}  // namespace refitd

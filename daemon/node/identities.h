@@ -1,0 +1,75 @@
+// What an identity has at this daemon: groups that it owns, the share of the daemon's limits that
+// it uses, and the audit log's lines of what it did. (daemon/policy says what an identity may do;
+// the services' door asks there.)
+//
+// P9: the door asks for a group's owner before a trainer attaches, and TakeOwnership asks again in
+// the turn that admits it, so that of two trainers that come at once only one becomes the owner.
+//
+// Part of the daemon's state: used in a turn (turn.h), but for OwnerOf, HasLease and Audited.
+#ifndef REFITD_DAEMON_NODE_IDENTITIES_H_
+#define REFITD_DAEMON_NODE_IDENTITIES_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "daemon/node/calls.h"
+#include "daemon/node/groups.h"
+#include "daemon/node/member.h"
+#include "daemon/node/state.h"
+#include "daemon/node/turn.h"
+#include "daemon/process/audit_log.h"
+
+namespace refitd {
+
+class Identities {
+ public:
+  explicit Identities(DaemonState* state) : state_(*state) {}
+
+  // ---- what the door asks, which takes a turn ----
+  // The identity that owns the group; empty: nobody does, or there is no such group.
+  std::string OwnerOf(const std::string& group);
+  // Whether a member of that identity has a lease.
+  bool HasLease(const std::string& identity);
+
+  // ---- owners ----
+  // Makes the first trainer's identity the owner. PERMISSION_DENIED: another identity owns the
+  // group, and no rule lets this trainer in.
+  static absl::Status TakeOwnership(GroupRecord* group, const MemberRecord& trainer);
+  // Another identity that replaces the group leaves it to the next trainer that attaches.
+  static void NoteReplaced(GroupRecord* group, const std::string& by);
+
+  // ---- limits of each identity ----
+  // RESOURCE_EXHAUSTED names identity, limit and value.
+  // `creator` empty: another daemon, which has no limits of its own.
+  absl::Status AdmitGroup(const std::string& creator, int64_t pool_bytes) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  absl::Status AdmitJoinedPool(const GroupRecord& joined, const GroupSpec& spec) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  absl::Status AdmitMember(const Peer& peer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  absl::Status AdmitRegionOf(const MemberRecord& of) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Also remembers who begins the update.
+  absl::Status AdmitUpdate(const MemberRecord& trainer, const std::string& request_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
+  // ---- the audit log ----
+  void AuditAttach(const MemberRecord& member, Turn& turn) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void AuditUpdate(const GroupRecord& group, const UpdateEnded& ended, Turn& turn) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // `reply`, which then also tells the audit log how a Begin, Commit, Refit or Abort was answered.
+  ReplyFunction Audited(const std::string& group, const GroupEvent& event, const Peer& peer,
+                        ReplyFunction reply) const;
+
+ private:
+  void Audit(const AuditEvent& event, Turn& turn) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
+  DaemonState& state_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_IDENTITIES_H_

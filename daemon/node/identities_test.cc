@@ -1,0 +1,212 @@
+#include "daemon/node/identities.h"
+
+#include <catch2/catch.hpp>
+#include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "transport/base/temp_folder.h"
+
+namespace refitd {
+namespace {
+
+constexpr int64_t kPool = 4 * 4096;  // bytes of one group's pool
+
+Peer User(uid_t uid) {
+  PeerCredentials credentials;
+  credentials.uid = uid;
+  return {.credentials = credentials};
+}
+
+// The state alone: no machine handles an event here.
+struct World : private TurnHost, private TimerHost {
+  explicit World(const IdentityLimits& limits, AuditLog* audit = nullptr)
+      : state(OptionsOf(limits, audit), this, this) {}
+
+  static DaemonOptions OptionsOf(const IdentityLimits& limits, AuditLog* audit) {
+    DaemonOptions options;
+    options.per_identity = limits;
+    options.audit = audit;
+    return options;
+  }
+  GroupRecord* MakeGroup(const std::string& name, const std::string& creator)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    CoordinatorOptions options;
+    options.name = name;
+    options.incarnation = 1;
+    options.spec.slots = 4;
+    options.spec.slot_bytes = 4096;
+    options.next_update = [this] { return state.NewUpdate(); };
+    options.next_member = [this] { return state.NewMember(); };
+    options.next_call = [this] { return state.NewCall(); };
+    GroupRecord* const group = state.groups.Coordinate(std::move(options), DaemonState::Now());
+    group->creator = creator;
+    return group;
+  }
+  MemberRecord Trainer(const Peer& peer) {
+    MemberRecord record;
+    record.id = state.NewMember();
+    record.group = "g";
+    record.peer = peer;
+    return record;
+  }
+
+  DaemonState state;
+  Identities identities{&state};
+
+ private:
+  void Dispatch(Turn& /*turn*/, const std::string& /*group*/, MachineEvent& /*event*/) override {}
+  void Drained() override {}
+  TimePoint NextWake() override { return DaemonState::Now() + std::chrono::hours(1); }
+  void Ring(Turn& /*turn*/, TimePoint /*now*/) override {}
+};
+
+// ---- owners ----
+
+TEST_CASE("The first trainer's identity owns the group, and others enter by a rule only") {
+  World world({});
+  {
+    const Turn turn(world.state.turns);
+    GroupRecord* const group = world.MakeGroup("g", "uid:1");
+    CHECK(Identities::TakeOwnership(group, world.Trainer(User(1))).ok());
+    CHECK(Identities::TakeOwnership(group, world.Trainer(User(1))).ok());
+    const absl::Status refused = Identities::TakeOwnership(group, world.Trainer(User(2)));
+    CHECK(refused.code() == absl::StatusCode::kPermissionDenied);
+    CHECK(std::string(refused.message()).find("uid:2") != std::string::npos);
+    Peer by_rule = User(2);
+    by_rule.any_owner = true;
+    CHECK(Identities::TakeOwnership(group, world.Trainer(by_rule)).ok());
+  }
+  CHECK(world.identities.OwnerOf("g") == "uid:1");
+  CHECK(world.identities.OwnerOf("other").empty());
+}
+
+TEST_CASE("A group that another identity replaces has no owner until a trainer attaches") {
+  World world({});
+  const Turn turn(world.state.turns);
+  GroupRecord* const group = world.MakeGroup("g", "uid:1");
+  CHECK(Identities::TakeOwnership(group, world.Trainer(User(1))).ok());
+  Identities::NoteReplaced(group, "uid:1");
+  CHECK(group->owner == "uid:1");
+  Identities::NoteReplaced(group, "uid:0");
+  CHECK(group->owner.empty());
+  CHECK(Identities::TakeOwnership(group, world.Trainer(User(2))).ok());
+  CHECK(group->owner == "uid:2");
+}
+
+TEST_CASE("An identity has a lease as long as one of its members is not lost") {
+  World world({});
+  MemberId id;
+  {
+    const Turn turn(world.state.turns);
+    world.MakeGroup("g", "uid:1");
+    id = world.state.leases.Add(world.Trainer(User(1)))->id;
+  }
+  CHECK(world.identities.HasLease("uid:1"));
+  CHECK_FALSE(world.identities.HasLease("uid:2"));
+  {
+    const Turn turn(world.state.turns);
+    CHECK(world.state.leases.Lose(world.state.leases.Find(id)));
+  }
+  CHECK_FALSE(world.identities.HasLease("uid:1"));
+}
+
+// ---- limits ----
+
+TEST_CASE("An identity's groups and their pools are limited, and those of others do not count") {
+  World world({.groups = 2, .pool_bytes = 2 * kPool});
+  const Turn turn(world.state.turns);
+  world.MakeGroup("a", "uid:1");
+  world.MakeGroup("b", "uid:2");
+  CHECK(world.identities.AdmitGroup("uid:1", kPool).ok());
+  const absl::Status pool = world.identities.AdmitGroup("uid:1", kPool + 1);
+  CHECK(pool.code() == absl::StatusCode::kResourceExhausted);
+  CHECK(std::string(pool.message()).find("pool_bytes: uid:1") != std::string::npos);
+  const GroupRecord* const joined = world.MakeGroup("c", "uid:1");
+  const absl::Status groups = world.identities.AdmitGroup("uid:1", 0);
+  CHECK(std::string(groups.message()).find("groups: uid:1") != std::string::npos);
+  CHECK(world.identities.AdmitGroup("", 100 * kPool).ok());
+  // A group that this daemon joins counts with the pool that its coordinator tells.
+  GroupSpec told;
+  told.slots = 4;
+  told.slot_bytes = 4096;
+  CHECK(world.identities.AdmitJoinedPool(*joined, told).ok());
+  told.slots = 5;
+  CHECK_FALSE(world.identities.AdmitJoinedPool(*joined, told).ok());
+}
+
+TEST_CASE("Members that wait count as members of their identity, and lost ones do not") {
+  World world({.members = 2});
+  const Turn turn(world.state.turns);
+  world.MakeGroup("g", "uid:1");
+  MemberRecord* const first = world.state.leases.Add(world.Trainer(User(1)));
+  MemberRecord waits = world.Trainer(User(1));
+  waits.group = "later";
+  world.state.waiters.Wait(Waiters::OfGroup{std::move(waits), TrainerAttached{}, DaemonState::Now(),
+                                            true, "", std::nullopt});
+  CHECK(world.identities.AdmitMember(User(1)).code() == absl::StatusCode::kResourceExhausted);
+  CHECK(world.identities.AdmitMember(User(2)).ok());
+  CHECK(world.state.leases.Lose(first));
+  CHECK(world.identities.AdmitMember(User(1)).ok());
+}
+
+TEST_CASE("Regions of all members of an identity are counted together") {
+  World world({.regions = 2});
+  const Turn turn(world.state.turns);
+  world.MakeGroup("g", "uid:1");
+  MemberRecord* const first = world.state.leases.Add(world.Trainer(User(1)));
+  MemberRecord* const second = world.state.leases.Add(world.Trainer(User(1)));
+  const MemberRecord* const other = world.state.leases.Add(world.Trainer(User(2)));
+  first->regions[RegionId(1)] = {};
+  CHECK(world.identities.AdmitRegionOf(*second).ok());
+  second->regions[RegionId(2)] = {};
+  CHECK(world.identities.AdmitRegionOf(*first).code() == absl::StatusCode::kResourceExhausted);
+  CHECK(world.identities.AdmitRegionOf(*other).ok());
+  first->regions.clear();
+  second->regions.clear();
+}
+
+// ---- the audit log ----
+
+TEST_CASE("The audit log tells who began an update, and how the call was answered") {
+  TempFolder folder;
+  const std::string path = folder / "audit";
+  const std::unique_ptr<AuditLog> log = std::move(AuditLog::Create({.file = path})).value();
+  World world({}, log.get());
+  const auto written = [&path] {
+    std::ifstream file(path);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  bool answered = false;
+  BeginEvent begin;
+  begin.version = Version(7);
+  begin.request_id = "r-1";
+  const ReplyFunction reply = world.identities.Audited(
+      "g", begin, User(1),
+      [&answered](const absl::Status& status, const ReplyPayload&) { answered = !status.ok(); });
+  CHECK(written().empty());
+  reply(absl::AbortedError("an engine failed"), EmptyReply{});
+  CHECK(answered);
+  for (const char* part : {"uid:1", "r-1", "ABORTED", "an engine failed", "Trainer/Begin"}) {
+    CHECK(written().find(part) != std::string::npos);
+  }
+  {
+    Turn turn(world.state.turns);
+    GroupRecord* const group = world.MakeGroup("g", "uid:1");
+    const MemberRecord* const trainer = world.state.leases.Add(world.Trainer(User(1)));
+    CHECK(world.identities.AdmitUpdate(*trainer, "r-2").ok());
+    UpdateEnded ended;
+    ended.version = Version(7);
+    ended.outcome = Outcome::kCommitted;
+    world.identities.AuditUpdate(*group, ended, turn);
+    CHECK(written().find("committed") == std::string::npos);  // nothing is written in the turn
+  }
+  CHECK(written().find("committed") != std::string::npos);
+  CHECK(written().find("r-2") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace refitd

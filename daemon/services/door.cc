@@ -1,0 +1,180 @@
+#include "daemon/services/door.h"
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "transport/base/status.h"
+#include "transport/tls/grpc_credentials.h"
+
+namespace refitd {
+namespace {
+
+// A caller that is not known yet can't be named but by its address.
+constexpr std::string_view kUnknown = "unknown";
+
+int PidOf(const Peer& peer) { return peer.credentials.has_value() ? peer.credentials->pid : 0; }
+
+}  // namespace
+
+Principal PrincipalOf(const Peer& peer) {
+  Principal caller;
+  if (peer.credentials.has_value()) {
+    caller.uid = peer.credentials->uid;
+    caller.gids.assign(peer.credentials->groups.begin(), peer.credentials->groups.end());
+    caller.gids.push_back(peer.credentials->gid);
+  } else {
+    caller.certificate = peer.identity;
+  }
+  return caller;
+}
+
+absl::StatusOr<Peer> Door::Recognise(const grpc::ServerContextBase& context) const {
+  const std::string peer = context.peer();
+  if (peer.rfind("ipv4:", 0) == 0 || peer.rfind("ipv6:", 0) == 0) {
+    if (!options_.tls) return Peer{};
+    REFITD_ASSIGN_OR_RETURN(std::string identity, CallerIdentity(context));
+    return Peer{.credentials = std::nullopt, .identity = std::move(identity)};
+  }
+  std::optional<PeerCredentials> credentials = options_.peers->Lookup(peer);
+  if (!credentials.has_value())
+    return absl::PermissionDeniedError("the peer's credentials are unknown");
+  return Peer{std::move(credentials)};
+}
+
+std::string Door::OwnerOf(const std::string& group) const {
+  return options_.owner == nullptr || group.empty() ? std::string() : options_.owner(group);
+}
+
+absl::Status Door::CheckKnown(const Policy& policy, const Principal& caller) const {
+  absl::Status known = policy.CheckKnown(caller);
+  // A policy that was replaced ends no lease.
+  if (known.ok() || options_.has_lease == nullptr || !options_.has_lease(caller.identity())) {
+    return known;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Door::AdmitToDescriptors(const PeerCredentials& peer) const {
+  const Peer caller{peer};
+  absl::Status status = CheckKnown(*options_.policies->Current(), PrincipalOf(caller));
+  if (!status.ok() && options_.audit != nullptr) {
+    options_.audit->Record({.what = AuditWhat::kRefusal,
+                            .identity = IdentityOf(caller),
+                            .pid = PidOf(caller),
+                            .subject = "descriptor socket",
+                            .outcome = std::string(absl::StatusCodeToString(status.code())),
+                            .reason = Message(status)});
+  }
+  return status;
+}
+
+absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follows) const {
+  const RpcEntry& entry = EntryOf(asked.rpc);
+  const std::shared_ptr<const Policy> policy = options_.policies->Current();
+  const Principal caller = PrincipalOf(peer);
+  switch (entry.scope) {
+    case RpcScope::kLease:  // Leases::Authenticate compares the lease's identity
+      return CheckKnown(*policy, caller);
+    case RpcScope::kKnown:
+      return policy->CheckKnown(caller);
+    case RpcScope::kGroups:
+      if (asked.group.empty()) return policy->CheckAnywhere(caller, entry.roles);
+      break;
+    case RpcScope::kEveryGroup:
+      if (asked.group.empty()) return policy->CheckEverywhere(caller, entry.roles);
+      break;
+    case RpcScope::kGroup:
+      if (group_follows) return policy->CheckAnywhere(caller, entry.roles);
+      break;
+  }
+  return policy->Check(caller, entry.roles, asked.group, OwnerOf(asked.group));
+}
+
+absl::StatusOr<Peer> Door::Admit(const grpc::ServerContextBase& context, const Asked& asked) const {
+  absl::StatusOr<Peer> peer = Recognise(context);
+  if (!peer.ok()) {
+    Refused(asked, std::string(kUnknown), 0, peer.status());
+    return peer;
+  }
+  const bool opens_stream = asked.rpc == Rpc::kTrainerAttach || asked.rpc == Rpc::kEngineAttach ||
+                            asked.rpc == Rpc::kPeerLink;
+  if (absl::Status status = Check(*peer, asked, opens_stream); !status.ok()) {
+    Refused(asked, IdentityOf(*peer), PidOf(*peer), status);
+    return status;
+  }
+  return peer;
+}
+
+absl::Status Door::Enter(Peer* peer, const Asked& asked) const {
+  absl::Status status = Check(*peer, asked, /*group_follows=*/false);
+  if (!status.ok()) {
+    Refused(asked, IdentityOf(*peer), PidOf(*peer), status);
+    return status;
+  }
+  peer->any_owner = options_.policies->Current()->MayJoinOthers(PrincipalOf(*peer), asked.group);
+  return absl::OkStatus();
+}
+
+bool Door::Shows(const Peer& peer, Rpc rpc, const std::string& group) const {
+  return options_.policies->Current()
+      ->Check(PrincipalOf(peer), EntryOf(rpc).roles, group, OwnerOf(group))
+      .ok();
+}
+
+void Door::Refused(const Asked& asked, const std::string& identity, int pid,
+                   const absl::Status& why) const {
+  if (options_.audit == nullptr) return;
+  options_.audit->Record({.what = AuditWhat::kRefusal,
+                          .identity = identity,
+                          .pid = pid,
+                          .rpc = std::string(EntryOf(asked.rpc).method),
+                          .group = asked.group,
+                          .outcome = std::string(absl::StatusCodeToString(why.code())),
+                          .reason = Message(why),
+                          .request_id = asked.request_id});
+}
+
+void Door::Told(const Asked& asked, const Peer& peer, const absl::Status& answer) const {
+  if (options_.audit == nullptr) return;
+  const RpcEntry& entry = EntryOf(asked.rpc);
+  if (!entry.audit.has_value()) {
+    // A lease's token in the wrong hands.
+    if (absl::IsPermissionDenied(answer) || absl::IsUnauthenticated(answer)) {
+      Refused(asked, IdentityOf(peer), PidOf(peer), answer);
+    }
+    return;
+  }
+  options_.audit->Record({.what = *entry.audit,
+                          .identity = IdentityOf(peer),
+                          .pid = PidOf(peer),
+                          .rpc = std::string(entry.method),
+                          .group = asked.group,
+                          .outcome = std::string(absl::StatusCodeToString(answer.code())),
+                          .reason = answer.ok() ? "" : Message(answer),
+                          .request_id = asked.request_id});
+}
+
+absl::StatusOr<v1::CheckAccessResponse> Door::CheckAccess(
+    const v1::CheckAccessRequest& request) const {
+  REFITD_ASSIGN_OR_RETURN(const Principal caller, ParsePrincipal(request.identity(), "identity"));
+  REFITD_ASSIGN_OR_RETURN(const Role role, ParseRole(request.role()));
+  v1::CheckAccessResponse response;
+  response.set_owner(OwnerOf(request.group()));
+  const std::shared_ptr<const Policy> policy = options_.policies->Current();
+  response.set_allowed(policy->Check(caller, {role}, request.group(), response.owner()).ok());
+  response.set_reason(policy->Why(caller, role, request.group(), response.owner()));
+  return response;
+}
+
+LinkDoor LinkDoorOf(const Door* door) {
+  return [door](const grpc::ServerContextBase& context) -> absl::StatusOr<LinkCaller> {
+    REFITD_ASSIGN_OR_RETURN(Peer admitted, door->Admit(context, {Rpc::kPeerLink}));
+    const auto peer = std::make_shared<Peer>(std::move(admitted));
+    return LinkCaller{.identity = peer->identity, .enter = [door, peer](const std::string& group) {
+                        return door->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
+                      }};
+  };
+}
+
+}  // namespace refitd

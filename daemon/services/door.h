@@ -1,0 +1,91 @@
+// The one place where the daemon decides who may call (P9).
+//
+// Every handler asks the door before it does anything, with its entry of daemon/policy/rpcs.h. The
+// door finds out who calls (the kernel tells of unix sockets, the certificate of TLS), asks the
+// policy of the moment, and tells refusals, and the acts of operators, to the audit log.
+//
+// Thread-safe.
+#ifndef REFITD_DAEMON_SERVICES_DOOR_H_
+#define REFITD_DAEMON_SERVICES_DOOR_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/node/member.h"
+#include "daemon/policy/policy.h"
+#include "daemon/policy/policy_store.h"
+#include "daemon/policy/rpcs.h"
+#include "daemon/process/audit_log.h"
+#include "daemon/services/peer_service.h"
+#include "daemon/sockets/accept_loop.h"
+#include "refitd/v1/operator.pb.h"
+
+namespace refitd {
+
+// A call: which RPC it is, and what it names.
+struct Asked {
+  Rpc rpc;
+  std::string group{};       // empty: the request names none, or not yet
+  std::string request_id{};  // empty: none
+};
+
+struct DoorOptions {
+  const PeerTable* peers = nullptr;
+  const PolicyStore* policies = nullptr;
+  // The identity that owns a group; empty: nobody does, or there is no such group. Null: nobody
+  // owns any group.
+  std::function<std::string(const std::string& group)> owner{};
+  // Whether a member of that identity has a lease. Null: none has.
+  std::function<bool(const std::string& identity)> has_lease{};
+  AuditLog* audit = nullptr;  // null: none
+  bool tls = false;           // TCP is served with TLS
+};
+
+// What the options point to must outlive the door.
+class Door {
+ public:
+  explicit Door(DoorOptions options) : options_(std::move(options)) {}
+
+  // Who calls, if the policy lets the caller in. A call whose group comes later (Attach, Link)
+  // names none here, and Enter follows. PERMISSION_DENIED names identity, role and group.
+  // UNAUTHENTICATED: the certificate gives no identity.
+  absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context, const Asked& asked) const;
+  // The second half, for calls that name their group in a stream's first message. Tells the peer
+  // what the node must know of its rights.
+  absl::Status Enter(Peer* peer, const Asked& asked) const;
+  // Whether an answer to this RPC may show the group to the caller.
+  bool Shows(const Peer& peer, Rpc rpc, const std::string& group) const;
+
+  // Whether a process may use the descriptor socket.
+  absl::Status AdmitToDescriptors(const PeerCredentials& peer) const;
+
+  // Tells the audit log how the call was answered, if the log has such calls.
+  void Told(const Asked& asked, const Peer& peer, const absl::Status& answer) const;
+
+  absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
+
+ private:
+  // OK: some rule names the caller, or did when it attached.
+  absl::Status CheckKnown(const Policy& policy, const Principal& caller) const;
+  absl::StatusOr<Peer> Recognise(const grpc::ServerContextBase& context) const;
+  absl::Status Check(const Peer& peer, const Asked& asked, bool group_follows) const;
+  std::string OwnerOf(const std::string& group) const;
+  void Refused(const Asked& asked, const std::string& identity, int pid,
+               const absl::Status& why) const;
+
+  const DoorOptions options_;
+};
+
+Principal PrincipalOf(const Peer& peer);
+
+// The door as links ask it. `door` must outlive the result.
+LinkDoor LinkDoorOf(const Door* door);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_DOOR_H_

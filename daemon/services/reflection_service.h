@@ -1,0 +1,40 @@
+// grpc.reflection.v1alpha.ServerReflection: tells which services the server has, and their
+// descriptors. In place of gRPC's own service, which asks nobody who calls.
+#ifndef REFITD_DAEMON_SERVICES_REFLECTION_SERVICE_H_
+#define REFITD_DAEMON_SERVICES_REFLECTION_SERVICE_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/services/door.h"
+#include "grpc/reflection/v1alpha/reflection.grpc.pb.h"
+
+namespace refitd {
+
+// The answer to one request; `services` are the server's. Pure, but for the generated descriptors.
+grpc::reflection::v1alpha::ServerReflectionResponse Reflect(
+    const grpc::reflection::v1alpha::ServerReflectionRequest& request,
+    const std::vector<std::string>& services);
+
+// `door` must outlive the server. `services`: full names of the server's services. Thread-safe.
+class ReflectionService final
+    : public grpc::reflection::v1alpha::ServerReflection::CallbackService {
+ public:
+  ReflectionService(const Door* door, std::vector<std::string> services)
+      : door_(door), services_(std::move(services)) {}
+
+  grpc::ServerBidiReactor<grpc::reflection::v1alpha::ServerReflectionRequest,
+                          grpc::reflection::v1alpha::ServerReflectionResponse>*
+  ServerReflectionInfo(grpc::CallbackServerContext* context) noexcept override;
+
+ private:
+  const Door* const door_;
+  const std::vector<std::string> services_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_REFLECTION_SERVICE_H_
