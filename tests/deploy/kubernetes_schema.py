@@ -88,6 +88,8 @@ POD_SPEC = {
         "configMap": {"name": STRING, "defaultMode": INT},
         "hostPath": {"path": STRING, "type": STRING},
         "emptyDir": {"medium": STRING, "sizeLimit": QUANTITY},
+        "secret": {"secretName": STRING, "defaultMode": INT},
+        "csi": {"driver": STRING, "readOnly": BOOL},
         "persistentVolumeClaim": {"claimName": STRING, "readOnly": BOOL},
     }],
 }
@@ -111,6 +113,32 @@ KINDS = {
                 "from": [{"namespaceSelector": LABEL_SELECTOR, "podSelector": LABEL_SELECTOR}],
                 "ports": [{"protocol": STRING, "port": PORT}],
             }],
+        },
+    },
+    # cert-manager's API reference, "Issuer" and "Certificate".
+    ("cert-manager.io/v1", "Issuer"): {"spec": {"selfSigned": {}, "ca": {"secretName": STRING}}},
+    ("cert-manager.io/v1", "Certificate"): {
+        "spec": {
+            "isCA": BOOL,
+            "commonName": STRING,
+            "secretName": STRING,
+            "duration": STRING,
+            "renewBefore": STRING,
+            "uris": STRINGS,
+            "dnsNames": STRINGS,
+            "usages": STRINGS,
+            "privateKey": {"algorithm": STRING, "size": INT, "rotationPolicy": STRING},
+            "issuerRef": {"name": STRING, "kind": STRING, "group": STRING},
+        },
+    },
+    # spire-controller-manager's custom resource.
+    ("spire.spiffe.io/v1alpha1", "ClusterSPIFFEID"): {
+        "spec": {
+            "spiffeIDTemplate": STRING,
+            "podSelector": LABEL_SELECTOR,
+            "namespaceSelector": LABEL_SELECTOR,
+            "dnsNameTemplates": STRINGS,
+            "ttl": STRING,
         },
     },
     ("apps/v1", "DaemonSet"): {

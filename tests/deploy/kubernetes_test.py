@@ -26,6 +26,9 @@ ACTIONS = ("exec", "grpc", "httpGet", "tcpSocket")
 VARIANTS = {
     "base": ("base", ()),
     "base with probes of gRPC": ("base", ("components/grpc-probes",)),
+    "base with cert-manager": ("base", ("components/cert-manager",)),
+    "base with SPIRE": ("base", ("components/spire",)),
+    "gpu with cert-manager": ("overlays/gpu", ("components/cert-manager",)),
     "sidecar": ("sidecar", ()),
     "gpu": ("overlays/gpu", ()),
     "gpu with probes of gRPC": ("overlays/gpu", ("components/grpc-probes",)),
@@ -103,6 +106,12 @@ def check_references(resources):
     spec = pod(resources)
     references = [("ServiceAccount", spec.get("serviceAccountName")), ("PriorityClass", spec.get("priorityClassName"))]
     references += [("ConfigMap", v["configMap"]["name"]) for v in spec["volumes"] if "configMap" in v]
+    references += [("Secret", v["secret"]["secretName"]) for v in spec["volumes"] if "secret" in v]
+    # cert-manager makes the secrets.
+    certificates = of_kind(resources, "Certificate")
+    known |= {("Secret", c["spec"]["secretName"]) for c in certificates}
+    references += [("Issuer", c["spec"]["issuerRef"]["name"]) for c in certificates]
+    references += [("Secret", i["spec"]["ca"]["secretName"]) for i in of_kind(resources, "Issuer") if "ca" in i["spec"]]
     for kind, name in references:
         if name is not None and (kind, name) not in known:
             yield "no %s %s" % (kind, name)
@@ -219,9 +228,33 @@ def check_environment(resources):
                     yield "container %s: no variable %s" % (c["name"], name)
 
 
+def check_tls(spec, daemon, settings, resources):
+    """The certificates are where refitd looks for them, made for daemons, and somebody has a role over TLS."""
+    files = [textproto.get(settings, "tls." + name, "") for name in ("certificate", "key", "roots")]
+    mounts = {m["mountPath"]: m["name"] for m in daemon["volumeMounts"] if m["name"] == "tls"}
+    if not any(files):
+        if mounts:
+            yield "certificates are mounted and not used"
+        return
+    if {os.path.dirname(path) for path in files} != set(mounts):
+        yield "certificates are read from %s, and mounted at %s" % (files, sorted(mounts))
+    pattern = textproto.get(settings, "peers.identity", "")
+    for certificate in of_kind(resources, "Certificate"):
+        wanted = certificate["spec"]
+        (volume,) = [v for v in spec["volumes"] if v["name"] == "tls"]
+        if wanted["secretName"] != volume.get("secret", {}).get("secretName"):
+            continue
+        if sorted(wanted.get("usages", [])) != ["client auth", "server auth"]:
+            yield "the certificate is for %s, a daemon both serves and calls" % wanted.get("usages")
+        if not all(uri.startswith(pattern.rstrip("*")) for uri in wanted["uris"]):
+            yield "the daemons are %s, peers.identity is %s" % (wanted["uris"], pattern)
+    if not any(rule["who"][0].startswith(("spiffe://", "dns:")) for rule in settings.get("rule", [])):
+        yield "no rule lets anybody in over TLS"
+
+
 def check_configuration(resources):
     """The file is one that refitd takes, and the pod fits what it says."""
-    (config_map,) = of_kind(resources, "ConfigMap")
+    (config_map,) = [c for c in of_kind(resources, "ConfigMap") if "spiffe-helper" not in c["metadata"]["name"]]
     spec, daemon = pod(resources), container(resources, "refitd")
     (name, text), = config_map["data"].items()
     with tempfile.NamedTemporaryFile("w", suffix=".textproto") as file:
@@ -238,6 +271,8 @@ def check_configuration(resources):
 
     socket = textproto.get(settings, "listen.unix_path")
     for c in containers(spec):
+        if c["name"] == "spiffe-helper":  # calls nobody over the sockets
+            continue
         sockets = [m["mountPath"] for m in c.get("volumeMounts", []) if m["name"] == "sockets"]
         if sockets != [os.path.dirname(socket)]:
             yield "container %s: the sockets are in %s, mounted at %s" % (c["name"], os.path.dirname(socket), sockets)
@@ -254,6 +289,11 @@ def check_configuration(resources):
         yield "the control plane listens on %s, its port is %s" % (tcp, ports.get("control"))
     if tcp and not of_kind(resources, "NetworkPolicy"):
         yield "the control plane listens on %s and no network policy guards it" % tcp
+
+    links = settings.get("peers", [{}])[0].get("listen", [])
+    if links != (["0.0.0.0:%d" % ports["links"]] if "links" in ports else []):
+        yield "links are taken on %s, their port is %s" % (links, ports.get("links"))
+    yield from check_tls(spec, daemon, settings, resources)
 
     drain = int(textproto.get(settings, "limits.max_duration_ms")) / 1000 + CLOSING_SECONDS
     if spec["terminationGracePeriodSeconds"] < drain:
@@ -448,6 +488,47 @@ class PlantedTest(unittest.TestCase):
         self.assert_found(plant, "the control plane listens on")
         self.assert_found(lambda r: r.remove(of_kind(r, "NetworkPolicy")[0]), "no network policy guards it",
                           "base with probes of gRPC")
+
+    def test_a_secret_that_nobody_makes(self):
+        self.assert_found(lambda r: r.remove([c for c in of_kind(r, "Certificate") if c["metadata"]["name"] == "refitd"][0]),
+                          "no Secret refitd-tls", "base with cert-manager")
+
+    def test_an_issuer_that_is_not_there(self):
+        self.assert_found(lambda r: of_kind(r, "Certificate")[1]["spec"]["issuerRef"].update(name="x"), "no Issuer x",
+                          "base with cert-manager")
+
+    def test_certificates_at_another_place(self):
+        def plant(r):
+            (mount,) = [m for m in container(r, "refitd")["volumeMounts"] if m["name"] == "tls"]
+            mount["mountPath"] = "/etc/tls"
+        self.assert_found(plant, "mounted at ['/etc/tls']", "base with cert-manager")
+        self.assert_found(plant, "mounted at ['/etc/tls']", "base with SPIRE")
+
+    def test_a_certificate_that_may_not_call(self):
+        def plant(r):
+            for certificate in of_kind(r, "Certificate"):
+                certificate["spec"]["usages"] = ["server auth"]
+        self.assert_found(plant, "both serves and calls", "base with cert-manager")
+
+    def test_daemons_that_are_no_peers(self):
+        def plant(r):
+            for certificate in of_kind(r, "Certificate"):
+                certificate["spec"]["uris"] = ["spiffe://example.org/daemon"]
+        self.assert_found(plant, "peers.identity is spiffe://example.org/refitd/*", "base with cert-manager")
+
+    def test_a_policy_that_refitd_refuses(self):
+        def plant(r):
+            for each in of_kind(r, "ConfigMap"):
+                if "refitd.textproto" in each["data"]:
+                    each["data"]["refitd.textproto"] += 'rule { who: "me" role: ENGINE group: "*" }\n'
+        self.assert_found(plant, "rule[4].who", "base with cert-manager")
+
+    def test_a_policy_that_lets_nobody_in_over_tls(self):
+        def plant(r):
+            for each in of_kind(r, "ConfigMap"):
+                lines = each["data"].get("refitd.textproto", "").splitlines(keepends=True)
+                each["data"]["refitd.textproto"] = "".join(line for line in lines if "rule { who: \"spiffe" not in line)
+        self.assert_found(plant, "no rule lets anybody in", "base with cert-manager")
 
     def test_a_pod_that_is_killed_while_it_drains(self):
         self.assert_found(lambda r: pod(r).update(terminationGracePeriodSeconds=30), "a drain may take 605 s")

@@ -12,7 +12,7 @@ import yaml
 FIELDS = {
     "apiVersion", "kind", "namespace", "labels", "resources", "components", "configMapGenerator", "images", "patches",
 }
-CLUSTER_KINDS = {"Namespace", "PriorityClass"}  # of those used here
+CLUSTER_KINDS = {"Namespace", "PriorityClass", "ClusterSPIFFEID"}  # of those used here
 # Lists that a strategic merge joins by a key, as the API's own types say; all other lists are replaced.
 MERGE_KEYS = {
     "containers": "name", "initContainers": "name", "env": "name", "ports": "containerPort", "volumes": "name",
@@ -153,8 +153,8 @@ def generate_config_maps(folder, entries, resources):
                 raise Error("%s: %s is in namespace %s" % (where, entry["name"], replaced["metadata"].get("namespace")))
             replaced["data"] = data
         elif behavior == "create":
-            resources.append(
-                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": entry["name"]}, "data": data})
+            metadata = {key: entry[key] for key in ("name", "namespace") if key in entry}
+            resources.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
         else:
             raise Error("%s: behavior %s" % (where, behavior))
 
