@@ -49,6 +49,25 @@ expect 1 'bad.textproto.*nonsense' validate "$folder/bad.textproto"
 echo '' >"$folder/good.textproto"
 expect 0 '' validate "$folder/good.textproto"
 
+cat >"$folder/rules.textproto" <<'END'
+tls { certificate: "/x/tls.crt" key: "/x/tls.key" roots: "/x/ca.crt" }
+allowed_uids: 7
+rule { who: "spiffe://prod/trainer/*" role: TRAINER group: "llama-*" }
+END
+expect 1 'rule.0..who is .me.' validate <(echo 'rule { who: "me" role: ENGINE group: "*" }')
+can() { echo --do "$1" --group "$2" --config "$folder/rules.textproto" --as; }
+t=spiffe://prod/trainer/t
+expect 0 '' can $(can trainer llama-8b) $t
+expect 1 '' can $(can trainer qwen) $t
+expect 1 '' can $(can trainer llama-8b) spiffe://prod/engine
+expect 1 '' can $(can trainer llama-8b) $t --owner spiffe://prod/trainer/u
+expect 0 '' can $(can operator-write llama-8b) $t --owner $t
+expect 0 '' can $(can engine any) uid:7,gid:1
+expect 1 '' can $(can engine any) uid:8
+expect 1 "'boss'" can $(can boss any) uid:8
+expect 1 "'me'" can $(can engine any) me
+expect 3 "$none" --socket "$none" can --as uid:8 --do engine --group g
+
 # shows PATTERN: the last command's stdout has it
 shows() {
   if ! grep -Eq "$1" "$folder/out"; then
@@ -57,6 +76,12 @@ shows() {
     failures=$((failures + 1))
   fi
 }
+
+expect 0 '' validate "$folder/rules.textproto"
+shows 'rule.0.: spiffe://prod/trainer/. may be trainer of groups whose names begin with .llama-.'
+shows 'allowed_uids: uid:7 may be trainer, engine'
+expect 1 '' can $(can trainer llama-8b) $t --owner spiffe://prod/trainer/u
+shows '^no: .* which another identity owns'
 
 # Plans need no daemon. 4 trainers and 4 engines share a node; then 2 trainer nodes, 2 instances of one node each.
 tiny=(--model qwen3-0.6b --trainer world=4,tp=2 --engine tp=4)

@@ -29,6 +29,7 @@ Command AddPush(CLI::App* app, const GlobalOptions& global);
 Command AddEngine(CLI::App* app, const GlobalOptions& global);
 Command AddPlan(CLI::App* app, const GlobalOptions& global);
 Command AddValidate(CLI::App* app, const GlobalOptions& global);
+Command AddCan(CLI::App* app, const GlobalOptions& global);
 Command AddDoctor(CLI::App* app, const GlobalOptions& global);
 
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.

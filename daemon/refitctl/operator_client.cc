@@ -109,6 +109,11 @@ absl::StatusOr<v1::CreateGroupResponse> OperatorClient::CreateGroup(
   return Call(&v1::Operator::Stub::CreateGroup, request, false);
 }
 
+absl::StatusOr<v1::CheckAccessResponse> OperatorClient::CheckAccess(
+    const v1::CheckAccessRequest& request) const {
+  return Call(&v1::Operator::Stub::CheckAccess, request, false);
+}
+
 std::string ToJson(const google::protobuf::Message& message, bool pretty) {
   google::protobuf::util::JsonPrintOptions options;
   options.add_whitespace = pretty;

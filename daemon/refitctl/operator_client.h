@@ -53,6 +53,8 @@ class OperatorClient {
       const std::string& group) const;
   absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
 
+  absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
+
   // For streams, whose caller sets up the context and asks for `ready` before.
   absl::Status ready() const { return ready_; }
   v1::Operator::Stub& stub() const { return *stub_; }

@@ -1,7 +1,9 @@
 // validate: checks a configuration file of refitd without starting it.
 #include <memory>
+#include <string>
 
 #include "daemon/config.h"
+#include "daemon/policy/policy.h"
 #include "daemon/refitctl/command.h"
 
 namespace refitd::refitctl {
@@ -13,7 +15,14 @@ Command AddValidate(CLI::App* app, const GlobalOptions&) {
   return {sub, [path] {
             const auto loaded = LoadConfig({"--config", *path}, {});
             if (!loaded.ok()) return Fail(loaded.status());
-            Print(*path + ": valid\n");
+            const auto policy = Policy::Make(PolicySettingsOf(loaded->config));
+            if (!policy.ok()) return Fail(policy.status());
+            std::string text = *path + ": valid. Nobody may do anything but:\n";
+            for (const PolicyRule& rule : (*policy)->rules()) text += "  " + Explain(rule) + "\n";
+            text +=
+                "  the owner of a group, its first trainer's identity, may also be its engine and "
+                "operator\n";
+            Print(text);
             return static_cast<int>(kExitOk);
           }};
 }
