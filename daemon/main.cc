@@ -55,6 +55,7 @@
 #include "transport/sockets/socket_wire.h"
 #include "transport/tls/grpc_credentials.h"
 #include "transport/tls/refusals.h"
+#include "transport/tls/resumption.h"
 
 namespace refitd {
 namespace {
@@ -616,6 +617,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   // Changes the environment, so it must come before any thread.
   LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
   RequireTls13();
+  TurnOffTlsResumption();
   TakeGrpcLog();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
