@@ -1,0 +1,330 @@
+"""Attacks a pair of daemons, as each actor of docs/security.md could, and prints what it got.
+
+Each try is a function that returns what the attacker got, or "" for nothing. The daemons serve a trainer with the
+identity spiffe://prod/trainer/owner, which owns group "policy". The attackers are a stranger in the network, somebody
+with a certificate of another root, a member without a rule, a trainer of another group, an engine, a peer that is none,
+and an operator who may only read.
+
+    bazel test //tests/security:attack --test_output=streamed
+
+Exit code: 0, nothing was got; 1, something was.
+"""
+
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+
+import grpc
+
+from certificates import Authority
+from daemon import CHILD_SECONDS, LOOK_SECONDS, Daemon
+from refitd.v1 import engine_pb2, engine_pb2_grpc, operator_pb2, operator_pb2_grpc, peer_pb2, peer_pb2_grpc
+from refitd.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
+from stub_trainer import StubTrainer
+
+SECONDS = 20  # deadline of each call
+DOMAIN = "spiffe://prod/"
+RULES = """
+rule { who: "spiffe://prod/trainer/*" role: TRAINER group: "*" }
+rule { who: "spiffe://prod/engine" role: ENGINE group: "other" }
+rule { who: "spiffe://prod/reader" role: OPERATOR_READ group: "other" }
+peers { identity: "spiffe://prod/refitd/*" }
+"""
+REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE,
+           grpc.StatusCode.UNIMPLEMENTED)
+
+
+def read(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+class Pair:
+    """Two daemons over TLS, and what the attackers have."""
+
+    def __init__(self, stack):
+        self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="refitd-", dir="/tmp"))
+        self.authority = Authority(self.folder)
+        other = os.path.join(self.folder, "other")
+        os.mkdir(other)
+        self.another = Authority(other)
+        self.rules = os.path.join(self.folder, "rules.textproto")
+        with open(self.rules, "w") as file:
+            file.write(RULES)
+        self.audit = os.path.join(self.folder, "audit.log")
+        self.a = stack.enter_context(self._daemon("a", "--listen-tcp", "127.0.0.1:0", "--peers-listen", "127.0.0.1:0",
+                                                  "--audit-file", self.audit))
+        self.b = stack.enter_context(self._daemon("b"))
+        status = self.status()
+        listeners = dict(name.split(":", 1) for name in status.listeners)
+        self.members, self.links = listeners["tcp"], listeners["peers"]
+        self.owner = StubTrainer(self.channel("trainer/owner"), "policy", instances=0)
+        self.token = self.owner.lease.token
+
+    def _daemon(self, name, *flags):
+        certificate, key = self.authority.issue("refitd-" + name, DOMAIN + "refitd/" + name)
+        return Daemon("--config", self.rules, "--daemon-id", name, "--tls-certificate", certificate, "--tls-key", key,
+                      "--tls-roots", self.authority.roots, *flags)
+
+    def status(self):
+        with self.a.channel() as channel:
+            return operator_pb2_grpc.OperatorStub(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
+
+    def channel(self, name, address=None, authority=None):
+        """A channel of who has a certificate for that identity."""
+        authority = authority or self.authority
+        certificate, key = authority.issue(name.replace("/", "-"), DOMAIN + name)
+        credentials = grpc.ssl_channel_credentials(read(self.authority.roots), read(key), read(certificate))
+        return grpc.secure_channel(address or self.members, credentials)
+
+
+def outcome(call):
+    """What a call got: "" if it was refused."""
+    try:
+        answer = call()
+    except grpc.RpcError as error:
+        if error.code() in REFUSED:
+            return ""
+        return "%s: %s" % (error.code().name, error.details())
+    return "an answer: %s" % str(answer).replace("\n", " ")[:200]
+
+
+def attach(channel, group, engine=False):
+    """Attaches as a member; what the first event is."""
+    if engine:
+        hello = engine_pb2.EngineHello(protocol=1, group=group, instance="thief", world_size=1, delivery=2)
+        stream = engine_pb2_grpc.EngineStub(channel).Attach(iter([engine_pb2.EngineMessage(hello=hello)]), timeout=SECONDS)
+    else:
+        hello = trainer_pb2.TrainerHello(protocol=1, group=group, world_size=1, spec=types_pb2.GroupSpec(trainer_ranks=1))
+        stream = trainer_pb2_grpc.TrainerStub(channel).Attach(iter([trainer_pb2.TrainerMessage(hello=hello)]),
+                                                              timeout=SECONDS)
+    return outcome(lambda: next(stream))
+
+
+def hold(*command):
+    """The output of a command whose input stays open and that ends by itself."""
+    reading, writing = os.pipe()
+    try:
+        return subprocess.run(command, stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS,
+                              check=False).stdout
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def operator(channel):
+    return operator_pb2_grpc.OperatorStub(channel)
+
+
+# ---- the tries: each returns what it got ----
+
+
+def clear_text(pair):
+    """a stranger speaks gRPC in the clear"""
+    with grpc.insecure_channel(pair.members) as channel:
+        return outcome(lambda: operator(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS))
+
+
+def no_certificate(pair):
+    """a stranger speaks TLS without a certificate"""
+    with grpc.secure_channel(pair.members, grpc.ssl_channel_credentials(read(pair.authority.roots))) as channel:
+        return outcome(lambda: operator(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS))
+
+
+def another_root(pair):
+    """a certificate with the owner's name, signed by another root"""
+    with pair.channel("trainer/owner", authority=pair.another) as channel:
+        return attach(channel, "policy")
+
+
+def older_tls(pair):
+    """TLS 1.2"""
+    certificate, key = pair.authority.issue("old", DOMAIN + "trainer/owner")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(pair.authority.roots)
+    context.load_cert_chain(certificate, key)
+    context.set_alpn_protocols(["h2"])
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    host, port = pair.members.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as plain, context.wrap_socket(plain) as secure:
+            return "a connection of " + secure.version()
+    except (ssl.SSLError, ConnectionError):
+        return ""
+
+
+def resumption(pair):
+    """a TLS session is taken up again, without a look at the certificate"""
+    certificate, key = pair.authority.issue("again", DOMAIN + "trainer/owner")
+    session = os.path.join(pair.folder, "session")
+    # s_client reads tickets while it waits for input.
+    command = ["timeout", "2", "openssl", "s_client", "-connect", pair.members, "-cert", certificate, "-key", key, "-CAfile",
+               pair.authority.roots, "-alpn", "h2", "-tls1_3"]
+    done = hold(*command, "-sess_out", session)
+    if b"New, TLSv1.3" not in done:
+        return "no first connection: " + done.decode()[-200:]
+    if b"New Session Ticket arrived" not in done:
+        return ""
+    return "a resumed session" if b"Reused, TLSv1.3" in hold(*command, "-sess_in", session) else "a ticket"
+
+
+def no_rule(pair):
+    """a certificate of the right root that no rule names: every service"""
+    with pair.channel("nobody") as channel:
+        got = [attach(channel, "policy"), attach(channel, "new"), attach(channel, "policy", engine=True)]
+        got.append(outcome(lambda: operator(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)))
+        health = channel.unary_unary("/grpc.health.v1.Health/Check")
+        got.append(outcome(lambda: health(b"", timeout=SECONDS)))
+        reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        got.append(outcome(lambda: next(reflection(iter([b":\x00"]), timeout=SECONDS))))
+        return "; ".join(text for text in got if text)
+
+
+def other_trainer(pair):
+    """a trainer of other groups enters, replaces, deletes and aborts the owner's"""
+    with pair.channel("trainer/thief") as channel:
+        got = [attach(channel, "policy")]
+        create = operator_pb2.CreateGroupRequest(group="policy", spec=types_pb2.GroupSpec(trainer_ranks=1), replace=True)
+        got.append(outcome(lambda: operator(channel).CreateGroup(create, timeout=SECONDS)))
+        delete = operator_pb2.DeleteGroupRequest(group="policy")
+        got.append(outcome(lambda: operator(channel).DeleteGroup(delete, timeout=SECONDS)))
+        abort = operator_pb2.AbortUpdateRequest(group="policy")
+        got.append(outcome(lambda: operator(channel).AbortUpdate(abort, timeout=SECONDS)))
+        return "; ".join(text for text in got if text)
+
+
+def stolen_token(pair):
+    """a trainer with the token of the owner's lease begins an update"""
+    request = trainer_pb2.BeginRequest(version=99)
+    request.lease.CopyFrom(pair.owner.lease)
+    with pair.channel("trainer/thief") as channel:
+        got = outcome(lambda: trainer_pb2_grpc.TrainerStub(channel).Begin(request, timeout=SECONDS))
+    with pair.a.channel() as channel:  # over the unix socket, without a certificate
+        return got + outcome(lambda: trainer_pb2_grpc.TrainerStub(channel).Begin(request, timeout=SECONDS))
+
+
+def guessed_token(pair):
+    """a trainer guesses tokens of leases"""
+    with pair.channel("trainer/thief") as channel:
+        for guess in range(100):
+            request = trainer_pb2.BeginRequest(version=99)
+            request.lease.CopyFrom(pair.owner.lease)
+            request.lease.token = bytes([guess]) * 16
+            got = outcome(lambda r=request: trainer_pb2_grpc.TrainerStub(channel).Begin(r, timeout=SECONDS))
+            if got:
+                return got
+    return ""
+
+
+def engine_elsewhere(pair):
+    """an engine of another group attaches to the owner's, to read its weights"""
+    with pair.channel("engine") as channel:
+        return attach(channel, "policy", engine=True)
+
+
+def reader(pair):
+    """an operator who may read another group reads and writes the owner's"""
+    with pair.channel("reader") as channel:
+        stub = operator(channel)
+        got = [outcome(lambda: stub.GetGroup(operator_pb2.GetGroupRequest(group="policy"), timeout=SECONDS)),
+               outcome(lambda: stub.ListMembers(operator_pb2.ListMembersRequest(group="policy"), timeout=SECONDS)),
+               outcome(lambda: stub.DeleteGroup(operator_pb2.DeleteGroupRequest(group="other"), timeout=SECONDS)),
+               outcome(lambda: next(stub.WatchUpdates(operator_pb2.WatchUpdatesRequest(), timeout=SECONDS)))]
+        seen = [group.name for group in stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS).groups]
+        seen += [group.name for group in stub.ListGroups(operator_pb2.ListGroupsRequest(), timeout=SECONDS).groups]
+        seen += [m.group for m in stub.ListMembers(operator_pb2.ListMembersRequest(), timeout=SECONDS).members]
+        return "; ".join(text for text in got + seen if text)
+
+
+def false_peer(pair):
+    """a member's certificate makes a daemon"""
+    hello = peer_pb2.PeerMessage(hello=peer_pb2.PeerHello(protocol=1, group="policy", daemon_id="c", boot_id=b"c" * 16,
+                                                          message_bytes=1 << 20))
+    got = ""
+    for name in ("trainer/owner", "nobody"):
+        with pair.channel(name, pair.links) as channel:
+            got += outcome(lambda: next(peer_pb2_grpc.PeerStub(channel).Link(iter([hello]), timeout=SECONDS)))
+    return got
+
+
+def member_at_links(pair):
+    """a member calls at the listener for links"""
+    with pair.channel("trainer/thief", pair.links) as channel:
+        return attach(channel, "new")
+
+
+def descriptors(pair):
+    """a stranger to the lease takes the staging pool's descriptor with a guessed token"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(SECONDS)
+        connection.connect(pair.a.socket + ".fds")
+        connection.send(b"\x00" * 64)
+        with contextlib.suppress(ConnectionError):
+            _, fds, _, _ = socket.recv_fds(connection, 4096, 4)
+            return "a descriptor" if fds else ""
+    return ""
+
+
+def half_handshakes(pair):
+    """a stranger holds half a handshake on hundreds of connections; members are served meanwhile"""
+    host, port = pair.members.rsplit(":", 1)
+    held = []
+    try:
+        for i in range(300):
+            held.append(socket.create_connection((host, int(port)), timeout=SECONDS))
+            held[-1].send(b"\x16\x03\x01\x02\x00" if i % 2 else os.urandom(64))
+        with pair.channel("reader") as channel:
+            operator(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
+    except grpc.RpcError as error:
+        return "members were not served: %s" % error.details()
+    finally:
+        for connection in held:
+            connection.close()
+    return ""
+
+
+TRIES = (clear_text, no_certificate, another_root, older_tls, resumption, no_rule, other_trainer, stolen_token,
+         guessed_token, engine_elsewhere, reader, false_peer, member_at_links, descriptors, half_handshakes)
+
+
+def check_audit(pair):
+    """the audit log lacks a refusal, or has a token"""
+    wrong = []
+    deadline = time.monotonic() + CHILD_SECONDS
+    while b'"refusal"' not in read(pair.audit) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    told = read(pair.audit)
+    for wanted in (b'"what":"refusal"', b'"what":"attach"', b"spiffe://prod/nobody"):
+        if wanted not in told:
+            wrong.append("the audit log lacks %s" % wanted.decode())
+    if pair.token in told or pair.token.hex().encode() in told:
+        wrong.append("the audit log has a token")
+    return "; ".join(wrong)
+
+
+def main():
+    found = 0
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        for attempt in (*TRIES, check_audit):
+            got = attempt(pair)
+            print("%-95s %s" % (attempt.__doc__.split("\n")[0], "GOT " + got if got else "nothing"), flush=True)
+            found += bool(got)
+        # The owner's lease has stood all of it.
+        (group,) = [g for g in pair.status().groups if g.name == "policy"]
+        if group.trainers != 1:
+            print("GOT the end of the owner's lease")
+            found += 1
+        pair.owner.detach()
+    print("%d of %d tries got something" % (found, len(TRIES)))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
