@@ -32,6 +32,8 @@ using absl::StatusCode;
 
 // How long a server may take to refuse a certificate after the handshake.
 constexpr Duration kRefusalLimit = std::chrono::milliseconds(500);
+// How many connections must end after the handshake until that counts as a refusal.
+constexpr int kProbesThatAgree = 2;
 constexpr std::string_view kAlpn = "\x02h2";
 
 using AddressesPtr = std::unique_ptr<addrinfo, Freer<freeaddrinfo>>;
@@ -218,9 +220,11 @@ absl::Status ProbeTcp(const std::string& address, TimePoint deadline) {
   return ConnectTo(address, HostOf(address), deadline).status();
 }
 
-absl::Status ProbeTls(const std::string& address, const Certificates& own,
-                      const std::string& server, TimePoint deadline) {
-  const NoSigpipe no_sigpipe;
+namespace {
+
+// One connection. `closed`: the server ended it after the handshake.
+absl::Status ProbeOnce(const std::string& address, const Certificates& own,
+                       const std::string& server, TimePoint deadline, bool* closed) {
   const std::string host = HostOf(address);
   REFITD_ASSIGN_OR_RETURN(const UniqueFd fd, ConnectTo(address, host, deadline));
   const ContextPtr context = ContextOf(own);
@@ -255,7 +259,22 @@ absl::Status ProbeTls(const std::string& address, const Certificates& own,
   const bool heard =
       Repeat(ssl.get(), fd.get(), limit, &result, [&] { return SSL_read(ssl.get(), &byte, 1); });
   ERR_clear_error();
-  if (!heard || result == 1) return absl::OkStatus();
+  *closed = heard && result != 1;
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ProbeTls(const std::string& address, const Certificates& own,
+                      const std::string& server, TimePoint deadline) {
+  const NoSigpipe no_sigpipe;
+  // A server also closes connections because it ends, or is out of descriptors. A refusal comes
+  // again.
+  for (int i = 0; i < kProbesThatAgree; ++i) {
+    bool closed = false;
+    REFITD_RETURN_IF_ERROR(ProbeOnce(address, own, server, deadline, &closed));
+    if (!closed) return absl::OkStatus();
+  }
   return Error(StatusCode::kUnauthenticated,
                "{} closed the connection after the handshake, as it does when it refuses a "
                "certificate: that of {}; its log says why",

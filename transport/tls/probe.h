@@ -2,7 +2,8 @@
 //
 // gRPC tells that a handshake failed, but not always why: in TLS 1.3 a server refuses a client's
 // certificate after the client has finished the handshake, and gRPC's server just closes the
-// connection then. A probe makes one connection of its own and looks at what happens.
+// connection then. A probe makes a connection of its own and looks at what happens; before an end
+// after the handshake counts as a refusal, a second connection must end the same way.
 #ifndef REFITD_TRANSPORT_TLS_PROBE_H_
 #define REFITD_TRANSPORT_TLS_PROBE_H_
 
