@@ -143,6 +143,10 @@ grpc::ByteBuffer RequestOf(const MethodDescriptor& method, const std::string& gr
       factory.GetPrototype(method.input_type())->New());
   Set(message.get(), "group", group);
   Set(message.get(), "list_services", "*");
+  // A watch that would wait for updates ends at once.
+  if (const auto* idle = method.input_type()->FindFieldByName("until_idle"); idle != nullptr) {
+    message->GetReflection()->SetBool(message.get(), idle, true);
+  }
   if (NameOf(method) == "refitd.v1.Peer/Link") {
     Set(message.get(), "daemon_id", "p");
     Set(message.get(), "boot_id", std::string(16, 'b'));
@@ -484,6 +488,26 @@ TEST_CASE("the audit log tells who did what, survives rotation, and has no token
   CHECK(has({{"what", "update"}, {"identity", t}, {"version", 812}, {"outcome", "committed"}}));
   CHECK(has({{"what", "abort"}, {"identity", t}, {"version", 813}, {"outcome", "OK"}}));
   CHECK(has({{"what", "update"}, {"version", 813}, {"outcome", "aborted"}}));
+
+  auto other = std::make_unique<Rank>(near, "j", client::Delivery::kRegistered, model);
+  auto evicting = (*trainer)->Begin({.version = Version(814)});
+  REQUIRE(evicting.ok());
+  other.reset();
+  CHECK(has({{"what", "evict"}, {"group", "g"}, {"subject", "j"}, {"version", 814}}));
+  v1::AbortUpdateRequest abort;
+  abort.set_group("g");
+  CHECK(daemon.Call(&v1::Operator::Stub::AbortUpdate, abort).ok());
+  CHECK(has({{"what", "abort"}, {"rpc", "refitd.v1.Operator/AbortUpdate"}, {"outcome", "OK"}}));
+  v1::CreateGroupRequest replace;
+  replace.set_group("g");
+  replace.mutable_spec()->set_trainer_ranks(1);
+  replace.set_replace(true);
+  replace.set_request_id("r-1");
+  CHECK(daemon.Call(&v1::Operator::Stub::CreateGroup, replace).ok());
+  CHECK(has({{"what", "replace"}, {"group", "g"}, {"request_id", "r-1"}, {"outcome", "OK"}}));
+  certified.Issue("refitd/a");
+  daemon.Signal(SIGHUP);
+  CHECK(has({{"what", "certificates"}, {"outcome", "OK"}}));
 
   std::filesystem::rename(audit, audit + ".1");
   daemon.Signal(SIGHUP);
