@@ -297,6 +297,17 @@ class RefitctlTest(unittest.TestCase):
         engine.finish(OK)
         self.assertEqual(engine.verified(), [7, 8])
 
+    def test_can_asks_the_running_daemon_and_says_which_rule_decided(self):
+        me = "uid:%d" % os.getuid()
+        asked = ("can", "--do", "operator-write", "--group", "any")
+        self.assertIn("yes: %s may be operator write of group 'any' by allowed_uids: " % me, self.refitctl(*asked, "--as", me))
+        self.assertTrue(self.json(*asked, "--as", me)["allowed"])
+        command = [REFITCTL, "--socket", self.daemon.socket, *asked, "--as", "uid:4294967294"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        self.assertEqual((done.returncode, done.stderr), (FAILED, ""))
+        self.assertIn("no: uid:4294967294 may not be operator write of group 'any'", done.stdout)
+        self.assertIn("'me'", self.refitctl(*asked, "--as", "me", code=FAILED))
+
     def test_a_group_that_nobody_creates_ends_a_push_with_1(self):
         error = self.refitctl("push", self.checkpoint(1), "--group", "nobody", "--timeout", "3", code=FAILED)
         self.assertIn("'nobody'", error)
