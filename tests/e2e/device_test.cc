@@ -188,7 +188,8 @@ class LocalDaemon {
   std::unique_ptr<ProcessWatch> processes_;
   std::unique_ptr<refitd::Daemon> daemon_;
   PeerTable peers_;
-  const PolicyStore policies_{*Policy::Make({.uids = {geteuid()}})};
+  const PolicyStore policies_{
+      *Policy::Make({.rules = {}, .uids = {geteuid()}, .gids = {}, .peers = ""})};
   std::unique_ptr<Door> door_;
   std::unique_ptr<TrainerService> trainers_;
   std::unique_ptr<EngineService> engines_;

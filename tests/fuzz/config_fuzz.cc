@@ -111,6 +111,9 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(!config.peers.interface.empty() && config.peers.interface.size() < 16);
   REFITD_CHECK(IsWait(config.peers.silence) && IsWait(config.peers.wire));
   REFITD_CHECK(!config.access.uids.empty());
+  REFITD_CHECK(Policy::Make(PolicySettingsOf(config)).ok());
+  REFITD_CHECK(!HasNul(config.audit.file));
+  REFITD_CHECK(config.audit.file.empty() || config.audit.file[0] == '/');
   REFITD_CHECK(!HasNul(config.log.file));
 
   const LimitsConfig& limits = config.limits;
