@@ -27,8 +27,10 @@ class TlsTest(DaemonTest):
         cls.addClassCleanup(folder.cleanup)
         cls.authority = Authority(folder.name)
         certificate, key = cls.authority.issue("daemon", "spiffe://prod/refitd/a")
+        rules = Path(folder.name, "refitd.textproto")
+        rules.write_text('rule { who: "spiffe://prod/trainer" role: TRAINER group: "*" }\n')
         cls.daemon = testing.Daemon(
-            (*cls.flags, "--listen-tcp=127.0.0.1:0", f"--tls-certificate={certificate}", f"--tls-key={key}",
+            (*cls.flags, f"--config={rules}", "--listen-tcp=127.0.0.1:0", f"--tls-certificate={certificate}", f"--tls-key={key}",
              f"--tls-roots={cls.authority.roots}")
         )
         listeners = json.loads(cls.daemon.control("--output", "json", "status"))["listeners"]
