@@ -54,8 +54,8 @@ class RoleSet {
   unsigned bits_ = 0;
 };
 
-// The process at the other end of a connection, as a policy sees it. A caller has either a user or
-// a certificate, or neither: then it came over TCP without TLS.
+// The process at the other end of a connection, as a policy sees it. A principal has either a user
+// or a certificate, or neither: then it came over TCP without TLS.
 struct Principal {
   std::optional<uint32_t> uid{};
   std::vector<uint32_t> gids{};  // the first and the further groups of the user
@@ -68,7 +68,7 @@ struct Principal {
 // The identity of callers over TCP without TLS.
 inline constexpr std::string_view kAnonymous = "anonymous";
 
-// Reads a caller as people write it: "uid:1000", "uid:1000,gid:44", "spiffe://...", "dns:..." or
+// Reads a principal as people write it: "uid:1000", "uid:1000,gid:44", "spiffe://...", "dns:..." or
 // "anonymous". INVALID_ARGUMENT names `field`.
 absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view field);
 
