@@ -1,7 +1,7 @@
-// Hands events to the groups' machines and performs their actions: replies and streams here, what
-// touches memory through the data plane.
+// Hands events to the groups' machines and performs the machines' actions. Replies and stream
+// events are sent from here; actions that touch memory go to the data plane.
 //
-// Part of the daemon's state: used in a turn (turn.h).
+// The class is part of the daemon's state and is used in a turn (turn.h).
 #ifndef REFITD_DAEMON_NODE_ACTIONS_H_
 #define REFITD_DAEMON_NODE_ACTIONS_H_
 

@@ -1,4 +1,5 @@
-// Members come and go: a hello leads to a group that exists, is made, is waited for, or is joined.
+// Members come and go here. A member's hello leads to its group, which exists already, is made now,
+// is waited for, or is joined.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_ARRIVALS_H_
@@ -23,13 +24,13 @@
 
 namespace refitd {
 
-// A member that has said hello. The hello is checked, but for what depends on this daemon.
+// A member that has said hello. The hello is checked, except what depends on this daemon's state.
 struct Arrival {
   MemberRecord record;  // without its id, its GPU and its stream
   std::variant<TrainerIdentity, EngineIdentity> identity;
   std::optional<GroupSpec> spec;  // as the hello has it (SpecOf)
   std::string coordinator;        // as the hello names it; empty: this daemon
-  Duration wait{};                // for the group; 0: not at all
+  Duration wait{};                // for its group; 0: not at all
 };
 
 class Arrivals {
@@ -48,8 +49,8 @@ class Arrivals {
   MemberId Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<TrainerSink> sink);
   MemberId Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<EngineSink> sink);
   void Gone(MemberId member, const std::string& reason);
-  // As Gone, but the member itself asked for it: its sink ends with OK, and whoever has seen that
-  // end may attach in the member's place.
+  // The member itself asked to leave. This does what Gone does, but the sink ends with OK, and a
+  // process that has seen that end may attach in the member's place.
   void Detached(MemberId member);
 
  private:

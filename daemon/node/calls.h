@@ -7,7 +7,7 @@
 // memory.
 //  3. A bucket's regions stay while its call is unanswered: IsSource says which are in use (P6).
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_CALLS_H_
 #define REFITD_DAEMON_NODE_CALLS_H_
 
@@ -35,7 +35,8 @@ using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
 class Calls {
  public:
   static constexpr size_t kMaxCalls = 65'536;  // of all members
-  // Of all members: RegisterRegion, PushBucket with handles, and Begin and LeaseSlot on a GPU.
+  // The most calls of all members that wait for device memory: RegisterRegion, PushBucket with
+  // handles, and Begin and LeaseSlot on a GPU.
   static constexpr size_t kMaxOpening = 4096;
 
   // A layout that its group's coordinator has not answered yet.

@@ -52,7 +52,7 @@ class Daemon : private TurnHost, private TimerHost {
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
 
-  // ---- who calls finds here ----
+  // ---- the classes that callers use ----
   const DaemonOptions& options() const { return state_.options; }
   CallId NewCall() { return state_.NewCall(); }
   Arrivals& arrivals() { return *arrivals_; }  // members come and go
@@ -78,7 +78,8 @@ class Daemon : private TurnHost, private TimerHost {
   // Sets the listeners that status shows, as "unix:PATH", "tcp:HOST:PORT" or
   // "peers:HOST:PORT".
   void SetListeners(std::vector<std::string> listeners);
-  // Whether the mutex can be had; for the watchdog.
+  // Waits for the daemon's mutex, so that the watchdog sees a daemon that hangs. False: the daemon
+  // stops.
   bool Alive();
   // Aborts the process if an invariant of the state does not hold; for tests.
   void CheckInvariants();

@@ -8,14 +8,14 @@
 //  1. Every action that asks for an answer gets one event, unless the group's record is gone.
 //  2. A copy or collective holds the mappings that it touches (P6). Bytes are compared with digests
 //     of passes over their sources (P1; Executor).
-//  3. An epoch is in the records from its opening to its closing, and closing it is the last that a
-//     wire hears of it; a wire's epoch that nobody wants any more is closed when it has opened
-//     (P8).
+//  3. An epoch is in the records from its opening to its closing, and after closing it the data
+//     plane does not name the epoch to the wire again. An epoch that is no longer wanted while the
+//     wire opens it is closed as soon as it has opened (P8).
 //  4. A collective runs only on an epoch whose slots are those that the group uses now.
 //
-// Part of the daemon's state: its functions are called under the mutex (turn.h), but for those that
-// say otherwise. Nothing blocks: planning, binding and the opening of epochs over GPU memory have
-// threads of their own, whose jobs take the mutex when they are done.
+// The class is part of the daemon's state. Its functions are called under the mutex (turn.h), but
+// for those that say otherwise. Nothing blocks: planning, binding and the opening of epochs over
+// GPU memory have threads of their own, whose jobs take the mutex when they are done.
 #ifndef REFITD_DAEMON_NODE_DATA_PLANE_H_
 #define REFITD_DAEMON_NODE_DATA_PLANE_H_
 
@@ -54,7 +54,8 @@ class WireSlots {
   virtual ~WireSlots() = default;
   // Whether the group's slots must be made on a GPU before they can be used.
   virtual bool Lacks(const GroupRecord& group) const = 0;
-  // Makes them there. `then` is called under the mutex, unless the group is gone.
+  // Makes the group's slots on that GPU. `then` is called under the mutex, unless the group is
+  // gone.
   virtual void Make(const GroupRecord& group, Then then) = 0;
   // Makes the slots if they lie in host memory. UNAVAILABLE: they must be made on a GPU.
   virtual absl::Status Ensure(GroupRecord* group) = 0;
@@ -95,7 +96,7 @@ class DataPlane {
   // ---- what else happens to groups and members ----
   // Drops what was prepared with the member's memory (P8).
   void Release(MemberId member) { executor_.Release(member); }
-  // On a coordinator: reports epochs over GPU memory whose slots are gone as lost (P8).
+  // Reports epochs over GPU memory whose slots are gone as lost (P8). Followers report nothing.
   void GiveUpEpochs(const GroupRecord& group, Turn& turn);
   // The group's record is gone: closes its epochs.
   void CloseAll(uint64_t group_id);
@@ -113,7 +114,7 @@ class DataPlane {
     EpochId wire_id;  // the wire's
   };
   std::vector<DeviceEpoch> DeviceEpochs() const;
-  // Thread-safe until StopWires.
+  // These two functions are thread-safe until StopWires.
   const Transport& transport() const { return *transport_; }
   DeviceWire* device_wire() const { return device_wire_.get(); }
   // Counts all epochs since the start. Thread-safe until StopWires.
@@ -188,17 +189,18 @@ class DataPlane {
   Executor executor_;
   std::map<uint64_t, std::map<EpochId, Epoch>> epochs_;  // by group's record; no empty entries
 
-  // Their jobs use the members above and below, so they are stopped first (StopThreads). Binding
-  // has threads of its own, so that a step of an update does not wait for another group's plan, and
-  // local moves are bound while replicas are compared and rounds are packed. There are two planner
-  // threads: while one group's plan takes seconds, other groups' plans take turns on the other
-  // thread.
+  // The jobs of these threads use the members above and below, so the threads are stopped first
+  // (StopThreads). Binding has threads of its own, so that a step of an update does not wait for
+  // another group's plan, and local moves are bound while replicas are compared and rounds are
+  // packed. There are two planner threads: while one group's plan takes seconds, other groups'
+  // plans take turns on the other thread.
   JobThreads planner_{"refitd-planner", 2};
   JobThreads binder_{"refitd-binder"};
   JobThreads local_binder_{"refitd-local"};
   JobThreads opener_{"refitd-opener"};  // epochs over GPU memory
 
-  // Destroyed first, since they come last: their callbacks then still find the other members.
+  // The transport and the wires come last so that they are destroyed first: their callbacks then
+  // still find the other members.
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Wire> wire_;
   std::shared_ptr<DeviceWire> device_wire_;

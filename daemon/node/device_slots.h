@@ -1,5 +1,5 @@
-// Staging slots on GPUs: which a group lacks, making them, giving them back; and where a group's
-// members may lie, so that there is a way for their bytes.
+// Knows which staging slots a group lacks on GPUs, makes them and gives them back. Also decides
+// where a group's members may lie, so that there is a way for their bytes.
 //
 // Invariants
 //  1. One thread makes slots, so that none are made twice (Options::thread).
@@ -8,8 +8,8 @@
 //     packed into a slot must be the bytes that are sent (P1).
 //  3. All slots of a daemon that cross to other daemons lie on one GPU, or all in host memory.
 //
-// Part of the daemon's state: its functions are called under the mutex (turn.h), but for those that
-// say otherwise.
+// The class is part of the daemon's state. Its functions are called under the mutex (turn.h), but
+// for those that say otherwise.
 #ifndef REFITD_DAEMON_NODE_DEVICE_SLOTS_H_
 #define REFITD_DAEMON_NODE_DEVICE_SLOTS_H_
 
@@ -40,7 +40,8 @@ class DeviceSlots : public WireSlots {
     std::shared_ptr<CudaMemory> memory;  // null: no member is on a GPU
     bool has_wire = false;               // bytes of GPUs can cross to other daemons
     std::string no_wire;                 // why they can't; for people
-    // Makes slots and gives them back. Slots share it, since they may be destroyed later.
+    // The thread that makes slots and gives them back. Slots share the thread, since they may be
+    // destroyed later than this object.
     std::shared_ptr<JobThreads> thread;
   };
   // The objects that this class uses. All must outlive it.

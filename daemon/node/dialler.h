@@ -8,7 +8,8 @@
 //     says is told apart and ignored.
 //  3. Every link that was dialled reports its end once; AwaitLinks returns after the last report.
 //
-// Part of the daemon's state: used under its mutex (turn.h), which links' callbacks take.
+// The class is part of the daemon's state and is used under its mutex (turn.h), which links'
+// callbacks take.
 #ifndef REFITD_DAEMON_NODE_DIALLER_H_
 #define REFITD_DAEMON_NODE_DIALLER_H_
 
@@ -38,7 +39,8 @@ struct DialTry {
   uint64_t number = 0;
 };
 
-// Hears of links, without the mutex. Calls for one try come one at a time, in order.
+// A host hears what links report. Its functions are called without the mutex. Calls for one try
+// come one at a time, in order.
 class DialHost {
  public:
   virtual ~DialHost() = default;
@@ -64,8 +66,9 @@ class Dialler {
   void Dial(GroupRecord* group, const Waiters& waiters, TimePoint now);
   // The group's record, if the try is its last; else null.
   static GroupRecord* Current(const DialTry& of, Groups* groups);
-  // The try failed. Refuses the members that this concerns, and goes on for the others: at once, or
-  // after a pause. False: nobody waits any more. `goes_on` false: nobody may wait any longer.
+  // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
+  // for the others, at once or after a pause. Returns whether a member still waits. With `goes_on`
+  // false, every member's wait ends.
   bool TakeFailure(GroupRecord* group, const absl::Status& status, bool goes_on, TimePoint now,
                    Waiters* waiters);
   // Begins the tries whose pause is over.

@@ -1,7 +1,7 @@
 // Makes and drops groups: checks what is asked for, makes room, and ends what belongs to a group
 // that goes (P8).
 //
-// Part of the daemon's state: used in a turn (turn.h).
+// The class is part of the daemon's state and is used in a turn (turn.h).
 #ifndef REFITD_DAEMON_NODE_GROUP_LIFE_H_
 #define REFITD_DAEMON_NODE_GROUP_LIFE_H_
 
@@ -25,7 +25,7 @@ namespace refitd {
 absl::Status NoGroup(const std::string& name);
 // FAILED_PRECONDITION: the call is for the daemon that coordinates the group.
 absl::Status Followed(const GroupRecord& group);
-// Names one life of a group.
+// Draws a random number that names one life of a group; never 0.
 uint64_t NewIncarnation();
 
 class GroupLife {

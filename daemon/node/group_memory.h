@@ -1,5 +1,5 @@
-// Finds the memory of one group's members for the executor. Lives for one call; used under the
-// daemon's mutex.
+// Finds the memory of one group's members for the executor. An object lives for one call and is
+// used under the daemon's mutex.
 #ifndef REFITD_DAEMON_NODE_GROUP_MEMORY_H_
 #define REFITD_DAEMON_NODE_GROUP_MEMORY_H_
 

@@ -9,7 +9,7 @@
 //     whoever adds a group has asked RoomFor (P10).
 //  4. A group that has been empty for Limits::idle is dropped (P8), never while an update runs.
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_GROUPS_H_
 #define REFITD_DAEMON_NODE_GROUPS_H_
 
@@ -37,8 +37,8 @@ namespace refitd {
 struct JoinRecord {
   std::string address;             // the coordinator's
   std::shared_ptr<PeerLink> link;  // null: lost, or waiting to redial
-  // The coordinator has not accepted this daemon yet. At least one member waits for that; as long
-  // as one does, tries to join follow each other.
+  // The coordinator has not accepted this daemon yet. At least one member waits until it does, and
+  // tries to join follow each other as long as a member waits.
   bool joining = false;
   uint64_t dial = 0;          // the number of the last try; callbacks of earlier tries are ignored
   bool dialled_spec = false;  // the try carries a spec, with which the coordinator makes the group
@@ -54,7 +54,8 @@ struct GroupRecord {
   Coordinator* coordinator = nullptr;
   Follower* follower = nullptr;
   JoinRecord join;  // followers
-  // Coordinator: since when it has had no member. None: it has members, or an update runs.
+  // On the coordinator: the time since which the group has had no member. nullopt: the group has
+  // members, or an update runs.
   std::optional<TimePoint> empty_since;
   // The staging slots. Those in host memory are made when a member first needs them. Those on a GPU
   // are made before a staged rank there is welcomed, when a trainer there first leases or maps one,
@@ -116,16 +117,16 @@ class Groups {
   // Groups with a running update.
   std::vector<std::string> running() const;
   bool any_running() const;
-  // Sorted by name.
+  // All groups' machines, sorted by name.
   std::vector<const GroupMachine*> machines() const;
 
   // ---- making and dropping ----
-  // The daemon coordinates the group, which is empty. No group of that name may exist.
+  // Makes an empty group that this daemon coordinates. No group of that name may exist.
   GroupRecord* Coordinate(CoordinatorOptions options, TimePoint now);
-  // The daemon begins to join the group at options.coordinator_address.
+  // Makes the record of a group that this daemon begins to join at options.coordinator_address.
   GroupRecord* Follow(FollowerOptions options);
-  // The record's slots are unmapped and its link ends when the result is destroyed, which must not
-  // happen under the mutex. The group must exist.
+  // Takes the record out of this class. The record's slots are unmapped and its link ends when the
+  // result is destroyed, which must not happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
   // Names the empty groups that must be dropped so that the group `name` may exist with a pool of

@@ -29,7 +29,7 @@ class Joiners : public PeerAcceptor {
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
 
-  // The group was made: lets members and daemons in that waited for it.
+  // Called when the group was made: lets in the members and daemons that waited for the group.
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
  private:
@@ -37,8 +37,9 @@ class Joiners : public PeerAcceptor {
   absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Gives a reported layout the object of an equal one that the group knows. Compares them without
-  // the mutex: it takes as long as there are tensors.
+  // If the group knows a layout that equals the reported layout, makes the report share the known
+  // object. The two are compared without the mutex, since the time for that grows with the number
+  // of tensors.
   void ShareLayout(uint64_t session, PeerLayout* report);
 
   DaemonState& state_;

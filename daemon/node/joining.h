@@ -1,6 +1,6 @@
 // Groups that other daemons coordinate and this daemon joins.
 //
-// Part of the daemon's state: used in a turn (turn.h), but for what links call.
+// The class is part of the daemon's state and is used in a turn (turn.h), but for what links call.
 #ifndef REFITD_DAEMON_NODE_JOINING_H_
 #define REFITD_DAEMON_NODE_JOINING_H_
 
@@ -40,7 +40,8 @@ class Joining : private DialHost {
   // Stops joining if no member waits for it any more.
   void StopIfUnwanted(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
-  // A deadline has come: refuses members that have waited for too long, and tries again.
+  // Both are called when a deadline has come. The first refuses members that have waited for too
+  // long; the second tries to join again.
   void RefuseLateMembers(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Waits until every link has reported its end. `mutex` is the daemon's.
@@ -53,10 +54,11 @@ class Joining : private DialHost {
 
   void TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Makes the index of a Prepare's destinations without the mutex: it takes as long as there are
-  // tensors in their layouts.
+  // Makes the index of a Prepare's destinations without the mutex, since the time for that grows
+  // with the number of tensors in their layouts.
   void IndexDestinations(const DialTry& of, PeerPrepare* prepare);
-  // The try failed: refuses the members that this concerns, and tries again for the others.
+  // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
+  // for the others.
   void Failed(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   static void Stop(GroupRecord* group, const absl::Status& status, Turn& turn);

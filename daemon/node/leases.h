@@ -7,7 +7,7 @@
 //     member's memory (P6, P8).
 //  3. Ids and tokens are never used twice.
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_LEASES_H_
 #define REFITD_DAEMON_NODE_LEASES_H_
 

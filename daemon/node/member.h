@@ -49,8 +49,9 @@ struct RegionRecord {
   MemorySpan memory;  // keep_alive is the mapping
   Access access = Access::kReadOnly;
   bool on_device = false;
-  // Equal for regions of the same memory: the memfd's device and inode, or the block's address. (A
-  // VMM allocation that is registered twice is mapped twice and not recognised.)
+  // The same string for all regions of the same memory: the memfd's device and inode, or the
+  // block's address. (A VMM allocation that is registered twice is mapped twice and not
+  // recognised.)
   std::string identity;
 };
 

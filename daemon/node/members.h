@@ -5,7 +5,7 @@
 // reference. P8: a lost member's token dies at once. P9: a lease is bound to the credentials that
 // attached.
 //
-// Part of the daemon's state: used in a turn (turn.h), but for Happened.
+// The class is part of the daemon's state and is used in a turn (turn.h), but for Happened.
 #ifndef REFITD_DAEMON_NODE_MEMBERS_H_
 #define REFITD_DAEMON_NODE_MEMBERS_H_
 
@@ -24,7 +24,7 @@
 
 namespace refitd {
 
-// The end of the stream of a member that has not asked for it.
+// The status that ends the stream of a member that did not ask to leave.
 absl::Status LeaseEnded(const std::string& reason);
 
 class Members {
@@ -43,9 +43,10 @@ class Members {
   // it.
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The group's machine has taken the member in: tells the member.
+  // Tells the member that the group's machine has taken it in.
   void Welcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Makes slots for a rank whose group another daemon coordinates. Answered by SlotsMade.
+  // Makes slots for a rank whose group another daemon coordinates. The event SlotsMade is the
+  // answer.
   void MakeSlotsFor(MemberId member, const GroupRecord& group)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
@@ -59,7 +60,7 @@ class Members {
   // `end`: the status that the member's stream ends with. The record stays until its copies ended.
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The member's last copy has ended.
+  // Removes the record of a member whose last copy has ended.
   void Erase(MemberId member, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Ends the stream of a rank that was taken out of the waiters and is not admitted.
   void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
@@ -72,7 +73,7 @@ class Members {
   void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void EndPooling(MemberId member, absl::Status made);
-  // The process of an admitted member has ended.
+  // Called when the process of an admitted member has ended.
   void Died(MemberId member);
   // Called when a member on that GPU has gone.
   void DropUnused(GroupRecord* group, int ordinal, Turn& turn)

@@ -6,7 +6,7 @@
 //     bytes, which ValidateLayout would not see.
 //  3. A region that a layout or an unanswered bucket uses can't be taken away (P6).
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_MEMORY_H_
 #define REFITD_DAEMON_NODE_MEMORY_H_
 
@@ -26,7 +26,8 @@ namespace refitd {
 
 struct RegionLimits {
   int of_member = 4096;
-  // All members' together: a process has 65,530 mappings by default (vm.max_map_count).
+  // The limit of all members together: a process may have 65,530 mappings by default
+  // (vm.max_map_count).
   int of_daemon = 16'384;
 };
 

@@ -1,4 +1,4 @@
-// Operators' calls: creating and deleting groups, what there is to see, watching.
+// Operators' calls, which create and delete groups, look at the daemon's state, and watch updates.
 //
 // Thread-safe; called without the mutex.
 #ifndef REFITD_DAEMON_NODE_OPERATORS_H_
@@ -36,7 +36,7 @@ struct GroupDetails {
 struct MemberDetails {
   std::string group;
   MemberView view;
-  // Of a member of this daemon.
+  // The fields from here on are known only of this daemon's members.
   std::optional<uid_t> uid;
   std::string identity;
   std::string client;
@@ -56,11 +56,11 @@ struct DaemonDetails {
   int64_t region_bytes = 0;
   int64_t pool_bytes = 0;
   std::vector<GroupDetails> groups;
-  // On GPUs.
+  // Communicators and epochs over GPU memory.
   std::vector<CommunicatorStatus> communicators;
   struct Epoch {
     std::string group;          // empty: the epoch is being closed
-    std::optional<EpochId> id;  // the group's number of it
+    std::optional<EpochId> id;  // the group's number of the epoch
     DeviceEpochStatus status;
   };
   std::vector<Epoch> epochs;
@@ -91,7 +91,7 @@ class Operators {
   DaemonDetails Describe();
   std::vector<GroupDetails> Groups();
   absl::StatusOr<GroupDetails> Group(const std::string& name);
-  // `group` empty: of all groups.
+  // The members of the group, or of all groups if `group` is empty.
   absl::StatusOr<std::vector<MemberDetails>> MembersOf(const std::string& group);
   struct Statistics {
     UpdateStatistics statistics;

@@ -22,7 +22,7 @@ namespace refitd {
 
 // The GPUs that this daemon serves.
 struct DeviceOptions {
-  // Null: no GPUs are served. Otherwise the transport moves memory that this has opened.
+  // Null: no GPUs are served. Otherwise the transport moves memory that this object has opened.
   std::shared_ptr<CudaMemory> memory;
   std::string detail = "not asked for";   // versions found, or why no GPUs are served; for people
   NcclReport nccl;                        // the transport's NCCL; meaningless without memory
@@ -47,7 +47,8 @@ struct DaemonOptions {
   // A group without a member is dropped after this time; never while an update runs.
   Duration group_idle = std::chrono::minutes(10);
   int max_regions_per_member = 4096;
-  // Of all members: a process has 65,530 mappings by default (vm.max_map_count).
+  // The limit of all members together: a process may have 65,530 mappings by default
+  // (vm.max_map_count).
   int max_regions = 16'384;
   std::string descriptor_socket;  // its path, which members are told
   DeviceOptions cuda;

@@ -6,7 +6,7 @@
 //  2. A node number is given once in the daemon's life.
 //  3. At most kMaxWaiting daemons wait, each until its deadline (P4).
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_PEERS_H_
 #define REFITD_DAEMON_NODE_PEERS_H_
 
@@ -58,7 +58,7 @@ class Peers {
   std::optional<TimePoint> NextDeadline() const;
 
   // ---- daemons that have joined ----
-  // Makes the session a node that had no other session before.
+  // Gives the session a new node of the group, with a number that no other session had.
   NodeId Join(const std::string& group, std::shared_ptr<PeerSession> session);
   // nullopt: the session has not joined, or has ended.
   std::optional<Joined> Find(uint64_t session) const;

@@ -9,7 +9,7 @@
 // Host memory is unmapped and its descriptor closed when the result of TakeHost is destroyed, a
 // GPU's when its last user lets it go: neither may happen under the mutex.
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_POOLS_H_
 #define REFITD_DAEMON_NODE_POOLS_H_
 

@@ -2,9 +2,10 @@
 //
 // A trainer may have hundreds of pushes under way, each with some tenths of a millisecond of work
 // under the daemon's mutex, and a mutex is not fair: it goes to the caller that asks at the right
-// moment. Measured: with 30 pushes at once, the end of a transfer waited 6 ms for the mutex, in
-// which all slots were full and the links idle (docs/decisions.md). So pushes take the mutex one at
-// a time and let callers that free slots go ahead, which then wait for at most one push.
+// moment. In a measurement with 30 pushes at once, the end of a transfer waited 6 ms for the mutex,
+// and meanwhile all slots were full and the links idle (docs/decisions.md). So pushes take the
+// mutex one at a time and let callers that free slots go ahead, which then wait for at most one
+// push.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_PUSH_TURNS_H_
@@ -38,7 +39,8 @@ class PushTurns {
     return ahead_ > 0;
   }
 
-  // The place of one push. Held while the push waits for the mutex and while it has it.
+  // The place of one push. The push holds this place while it waits for the mutex and while it has
+  // the mutex.
   class Push {
    public:
     explicit Push(PushTurns* turns) : lock_(&turns->one_) { turns->LetAhead(); }

@@ -24,14 +24,15 @@ class EventSink {
   virtual ~EventSink() = default;
   virtual void Send(Event event) = 0;
   virtual void End(absl::Status status) = 0;
-  // Send in two steps: the next Flush, Send or End writes what was queued. Flush may be called on
-  // any thread and after End, but not under the daemon's mutex, since writing takes system calls.
+  // Queue and Flush are Send in two steps: the next Flush, Send or End writes what was queued.
+  // Flush may be called on any thread and after End, but not under the daemon's mutex, since
+  // writing takes system calls.
   virtual void Queue(Event event) { Send(std::move(event)); }
   virtual void Flush() {}
 };
 using TrainerSink = EventSink<v1::TrainerEvent>;
 using EngineSink = EventSink<v1::EngineEvent>;
-// What a watcher is told: the update of a group, as it stands.
+// A watcher is told the state that a group's update has now.
 struct UpdateNews {
   std::string group;
   UpdateView update;

@@ -56,7 +56,7 @@ struct DaemonState {
   std::atomic<uint64_t> next_member{1};
   std::atomic<uint64_t> next_update{1};
 
-  // Filled in a turn, so that lines have the order of their events.
+  // Lines are added in a turn, so that they have the order of their events.
   const std::shared_ptr<LogQueue> log = std::make_shared<LogQueue>();
 
   PushTurns pushes;

@@ -20,7 +20,7 @@ class TimerHost {
   // When the next deadline is. The time may be far off but is never missing, so that the thread
   // looks again now and then.
   virtual TimePoint NextWake() = 0;
-  // That deadline has come.
+  // Called when that deadline has come.
   virtual void Ring(Turn& turn, TimePoint now) = 0;
 };
 

@@ -1,5 +1,5 @@
-// A trainer's calls: authenticated, and handed to the member's group as events that wait for their
-// answer. Calls that need staging slots or device memory wait for these first.
+// A trainer's calls are authenticated here and handed to the member's group as events that wait for
+// their answer. Calls that need staging slots or device memory wait for these first.
 //
 // Thread-safe; called without the mutex. Each call replies exactly once.
 #ifndef REFITD_DAEMON_NODE_TRAINER_CALLS_H_
@@ -46,13 +46,14 @@ class TrainerCalls {
   // not be made answers the call with its status, once the caller is authenticated.
   void Call(CallId call, const Caller& caller, absl::StatusOr<TrainerEvent> event,
             ReplyFunction reply);
-  // As Call, if `binding_generation` is that of the member's layout.
+  // Does what Call does if `binding_generation` is that of the member's layout; otherwise refuses
+  // the call.
   void Refit(CallId call, const Caller& caller, absl::StatusOr<RefitEvent> event,
              uint64_t binding_generation, ReplyFunction reply);
   // `request` must live until the reply: inline bytes and handles are read from it.
   void PushBucket(CallId call, const v1::PushBucketRequest& request, const Caller& caller,
                   ReplyFunction reply);
-  // The caller went away.
+  // Called when the caller went away.
   void CallGone(CallId call);
 
  private:
@@ -92,13 +93,17 @@ class TrainerCalls {
   // `slots`: the pools that the Begin needs are made.
   void BeginOpened(CallId call, const Caller& caller, BeginEvent event, ReplyFunction reply,
                    bool slots);
-  // Broadcasts through slots. OK: the method can serve updates that this rank begins.
+  // Checks a method that broadcasts through slots. OK: the method can serve updates that this rank
+  // begins.
   absl::Status CheckBroadcast(const MemberRecord& trainer, BroadcastMethod method) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Whether kAuto could gain anything by slots.
   bool CouldGain(const MemberRecord& trainer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
-  // Opens the handles of the bucket, then pushes.
+  // Opens the handles of the bucket, then pushes. Opening takes up to milliseconds, so the thread
+  // for regions opens the handles without the mutex. The caller may go away meanwhile: then the
+  // call is answered CANCELLED. An answer that comes after the opening waits until memory that was
+  // let go is closed (AnswerClosed).
   void PushFromDevice(CallId call, const v1::PushBucketRequest& request, const Caller& caller,
                       ReplyFunction reply);
   void PushOpened(CallId call, const v1::PushBucketRequest& request, const Caller& caller,

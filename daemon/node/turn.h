@@ -45,7 +45,7 @@ class TurnHost {
   // events that an action causes are posted to `turn`. What is left in the event is freed without
   // the mutex.
   virtual void Dispatch(Turn& turn, const std::string& group, MachineEvent& event) = 0;
-  // Some events were handled, and no more are posted.
+  // Called when some events were handled and no more are posted.
   virtual void Drained() = 0;
 };
 
@@ -87,7 +87,7 @@ class ABSL_SCOPED_LOCKABLE Turn {
   void Post(std::string group, MachineEvent event);
   // Handles all posted events. Does nothing within Dispatch, since the turn drains already.
   void Drain();
-  // Post and Drain.
+  // Posts the event, then drains.
   void Handle(std::string group, MachineEvent event);
 
   // ---- effects ----
@@ -105,7 +105,7 @@ class ABSL_SCOPED_LOCKABLE Turn {
   void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
   void Answer(std::function<void()> answer) { answers_.push_back(std::move(answer)); }
   void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
-  // Slow work that nobody waits for.
+  // Runs slow work that nobody waits for, after all other effects.
   void Last(std::function<void()> run) { last_.push_back(std::move(run)); }
 
  private:
@@ -116,7 +116,7 @@ class ABSL_SCOPED_LOCKABLE Turn {
   std::optional<PushTurns::Push> push_;  // a push holds this beside the mutex
   bool draining_ = false;
   std::deque<std::pair<std::string, MachineEvent>> events_;
-  // Freed without the mutex: an event may have every tensor of a model.
+  // Handled events are freed without the mutex, since an event may have every tensor of a model.
   std::vector<MachineEvent> handled_;
   std::vector<std::shared_ptr<PeerSession>> sessions_;
   std::vector<std::pair<std::shared_ptr<PeerLink>, Refusal>> links_;

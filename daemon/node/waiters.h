@@ -5,9 +5,9 @@
 //  1. A member waits once, and has no token of a lease yet (P9).
 //  2. Each member that waits for its group has a deadline (P4). A member that waits for slots hears
 //     of them when the driver has made them, or could not.
-//  3. Whoever takes a member out of here admits it or ends its stream.
+//  3. Code that takes a member out of here admits the member or ends its stream.
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_WAITERS_H_
 #define REFITD_DAEMON_NODE_WAITERS_H_
 
@@ -65,8 +65,8 @@ class Waiters {
   // coordinator, in the order in which they came.
   std::vector<OfGroup> TakeAll(const std::string& group, const std::string& coordinator);
   bool Any(const std::string& group, const std::string& coordinator) const;
-  // What a try to join tells the coordinator: the spec of a member that brings one, and the longest
-  // wait.
+  // A try to join tells the coordinator the spec of a member that brings a spec, and the longest
+  // time that a member waits.
   struct Wish {
     std::optional<GroupSpec> spec;
     Duration wait{};
@@ -90,7 +90,7 @@ class Waiters {
   bool AnyOfSlots(const std::string& group) const;
   bool AnyOfSlots(const std::string& group, int ordinal) const;
 
-  // Ends all streams.
+  // Ends the streams of all members that wait.
   void RefuseAll(const absl::Status& status);
 
   // Aborts the process if an invariant does not hold.

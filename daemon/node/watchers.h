@@ -8,7 +8,7 @@
 //  3. One view of an update serves all watchers that are told at the same time, and no view is made
 //     if no watcher is told: views of large groups are costly.
 //
-// Part of the daemon's state: used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_WATCHERS_H_
 #define REFITD_DAEMON_NODE_WATCHERS_H_
 
@@ -32,7 +32,7 @@ class Watchers {
  public:
   static constexpr size_t kMaxWatchers = 64;
 
-  // Groups of the daemon, sorted by name.
+  // The machines of the daemon's groups, sorted by name.
   using Machines = std::vector<const GroupMachine*>;
 
   struct Wish {
@@ -47,12 +47,12 @@ class Watchers {
   absl::StatusOr<uint64_t> Add(Wish wish, std::shared_ptr<UpdateSink> sink, const Machines& all,
                                TimePoint now);
   void Remove(uint64_t watcher) { watchers_.erase(watcher); }
-  // The group was deleted: a later group of that name is new to every watcher.
+  // Called when the group was deleted: a later group of that name is new to every watcher.
   void Forget(const std::string& group);
   void EndAll(const absl::Status& status);
 
   bool empty() const { return watchers_.empty(); }
-  // Something in the group changed: tells its watchers.
+  // Called when something in the group changed: tells the group's watchers.
   void Changed(const GroupMachine& group, const Machines& all, TimePoint now);
   // Tells the progress of running updates to watchers whose interval has passed.
   void Progress(const Machines& all, TimePoint now);
@@ -75,10 +75,11 @@ class Watchers {
     }
   };
 
-  // `view`: of the group's update, made for the first watcher told. `due`: progress is told too.
+  // `view` is the view of the group's update, which is made for the first watcher that is told. If
+  // `due`, progress is told too.
   void Tell(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view, bool due,
             TimePoint now);
-  // Ends a watcher if no update that it watches runs any more. False: it goes on.
+  // Ends a watcher if no update that it watches runs any more. False: the watcher goes on.
   static bool EndIfIdle(const Watcher& watcher, const Machines& all);
 
   std::map<uint64_t, Watcher> watchers_;

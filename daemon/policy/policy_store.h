@@ -1,5 +1,5 @@
 // The policy of the moment. Calls take Current(); a policy that replaces it counts for the calls
-// that come from then on, and leases that were given under the one before go on.
+// that come from then on, and leases that were given under the earlier policy go on.
 #ifndef REFITD_DAEMON_POLICY_POLICY_STORE_H_
 #define REFITD_DAEMON_POLICY_POLICY_STORE_H_
 

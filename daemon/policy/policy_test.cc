@@ -109,7 +109,7 @@ TEST_CASE("A group is its owner's, and other trainers take a rule that says any_
   }
   CHECK(May(*policy, Certified("spiffe://prod/admin"), Role::kTrainer, "g", kT));
   CHECK_FALSE(May(*policy, Certified("spiffe://prod/admin"), Role::kOperatorWrite, "g", kT));
-  // Who owns a group, but is no trainer by any rule any more, has lost the owner's rights.
+  // An owner of a group that is no trainer by any rule any more has lost the owner's rights.
   const auto without = Made(OverTls({}));
   CHECK_FALSE(May(*without, Certified(kT), Role::kOperatorWrite, "g", kT));
 }

@@ -18,7 +18,7 @@
 
 namespace refitd {
 
-// In the order of kRpcs.
+// The RPCs, in the order of kRpcs.
 enum class Rpc : uint8_t {
   kTrainerAttach,
   kTrainerRegisterRegion,
@@ -53,7 +53,7 @@ enum class Rpc : uint8_t {
   kReflectionInfo,
 };
 
-// What the roles of an entry are asked for.
+// The groups in which a caller must have one of an entry's roles.
 enum class RpcScope : uint8_t {
   kKnown,  // no role: some rule must name the caller
   kGroup,  // the group that the request or the hello names
@@ -71,7 +71,7 @@ struct RpcEntry {
   std::string_view method;  // as gRPC names it, without the first '/'
   RpcScope scope;
   RoleSet roles;                        // any of them; empty for scopes that ask for none
-  std::optional<AuditWhat> audit = {};  // the act, for the audit log; nullopt: it has no such calls
+  std::optional<AuditWhat> audit = {};  // the act that the audit log names; nullopt: none
 };
 
 inline constexpr std::array kRpcs = {

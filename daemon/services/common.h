@@ -31,7 +31,7 @@
 
 namespace refitd {
 
-// Both use the same numbers as codes.
+// Abseil and gRPC use the same numbers as codes.
 inline grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};

@@ -15,7 +15,7 @@
 
 namespace refitd {
 
-// Deletes itself.
+// Collects the chunks of one call, registers the layout, answers, and then deletes itself.
 class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChunk> {
  public:
   RegisterLayoutReactor(Daemon* daemon, absl::StatusOr<Peer> peer, bool engine,

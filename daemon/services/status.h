@@ -1,4 +1,4 @@
-// What operators ask for, as messages.
+// Turns the daemon's state into the messages that operators ask for.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_SERVICES_STATUS_H_
