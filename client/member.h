@@ -26,7 +26,7 @@
 
 namespace refitd::client {
 
-// Fills in what every member says first.
+// Fills in the fields that every member's hello has.
 template <typename Hello>
 void SayHello(const ConnectOptions& connect, int rank, int world_size, TimePoint deadline,
               Hello* hello) {
@@ -139,7 +139,7 @@ class Member : public Interface {
         registration_(regions_, reattaches()) {}
 
   bool reattaches() const { return connect_.reattach.count() > 0; }
-  // After this no other thread changes lease_.
+  // Ends the thread that attaches again; after this no other thread changes lease_.
   void StopReattaching() { reattacher_.reset(); }
 
   virtual std::shared_ptr<MemberLease> NewLease() = 0;
@@ -168,7 +168,8 @@ class Member : public Interface {
   mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // why the member does not attach again
 
  private:
-  // Makes a region known to the daemon; with reattach, to the next daemon if this one is gone.
+  // Makes a region known to the daemon. If the daemon is gone and the member attaches again, makes
+  // the region known to the next daemon.
   template <typename MakeRegion>
   absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
     std::shared_ptr<MemberLease> lease;

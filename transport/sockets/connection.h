@@ -36,15 +36,16 @@ class Connection {
   int fd() const { return fd_.get(); }
 
   // Goes on with the TLS handshake. True: it is done, or there is none. False: it waits for the
-  // other end. UNAVAILABLE: the connection ended. UNAUTHENTICATED: TLS failed, or found a byte
-  // wrong; so with Read and Write.
+  // other end. UNAVAILABLE: the connection ended. UNAUTHENTICATED: TLS failed, or found a wrong
+  // byte. Read and Write have the same errors.
   absl::StatusOr<bool> Handshake();
   // Reads up to `bytes` > 0 bytes. 0: none are there. UNAVAILABLE: the connection ended or broke.
   absl::StatusOr<int64_t> Read(char* data, int64_t bytes);
-  // Writes the start of `head` and then of `body`, which may be empty, and returns how much. 0: the
-  // other end does not take any now. After that, the same bytes, or more, must be written next.
+  // Writes the start of `head` and then of `body`, which may be empty, and returns how many bytes
+  // it wrote. 0: the other end takes none now. After that, the same bytes, or more, must be written
+  // next.
   absl::StatusOr<int64_t> Write(std::span<const char> head, std::span<const char> body);
-  // Of the other end's certificate; empty without TLS.
+  // The identity in the other end's certificate; empty without TLS.
   std::string PeerIdentity() const;
 
  private:
@@ -52,12 +53,12 @@ class Connection {
   SslPtr ssl_;  // destroyed first
 };
 
-// A connection to `host` that is being made; it is writable when that has ended. `from`: the local
-// address.
+// Begins to connect to `host`. The socket becomes writable when the attempt has ended. `from`: the
+// local address.
 absl::StatusOr<UniqueFd> DialTcp(const HostAddress& from, const HostAddress& host, uint16_t port);
-// How a DialTcp ended.
+// The outcome of a DialTcp whose attempt has ended.
 absl::Status DialOutcome(int fd);
-// Sets what every connection of the wire has.
+// Sets the options that every connection of the wire has.
 void PrepareSocket(int fd);
 
 }  // namespace refitd

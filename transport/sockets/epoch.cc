@@ -19,13 +19,15 @@ namespace {
 using absl::StatusCode;
 using std::chrono::steady_clock;
 
-// A relay passes on what came after each portion; the chain is as long as the ranks are many.
+// A relay passes bytes on after each portion that it received, so the last rank of a chain begins
+// as many portions later as there are relays. A portion is small enough that all of them together
+// are one kChainShare-th of a transfer, within the limits below.
 constexpr int kChainShare = 10;
 constexpr int64_t kMinPortion = int64_t{64} << 10;
 constexpr int64_t kMaxPortion = int64_t{1} << 20;
-// What one connection moves before others get a turn.
+// How much one connection moves before other connections get a turn.
 constexpr int64_t kTurnBytes = int64_t{4} << 20;
-// After a dial that ended without an answer.
+// The pause after a dial that ended without an answer.
 constexpr Duration kRedial = std::chrono::milliseconds(50);
 // The most ranks that one message names.
 constexpr size_t kMaxNamed = 16;
@@ -37,7 +39,8 @@ bool Watch(int epoll, int fd, uint32_t events, void* user) {
   return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-// The events of a connection are told once each, so that waiting takes no further call.
+// The kernel tells each event of a connection once, so that waiting for the next needs no further
+// call.
 constexpr uint32_t kLinkEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
 }  // namespace
@@ -216,7 +219,8 @@ void SocketEpoch::PlanBroadcast(const WireBroadcast& broadcast) {
   }
   const size_t receiving = flows_.size();
   if (sends) AddLeg((rank_ + 1) % size_, true, frame, broadcast.memory, kTurnBytes);
-  // One number of connections between all ranks, so each flow passes on what one flow received.
+  // All pairs of ranks have the same number of connections, so each sending flow passes on the
+  // bytes of one receiving flow.
   for (size_t i = 0; receiving > 0 && receiving + i < flows_.size(); ++i) {
     flows_[i]->relay = flows_[receiving + i].get();
     flows_[receiving + i]->from = flows_[i].get();
@@ -345,7 +349,7 @@ absl::Status SocketEpoch::Overdue(const WireWork& work) const {
     if (link->awaited) wait_for(*link);
   }
   for (const auto& flow : flows_) {
-    // A relay that passed on all that it has waits for its source alone.
+    // A relay that has passed on all its bytes waits only for its source.
     const bool starved = flow->from != nullptr && flow->link->state == Link::State::kUp &&
                          flow->from->moved < flow->bytes && flow->moved == flow->from->moved;
     if (!flow->done && !starved) wait_for(*flow->link);
@@ -392,7 +396,8 @@ void SocketEpoch::TakeArrivals() {
   }
 }
 
-// False: it is closed. The control plane told which identity a rank has.
+// Whether the connection may be a link of this epoch; otherwise it is closed. The control plane
+// told each rank's identity.
 bool SocketEpoch::MayArrive(const Arrival& arrival) const {
   const SocketAddress& expected = addresses_[arrival.from];
   if (arrival.identity != expected.identity) {
@@ -490,7 +495,8 @@ absl::Status SocketEpoch::Establish(Link* link) {
   }
 }
 
-// One step towards kUp. False: it waits. ABORTED: the connection ended without a reason.
+// Takes the link one step towards kUp. False: the link waits for the other end. ABORTED: the
+// connection ended without a reason.
 absl::StatusOr<bool> SocketEpoch::Step(Link* link) {
   switch (link->state) {
     case Link::State::kAbsent:
@@ -541,7 +547,8 @@ absl::Status SocketEpoch::Encrypt(Link* link) {
   return absl::OkStatus();
 }
 
-// The end of a connection that is not up. TLS tells why, a connection that is just closed does not.
+// The error for a connection that ended before it was up. TLS tells the reason; a connection that
+// was just closed tells none.
 absl::Status SocketEpoch::Ended(const Link& link, const absl::Status& why) const {
   if (why.code() == StatusCode::kUnauthenticated) return Unreachable(link, why);
   return absl::AbortedError(Message(why));
@@ -604,7 +611,7 @@ absl::Status SocketEpoch::Send(Link* link) {
       link->writable = false;
       return absl::OkStatus();
     }
-    // What the kernel does not take at once it takes after the next event.
+    // The kernel takes the remaining bytes after its next event.
     const bool whole = *n == static_cast<int64_t>(head.size() + body.size());
     if (!whole && !link->connection.tls() && !link->ended) link->writable = false;
     Sent(link, *n);

@@ -47,15 +47,15 @@ class SocketEpoch final : public WireEpoch {
   //
   //   absent --dial--> connecting --> encrypting --> greeting --> asking --welcome--> up
   //      \--------------------------- arrival ------------------> answering -------> up
-  // A dial that ends without an answer goes back to absent, and is tried again at `retry`.
+  // A link whose dial ends without an answer is absent again, and is dialled again at `retry`.
   struct Link {
     enum class State { kAbsent, kConnecting, kEncrypting, kGreeting, kAsking, kAnswering, kUp };
     int peer = 0;
     int stream = 0;
     State state = State::kAbsent;
     Connection connection;
-    TimePoint retry;      // of an absent link that this end dials
-    std::string trouble;  // of the last dial
+    TimePoint retry;      // when this end dials an absent link again
+    std::string trouble;  // why the last dial failed
     bool readable = false;
     bool writable = false;
     bool ended = false;    // the kernel told that the other end has closed
@@ -63,7 +63,7 @@ class SocketEpoch final : public WireEpoch {
     bool awaited = false;  // Connect waits until it is up
     bool used = false;     // a frame was sent, or asked for
     GreetingBytes greeting{};
-    size_t greeted = 0;  // bytes of it that were sent or received
+    size_t greeted = 0;  // bytes of `greeting` that were sent or received
     FrameBytes out{};    // the frame that is being sent
     size_t out_sent = kFrameBytes;
     FrameBytes in{};  // the frame that is being received
@@ -78,13 +78,13 @@ class SocketEpoch final : public WireEpoch {
   struct Flow {
     Link* link = nullptr;
     Frame frame;
-    char* data = nullptr;   // of the whole payload
-    int64_t bytes = 0;      // of this flow
-    int64_t moved = 0;      // of them
+    char* data = nullptr;   // the whole payload
+    int64_t bytes = 0;      // of the payload, the part of this flow
+    int64_t moved = 0;      // of `bytes`, how many were sent or received
     bool started = false;   // the frame was given to the connection, or came and is the right one
-    bool done = false;      // all came and the acknowledgement left; or it came
-    Flow* from = nullptr;   // of a relay's sending flow: it has what came by that flow
-    Flow* relay = nullptr;  // of a relay's receiving flow: the opposite
+    bool done = false;      // the acknowledgement left (receiving) or came (sending)
+    Flow* from = nullptr;   // a relay's sending flow: it passes on what came by `from`
+    Flow* relay = nullptr;  // a relay's receiving flow: the flow that passes its bytes on
     int64_t portion = 0;    // bytes that are received before others get a turn
   };
 

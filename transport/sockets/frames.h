@@ -29,7 +29,8 @@ namespace refitd {
 
 using WireToken = std::array<char, 16>;
 
-// True if both are equal. Takes the same time wherever they differ.
+// True if both are equal. The comparison takes the same time wherever they differ, so that its time
+// tells nothing of the token.
 bool SameToken(const WireToken& a, const WireToken& b);
 
 // ---- addresses ----
@@ -37,7 +38,8 @@ bool SameToken(const WireToken& a, const WireToken& b);
 inline constexpr int kMaxWireStreams = 8;  // connections between two ranks
 inline constexpr size_t kMaxWireIdentityBytes = 2048;
 
-// What Open returns, and what comes back from the control plane:
+// Where a rank listens: Open returns the encoded address, and Connect gets those of all ranks from
+// the control plane. The encoding is
 //   4 magic "RFS1" | 8 epoch | 4 rank | 4 size | 16 token | 1 family (4 or 6) | 16 ip | 2 port |
 //   1 TLS (0 or 1) | 1 streams | 2 length of identity | identity
 struct SocketAddress {
@@ -77,7 +79,7 @@ inline constexpr size_t kGreetingBytes = 8 + 4 + 8 + 4 + 4 + 4 + 16;
 using GreetingBytes = std::array<char, kGreetingBytes>;
 
 GreetingBytes EncodeGreeting(const Greeting& greeting);
-// nullopt: it is none.
+// nullopt: the bytes are no greeting.
 std::optional<Greeting> DecodeGreeting(const GreetingBytes& bytes);
 
 // ---- frames ----
@@ -86,7 +88,7 @@ inline constexpr int64_t kStripeBytes = int64_t{1} << 20;
 
 enum class FrameKind : uint32_t { kBroadcast = 1, kExchange = 2, kAck = 3 };
 
-// Precedes each payload; the receiver compares it before it accepts a byte (P5). An
+// A frame precedes each payload; the receiver compares the frame before it accepts a byte (P5). An
 // acknowledgement has the sequence number of its operation.
 struct Frame {
   FrameKind kind{};
@@ -99,7 +101,7 @@ inline constexpr size_t kFrameBytes = 4 + 4 + 8 + 8 + 8;
 using FrameBytes = std::array<char, kFrameBytes>;
 
 FrameBytes EncodeFrame(const Frame& frame);
-// nullopt: it is none.
+// nullopt: the bytes are no frame.
 std::optional<Frame> DecodeFrame(const FrameBytes& bytes);
 // "broadcast seq 4 of 100 bytes from rank 0"
 std::string Describe(const Frame& frame);
@@ -113,7 +115,8 @@ struct Stretch {
 };
 // How many of `total` bytes go over connection `stream` of `streams`.
 int64_t BytesOfStream(int64_t total, int stream, int streams);
-// Where the bytes from number `moved` on, of those of one connection, lie in the payload.
+// The place in the payload of the bytes that one connection moves next, after it has moved `moved`
+// bytes.
 Stretch StretchAt(int64_t moved, int64_t total, int stream, int streams);
 
 }  // namespace refitd

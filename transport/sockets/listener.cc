@@ -20,9 +20,10 @@ using absl::StatusCode;
 using std::chrono::steady_clock;
 
 constexpr int kBacklog = 512;
-// For so long no connection is taken after the process had no descriptor for one.
+// When the process had no descriptor left for a connection, the listener takes none for this long.
 constexpr Duration kPause = std::chrono::milliseconds(100);
-// Connections that are taken before those that wait are heard again.
+// At most this many connections are taken before the strangers that are there already are heard
+// again.
 constexpr int kTakenAtOnce = 32;
 
 absl::StatusOr<UniqueFd> Listen(const HostAddress& host, uint16_t port) {
@@ -126,7 +127,7 @@ void WireListener::Run() {
     while (!strangers_.empty() && strangers_.front().until <= now) {
       Drop(strangers_.begin(), "said too little in time");
     }
-    // Comes last: a connection that is taken may make one of the events void.
+    // Connections are taken last, since taking one may make one of the events void.
     if (!paused_) TakeConnections();
   }
 }
@@ -136,7 +137,7 @@ void WireListener::TakeConnections() {
   }
 }
 
-// False: there is no connection to take.
+// Takes one connection. False: there is none to take.
 bool WireListener::TakeConnection() {
   UniqueFd fd(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!fd.valid()) {
@@ -228,7 +229,7 @@ absl::Status WireListener::Admit(Stranger* stranger) {
                  identity, options_.identities);
   }
   MutexLock lock(&mutex_);
-  // Connections are dialled by the lower rank.
+  // The lower rank dials, so a hello from a higher rank finds no door.
   const auto door = std::find_if(doors_.begin(), doors_.end(), [&hello](const auto& entry) {
     return entry.second.epoch.value() == hello->epoch &&
            hello->to == static_cast<uint32_t>(entry.second.rank) && hello->from < hello->to &&
@@ -240,7 +241,8 @@ absl::Status WireListener::Admit(Stranger* stranger) {
     unknown.kind = GreetingKind::kUnknown;
     unknown.token = {};
     const GreetingBytes bytes = EncodeGreeting(unknown);
-    // It fits into the buffer of a new connection; a peer that does not get it asks again.
+    // The answer fits into the buffer of a new connection; a peer that does not get the answer asks
+    // again.
     (void)stranger->connection.Write(bytes, {});
     return Error(StatusCode::kUnauthenticated, "it names no epoch that is open, or a wrong token");
   }

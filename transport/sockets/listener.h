@@ -3,7 +3,7 @@
 //
 // A stranger costs a place among kMaxStrangers for at most kStrangerLimit (P4, P10): when all
 // places are taken, the oldest connection loses its own. A peer whose place was taken dials again.
-// What anybody can cause is told to `log`, which must limit itself.
+// Events that anybody can cause are told to `log`, which must limit how much it writes.
 //
 // Threads: one of its own ("refitd-wire-io"). Thread-safe.
 #ifndef REFITD_TRANSPORT_SOCKETS_LISTENER_H_
@@ -48,7 +48,7 @@ class WireListener {
     std::function<void(const std::string& line)> log;
   };
   // `tls`: null for connections in the clear; must outlive the listener. UNAVAILABLE,
-  // ALREADY_EXISTS: it can't listen there.
+  // ALREADY_EXISTS: the listener can't listen there.
   static absl::StatusOr<std::unique_ptr<WireListener>> Start(Options options, TlsContexts* tls);
   ~WireListener();
   WireListener(const WireListener&) = delete;
@@ -57,15 +57,15 @@ class WireListener {
   uint16_t port() const { return port_; }
   const Options& options() const { return options_; }
 
-  // An epoch that connections may come for. They are given to `arrived`, on the listener's thread,
-  // until Remove has returned. `arrived` must not call the listener.
+  // An epoch that connections may come for. Connections are given to `arrived`, on the listener's
+  // thread, until Remove has returned. `arrived` must not call the listener.
   struct Door {
     EpochId epoch;
     int rank = 0;
     WireToken token{};
     std::function<void(Arrival)> arrived;
   };
-  // Returns a number for Remove, never 0.
+  // Lets connections come for the epoch. Returns a number for Remove, never 0.
   uint64_t Add(Door door);
   void Remove(uint64_t door);
 
@@ -86,7 +86,8 @@ class WireListener {
   void TakeConnections();
   bool TakeConnection();
   void Hear(Strangers::iterator stranger);
-  // True: more may come. False: the stranger is done with, either way.
+  // Reads on from a stranger. True: more bytes must come. False: the stranger's hello is complete.
+  // An error: the connection must be dropped.
   absl::StatusOr<bool> Advance(Stranger* stranger);
   absl::Status Admit(Stranger* stranger);
   void Drop(Strangers::iterator stranger, const std::string& why);

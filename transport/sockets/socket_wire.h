@@ -1,8 +1,8 @@
 // The wire over host memory: TCP sockets of our own, under TLS or in the clear. docs/decisions.md
 // has the reasons.
 //
-// Who may connect: whoever shows the token of an epoch that is open, which the control plane gave
-// to the epoch's ranks alone, and under TLS a certificate that the roots signed, with the identity
+// A peer may connect if it shows the token of an open epoch, which the control plane gave to the
+// epoch's ranks alone, and under TLS also a certificate that the roots signed, with the identity
 // that the rank's address names. Anybody else costs a bounded amount of memory and a line of the
 // log (transport/sockets/listener.h).
 //
@@ -37,8 +37,8 @@ struct SocketWireOptions {
   std::function<void(const std::string& line)> log{};
 };
 
-// Errors: those of FindHostAddress. INVALID_ARGUMENT: `streams`. It listens while an epoch is open;
-// Open fails if the port is in use.
+// Errors: those of FindHostAddress. INVALID_ARGUMENT: `streams` is out of its range. The wire
+// listens while an epoch is open; Open fails if the port is in use.
 absl::StatusOr<std::unique_ptr<Wire>> MakeSocketWire(SocketWireOptions options);
 
 }  // namespace refitd

@@ -102,7 +102,7 @@ TEST_CASE("addresses that are damaged in any way are refused, and the epoch can 
     CHECK(refused({good[0], good[1].substr(0, length)}));
   }
   CHECK(refused({good[0], good[1] + "x"}));
-  // Every field but token, host and port, which only a connection can tell wrong.
+  // Changes every field but token, host and port: only a connection shows whether these are wrong.
   for (size_t at = 0; at < good[1].size(); ++at) {
     if ((at >= 20 && at < 36) || (at >= 37 && at < 41) || at == 53 || at == 54) continue;
     std::string bad = good[1];
@@ -147,7 +147,7 @@ TEST_CASE("an address with another token or of another epoch connects nobody") {
   if (GENERATE(false, true)) {
     bad[25] = static_cast<char>(bad[25] ^ 1);
   } else {
-    // As if a port were used again: the address was right in another epoch.
+    // The address was right in another epoch, as if a port were used again.
     bad = *mesh.wires[1]->Open(other, 1, 2);
     bad.replace(4, 8, good[1].substr(4, 8));
     mesh.wires[1]->Close(kEpoch);
@@ -255,7 +255,7 @@ TEST_CASE("a flood of strangers keeps no peer out, and takes bounded room for a 
   }));
 }
 
-// Rank 0 of 2 by hand, connected to rank 1 of the wire.
+// Plays rank 0 of 2 by hand, connected to rank 1, which is a wire.
 struct ByHand {
   explicit ByHand(Wire* wire) {
     const auto theirs = wire->Open(kEpoch, 1, 2);
@@ -328,7 +328,7 @@ TEST_CASE("a second connection for a peer that is connected does not take its pl
     CHECK((memory == std::vector<char>{'a', 'b', 'c', 'd'}));
   };
   receive(1);
-  // Whoever holds the token is a peer, but a connection that is in use stays.
+  // A connection that shows the token is a peer's, but a connection that is in use stays.
   const auto again = wire->Stats(kEpoch);
   CHECK(again.bytes_received == 4);
   receive(2);

@@ -55,7 +55,7 @@ const TestedWire& Tested() {
 
 namespace {
 
-// Two wires' Connect; their statuses by rank.
+// Runs Connect of two wires; returns their statuses by rank.
 std::vector<absl::Status> ConnectPair(Mesh& mesh, Duration timeout) {
   const std::vector<std::string> addresses = mesh.Open(kEpoch);
   std::vector<Result> results(2);
@@ -150,8 +150,8 @@ TEST_CASE(
 
 enum class Tamper { kNothing, kFlip, kDrop, kReplay };
 
-// Passes bytes between whoever connects to it and `target`, and changes those from `offset` on of
-// one direction. Handles one connection at a time.
+// Passes bytes between each connection to the proxy and `target`, and tampers with the bytes from
+// `offset` on in one direction. Handles one connection at a time.
 class Proxy {
  public:
   Proxy(SocketAddress target, Tamper tamper, bool answers, int64_t offset)

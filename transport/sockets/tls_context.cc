@@ -32,7 +32,7 @@ bool TakeCertificates(const Certificates& own, SSL_CTX* context) {
     if (X509_STORE_add_cert(SSL_CTX_get_cert_store(context), root.get()) != 1) return false;
     ++count;
   }
-  ERR_clear_error();  // of the ends of the texts
+  ERR_clear_error();  // clears the errors that the ends of the texts left
   return count > 0;
 }
 

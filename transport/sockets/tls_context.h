@@ -1,5 +1,6 @@
 // TLS between daemons, as the host wire uses it: version 1.3, AES-GCM, certificates of both ends,
-// no resumption. Whose certificate it is, and whether that may be, the user of a connection asks.
+// no resumption. The user of a connection checks whose certificate the other end has, and whether
+// that identity may connect.
 #ifndef REFITD_TRANSPORT_SOCKETS_TLS_CONTEXT_H_
 #define REFITD_TRANSPORT_SOCKETS_TLS_CONTEXT_H_
 
@@ -15,7 +16,7 @@
 
 namespace refitd {
 
-// Gives the certificates of now, so that each handshake uses replaced files. Thread-safe.
+// Gives the current certificates, so that each handshake uses replaced files. Thread-safe.
 using WireCertificates = std::function<std::shared_ptr<const Certificates>()>;
 
 // Makes the TLS ends of connections. Thread-safe.
@@ -23,11 +24,11 @@ class TlsContexts {
  public:
   explicit TlsContexts(WireCertificates current) : current_(std::move(current)) {}
 
-  // An end over the socket `fd`, which it does not own. UNAVAILABLE: OpenSSL refuses the
-  // certificates.
+  // Both make the TLS end of the socket `fd` and leave `fd` to the caller. UNAVAILABLE: OpenSSL
+  // refuses the certificates.
   absl::StatusOr<SslPtr> Accept(int fd) { return Make(fd, true); }
   absl::StatusOr<SslPtr> Dial(int fd) { return Make(fd, false); }
-  // Of this daemon's certificate.
+  // The identity in this daemon's certificate.
   std::string identity() const { return current_()->identity; }
 
  private:
