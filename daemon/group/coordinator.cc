@@ -15,7 +15,8 @@ namespace {
 // Once a node said that the wire failed, other nodes have this long to say whom they waited for. It
 // is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
-// Else an event that waits its turn would be copied, and may have every tensor of a model.
+// Otherwise an event that waits for its turn would be copied, and an event may have every tensor of
+// a model.
 static_assert(std::is_nothrow_move_constructible_v<GroupEvent>);
 
 // The shortest attempt to bring an epoch up from which a daemon can be blamed: if a shorter attempt
@@ -189,7 +190,7 @@ void Coordinator::Impl::Tick() {
   }
 }
 
-// Called once a Tick and not once an event: every event asks for the next deadline.
+// This is called at each Tick, not at each event, since every event asks for the next deadline.
 void Coordinator::Impl::FindNodesDue() {
   nodes_due.reset();
   for (const auto& [id, node] : nodes) {
@@ -244,7 +245,8 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   // The remaining nodes get a new epoch before the steps that follow open the data phase, or go on
   // with it.
   if (spread.has_value() && !spread->abandoned) EnsureEpoch();
-  // Its calls and members stay known as another daemon's until the group is done with them.
+  // The lost node's calls and members stay known as another daemon's until the group is done with
+  // them.
   std::vector<CallId> calls;
   for (auto call = calls_of.lower_bound({id, CallId(0)});
        call != calls_of.end() && call->first.first == id; ++call) {
@@ -279,7 +281,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   if (spread.has_value() && spread->program.has_value()) {
     LoseNodeInProgram(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
   }
-  // Its destinations were evicted above, so that nobody waits for their read-back.
+  // The lost node's destinations were evicted above, so that nobody waits for their read-back.
   if (spread.has_value() && spread->verifying.erase(id) > 0) {
     if (spread->program.has_value() && spread->program->again) {
       RunAgainIfEnded();
@@ -295,10 +297,11 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   Do(GroupAction(StateChanged{}));
 }
 
-// A node without trainers costs only its own instances: the others get a new epoch, and where the
-// program was running, they run it again from its beginning. What the lost node was to write counts
-// for nothing, since its instances are evicted (P1). A part that is under way would have to be sent
-// again to some of its readers only: the update is given up.
+// The loss of a node without trainers costs only the node's own instances. The other nodes get a
+// new epoch, and if the program was running, they run it again from its beginning. The writes that
+// the lost node owed do not matter, since its instances are evicted (P1). If a pushed part is under
+// way, the update is given up, because the part would have to be sent again to some of its readers
+// only.
 void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
   if (spread->abandoned) return;
   if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost);
@@ -314,7 +317,8 @@ void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
 bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
   if (group.TrainsOn(id) || !spread->parts.empty()) return false;
   if (!spread->program.has_value() || spread->program->running.empty()) return true;
-  // Another run would drop the digests of what was pushed before, and older daemons run once.
+  // A second run would drop the digests of buckets that were pushed before it, and daemons with an
+  // older protocol run a program only once.
   return !spread->pushed && std::all_of(spread->nodes.begin(), spread->nodes.end(),
                                         [this](NodeId n) { return Speaks(n, Protocol::kV3); });
 }
@@ -418,7 +422,7 @@ void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
         } else if constexpr (std::is_same_v<R, PeerWireWanted>) {
           if (spread.has_value() && spread->update == r.update) spread->yielding = true;
         } else if constexpr (std::is_same_v<R, PeerPong>) {
-          // Taking note that the node was heard is all.
+          // A pong tells only that the node is alive, which was noted above.
         } else if constexpr (std::is_same_v<R, ReadyEvent> || std::is_same_v<R, EngineFailed> ||
                              std::is_same_v<R, AckEvent>) {
           FeedOf(node, std::move(r));
@@ -739,7 +743,7 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
     }
     h.epoch = epoch->id;
     h.wire_seq = WireSeq(epoch->next_seq++);
-    // stands for a node that is not in it
+    // The number of ranks stands for a root that is not in the epoch.
     const auto size = static_cast<uint32_t>(epoch->ranks.size());
     h.ranks.push_back(epoch->RankOf(part.root).value_or(size));
     for (const NodeId node : part.sinks) h.ranks.push_back(epoch->RankOf(node).value_or(size));
@@ -750,8 +754,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   }
   const bool wired = part.header.wired;
   spread->parts.emplace(a.part, std::move(part));
-  // Asks for the locks while the headers travel, so that agreement and wire are waited for
-  // together.
+  // The locks are asked for while the headers travel, so that the wait for the agreement and the
+  // wait for the wire overlap.
   const bool first = spread->to_issue.size() == 1;
   if (wired && first && epoch->ready && spread->lock_order.empty()) AskLocks();
 }
@@ -821,7 +825,8 @@ void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
   if (spread.has_value() && !spread->abandoned) Feed(FailUpdate{spread->update, reason, kind});
 }
 
-// Nodes start nothing new. Collectives that run are cut off, since their other ends may be gone.
+// From now on nodes start nothing new. Collectives that run are cut off, since their other ends may
+// be gone.
 void Coordinator::Impl::Abandon() {
   if (spread->abandoned) return;
   spread->abandoned = true;
@@ -960,8 +965,8 @@ absl::Status Coordinator::Impl::Judge() {
   return status;
 }
 
-// The other nodes may be waiting for the one that failed. The update can't go on, so it is given up
-// before they report.
+// The other nodes may be waiting for the node that failed. The update can't go on, so it is given
+// up before they report.
 void Coordinator::Impl::FailForOthers(const std::string& what, const absl::Status& status) {
   const bool lost = status.code() == absl::StatusCode::kDataLoss;
   Fail(fmt::format("{} of {}: {}", lost ? "verification" : "transfer", what, Message(status)),

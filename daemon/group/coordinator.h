@@ -29,12 +29,12 @@ struct CoordinatorOptions {
   GroupSpec spec;
   GroupLimits limits;
   PeerLimits peer_limits;
-  // Give ids that are unique in the daemon.
+  // These functions give ids that are unique in the daemon.
   std::function<UpdateId()> next_update;
   std::function<MemberId()> next_member;  // for members of other daemons
   std::function<CallId()> next_call;      // for their calls
-  // Asked before a member of another daemon attaches: OK lets it attach, any other status refuses
-  // it. Null: every member may attach.
+  // The coordinator calls this before a member of another daemon attaches: OK lets the member
+  // attach, any other status refuses it. Null: every member may attach.
   std::function<absl::Status()> admit_remote{};
 };
 

@@ -82,8 +82,8 @@ struct ProgramJob {
   std::optional<StartRefit> run;
   std::optional<StartVerify> readback;  // came before the program was sent
   uint32_t attempt = 0;
-  // A node was lost while the program ran: the rest run it again when all have ended this attempt,
-  // and the read-back that follows it on each.
+  // A node was lost while the program ran. The other nodes run the program again when all of them
+  // have ended this attempt and its read-back.
   bool again = false;
   bool sent = false;
   bool wired = false;
@@ -119,7 +119,7 @@ struct Spread {
   size_t destination_count = 0;
   TimePoint deadline;            // of the update
   bool data_plane_up = true;     // as the group was told
-  std::set<NodeId> unreachable;  // an epoch failed for them: the next has none of them
+  std::set<NodeId> unreachable;  // nodes that the next epoch leaves out
   bool announced = false;
   bool data_began = false;
   bool pushed = false;  // a part was started
@@ -285,9 +285,9 @@ struct Coordinator::Impl {
     return absl::Status(status.code(), fmt::format("{}: {}{}", Name(node), message,
                                                    of_wire ? NamesOfRanks(message) : ""));
   }
-  // A node has ended its end of a part or of the program, while other nodes may still run theirs. A
-  // failure fails the update: at once, or, if the wire failed, when the other nodes had time to say
-  // whom they waited for.
+  // Takes note that a node has ended its share of a part or of the program, while other nodes may
+  // still run theirs. A failure fails the update: at once, or, if the wire failed, when the other
+  // nodes had time to say whom they waited for.
   template <typename Done, typename Job>
   void HearEnd(NodeId node, const Done& r, const std::string& what, bool wired, Job* job) {
     AddResult(node, r, job);
@@ -332,8 +332,8 @@ struct Coordinator::Impl {
     }
     return candidates;
   }
-  // Nodes that share an instance, directly or through others, are left out together, so that the
-  // search knows them as one: the first of them.
+  // Nodes that share an instance, directly or through others, are left out together, so the search
+  // knows such nodes by one name, that of the first.
   struct Sharing {
     std::map<NodeId, NodeId> first;             // of all nodes that share one
     std::vector<std::set<NodeId>> by_instance;  // those in the update that is assembled
@@ -347,7 +347,8 @@ struct Coordinator::Impl {
   // The epoch failed and nobody is named: tries it without some of the nodes.
   void SearchOn();
   void LeaveOutForTry(const std::set<NodeId>& out);
-  // The epoch is up: the nodes without which it is are the broken ones, if they are known by now.
+  // Called when the epoch is up. If the search knows by now which nodes are broken, since the epoch
+  // came up without them, keeps them out of later updates.
   void JudgeSearch();
   void KeepOut(const std::set<NodeId>& culprits, const coordinator::EpochFailure& how);
   std::vector<NodeId> StillAwaited() const;
@@ -369,7 +370,8 @@ struct Coordinator::Impl {
   bool CanGoOnWithout(NodeId node) const;
   // Whether the update may still send something over the wire.
   bool NeedsWire() const;
-  // The node has no member left in the update and no byte has moved: the update goes on without it.
+  // Called when the node has no member left in the update. If no byte has moved, the update goes on
+  // without the node.
   void LeaveOut(NodeId node);
   // After the clean-up limit: nodes that have not ended their share of the update are lost.
   void DropOwing();
@@ -418,13 +420,13 @@ struct Coordinator::Impl {
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;
   EpochSearch search;
-  coordinator::EpochFailure search_failure;  // the last that named nobody
+  coordinator::EpochFailure search_failure;  // the last failure that named nobody
   uint64_t next_epoch = 1;
   // No node has to be pinged, or counted as silent, before this time. A report that comes later
   // moves the real time back; the next Tick computes it anew.
   std::optional<TimePoint> nodes_due;
 
-  // During one Handle.
+  // These are set only during one Handle.
   TimePoint now;
   MachineActions* actions = nullptr;
   std::vector<PeerReport> own_reports;

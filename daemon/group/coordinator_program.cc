@@ -117,7 +117,7 @@ void Coordinator::Impl::AgreeIfBuilt() {
   ProgramJob& job = *spread->program;
   if (!job.building.empty() || job.agreed || spread->abandoned || job.built.empty()) return;
   if (const auto differ = job.built_ends.FirstDifference(); differ.has_value()) {
-    known_programs.clear();  // one of them is wrong: the next update sends the plan anew
+    known_programs.clear();  // one plan is wrong: the next update sends all anew
     return Fail(
         fmt::format("{} and {} do not agree about what the program sends between them",
                     Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
@@ -256,7 +256,8 @@ void Coordinator::Impl::CompleteRunIfDone() {
   Feed(std::move(done));
 }
 
-// Whatever the attempt before moved is moved again, and counted anew (P1).
+// Begins the next attempt when all remaining nodes have ended the one before, and their read-backs.
+// The next attempt moves all bytes again, and counts them from 0 (P1).
 void Coordinator::Impl::RunAgainIfEnded() {
   ProgramJob& job = *spread->program;
   if (!job.running.empty() || !spread->verifying.empty()) return;
@@ -273,7 +274,8 @@ void Coordinator::Impl::RunAgainIfEnded() {
 
 // ---- giving up ----
 
-// Answers what was asked for and not begun, so that the group need not wait for it.
+// Answers the requests that the group has made and that have not begun, so that the group need not
+// wait for them.
 void Coordinator::Impl::AbandonProgram() {
   ProgramJob& job = *spread->program;
   if (std::exchange(job.again, false) && job.running.empty()) {

@@ -87,7 +87,8 @@ class Fixture {
     ReportAll(ReadyEvent{kRemoteEngine, update_});
     REQUIRE(Local<Reply>().size() == 1);
   }
-  // As OpenUpdate, until the update is assembled: the data plane is not up and no rank is ready.
+  // Does what OpenUpdate does until the update is assembled: the data plane is not up and no rank
+  // is ready.
   void Prepare(Duration duration = {}) {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
@@ -574,7 +575,7 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
     f.Report(EpochUp{kEpoch, absl::OkStatus()});
     const bool says = GENERATE(false, true);
     if (says) f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0")}});
-    // half of the remaining time, and a little more
+    // The attempt takes half of the remaining time, and a little more.
     if (!says) f.Wait(std::chrono::milliseconds(3100));
     if (!says) f.Wait(std::chrono::milliseconds(1500));
   }
@@ -654,8 +655,8 @@ class Nameless {
     Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
     Do(ReportReceived{node, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(1)}});
   }
-  // An update until its data plane is up or it is given up. Returns the daemons that were in the
-  // epoch that came up; empty: none did.
+  // Runs an update until its data plane is up or the update is given up. Returns the daemons that
+  // were in the epoch that came up; empty: none did.
   std::set<NodeId> Update() {
     BeginEvent begin;
     begin.call = CallId(++calls_);
