@@ -67,7 +67,7 @@ void World::MakeScenario() {
   }
   if (kind == 3 || kind == 4 || kind == 5) chances_.chaos_operator = 25;
 
-  const int daemons = random_.Percent(10)                ? 5
+  const int daemons = random_.Percent(10)               ? 5
                       : one_daemon_ == OneDaemon::kLost ? random_.Int(3, 4)
                                                         : random_.Int(2, 4);
   daemons_ = std::vector<Daemon>(static_cast<size_t>(daemons));
@@ -265,7 +265,7 @@ void World::SendWrongPayload() {
   Post(index, false, std::move(letter));
 }
 
-// Where nobody is named, no daemon may lose its place but the broken one.
+// If no failure names a node, the broken daemon alone may lose its place.
 void World::CheckKeptOut(int g) {
   if (!nameless_ || healed_) return;
   const Machine* m = Find(GroupOf(g).home, g);
@@ -288,13 +288,13 @@ void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
                         one_daemon_ == OneDaemon::kOneSided ||
                         (one_daemon_ == OneDaemon::kLost && refit);
   if (!own_cost || healed_ || a.outcome == Outcome::kCommitted) return;
-  if (round.due - round.assembled < seconds(2)) return;  // it had no time to go on without them
+  if (round.due - round.assembled < seconds(2)) return;  // the update had too little time
   for (const auto& [instance, pids] : round.instances) {
     const bool whole = std::all_of(pids.begin(), pids.end(), [this, &round](int pid) {
       const Process& p = ProcessOf(pid);
       const Daemon& daemon = DaemonAt(SeatOf(p).d);
-      return p.alive && daemon.wire_trouble == Daemon::WireTrouble::kNone &&
-             daemon.up && daemon.died + seconds(3) < round.assembled;  // its loss was noticed
+      return p.alive && daemon.wire_trouble == Daemon::WireTrouble::kNone && daemon.up &&
+             daemon.died + seconds(3) < round.assembled;  // its loss was noticed
     });
     if (!whole) continue;
     if (nameless_ && ++lost_to_search_[g] <= daemons_.size()) return;
@@ -427,7 +427,7 @@ void World::Chaos() {
       Feed(d, g, GroupEvent(OperatorAbort{call, "planted"}));
       return;
     }
-    // As in Node: trainers' leases name the old incarnation, so they end.
+    // Trainers' leases name the old incarnation, so they end, as in the real daemon.
     const uint64_t incarnation = random_.Next();
     const auto nonce = Find(d, g)->nonce;
     daemon.calls[call] = {

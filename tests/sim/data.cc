@@ -597,8 +597,8 @@ void World::RunWire(EpochEnd* end, WireSeq seq, Duration timeout) {
   TryWire(comm, seq);
 }
 
-// Completes the operation if all its ranks have started it; at each rank after its earlier
-// operations.
+// Completes the operation if all its ranks have started it; a rank completes it after the rank's
+// earlier operations.
 void World::TryWire(const std::string& comm, WireSeq seq) {
   const auto found = comms_[comm].find(seq);
   if (found == comms_[comm].end() || broken_comms_.contains(comm)) return;

@@ -95,7 +95,7 @@ int World::NewProcess(int seat_index) {
       p.first.push_back(low);
       std::vector<Tag>& cells = p.cells.emplace_back();
       for (int64_t e = low; e < high; ++e) {
-        // Loaded from a checkpoint: the group's pseudo-round.
+        // Bytes of a checkpoint carry the group's pseudo-round.
         cells.push_back(loaded ? MakeTag(static_cast<uint32_t>(seat.g) + 1, t, e) : 0);
       }
     }
@@ -517,7 +517,7 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
           it->second.newest = generation;
           daemon.calls[call].layout = layout->layout;
         }
-        // As in Node: a registration that the daemon itself can refuse makes no event.
+        // A registration that the daemon itself can refuse makes no event, as in the real daemon.
         if (std::holds_alternative<LayoutRegistered>(event)) {
           absl::Status status = Find(d, g)->machine->CanRegisterLayout(member);
           if (!status.ok()) return On(d, g, Reply{call, std::move(status), EmptyReply{}});
@@ -675,8 +675,8 @@ void World::BeginAttempt(int pid) {
   }
 }
 
-// 0: the group's default. Without faults the update must commit, and members' attaching alone may
-// take two seconds.
+// The duration that a Begin asks for; 0 is the group's default. Without faults the update must
+// commit, and the attaching of members alone may take two seconds.
 Duration World::SomeDuration() {
   if (random_.Percent(30)) return Duration(0);
   const Duration duration = seconds(random_.Between(2, 6));
@@ -879,7 +879,7 @@ UpdateId World::BegunBy(const Process& p) const {
   return names && p.round != 0 ? rounds_[p.round].update : UpdateId();
 }
 
-// `ahead`: while buckets are under way.
+// Ends the attempt with Commit or Refit. `ahead`: some buckets are still under way.
 void World::CommitAttempt(int pid, bool ahead) {
   if (Registers(pid)) return CallRefit(pid);
   Process& p = ProcessOf(pid);

@@ -56,7 +56,7 @@ void World::MakeSplit(int g) {
     for (size_t i = 0; i < holders.size() && start < elements; ++i) {
       const bool last = i + 1 == holders.size();
       const int64_t count = last ? elements - start : random_.Between(1, elements - start);
-      // Some elements of the previous holder, too.
+      // The rank also gets some elements of the previous holder.
       const int64_t more = random_.Percent(30) ? random_.Between(0, start) : 0;
       job.split[holders[(first + i) % holders.size()]].push_back({t, start - more, count + more});
       start += count;
@@ -208,7 +208,8 @@ void World::CallRefit(int pid) {
   e.evict_late = job.evict_late;
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());
   e.request_id = fmt::format("r{}.{}", p.attempt, p.token);
-  // An update that the rank is already in: it began it, or an earlier call was given up.
+  // The rank may be in an update already, because it has begun that update or gave up an earlier
+  // call.
   size_t since = rounds_.size();
   for (size_t i = groups_.size() + 1; i < rounds_.size(); ++i) {
     const Round& round = rounds_[i];

@@ -71,7 +71,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
       sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges,
       sum.reruns);
   CHECK(broken == 0);
-  // Fewer would mean that the scenarios test little.
+  // Fewer updates would mean that the scenarios test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
   CHECK(sum.aborted > static_cast<int64_t>(kSeeds / 2));
   CHECK(sum.refits[0][0] > static_cast<int64_t>(kSeeds / 50));

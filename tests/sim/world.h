@@ -245,7 +245,7 @@ struct Process {
   std::vector<std::shared_ptr<Shard>> shards;  // all that it ever tried to register
   std::shared_ptr<Shard> shard;                // in force; null: not known
   int binding = -1;                            // of the job's bindings, that of `shard`
-  std::optional<Version> refit_version;  // called for; its shard stays as it is until the answer
+  std::optional<Version> refit_version;  // of its Refit call; until the answer the shard stays
   int refits_out = 0;                    // calls that are unanswered or to be repeated
 };
 
@@ -340,7 +340,7 @@ struct Daemon {
   bool silent_death = false;
   bool mute = false;  // sends no reports but pongs
   TimePoint died;     // when it was killed last
-  // Its end of the data plane.
+  // What is wrong with the daemon's end of the data plane.
   enum class WireTrouble : uint8_t { kNone, kNeverOpens, kNeverConnects, kNotForItself };
   WireTrouble wire_trouble = WireTrouble::kNone;
   std::deque<std::function<void()>> held;
@@ -472,7 +472,7 @@ struct WireOp {
   int64_t bytes = 0;
   SlotGrant slot;
   std::vector<uint32_t> ranks;
-  // rank -> uses of its slots
+  // The uses of each rank's slots, by rank.
   std::map<uint32_t, std::vector<std::pair<SlotIndex, uint64_t>>> running;
   std::map<uint32_t, std::shared_ptr<Pool>> pools;
   std::set<uint32_t> started;
@@ -480,7 +480,7 @@ struct WireOp {
   uint32_t root = 0;
   std::shared_ptr<Pool> source;
   std::optional<std::vector<Tag>> sent;  // the root's bytes when its share ended
-  // For a round of a program: each rank's share.
+  // The share of one rank in a round of a program.
   struct Share {
     StartExchange start;
     bool completing = false;
@@ -617,7 +617,7 @@ class World {
   void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
   EpochEnd* CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
                       const std::string& where);
-  // The operation runs: it completes, fails, or is cut off.
+  // Runs one operation, which completes, fails, or is cut off.
   void RunWire(EpochEnd* end, WireSeq seq, Duration timeout);
   void BreakComm(const std::string& comm, Duration soonest, Duration latest);
   EpochEnd* EndOf(const std::string& address);
@@ -641,7 +641,8 @@ class World {
   std::shared_ptr<Shard> ShardOf(int pid, const Layout* layout) const;
   uint64_t UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what);
   void PlanMoves(Moving* moving);
-  // What a pack takes from the slot of an earlier round, for the leg whose chunk is at that cell.
+  // Plans the runs that a pack takes from the slot of an earlier round, for the leg whose chunk
+  // begins at cell `chunk`.
   void PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* slot, size_t chunk);
   void RunMoves(const Moving& moving, bool end);
   MovesDone ResultOf(const Moving& moving) const;
@@ -661,7 +662,8 @@ class World {
   void Say(int pid, std::function<void(int d, MemberId member)> what);
   void CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_ptr<Source> source,
                   std::function<void(const absl::Status&, const ReplyPayload&)> reply);
-  // As CallDaemon; sometimes calls twice with one request id and compares the answers (P3).
+  // Does what CallDaemon does, and sometimes calls twice with one request id and compares the
+  // answers (P3).
   void CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
                  std::function<void(const absl::Status&, const ReplyPayload&)> reply);
   void HearWelcome(int pid);
@@ -673,8 +675,8 @@ class World {
   bool IsMember(int g, int pid) const;
   void CheckRegistered(int g, const Round& round);
   uint32_t TensorOf(int g, const std::string& name) const;
-  // The version whose bytes the process holds in all elements, else nullopt; `round`: of one
-  // update.
+  // The version whose bytes the process holds in all elements; `round`, if not null, gets the round
+  // that installed them. nullopt: the bytes are not of one round.
   std::string WhatItHolds(const Process& p) const;
   std::optional<Version> TrueVersion(const Process& p, uint32_t* round) const;
 
@@ -769,7 +771,7 @@ class World {
   std::vector<std::unique_ptr<Process>> processes_;
   std::vector<Link> links_;
   std::vector<Round> rounds_;
-  // until when messages between two daemons are held up
+  // The times until which messages between two daemons are held up.
   std::vector<std::vector<TimePoint>> blocked_;
   std::map<uint64_t, std::shared_ptr<Copy>> copies_;
   std::map<uint64_t, std::shared_ptr<Moving>> movings_;
@@ -777,7 +779,7 @@ class World {
   std::map<uint64_t, EpochEnd> ends_;
   std::map<std::string, std::map<WireSeq, WireOp>> comms_;
   std::set<std::string> broken_comms_;
-  // By group, coordinator, epoch and wire seq (P5).
+  // The headers by group, coordinator, epoch and wire seq (P5).
   std::map<std::tuple<int, uint64_t, EpochId, WireSeq>, HeaderRecord> headers_;
   std::map<std::tuple<int, uint64_t, UpdateId>, ProgramRecord> programs_;  // by group, coordinator
   std::map<std::tuple<int, uint64_t, UpdateId, PartSeq>,
