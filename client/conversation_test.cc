@@ -130,7 +130,7 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
     pushed->set_method(v1::BROADCAST_METHOD_CHAIN);
     pushed->set_bytes(700);
     pushed->set_buckets(7);
-    // A method of a daemon that knows more of them.
+    // A newer daemon may report a method that this client does not know.
     response->add_pushed()->set_method(static_cast<v1::BroadcastMethod>(99));
     return grpc::Status::OK;
   }

@@ -39,7 +39,8 @@ TEST_CASE("replicas on several devices go along a chain, shards directly") {
     CHECK(fastest(bytes, {{1, bytes}}) == BroadcastMethod::kDirect);
   }
   CHECK(fastest(part, {}) == BroadcastMethod::kDirect);
-  // Too few bytes to wait for four devices one after the other.
+  // A chain would start four devices one after the other, which takes longer than copying so few
+  // bytes directly.
   CHECK(fastest(kMiB, {{1, kMiB}, {2, kMiB}, {3, kMiB}, {4, kMiB}}) == BroadcastMethod::kDirect);
 }
 

@@ -30,6 +30,8 @@ int64_t PartContent::CarriedBytes() const {
   return carried;
 }
 
+// A bucket in a leased slot keeps the trainer's offsets, so its part reaches from the slot's start
+// to the end of the last tensor. A bucket elsewhere has no slot and so no offsets in one.
 PartContent WholeBucket(std::shared_ptr<const CheckedBucket> bucket) {
   PartContent content;
   content.ranges = bucket->ranges;

@@ -245,6 +245,8 @@ struct Group::Impl {
   void LoseEngine(Member* member, const std::string& reason);
   void LoseTrainer(Member* member, const std::string& reason);
   void ReleaseIfQuiet(MemberId id);
+  // Counts the copies that read or write the memory of a member, or of the destinations' members;
+  // `by` is 1 when a copy begins and -1 when it has ended.
   void Touch(MemberId id, int by);
   void TouchDestinations(const std::vector<uint32_t>& destinations, int by);
 

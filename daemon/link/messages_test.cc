@@ -442,6 +442,8 @@ void Fill(Rng& rng, T* value) {
 
 // ---- what arrives at the other end ----
 
+// Encodes the report, sends its messages through serialised bytes, and returns what the other end
+// decodes.
 PeerReport There(const PeerReport& report, ReportDecoder* decoder) {
   auto messages = ToWire(report, kBounds, kMessageBytes);
   REQUIRE(messages.ok());

@@ -15,7 +15,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const client::Target&
   grpc::ChannelArguments arguments;
   // A local daemon that starts should be found at once, not after gRPC's first backoff of a second.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  // gRPC takes it as the limit of one attempt as well, over TCP with a TLS handshake.
+  // gRPC takes the smallest backoff as the limit of one attempt as well; over TCP an attempt
+  // includes a TLS handshake.
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, target.tcp ? 10'000 : 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
   // Proxies of the environment are meant for the web.

@@ -169,9 +169,12 @@ class Cutter {
     return Times(CeilDivide(extent, LoopStep(extent, cost)), whole + 1);
   }
 
+  // Adds the strip's tasks. As many inner loops as fit go into each task whole; the next loop is
+  // cut into equal parts; each step of the loops outside it has tasks of its own.
   template <typename Add>
   void Run(Add add) const {
     CopyTask task = strip_.task;
+    // A single run is too large for a task, so the run itself is cut.
     if (RunBytes(strip_) > most_) {
       const Loop run = {.extent = strip_.run,
                         .from = strip_.task.element_bytes,
@@ -184,6 +187,7 @@ class Cutter {
     for (size_t i = 0; i < whole; ++i) {
       SetDim(&task, kTaskDims - 1 - static_cast<int>(i), strip_.loops[i], strip_.loops[i].extent);
     }
+    // No loop is left to cut, or the task has no dimension left for a part of one.
     if (whole == strip_.loops.size() || whole == kTaskDims) return ForEach(task, whole, add);
     const size_t cut = whole;
     const int64_t each = cost;

@@ -430,8 +430,8 @@ TEST_CASE("A wrong offset in a program shows as sums that differ") {
       REQUIRE(transfer.ok());
       Sums sums = Run(*transfer, 512);
       CHECK(sums.stored[0] == sums.source[0]);
-      // The stored bytes are digested with the index by metadata, so only readback notices where
-      // they went.
+      // A digest gives each stored byte the index that the metadata says, whatever address it was
+      // written to. So bytes that went to a wrong address show in a readback only.
       CHECK((sums.stored[1] != sums.source[1]) == at_source);
       const auto readback = PlanCopies(c->transfer, Verification::kReadback, &c->addresses);
       REQUIRE(readback.ok());

@@ -252,7 +252,7 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "want 2 to 16 ranks and a slot within the bytes\n");
     return 2;
   }
-  const TestAuthority root("benchmark");  // before the ranks part
+  const TestAuthority root("benchmark");  // made before fork, so that all ranks share it
   CertificateRequest request;
   request.uris = {"spiffe://benchmark/daemon"};
   const IssuedCertificate issued = root.Issue(request);

@@ -33,7 +33,7 @@ struct StridedBytes {
   }
 };
 
-// The longest span that is decided, so that no sum overflows.
+// The longest span for which the question is decided: up to this length no sum overflows.
 inline constexpr int64_t kMaxStridedSpan = int64_t{1} << 61;
 
 // Whether some byte is in both; exact. Adds its steps to `steps`, and gives up (nullopt) if `steps`

@@ -84,14 +84,14 @@ class _Factors:
 
 
 class Product:
-    """The sum of terms, to be added to a tensor of two dimensions: an addition as of refitd.casting.
+    """The sum of terms that a refit adds to a tensor of two dimensions. It serves as an Addition of refitd.casting.
 
-    Sharded matrices are gathered when a refit begins, by all ranks together, and kept until the next. `b` stays where it is if it is
-    sharded as the tensor is, by rows.
+    All ranks together gather sharded matrices when a refit begins, and keep them until the next refit begins. The matrix `b` is not
+    gathered if it is sharded by rows as the tensor is.
     """
 
     def __init__(self, name: str, tensor: Any, terms: Sequence[Term]) -> None:
-        """`tensor`: to which the product is added, a DTensor where it is sharded so. `name`: of it, for errors.
+        """`tensor`: the product is added to this tensor, which may be a DTensor. `name`: the tensor's name, for errors.
 
         Raises InvalidArgument where the shapes do not fit, or a dtype is not floating-point.
         """
@@ -298,7 +298,7 @@ def _base_of(model: Any) -> Any:
 
 
 def _layers(base: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of LoRA, by their names in the base model. Refuses what is none and has weights of other methods."""
+    """The layers of LoRA, by their names in the base model. Refuses a model that has adapters of any other method."""
     for name, module in base.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "scaling"):
             _check_layer(name, module)

@@ -78,10 +78,10 @@ class Rank:
         )  # fmt: skip
 
     def take(self, version: int | None, wait_seconds: float) -> None:
-        """Takes one update: to `version`, or the next. Returns when it is committed and processed.
+        """Takes part in one update, to `version` or, if that is None, the next. Returns when the update is committed and processed.
 
-        Raises UpdateAborted, with `dirty`, where it was lost; FailedPrecondition before anything is written where this rank is not
-        attached; DeadlineExceeded where no update begins. A version that is in place already returns at once.
+        Raises UpdateAborted, with `dirty`, if the update was given up; FailedPrecondition, before anything is written, if this rank is not
+        attached; DeadlineExceeded if no update begins. A version that is in place already returns at once.
         """
         member = self._member
         if member is None:
