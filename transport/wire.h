@@ -26,9 +26,9 @@
 // a new epoch is needed.
 //
 // Whether bytes are encrypted and authenticated is each wire's own matter (P9); where they are not,
-// the configuration must name interfaces that are trusted. Thread-safe. No call waits for a peer. Every `done` runs once, on a thread of
-// the wire, never inside the call that it was passed to; it may call the wire but must not destroy
-// it.
+// the configuration must name interfaces that are trusted. Thread-safe. No call waits for a peer.
+// Every `done` runs once, on a thread of the wire, never inside the call that it was passed to; it
+// may call the wire but must not destroy it.
 #ifndef REFITD_TRANSPORT_WIRE_H_
 #define REFITD_TRANSPORT_WIRE_H_
 

@@ -264,8 +264,8 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   AdvanceRun(update, now, out);
 }
 
-// A run after the first begins anew: the executor gets another id of the update, so that the digests
-// that it keeps for the read-back are those of this run alone (P1).
+// A run after the first begins anew: the executor gets another id of the update, so that the
+// digests that it keeps for the read-back are those of this run alone (P1).
 void Worker::BeginRun(Update* update, const PeerRun& command) {
   Job& job = *update->job;
   if (job.run.has_value()) {

@@ -268,7 +268,8 @@ TEST_CASE("an engine killed in the middle of a refit costs its instance, and the
 
 // ---- daemons ----
 
-TEST_CASE("an engines' daemon killed in the middle of a refit costs its instance, and the rest commits") {
+TEST_CASE(
+    "an engines' daemon killed in the middle of a refit costs its instance, and the rest commits") {
   TwoDaemons f;
   Daemon c{TwoDaemons::Flags("c", 2)};
   const auto trainer = TrainerProcess(f.a, 0, 1, f.kRows, 3);

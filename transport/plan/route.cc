@@ -34,9 +34,9 @@ constexpr int64_t kGrains = 4;
 // An order of a chain carries at least one of so many parts of what the busiest node sends.
 constexpr int64_t kLoadParts = 256;
 
-// An order of a chain carries at least this where fewer orders load no node beyond the plan's bound:
-// each order adds a stream to every node, and so a message to every round. Several orders remain
-// where there is much to send, since one connection may not fill a link.
+// An order of a chain carries at least this where fewer orders load no node beyond the plan's
+// bound: each order adds a stream to every node, and so a message to every round. Several orders
+// remain where there is much to send, since one connection may not fill a link.
 constexpr int64_t kMinOrderBytes = int64_t{256} << 20;
 
 using Ids = std::vector<uint32_t>;
