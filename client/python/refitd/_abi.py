@@ -1,7 +1,8 @@
 """The C interface of librefit.so (client/refit.h), declared for ctypes: every structure, constant and function.
 
-ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). Nothing here checks arguments or owns handles: `refitd._native` does.
-The library is loaded on first use; `REFIT_LIBRARY` names another file than the one that comes with the package.
+ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). Nothing here checks
+arguments or owns handles: `refitd._native` does. The library is loaded on first use; `REFIT_LIBRARY` names another file than the one that
+comes with the package.
 """
 
 from __future__ import annotations

@@ -128,7 +128,10 @@ class Sender:
         self._sent = 0  # tensors of the last sync
 
     def join(self, rank: int, world_size: int) -> None:
-        """Makes what the ranks compare by, once; every rank calls it. Raises InvalidArgument where this is another rank's place."""
+        """Makes the process group in which the ranks compare what they sent, once; every rank calls this.
+
+        Raises InvalidArgument where this is another rank's place.
+        """
         if not torch.distributed.is_initialized():
             if world_size > 1:
                 raise InvalidArgument(f"trainer rank {rank} of {world_size}: torch.distributed is not initialised", culprit="rank")

@@ -68,12 +68,12 @@ class Processed:
 class Captured:
     """What a dry run found.
 
-    `direct`: copies into parameters that can be written in place. `processed`: parameters that can't, by name; `place` says where
-    to put them. `unsupported`: tensors of the manifest that are neither, with the reason; no copy of them is in the others.
-    `ignored`: tensors that the loader took and copied nowhere: the engine does not want them. `tied`: tensors whose parameter is
-    another's too, and whose copies are left to that one. `cast`: those of `unsupported` that only another dtype of their parameters
-    keeps from being delivered, with the names of these parameters: the loader itself can put them there. `unfilled`: parameters of which the loader filled only a part, and how
-    many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
+    `direct`: copies into parameters that can be written in place. `processed`: parameters that can't, by name; `place` says where to put
+    them. `unsupported`: tensors of the manifest that are neither, with the reason; no copy of them is in the others. `ignored`: tensors
+    that the loader took and copied nowhere: the engine does not want them. `tied`: tensors whose parameter is another's too, and whose
+    copies are left to that one. `cast`: those of `unsupported` that only another dtype of their parameters keeps from being delivered, with
+    the names of these parameters: the loader itself can put them there. `unfilled`: parameters of which the loader filled only a part, and
+    how many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
     buffers that no checkpoint has, or what is missing from the manifest.
     """
 
@@ -484,9 +484,9 @@ def _lazy_class() -> Any:
     class Lazy(torch.Tensor):
         """A tensor without storage that knows which elements of a global tensor it stands for.
 
-        `refitd_meta`: a meta tensor with its shape and strides. `refitd_walk`: a meta tensor whose offset and strides are those in the row-major
-        global tensor; both are the same until the loader makes a copy. A copy that was reshaped may have a walk of another shape: then
-        its elements are those of the walk, in row-major order. `refitd_names`: of the global tensors. `refitd_why`: None, or why the
+        `refitd_meta`: a meta tensor with its shape and strides. `refitd_walk`: a meta tensor whose offset and strides are those in the
+        row-major global tensor; both are the same until the loader makes a copy. A copy that was reshaped may have a walk of another shape:
+        then its elements are those of the walk, in row-major order. `refitd_names`: of the global tensors. `refitd_why`: None, or why the
         elements are not those of the tensor any more. `refitd_run`: the dry run that it belongs to.
         """
 

@@ -1,13 +1,14 @@
-"""Megatron-Bridge's conversion tasks as shards: what its export gathers, each rank registers where it is.
+"""Megatron-Bridge's conversion tasks as shards: each rank registers, in place, the parameters that Bridge's export would gather.
 
     from refitd import megatron_bridge
 
     tasks = bridge.get_conversion_tasks(model)                     # of an AutoBridge; a list of Megatron's models, one a virtual stage
     trainer.register(megatron_bridge.shards(tasks, vocab_size=config.vocab_size), dtype=torch.bfloat16)
 
-A task says which parameter of this rank is made of which tensors of the checkpoint, and by which of Bridge's mapping classes. Known are
-DirectMapping, ReplicatedMapping, ColumnParallelMapping, RowParallelMapping, AutoMapping, QKVMapping and GatedMLPMapping themselves:
-their subclasses change values or shapes, and are refused by name, as all others are. Only shapes are looked at; nothing is gathered.
+A task says which parameter of this rank is made of which tensors of the checkpoint, and by which of Bridge's mapping classes. The known
+classes are DirectMapping, ReplicatedMapping, ColumnParallelMapping, RowParallelMapping, AutoMapping, QKVMapping and GatedMLPMapping
+themselves: their subclasses change values or shapes, and are refused by name, as all others are. Only shapes are looked at; nothing is
+gathered.
 
 Written for Megatron-Bridge 0.3.1. Imports neither Bridge nor Megatron, but for the ranks of data parallelism where none are given.
 """

@@ -119,9 +119,9 @@ class Transport(CheckpointEngine):
         order. The tensors' bytes are read before the next tensor is taken from `weights`. With `sharded`, `weights` only says which
         model's shards to install.
 
-        A failure is raised on every worker: Unimplemented where the model's shards can't be had; InvalidArgument where a worker's tensors differ from those of rank 0, naming the tensor,
-        where there are none or a name comes twice; UpdateAborted, also where a rollout worker was lost on the way; DeadlineExceeded,
-        naming who was waited for, rollout workers that are missing for instance.
+        A failure is raised on every worker: Unimplemented where the model's shards can't be had; InvalidArgument where a worker's tensors
+        differ from those of rank 0, naming the tensor, where there are none or a name comes twice; UpdateAborted, also where a rollout
+        worker was lost on the way; DeadlineExceeded, naming who was waited for, rollout workers that are missing for instance.
         """
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")

@@ -80,8 +80,8 @@ class Trainer(Member):
         travel inside calls of at most 1 MiB; it can't register. `tls`: the certificates that TCP takes; None: those that the
         environment names. `insecure`: TCP without them is allowed, for laboratories.
 
-        Raises Unavailable where no daemon answers, Unauthenticated where a certificate is refused, DeadlineExceeded or NotFound where the group does not appear, AlreadyExists where
-        this rank is attached or the group has another spec, InvalidArgument, FailedPrecondition.
+        Raises Unavailable where no daemon answers, Unauthenticated where a certificate is refused, DeadlineExceeded or NotFound where the
+        group does not appear, AlreadyExists where this rank is attached or the group has another spec, InvalidArgument, FailedPrecondition.
         """
         super().__init__()
         refuse_fork()

@@ -25,7 +25,10 @@ _SCALING = ".lora_scaling"  # as refitd.lora.adapters names it
 
 
 class AdapterFollower:
-    """An adapter that follows a group, from `follow_adapter`. Not thread-safe: call it where you call the engine. `name`: of the adapter in SGLang."""
+    """An adapter that follows a group, from `follow_adapter`. Not thread-safe: call it where you call the engine.
+
+    `name`: the adapter's name in SGLang.
+    """
 
     def __init__(self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", **options: Any) -> None:
         """`adapter`: a folder that PEFT's save_pretrained wrote; its tensors' names, dtypes and shapes are read, and its configuration.
