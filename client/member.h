@@ -1,5 +1,5 @@
-// What trainers and engines have in common: a lease, memory shared with the daemon, and attaching
-// again after the daemon went away.
+// The parts that trainers and engines have in common: a lease, memory shared with the daemon, and
+// attaching again after the daemon went away.
 #ifndef REFITD_CLIENT_MEMBER_H_
 #define REFITD_CLIENT_MEMBER_H_
 

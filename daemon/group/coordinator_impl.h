@@ -66,9 +66,9 @@ struct ProgramJob {
   ProgramUse use;
   std::map<NodeId, PeerProgram> commands;  // of the nodes with a part in it
   std::set<NodeId> building;               // nodes that have not reported it built
-  // Of `building`: nodes that are sent the plan when other nodes have built theirs.
+  // The nodes of `building` that are sent the plan when other nodes have built their parts.
   std::deque<NodeId> without_plan;
-  // Of `building`: nodes that were sent the plan in this update.
+  // The nodes of `building` that were sent the plan in this update.
   std::set<NodeId> under_way;
   std::map<NodeId, PeerProgramBuilt> built;
   StreamEnds built_ends;  // by the structure of their streams
@@ -140,7 +140,7 @@ struct Spread {
   bool yielding = false;    // another group wants a wire lock
   bool turn_taken = false;  // a part was issued since the locks were asked for
 };
-// Why an epoch did not come up.
+// The reason why an epoch did not come up.
 struct EpochFailure {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kTransfer;
@@ -373,7 +373,8 @@ struct Coordinator::Impl {
   // Called when the node has no member left in the update. If no byte has moved, the update goes on
   // without the node.
   void LeaveOut(NodeId node);
-  // After the clean-up limit: nodes that have not ended their share of the update are lost.
+  // Called after the clean-up limit: nodes that have not ended their share of the update count as
+  // lost.
   void DropOwing();
   // Stops waiting for the node's wire lock.
   void DropLock(NodeId node);

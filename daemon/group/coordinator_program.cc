@@ -11,8 +11,8 @@
 namespace refitd {
 namespace {
 
-// How many nodes at most have been sent the plan and have not built their part. What is encoded for
-// a node stays in memory until the node has read it.
+// At most this many nodes have been sent the plan and have not built their part. The message that
+// is encoded for a node stays in memory until the node has read it.
 constexpr size_t kMaxPlansUnderWay = 64;
 
 }  // namespace

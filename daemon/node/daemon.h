@@ -83,7 +83,8 @@ class Daemon : private TurnHost, private TimerHost {
   bool Alive();
   // Aborts the process if an invariant of the state does not hold; for tests.
   void CheckInvariants();
-  // How many views of updates were made for watchers so far: the cost of watching.
+  // The number of views of updates that were made for watchers so far, which is the cost of
+  // watching.
   int64_t watched_views();
 
  private:

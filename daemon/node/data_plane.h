@@ -135,7 +135,7 @@ class DataPlane {
   struct Epoch {
     EpochId id;               // the wire's id
     bool on_devices = false;  // belongs to the wire over GPU memory
-    // With on_devices: the GPU's ordinal; -1: its slots are being made.
+    // The GPU's ordinal if on_devices; -1: the GPU's slots are being made.
     int ordinal = -1;
   };
 

@@ -26,13 +26,13 @@
 
 namespace refitd {
 
-// What operators see of a group.
+// The state of a group that operators see.
 struct GroupDetails {
   MachineView machine;
   std::optional<WireStats> moved;  // by the current epoch, if it is open here
 };
 
-// What operators see of a member.
+// The state of a member that operators see.
 struct MemberDetails {
   std::string group;
   MemberView view;
@@ -45,7 +45,7 @@ struct MemberDetails {
   int64_t region_bytes = 0;
 };
 
-// What operators see of the daemon, beside what is constant.
+// The state of the daemon that operators see, except values that never change.
 struct DaemonDetails {
   Duration uptime{};
   bool serving = false;

@@ -1,4 +1,4 @@
-// What a daemon is made with.
+// The options that a daemon is made with.
 #ifndef REFITD_DAEMON_NODE_OPTIONS_H_
 #define REFITD_DAEMON_NODE_OPTIONS_H_
 

@@ -1,4 +1,5 @@
-// What the one mutex of the daemon guards, and what the classes of this folder share beside it.
+// The state that the one mutex of the daemon guards, and the objects that the classes of this
+// folder share beside that state.
 //
 // The mutex serialises all state machines. Nothing under it blocks: transports have their own
 // threads; plans, and the opening and closing of device memory, have theirs; streams have queues.
@@ -81,7 +82,7 @@ struct DaemonState {
   // since they may be destroyed after the daemon.
   const std::shared_ptr<JobThreads> regions_thread = std::make_shared<JobThreads>("refitd-regions");
 
-  // Its functions are called in a turn, but for Start and Stop.
+  // The timer's functions are called in a turn, but for Start and Stop.
   Timer timer;
 };
 

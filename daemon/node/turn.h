@@ -59,7 +59,7 @@ class ABSL_LOCKABLE InTurn {
 };
 inline constexpr InTurn kInTurn;
 
-// What a thread needs to take a turn.
+// The objects that a thread needs to take a turn.
 struct Turns {
   TurnHost* host;
   Mutex* mutex;

@@ -35,7 +35,7 @@ class Waiters {
     TimePoint deadline;       // when the member is no longer willing to wait
     bool waits = true;        // false: the group must exist, or the member's spec makes it
     std::string coordinator;  // empty: this daemon
-    // With a coordinator: the spec with which the group would be made.
+    // The spec with which the coordinator would make the group, if the member names a coordinator.
     std::optional<GroupSpec> spec;
   };
   // An engine rank that waits until its group has slots on its GPU: to read parts there, or because
@@ -76,7 +76,7 @@ class Waiters {
   // hold. Returns whether a member stays.
   bool Refuse(const std::string& group, const std::string& coordinator,
               const std::function<bool(const OfGroup&)>& stays, const absl::Status& refusal);
-  // When a member is refused; nullopt: something else decides.
+  // The time at which a member is refused; nullopt: an event decides, not the time.
   using Expiry = std::function<std::optional<TimePoint>(const OfGroup&)>;
   std::optional<TimePoint> NextExpiry(const Expiry& expiry) const;
   std::vector<OfGroup> TakeLate(TimePoint now, const Expiry& expiry);

@@ -58,7 +58,7 @@ class Watchers {
   void Progress(const Machines& all, TimePoint now);
   // When the next interval has passed; nullopt: there is no watcher.
   std::optional<TimePoint> NextDue() const;
-  // How many views were made so far: the cost of watching.
+  // The number of views that were made so far, which is the cost of watching.
   int64_t views() const { return views_; }
 
   // Aborts the process if an invariant does not hold.

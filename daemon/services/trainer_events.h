@@ -13,7 +13,7 @@
 
 namespace refitd {
 
-// Who calls, with the lease that the request presents.
+// The caller, with the lease that the request presents.
 Caller CallerOf(const v1::Lease& lease, const Peer& peer);
 
 // `longest`: the maximum of duration_ms.

@@ -14,7 +14,7 @@ using std::chrono::seconds;
 constexpr Duration kFaultsLast = seconds(22);  // after that everything is healed
 constexpr Duration kLongestFreeze = seconds(5);
 constexpr Duration kLongestUpdate = seconds(6);  // Begin's duration
-// How long after its deadline an update or a call may still be open: clean-up, a lost daemon's
+// An update or a call may still be open for this long after its deadline: clean-up, a lost daemon's
 // limit, a slow copy, a collective and slow messages. A freeze adds to it.
 constexpr Duration kEndSlack = seconds(1 + 2 + 2 + 2 + 2);
 

@@ -648,7 +648,7 @@ void World::BeginAttempt(int pid) {
   if (!job.active || job.concluded.contains(rank) || !p.welcomed || p.mute) return;
   if (p.attempt == job.attempt && p.phase != Process::Phase::kBeginning) return;
   if (p.refits_out > 0) {
-    // Its shards may still be read.
+    // The rank's shards may still be read.
     InProcess(pid, random_.Millis(20, 100), [this, pid, lease = p.lease] {
       if (ProcessOf(pid).lease == lease) BeginAttempt(pid);
     });

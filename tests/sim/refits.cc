@@ -237,7 +237,7 @@ void World::RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t s
   Process& p = ProcessOf(pid);
   const int g = SeatOf(p).g;
   if (status.code() == absl::StatusCode::kCancelled && repeats < kMostRepeats) {
-    // Only an answer says that its shard is no longer read.
+    // Only an answer says that the rank's shard is no longer read.
     ++p.refits_out;
     InProcess(pid, random_.Millis(1, 30), [this, pid, e, token, since, repeats, lease = p.lease] {
       if (ProcessOf(pid).lease != lease) return;

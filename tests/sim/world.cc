@@ -797,7 +797,7 @@ void World::On(int d, int g, const SendReport& a) {
   Letter letter;
   letter.report = a.report;
   if (auto* layout = std::get_if<PeerLayout>(&*letter.report)) {
-    // Only structure is sent.
+    // Only the layout's structure is sent.
     auto structure = std::make_shared<Layout>(*layout->layout);
     structure->binding_generation = 0;
     for (Piece& piece : structure->pieces) {

@@ -180,7 +180,7 @@ struct Pool {
     std::string what;
   };
   std::vector<std::vector<Use>> uses;  // by slot
-  // For kEarlyForward, by slot: what it had before a round was received into it.
+  // For kEarlyForward: the bytes that a slot had before a round was received into it, by slot.
   std::map<uint32_t, std::vector<Tag>> before_round;
 };
 

@@ -22,7 +22,7 @@ constexpr int64_t kRecordBytes = 16384;
 
 absl::Status Broken(const std::string& why) { return absl::UnavailableError(why); }
 
-// Why the last call of OpenSSL failed. `saved`: errno after that call.
+// The reason why the last call of OpenSSL failed. `saved`: errno after that call.
 absl::Status TlsError(int why, int saved) {
   const unsigned long error = ERR_peek_error();
   ERR_clear_error();

@@ -642,7 +642,7 @@ bool SocketEpoch::NextFrame(Link* link) {
   return true;
 }
 
-// What `flow` can send now, as far as it is contiguous.
+// The bytes that `flow` can send now, as far as they are contiguous.
 std::span<const char> SocketEpoch::NextBytes(const Flow& flow) const {
   const int64_t there = flow.from == nullptr ? flow.bytes : flow.from->moved;
   if (there == flow.moved) return {};

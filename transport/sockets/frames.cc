@@ -47,7 +47,7 @@ std::array<char, N> Fixed(const std::string& bytes) {
   return out;
 }
 
-// Why the fields behind epoch, rank and size can't be right, or "".
+// The reason why the fields behind epoch, rank and size can't be right, or "".
 std::string WhyMalformed(const SocketAddress& address) {
   const std::string unusable = WhyUnusable(address.host);
   if (!unusable.empty()) return fmt::format("{} is {}", address.host.Text(), unusable);

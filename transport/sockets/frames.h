@@ -1,5 +1,5 @@
-// What crosses the host wire over sockets, and the addresses by which its ends find each other.
-// Pure; everything here may come from a stranger (P10). All integers are little-endian.
+// The messages that cross the host wire over sockets, and the addresses by which its ends find each
+// other. Pure; everything here may come from a stranger (P10). All integers are little-endian.
 //
 // A connection joins two ranks of an epoch; the lower rank dials. After TLS, if there is any:
 //

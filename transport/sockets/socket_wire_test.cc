@@ -159,7 +159,7 @@ TEST_CASE("an address with another token or of another epoch connects nobody") {
   CHECK_THAT(Message(status), Contains("rank 1") && Contains("of another epoch"));
 }
 
-// What somebody without the token may do to the address of rank 1.
+// Does to the address of rank 1 what a process without the token may do; `kind` chooses what.
 void Attack(int kind, const SocketAddress& address, std::vector<UniqueFd>* kept) {
   UniqueFd fd = DialByHand(address);
   Greeting hello = HelloTo(address, 0);
