@@ -472,7 +472,8 @@ TEST_CASE("a version that is begun twice has one Update, which the second Begin 
 
 // ---- a lease that ends in a call ----
 
-// The error of a call in which its lease ends.
+// An error that the daemon gives to a call whose lease ends meanwhile, and what the error tells the
+// caller.
 struct EndOfLease {
   std::string told;
   grpc::Status status;

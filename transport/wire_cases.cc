@@ -1,5 +1,5 @@
-// What every wire over host memory keeps of wire.h, whatever moves its bytes. Compiled into the
-// test of each of them.
+// Tests of the contract in wire.h that every wire over host memory keeps, whatever moves its bytes.
+// The test of each such wire compiles this file.
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>

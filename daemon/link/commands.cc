@@ -305,7 +305,8 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& wire) {
   return BucketReply{wire.group_seq(), wire.bytes()};
 }
 
-// Limit for one answer: this version and the next have fewer methods.
+// The limit for the totals in one answer, which has one for each method: this version has fewer
+// methods, and so will the next.
 constexpr int kMaxBroadcastTotals = 64;
 
 absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {

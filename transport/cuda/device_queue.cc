@@ -108,6 +108,8 @@ bool DeviceQueue::Stop(Clock::time_point deadline) {
     while (threads_ended_ < 2 && changed_.WaitUntil(&mutex_, last)) {
     }
     ended = threads_ended_ == 2;
+    // The device may hang in the middle of an entry and still write the memory that the entry
+    // holds.
     if (given_up_ && !entries_.empty()) {
       KeepForever(shared_from_this());
     }

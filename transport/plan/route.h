@@ -154,8 +154,9 @@ class RoutePlan {
   uint32_t nodes = 0;                         // one more than the highest node index
   std::vector<Route> routes;                  // by tensor, box, source
   std::vector<int64_t> box_numbers;           // offsets, then extents, of each box
-  // None empty, no two equal. Ascending in a plan without chains. In a plan with chains, each is in
-  // the order of the chain; the source's own node is no part of the chain, wherever it stands.
+  // The sets of nodes that routes go to; none is empty, and no two are equal. In a plan without
+  // chains each set is ascending. In a plan with chains each set is in the order of its chain; the
+  // source's own node is no part of the chain, wherever it stands in the set.
   std::vector<std::vector<uint32_t>> node_sets;
   int64_t bytes = 0;       // bytes of all routes, counted once for each destination node
   int64_t wire_bytes = 0;  // those of `bytes` that leave their node
