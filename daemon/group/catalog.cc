@@ -208,6 +208,8 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
     const Rank* rank = FirstRank(uses, &known);
     return Disagree(tensor, "the bucket", "has", *known, rank->label);
   }
+  // Instances of one kind know the same tensors, so each kind is looked at once; instances are
+  // looked at only to name the one that does not know the tensor.
   std::vector<bool> knows(kinds_.size());
   for (uint32_t kind = 0; kind < kinds_.size(); ++kind) knows[kind] = Knows(kind, uses);
   if (std::find(knows.begin(), knows.end(), false) == knows.end()) return absl::OkStatus();

@@ -276,7 +276,7 @@ void FillOne(Rng& rng, ReplicaPart* v) {
   v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
 }
 void FillOne(Rng& /*rng*/, EmptyReply* /*v*/) {}
-// Filled together with the values that contain them.
+// Buckets and contents are filled together with the values that contain them (Agree).
 void FillOne(Rng& /*rng*/, std::shared_ptr<const CheckedBucket>* /*v*/) {}
 void FillOne(Rng& /*rng*/, std::shared_ptr<const PartContent>* /*v*/) {}
 void FillOne(Rng& rng, std::shared_ptr<const Layout>* v) {

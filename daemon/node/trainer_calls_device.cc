@@ -17,7 +17,8 @@ absl::Status TrainerCalls::AdmitOpening(CallId call, MemberId member) {
   return state_.calls.AdmitOpening(call, member, state_.options.group.outstanding_buckets);
 }
 
-// Asked again right before the driver is kept busy, since the call may have waited long in line.
+// Whether the call is still wanted. This is checked right before the driver is kept busy, since the
+// call may have waited long in line.
 absl::Status TrainerCalls::OpeningWanted(CallId call) {
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(const MemberId id, state_.calls.OpeningOf(call));

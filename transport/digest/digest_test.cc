@@ -20,7 +20,8 @@ int64_t Pick(std::mt19937_64* random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(*random);
 }
 
-// Mostly short, some long enough for streaming stores, often near multiples of a block.
+// Picks a number of elements: mostly a small one, sometimes one that is large enough for streaming
+// stores, and often one near a multiple of a block.
 int64_t PickCount(std::mt19937_64* random) {
   switch (Pick(random, 0, 3)) {
     case 0:

@@ -417,7 +417,8 @@ class Builder {
     return absl::OkStatus();
   }
 
-  // What RoundsOf was told of the plan holds for this node, so that its rounds fit into slots.
+  // Checks that this node sends and receives no more than plan_.relay says, since RoundsOf computed
+  // the rounds from that: only then do the node's rounds fit into slots.
   absl::Status CheckRelay() const {
     int64_t out = 0;
     int64_t in = 0;

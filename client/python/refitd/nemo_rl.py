@@ -81,7 +81,10 @@ class Transport(CheckpointEngine):
     # ---- what NeMo-RL's synchronizer calls ----
 
     def prepare(self) -> dict[str, Any]:
-        """Returns what all workers get of this one; NeMo-RL adds its rank. `ranks`: of vLLM's processes in one engine; 0 of others."""
+        """Returns the values that NeMo-RL passes from this worker to all workers, with this worker's rank.
+
+        `ranks`: how many processes of vLLM one engine has; 0 where this worker is no process of vLLM.
+        """
         return {"group": self.group, "in_place": self.in_place, "ranks": _ranks_of(backend_here()) if self.in_place else 0}
 
     def init_policy_process_group(
