@@ -348,7 +348,7 @@ struct Coordinator::Impl {
   void SearchOn();
   void LeaveOutForTry(const std::set<NodeId>& out);
   // Called when the epoch is up. If the search knows by now which nodes are broken, since the epoch
-  // came up without them, keeps them out of later updates.
+  // came up without them, keeps them out until they attach anew.
   void JudgeSearch();
   void KeepOut(const std::set<NodeId>& culprits, const coordinator::EpochFailure& how);
   std::vector<NodeId> StillAwaited() const;

@@ -54,8 +54,7 @@ class WireSlots {
   virtual ~WireSlots() = default;
   // Whether the group's slots must be made on a GPU before they can be used.
   virtual bool Lacks(const GroupRecord& group) const = 0;
-  // Makes the group's slots on that GPU. `then` is called under the mutex, unless the group is
-  // gone.
+  // Makes the group's slots on a GPU. `then` is called under the mutex, unless the group is gone.
   virtual void Make(const GroupRecord& group, Then then) = 0;
   // Makes the slots if they lie in host memory. UNAVAILABLE: they must be made on a GPU.
   virtual absl::Status Ensure(GroupRecord* group) = 0;
