@@ -77,9 +77,9 @@ absl::StatusOr<std::string> SocketEpoch::Open() {
     return ErrnoError(errno, fmt::format("epoch {}", id_));
   }
   encoded_ = EncodeSocketAddress(address_);
-  door_ = listener_->Add({id_, rank_, address_.token, [this](Arrival arrival) {
+  door_ = listener_->Add({id_, rank_, address_.token, [this](GreetedConnection arrival) {
                             MutexLock lock(&mutex_);
-                            std::erase_if(arrivals_, [&arrival](const Arrival& old) {
+                            std::erase_if(arrivals_, [&arrival](const GreetedConnection& old) {
                               return old.from == arrival.from && old.stream == arrival.stream;
                             });
                             arrivals_.push_back(std::move(arrival));
@@ -380,12 +380,12 @@ void SocketEpoch::TakeArrivals() {
   uint64_t count = 0;
   (void)!read(wake_.get(), &count, sizeof(count));
   if (addresses_.empty()) return;
-  std::vector<Arrival> arrivals;
+  std::vector<GreetedConnection> arrivals;
   {
     MutexLock lock(&mutex_);
     arrivals.swap(arrivals_);
   }
-  for (Arrival& arrival : arrivals) {
+  for (GreetedConnection& arrival : arrivals) {
     if (!MayArrive(arrival)) continue;
     Link* const link = LinkTo(arrival.from, arrival.stream);
     Reset(link);
@@ -398,7 +398,7 @@ void SocketEpoch::TakeArrivals() {
 
 // Whether the connection may be a link of this epoch; otherwise it is closed. The control plane
 // told each rank's identity.
-bool SocketEpoch::MayArrive(const Arrival& arrival) const {
+bool SocketEpoch::MayArrive(const GreetedConnection& arrival) const {
   const SocketAddress& expected = addresses_[arrival.from];
   if (arrival.identity != expected.identity) {
     listener_->options().log(fmt::format(

@@ -114,7 +114,7 @@ class SocketEpoch final : public WireEpoch {
   absl::Status BrokenLink(const Link& link, const absl::Status& why) const;
 
   void TakeArrivals();
-  bool MayArrive(const Arrival& arrival) const;
+  bool MayArrive(const GreetedConnection& arrival) const;
   static void Reset(Link* link);
   bool Adopt(Link* link);
   GreetingBytes GreetingFor(const Link& link, GreetingKind kind) const;
@@ -162,7 +162,7 @@ class SocketEpoch final : public WireEpoch {
 
   std::atomic<bool> interrupted_{false};
   Mutex mutex_;
-  std::vector<Arrival> arrivals_ ABSL_GUARDED_BY(mutex_);
+  std::vector<GreetedConnection> arrivals_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace refitd

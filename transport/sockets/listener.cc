@@ -246,7 +246,7 @@ absl::Status WireListener::Admit(Stranger* stranger) {
     (void)stranger->connection.Write(bytes, {});
     return Error(StatusCode::kUnauthenticated, "it names no epoch that is open, or a wrong token");
   }
-  Arrival arrival;
+  GreetedConnection arrival;
   arrival.connection = std::move(stranger->connection);
   arrival.from = static_cast<int>(hello->from);
   arrival.stream = static_cast<int>(hello->stream);

@@ -32,7 +32,7 @@ inline constexpr size_t kMaxStrangers = 128;
 inline constexpr Duration kStrangerLimit = std::chrono::seconds(5);
 
 // A connection that showed the epoch's token, and under TLS a certificate that a root signed.
-struct Arrival {
+struct GreetedConnection {
   Connection connection;
   int from = 0;
   int stream = 0;
@@ -63,7 +63,7 @@ class WireListener {
     EpochId epoch;
     int rank = 0;
     WireToken token{};
-    std::function<void(Arrival)> arrived;
+    std::function<void(GreetedConnection)> arrived;
   };
   // Lets connections come for the epoch. Returns a number for Remove, never 0.
   uint64_t Add(Door door);
