@@ -16,7 +16,7 @@ namespace refitd {
 namespace {
 
 struct Role {
-  static constexpr Rpc kRpc = Rpc::kEngineAttach;
+  [[maybe_unused]] static constexpr Rpc kRpc = Rpc::kEngineAttach;
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
   static MemberId Hello(Daemon*, const Message&, const Peer&, std::shared_ptr<EngineSink>) {
