@@ -388,7 +388,7 @@ TEST_CASE("an answer never comes inside the call, also when there is no such epo
   const auto caller = std::this_thread::get_id();
   std::promise<std::pair<StatusCode, std::thread::id>> promise;
   std::vector<char> memory(1);
-  wire->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), [&](absl::Status status) {
+  wire->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), [&](const absl::Status& status) {
     promise.set_value({status.code(), std::this_thread::get_id()});
   });
   auto future = promise.get_future();
