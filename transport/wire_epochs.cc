@@ -138,6 +138,39 @@ absl::Status WireEpoch::Do(const WireWork& work) {
   return status;
 }
 
+absl::Status WireEpoch::CheckMemory(const MemorySpan& memory) const {
+  if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
+  return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
+               memory.data == nullptr ? " at null" : "");
+}
+
+absl::Status WireEpoch::CheckMove(const WireWork& work) const {
+  if (work.broadcast.has_value()) {
+    const WireBroadcast& broadcast = *work.broadcast;
+    if (broadcast.root < 0 || broadcast.root >= size_) {
+      return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
+                   id_, broadcast.seq, broadcast.root, size_);
+    }
+    return CheckMemory(broadcast.memory);
+  }
+  const WireExchange& exchange = *work.exchange;
+  for (const auto* legs : {&exchange.sends, &exchange.receives}) {
+    const char* const direction = legs == &exchange.sends ? "send" : "receive";
+    std::vector<bool> seen(size_, false);
+    for (const WireExchange::Leg& leg : *legs) {
+      if (leg.peer < 0 || leg.peer >= size_ || leg.peer == rank_ || seen[leg.peer]) {
+        return Error(StatusCode::kInvalidArgument,
+                     "epoch {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
+                     "at most once",
+                     id_, exchange.seq, direction, leg.peer, size_, rank_);
+      }
+      seen[leg.peer] = true;
+      REFITD_RETURN_IF_ERROR(CheckMemory(leg.memory));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // ---- the table ----
 
 EpochWire::EpochWire(const std::string& thread)

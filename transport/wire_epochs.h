@@ -90,6 +90,9 @@ class WireEpoch {
   // Called on any thread when closing() has become true, so that waits notice it.
   virtual void Interrupt() {}
 
+  // INVALID_ARGUMENT: a broadcast or an exchange names a rank that it may not, or a span of memory
+  // is malformed.
+  absl::Status CheckMove(const WireWork& work) const;
   bool closing() const;
   absl::Status Closed() const;
   void Count(int64_t sent, int64_t received);
@@ -101,6 +104,7 @@ class WireEpoch {
  private:
   void Run();
   absl::Status Do(const WireWork& work);
+  absl::Status CheckMemory(const MemorySpan& memory) const;
   void Enter(std::string_view state, const absl::Status& failure = absl::OkStatus());
 
   WireCounters counters_;

@@ -24,6 +24,7 @@
 #include <thread>
 #include <utility>
 
+#include "transport/base/little_endian.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/sockets/host_address.h"
@@ -147,24 +148,6 @@ constexpr std::string_view kAddressMagic = "RFW1";
 constexpr std::string_view kSocketMagic = "RFS1";  // of addresses of the wire over sockets
 constexpr size_t kAddressFixedBytes = 4 + 8 + 4 + 4 + 16 + 1 + 16;
 static_assert(kAddressFixedBytes + 2 * kMaxWireRanks <= kMaxWireAddressBytes);
-
-template <typename T>
-void AppendInt(T value, std::string* out) {
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    out->push_back(static_cast<char>((value >> (8 * i)) & 0xff));
-  }
-}
-
-template <typename T>
-T TakeInt(std::string_view* in) {
-  T value = 0;
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    value = static_cast<T>(
-        value | static_cast<T>(static_cast<T>(static_cast<uint8_t>((*in)[i])) << (8 * i)));
-  }
-  in->remove_prefix(sizeof(T));
-  return value;
-}
 
 std::string EncodeAddress(const WireAddress& address) {
   std::string out(kAddressMagic);
@@ -305,7 +288,6 @@ class GlooEpoch final : public WireEpoch {
   absl::Status AwaitGreetings(const WireWork& work, Greetings* greetings);
   absl::Status RunBroadcast(const WireWork& work, bool* began);
   absl::Status RunExchange(const WireWork& work, bool* began);
-  absl::Status CheckMemory(const MemorySpan& memory) const;
 
   // Calls Gloo; an exception becomes a status that names `peer`.
   template <typename F>
@@ -658,12 +640,6 @@ absl::Status GlooEpoch::AwaitSent(Leg* leg, const WireWork& work) {
 
 // ---- Operations.
 
-absl::Status GlooEpoch::CheckMemory(const MemorySpan& memory) const {
-  if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
-               memory.data == nullptr ? " at null" : "");
-}
-
 absl::Status GlooEpoch::PostSendAll(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(PostSendHeader(leg, work));
   for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
@@ -684,11 +660,7 @@ absl::Status GlooEpoch::AwaitReceived(Leg* leg, const WireWork& work) {
 // So every link carries the bytes once, and each further link starts one chunk later.
 absl::Status GlooEpoch::RunBroadcast(const WireWork& work, bool* began) {
   const WireBroadcast& broadcast = *work.broadcast;
-  if (broadcast.root < 0 || broadcast.root >= size_) {
-    return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
-                 id_, broadcast.seq, broadcast.root, size_);
-  }
-  REFITD_RETURN_IF_ERROR(CheckMemory(broadcast.memory));
+  REFITD_RETURN_IF_ERROR(CheckMove(work));
   *began = true;
   const Header header{kHeaderMagic, static_cast<uint64_t>(Kind::kBroadcast), broadcast.seq.value(),
                       static_cast<uint64_t>(broadcast.root),
@@ -729,21 +701,8 @@ absl::Status GlooEpoch::Chain(Leg* in, Leg* out, const WireWork& work) {
 }
 
 absl::Status GlooEpoch::RunExchange(const WireWork& work, bool* began) {
+  REFITD_RETURN_IF_ERROR(CheckMove(work));
   const WireExchange& exchange = *work.exchange;
-  for (const auto* legs : {&exchange.sends, &exchange.receives}) {
-    const char* const direction = legs == &exchange.sends ? "send" : "receive";
-    std::vector<bool> seen(size_, false);
-    for (const WireExchange::Leg& leg : *legs) {
-      if (leg.peer < 0 || leg.peer >= size_ || leg.peer == rank_ || seen[leg.peer]) {
-        return Error(StatusCode::kInvalidArgument,
-                     "epoch {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
-                     "at most once",
-                     id_, exchange.seq, direction, leg.peer, size_, rank_);
-      }
-      seen[leg.peer] = true;
-      REFITD_RETURN_IF_ERROR(CheckMemory(leg.memory));
-    }
-  }
   *began = true;
   std::vector<std::unique_ptr<Leg>> receives;
   std::vector<std::unique_ptr<Leg>> sends;

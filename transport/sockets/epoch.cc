@@ -158,44 +158,13 @@ absl::Status SocketEpoch::Connect(const WireWork& work, bool* began) {
   return Drive(work);
 }
 
-absl::Status SocketEpoch::CheckMemory(const MemorySpan& memory) const {
-  if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
-               memory.data == nullptr ? " at null" : "");
-}
-
-absl::Status SocketEpoch::CheckExchange(const WireExchange& exchange) const {
-  for (const auto* legs : {&exchange.sends, &exchange.receives}) {
-    const char* const direction = legs == &exchange.sends ? "send" : "receive";
-    std::vector<bool> seen(size_, false);
-    for (const WireExchange::Leg& leg : *legs) {
-      if (leg.peer < 0 || leg.peer >= size_ || leg.peer == rank_ || seen[leg.peer]) {
-        return Error(StatusCode::kInvalidArgument,
-                     "epoch {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
-                     "at most once",
-                     id_, exchange.seq, direction, leg.peer, size_, rank_);
-      }
-      seen[leg.peer] = true;
-      REFITD_RETURN_IF_ERROR(CheckMemory(leg.memory));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status SocketEpoch::Move(const WireWork& work, bool* began) {
+  REFITD_RETURN_IF_ERROR(CheckMove(work));
+  *began = true;
   if (work.exchange.has_value()) {
-    REFITD_RETURN_IF_ERROR(CheckExchange(*work.exchange));
-    *began = true;
     PlanExchange(*work.exchange);
   } else {
-    const WireBroadcast& broadcast = *work.broadcast;
-    if (broadcast.root < 0 || broadcast.root >= size_) {
-      return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
-                   id_, broadcast.seq, broadcast.root, size_);
-    }
-    REFITD_RETURN_IF_ERROR(CheckMemory(broadcast.memory));
-    *began = true;
-    PlanBroadcast(broadcast);
+    PlanBroadcast(*work.broadcast);
   }
   absl::Status status = Drive(work);
   EndFlows();

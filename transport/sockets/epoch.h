@@ -95,8 +95,6 @@ class SocketEpoch final : public WireEpoch {
   void Interrupt() override;
 
   absl::Status TakeAddresses(const std::vector<std::string>& encoded);
-  absl::Status CheckMemory(const MemorySpan& memory) const;
-  absl::Status CheckExchange(const WireExchange& exchange) const;
   void PlanBroadcast(const WireBroadcast& broadcast);
   void PlanExchange(const WireExchange& exchange);
   void AddLeg(int peer, bool send, const Frame& frame, const MemorySpan& memory, int64_t portion);

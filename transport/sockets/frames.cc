@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/base/little_endian.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -14,24 +15,6 @@ constexpr std::string_view kAddressMagic = "RFS1";
 constexpr std::string_view kGlooMagic = "RFW1";
 constexpr uint64_t kGreetingMagic = 0x31304f4c4c454852;  // "RHELLO01"
 constexpr uint32_t kFrameMagic = 0x31464652;             // "RFF1"
-
-template <typename T>
-void Append(T value, std::string* out) {
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    out->push_back(static_cast<char>((value >> (8 * i)) & 0xff));
-  }
-}
-
-template <typename T>
-T Take(std::string_view* in) {
-  T value = 0;
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    value = static_cast<T>(
-        value | static_cast<T>(static_cast<T>(static_cast<uint8_t>((*in)[i])) << (8 * i)));
-  }
-  in->remove_prefix(sizeof(T));
-  return value;
-}
 
 template <size_t N>
 void TakeBytes(std::string_view* in, std::array<char, N>* out) {
@@ -70,16 +53,16 @@ bool SameToken(const WireToken& a, const WireToken& b) {
 std::string EncodeSocketAddress(const SocketAddress& address) {
   REFITD_CHECK(address.identity.size() <= kMaxWireIdentityBytes);
   std::string out(kAddressMagic);
-  Append(address.epoch, &out);
-  Append(address.rank, &out);
-  Append(address.size, &out);
+  AppendInt(address.epoch, &out);
+  AppendInt(address.rank, &out);
+  AppendInt(address.size, &out);
   out.append(address.token.data(), address.token.size());
   out.push_back(address.host.family == AF_INET ? 4 : 6);
   out.append(reinterpret_cast<const char*>(address.host.ip.data()), address.host.ip.size());
-  Append(address.port, &out);
+  AppendInt(address.port, &out);
   out.push_back(address.tls ? 1 : 0);
-  Append(address.streams, &out);
-  Append(static_cast<uint16_t>(address.identity.size()), &out);
+  AppendInt(address.streams, &out);
+  AppendInt(static_cast<uint16_t>(address.identity.size()), &out);
   return out + address.identity;
 }
 
@@ -101,18 +84,18 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
   }
   in.remove_prefix(kAddressMagic.size());
   SocketAddress address;
-  address.epoch = Take<uint64_t>(&in);
+  address.epoch = TakeInt<uint64_t>(&in);
   if (address.epoch != epoch.value()) return bad(fmt::format("is of epoch {}", address.epoch));
-  address.rank = Take<uint32_t>(&in);
+  address.rank = TakeInt<uint32_t>(&in);
   if (address.rank != static_cast<uint32_t>(rank)) {
     return bad(fmt::format("is of rank {}", address.rank));
   }
-  address.size = Take<uint32_t>(&in);
+  address.size = TakeInt<uint32_t>(&in);
   if (address.size != static_cast<uint32_t>(size)) {
     return bad(fmt::format("is for {} ranks, expected {}", address.size, size));
   }
   TakeBytes(&in, &address.token);
-  const auto family = Take<uint8_t>(&in);
+  const auto family = TakeInt<uint8_t>(&in);
   if (family != 4 && family != 6) return bad(fmt::format("address family {}", family));
   address.host.family = family == 4 ? AF_INET : AF_INET6;
   std::memcpy(address.host.ip.data(), in.data(), address.host.ip.size());
@@ -122,12 +105,12 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
                                  [](uint8_t byte) { return byte != 0; })) {
     return bad("bytes behind an IPv4 address");
   }
-  address.port = Take<uint16_t>(&in);
-  const auto tls = Take<uint8_t>(&in);
+  address.port = TakeInt<uint16_t>(&in);
+  const auto tls = TakeInt<uint8_t>(&in);
   if (tls > 1) return bad(fmt::format("TLS {}", tls));
   address.tls = tls == 1;
-  address.streams = Take<uint8_t>(&in);
-  if (Take<uint16_t>(&in) != in.size()) return bad("its identity has another length");
+  address.streams = TakeInt<uint8_t>(&in);
+  if (TakeInt<uint16_t>(&in) != in.size()) return bad("its identity has another length");
   address.identity = std::string(in);
   const std::string malformed = WhyMalformed(address);
   if (!malformed.empty()) return bad(malformed);
@@ -136,27 +119,27 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
 
 GreetingBytes EncodeGreeting(const Greeting& greeting) {
   std::string out;
-  Append(kGreetingMagic, &out);
-  Append(static_cast<uint32_t>(greeting.kind), &out);
-  Append(greeting.epoch, &out);
-  Append(greeting.from, &out);
-  Append(greeting.to, &out);
-  Append(greeting.stream, &out);
+  AppendInt(kGreetingMagic, &out);
+  AppendInt(static_cast<uint32_t>(greeting.kind), &out);
+  AppendInt(greeting.epoch, &out);
+  AppendInt(greeting.from, &out);
+  AppendInt(greeting.to, &out);
+  AppendInt(greeting.stream, &out);
   out.append(greeting.token.data(), greeting.token.size());
   return Fixed<kGreetingBytes>(out);
 }
 
 std::optional<Greeting> DecodeGreeting(const GreetingBytes& bytes) {
   std::string_view in(bytes.data(), bytes.size());
-  if (Take<uint64_t>(&in) != kGreetingMagic) return std::nullopt;
+  if (TakeInt<uint64_t>(&in) != kGreetingMagic) return std::nullopt;
   Greeting greeting;
-  const auto kind = Take<uint32_t>(&in);
+  const auto kind = TakeInt<uint32_t>(&in);
   if (kind < 1 || kind > static_cast<uint32_t>(GreetingKind::kUnknown)) return std::nullopt;
   greeting.kind = static_cast<GreetingKind>(kind);
-  greeting.epoch = Take<uint64_t>(&in);
-  greeting.from = Take<uint32_t>(&in);
-  greeting.to = Take<uint32_t>(&in);
-  greeting.stream = Take<uint32_t>(&in);
+  greeting.epoch = TakeInt<uint64_t>(&in);
+  greeting.from = TakeInt<uint32_t>(&in);
+  greeting.to = TakeInt<uint32_t>(&in);
+  greeting.stream = TakeInt<uint32_t>(&in);
   if (greeting.stream >= static_cast<uint32_t>(kMaxWireStreams)) return std::nullopt;
   TakeBytes(&in, &greeting.token);
   return greeting;
@@ -164,24 +147,24 @@ std::optional<Greeting> DecodeGreeting(const GreetingBytes& bytes) {
 
 FrameBytes EncodeFrame(const Frame& frame) {
   std::string out;
-  Append(kFrameMagic, &out);
-  Append(static_cast<uint32_t>(frame.kind), &out);
-  Append(frame.seq, &out);
-  Append(frame.root, &out);
-  Append(frame.bytes, &out);
+  AppendInt(kFrameMagic, &out);
+  AppendInt(static_cast<uint32_t>(frame.kind), &out);
+  AppendInt(frame.seq, &out);
+  AppendInt(frame.root, &out);
+  AppendInt(frame.bytes, &out);
   return Fixed<kFrameBytes>(out);
 }
 
 std::optional<Frame> DecodeFrame(const FrameBytes& bytes) {
   std::string_view in(bytes.data(), bytes.size());
-  if (Take<uint32_t>(&in) != kFrameMagic) return std::nullopt;
+  if (TakeInt<uint32_t>(&in) != kFrameMagic) return std::nullopt;
   Frame frame;
-  const auto kind = Take<uint32_t>(&in);
+  const auto kind = TakeInt<uint32_t>(&in);
   if (kind < 1 || kind > static_cast<uint32_t>(FrameKind::kAck)) return std::nullopt;
   frame.kind = static_cast<FrameKind>(kind);
-  frame.seq = Take<uint64_t>(&in);
-  frame.root = Take<uint64_t>(&in);
-  frame.bytes = Take<uint64_t>(&in);
+  frame.seq = TakeInt<uint64_t>(&in);
+  frame.root = TakeInt<uint64_t>(&in);
+  frame.bytes = TakeInt<uint64_t>(&in);
   return frame;
 }
 
