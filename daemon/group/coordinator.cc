@@ -282,13 +282,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     LoseNodeInProgram(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
   }
   // The lost node's destinations were evicted above, so that nobody waits for their read-back.
-  if (spread.has_value() && spread->verifying.erase(id) > 0) {
-    if (spread->program.has_value() && spread->program->again) {
-      RunAgainIfEnded();
-    } else {
-      CompleteVerifyIfDone();
-    }
-  }
+  if (spread.has_value() && spread->verifying.erase(id) > 0) CompleteVerifyIfDone();
   if (spread.has_value()) spread->left.erase(id);
   if (spread.has_value() && !spread->abandoned) {
     DropLock(id);
@@ -1048,7 +1042,6 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
   if (!spread.has_value() || spread->update != r.update || spread->verifying.erase(node) == 0) {
     return;
   }
-  if (spread->program.has_value() && spread->program->again) return RunAgainIfEnded();
   absl::Status status = r.status;
   if (std::any_of(spread->parts.begin(), spread->parts.end(),
                   [node](const auto& p) { return p.second.running.contains(node); })) {
@@ -1072,6 +1065,7 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
 }
 
 void Coordinator::Impl::CompleteVerifyIfDone() {
+  if (spread->program.has_value() && spread->program->again) return RunAgainIfEnded();
   if (!spread->verifying.empty()) return;
   VerifyDone done{spread->update, spread->verify_status, spread->verify_failed};
   Feed(done);

@@ -241,6 +241,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
 
 void Coordinator::Impl::CompleteRunIfDone() {
   ProgramJob& job = *spread->program;
+  if (job.again) return RunAgainIfEnded();
   if (!job.running.empty()) return;
   if (job.status.ok() && spread->verification != Verification::kOff) {
     if (const auto differ = job.run_ends.FirstDifference(); differ.has_value()) {
@@ -300,12 +301,8 @@ void Coordinator::Impl::LoseNodeInProgram(NodeId node, const absl::Status& why) 
     CompleteCompareIfDone();
   }
   if (spread.has_value() && job.running.erase(node) > 0) {
-    if (job.again) {
-      RunAgainIfEnded();
-    } else {
-      if (job.status.ok()) job.status = why;
-      CompleteRunIfDone();
-    }
+    if (job.status.ok()) job.status = why;
+    CompleteRunIfDone();
   }
   if (spread.has_value()) AgreeIfBuilt();
 }
