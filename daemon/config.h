@@ -172,7 +172,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
 absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
                                       const char* const* environ);
 
-// What the policy is made of. LoadConfig has checked that it makes one.
+// The policy is made of these settings. LoadConfig has checked that they make a policy.
 PolicySettings PolicySettingsOf(const Config& config);
 
 // The configuration as textproto with every setting in it, as --validate prints it.

@@ -338,7 +338,7 @@ struct TcpLoops {
   }
 };
 
-// What follows files while the daemon runs, and is read again on SIGHUP.
+// These objects follow files while the daemon runs, which are read again on SIGHUP.
 struct Followed {
   CertificateStore* certificates = nullptr;  // null: none
   AuditLog* audit = nullptr;                 // null: none

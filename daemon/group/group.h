@@ -107,7 +107,8 @@ struct GroupLimits {
 // ---- members ----
 
 enum class DeliveryMode : uint8_t { kRegistered = 1, kStaged = 2 };
-// What follows from an engine rank's mode. All other code asks these functions.
+// These functions tell what follows from an engine rank's mode. All other code asks them.
+
 // The rank takes part in updates only once it has registered a layout, and updates write to that.
 constexpr bool NeedsLayout(DeliveryMode mode) { return mode == DeliveryMode::kRegistered; }
 // The rank is handed the parts of buckets in slots, and acknowledges each.

@@ -553,7 +553,7 @@ class TestGroup {
     CHECK(a.update == UpdateId(updates_));
     CHECK(bucket_of.contains(a.bucket_call));
     CHECK(Answer(a.bucket_call) == nullptr);  // its source is still there
-    // What was checked is what is moved: no list of tensors was copied on the way.
+    // The bucket that was checked is moved itself: no list of tensors was copied on the way.
     CHECK(a.content->bucket == pushed[a.bucket_call]);
     CheckAlive(a.trainer);
     const bool slot = a.source_slot.has_value() || a.fill_slot.has_value();

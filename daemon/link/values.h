@@ -124,7 +124,7 @@ absl::StatusOr<std::vector<uint32_t>> IndicesOf(
 
 absl::Status SameLength(int got, size_t want, std::string_view field);
 
-// What a bucket and a part's header have in common: the tensors, and the slot in which they lie.
+// A bucket and a part's header have the tensors in common, and the slot in which these lie.
 void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
                v1::PeerBucket* wire);
 void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,

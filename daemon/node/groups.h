@@ -71,7 +71,7 @@ struct GroupRecord {
   // The identity of the first trainer that attached here since the group was made, or was replaced
   // by another identity; empty: none did. It decides who else may be a trainer (P9).
   std::string owner;
-  // Who began the running update, or the last one, at this daemon.
+  // The identity that began the running update, or the last update, at this daemon.
   struct Opener {
     std::string identity;
     int pid = 0;

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
-# Of a bucket over TCP: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
+# A bucket over TCP has at most this: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
 INLINE_BYTES = 1 << 20
 OUTCOMES = ("unknown", "running", "committed", "aborted")
 
