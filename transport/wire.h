@@ -18,7 +18,9 @@
 //                        first failure), or the peer is at another operation
 //   DEADLINE_EXCEEDED    the timeout passed; names the rank that was waited for
 //   UNAVAILABLE          the connection to the named rank broke. A rank that fails drops all its
-//                        connections, so the rank named may itself be a victim
+//                        connections, so the rank named may itself be a victim; then the
+//                        message also names the ranks that this rank waited for
+// In a message, "rank N" stands only for a rank that may be to blame; "root N" says what ran.
 //   CANCELLED            Close
 //   NOT_FOUND            no such epoch is open
 //   RESOURCE_EXHAUSTED   one of the limits below

@@ -942,16 +942,23 @@ void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
   verdict->words.push_back({node, std::move(named), Told(node, status, true)});
 }
 
+// A node to blame was named and had no word of its own. A word that names only such nodes says
+// more than a word that also names a node which waited itself.
 absl::Status Coordinator::Impl::Judge() {
   const coordinator::WireVerdict verdict = *std::exchange(spread->wire_verdict, std::nullopt);
-  const auto spoke = [&verdict](NodeId node) {
-    return std::any_of(verdict.words.begin(), verdict.words.end(),
-                       [node](const auto& word) { return word.node == node; });
+  const auto silent = [&verdict](NodeId node) {
+    return std::none_of(verdict.words.begin(), verdict.words.end(),
+                        [node](const auto& word) { return word.node == node; });
   };
-  const auto culprit =
-      std::find_if(verdict.words.begin(), verdict.words.end(), [&spoke](const auto& word) {
-        return !word.named.empty() && std::none_of(word.named.begin(), word.named.end(), spoke);
+  auto culprit =
+      std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
+        return !word.named.empty() && std::all_of(word.named.begin(), word.named.end(), silent);
       });
+  if (culprit == verdict.words.end()) {
+    culprit = std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
+      return std::any_of(word.named.begin(), word.named.end(), silent);
+    });
+  }
   absl::Status status =
       culprit == verdict.words.end() ? verdict.words.front().status : culprit->status;
   CloseEpochEverywhere();

@@ -366,6 +366,14 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
     culprit = "for rank 2 (rank 2 is daemon c)";
   }
+  SECTION("rank 0, which passes on what rank 2 sends, sees that rank 1 closed its connection") {
+    f.Do(WireDone{kEpoch, WireSeq(0),
+                  absl::UnavailableError("the connection to rank 1 broke: it was closed while this "
+                                         "rank waited for rank 2")});
+    f.Wait(std::chrono::milliseconds(600));
+    CHECK_FALSE(f.Sent<PeerAbandon>().empty());
+    culprit = "for rank 2 (rank 1 is daemon a, rank 2 is daemon c)";
+  }
   SECTION("rank 0 is silent") {
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());

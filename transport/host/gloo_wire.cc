@@ -112,7 +112,7 @@ std::string KindName(uint64_t kind) {
 std::string Describe(const Header& header) {
   return fmt::format("{} seq {} of {} bytes{}", KindName(header.kind), header.seq, header.bytes,
                      header.kind == static_cast<uint64_t>(Kind::kBroadcast)
-                         ? fmt::format(" from rank {}", header.root)
+                         ? fmt::format(" from root {}", header.root)
                          : "");
 }
 

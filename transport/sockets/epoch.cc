@@ -305,30 +305,42 @@ void SocketEpoch::DialAgain() {
   });
 }
 
-absl::Status SocketEpoch::Overdue(const WireWork& work) const {
-  std::set<int> waited;
-  std::string trouble;
-  const auto wait_for = [&](const Link& link) {
-    if (waited.size() < kMaxNamed) waited.insert(link.peer);
-    if (trouble.empty() && !link.trouble.empty() && link.state != Link::State::kUp) {
-      trouble = fmt::format("; the last dial of rank {}: {}", link.peer, link.trouble);
-    }
-  };
+std::vector<const SocketEpoch::Link*> SocketEpoch::Awaited() const {
+  std::vector<const Link*> awaited;
   for (const auto& [key, link] : links_) {
-    if (link->awaited) wait_for(*link);
+    if (link->awaited) awaited.push_back(link.get());
   }
   for (const auto& flow : flows_) {
     // A relay that has passed on all its bytes waits only for its source.
     const bool starved = flow->from != nullptr && flow->link->state == Link::State::kUp &&
                          flow->from->moved < flow->bytes && flow->moved == flow->from->moved;
-    if (!flow->done && !starved) wait_for(*flow->link);
+    if (!flow->done && !starved) awaited.push_back(flow->link);
+  }
+  return awaited;
+}
+
+// As "rank 1, rank 4".
+std::string SocketEpoch::PeersOf(const std::vector<const Link*>& links) {
+  std::set<int> peers;
+  for (const Link* link : links) {
+    if (peers.size() < kMaxNamed) peers.insert(link->peer);
   }
   std::string names;
-  for (const int peer : waited) names += fmt::format("{}rank {}", names.empty() ? "" : ", ", peer);
+  for (const int peer : peers) names += fmt::format("{}rank {}", names.empty() ? "" : ", ", peer);
+  return names;
+}
+
+absl::Status SocketEpoch::Overdue(const WireWork& work) const {
+  const std::vector<const Link*> awaited = Awaited();
+  std::string trouble;
+  for (const Link* link : awaited) {
+    if (!trouble.empty() || link->trouble.empty() || link->state == Link::State::kUp) continue;
+    trouble = fmt::format("; the last dial of rank {}: {}", link->peer, link->trouble);
+  }
   std::string what = "connecting";
   if (!flows_.empty()) what = Describe(flows_.front()->frame);
   return Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_, what,
-               ToMillis(work.timeout), names, trouble);
+               ToMillis(work.timeout), PeersOf(awaited), trouble);
 }
 
 absl::Status SocketEpoch::Advance(Link* link) {
@@ -338,9 +350,18 @@ absl::Status SocketEpoch::Advance(Link* link) {
   return Send(link);
 }
 
+// If this rank did not wait for the peer, the peer may have given up waiting for this rank, which
+// passes on what others send. Then the rank to blame is among those that this rank waits for.
 absl::Status SocketEpoch::BrokenLink(const Link& link, const absl::Status& why) const {
-  return Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}", id_,
-               link.peer, Message(why));
+  const std::vector<const Link*> awaited = Awaited();
+  const bool waited_for_peer = std::any_of(awaited.begin(), awaited.end(),
+                                           [&link](const Link* l) { return l->peer == link.peer; });
+  std::string others;
+  if (!waited_for_peer && !awaited.empty()) {
+    others = fmt::format(" while this rank waited for {}", PeersOf(awaited));
+  }
+  return Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}{}", id_,
+               link.peer, Message(why), others);
 }
 
 // ---- connections come up ----

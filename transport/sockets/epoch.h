@@ -107,6 +107,10 @@ class SocketEpoch final : public WireEpoch {
   absl::Status Drive(const WireWork& work);
   void Wait(const WireWork& work);
   void DialAgain();
+  // The links that the operation lacks something of, in no order; a peer may stand there
+  // repeatedly.
+  std::vector<const Link*> Awaited() const;
+  static std::string PeersOf(const std::vector<const Link*>& links);
   absl::Status Overdue(const WireWork& work) const;
   absl::Status Advance(Link* link);
   absl::Status BrokenLink(const Link& link, const absl::Status& why) const;

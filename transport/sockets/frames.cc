@@ -172,7 +172,7 @@ std::string Describe(const Frame& frame) {
   if (frame.kind == FrameKind::kAck) return fmt::format("the end of seq {}", frame.seq);
   const bool broadcast = frame.kind == FrameKind::kBroadcast;
   return fmt::format("{} seq {} of {} bytes{}", broadcast ? "broadcast" : "exchange", frame.seq,
-                     frame.bytes, broadcast ? fmt::format(" from rank {}", frame.root) : "");
+                     frame.bytes, broadcast ? fmt::format(" from root {}", frame.root) : "");
 }
 
 int64_t BytesOfStream(int64_t total, int stream, int streams) {

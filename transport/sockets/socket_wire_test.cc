@@ -47,6 +47,23 @@ TEST_CASE("an interface or address that can't be used, or too many connections, 
   CHECK(MakeSocketWire({.streams = 9}).status().code() == StatusCode::kInvalidArgument);
 }
 
+TEST_CASE(
+    "a rank whose successor gave up named the successor only, not the root that sent nothing") {
+  Mesh mesh(3);
+  mesh.Connect(kEpoch);
+  std::vector<std::vector<char>> memory(3, std::vector<char>(6 << 20, 'a'));
+  std::vector<Result> results(2);
+  for (const int rank : {0, 1}) {  // the chain is 2, 0, 1
+    mesh.wires[rank]->Submit(
+        Broadcast(kEpoch, 1, 2, Span(memory[rank]), rank == 1 ? kShort : kLong),
+        Into(&results[rank]));
+  }
+  CHECK_THAT(Message(Get(results[1])), Contains("rank 0") && !Contains("rank 2"));
+  const absl::Status relay = Get(results[0]);
+  CHECK(relay.code() == StatusCode::kUnavailable);
+  CHECK_THAT(Message(relay), Contains("connection to rank 1") && Contains("waited for rank 2"));
+}
+
 TEST_CASE("ranks reach each other over IPv6") {
   Mesh mesh(0);
   for (int rank = 0; rank < 3; ++rank) {
@@ -292,7 +309,7 @@ TEST_CASE("a peer that breaks the protocol is named, and no byte of memory chang
       Case{std::string(View(EncodeFrame({FrameKind::kAck, 1, 0, 0}))), "acknowledges"},
       Case{std::string(View(EncodeFrame({FrameKind::kExchange, 1, 0, 1000}))), "exchange seq 1"},
       Case{std::string(View(EncodeFrame({FrameKind::kBroadcast, 2, 0, 1000}))), "seq 2"},
-      Case{std::string(View(EncodeFrame({FrameKind::kBroadcast, 1, 1, 1000}))), "from rank 1"},
+      Case{std::string(View(EncodeFrame({FrameKind::kBroadcast, 1, 1, 1000}))), "from root 1"},
       Case{std::string(View(EncodeFrame({FrameKind::kBroadcast, 1, 0, 999}))), "999 bytes"},
       Case{std::string(View(EncodeFrame(right))).substr(0, 10), "closed"},
       Case{std::string(View(EncodeFrame(right))), "closed"});
