@@ -113,25 +113,17 @@ class Settings:
         return {name: value for name, value in self.options.items() if name in names}
 
 
-class Sender:
-    """The trainer ranks' end: pushes, and compares what the ranks sent. Not thread-safe.
-
-    `who`: names the exporter's owner in errors, such as "the actor". `counted`: whether engines must be told how many tensors come.
+class Ranks:
+    """The trainer ranks among themselves, in a process group of gloo of their own: a rank that failed may still gather weights in the
+    framework's. Every wait ends in `seconds`. Every rank makes the same calls. Not thread-safe.
     """
 
-    def __init__(
-        self, who: str, casts: Casts, *, update_seconds: float, verification: str | None, tensor_count: int, counted: bool = True
-    ) -> None:
-        self._who, self.casts, self._counted = who, casts, counted
-        self._update_seconds, self._verification, self._tensor_count = update_seconds, verification, tensor_count
-        self._processes: Any = None  # the process group in which trainer ranks compare what they sent
-        self._sent = 0  # tensors of the last sync
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._processes: Any = None
 
     def join(self, rank: int, world_size: int) -> None:
-        """Makes the process group in which the ranks compare what they sent, once; every rank calls this.
-
-        Raises InvalidArgument where this is another rank's place.
-        """
+        """Makes the process group, once. Raises InvalidArgument where this is another rank's place."""
         if not torch.distributed.is_initialized():
             if world_size > 1:
                 raise InvalidArgument(f"trainer rank {rank} of {world_size}: torch.distributed is not initialised", culprit="rank")
@@ -143,8 +135,49 @@ class Sender:
                 f"{who} of {world_size} is rank {held[0]} of {held[1]} in torch.distributed: this is another rank's place", culprit=who
             )
         if self._processes is None and world_size > 1:
-            # The ranks compare in a process group of their own: a rank that failed may still gather weights in the framework's.
-            self._processes = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._update_seconds))
+            self._processes = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
+
+    def meet(self) -> None:
+        """Waits for all ranks. torch names the rank that is missing on rank 0, and on the others says that rank 0 gave up.
+
+        Raises DeadlineExceeded, naming the rank, where one does not come.
+        """
+        if self._processes is None:
+            return
+        try:
+            torch.distributed.monitored_barrier(self._processes, timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            found = re.search(r"[Rr]ank (\d+) (?:failed|successfully)", str(error))
+            culprit = f"trainer rank {found[1]}" if found else None
+            missing = "some trainer ranks" if culprit is None else culprit
+            raise DeadlineExceeded(f"{missing} did not begin the sync within {self._seconds} s: {error}", culprit=culprit) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        if self._processes is None:
+            return [value]
+        values: list[Any] = [None] * torch.distributed.get_world_size(self._processes)
+        torch.distributed.all_gather_object(values, value, group=self._processes)
+        return values
+
+
+class Sender:
+    """The trainer ranks' end: pushes, and compares what the ranks sent. Not thread-safe.
+
+    `who`: names the exporter's owner in errors, such as "the actor". `counted`: whether engines must be told how many tensors come.
+    """
+
+    def __init__(
+        self, who: str, casts: Casts, *, update_seconds: float, verification: str | None, tensor_count: int, counted: bool = True
+    ) -> None:
+        self._who, self.casts, self._counted = who, casts, counted
+        self._update_seconds, self._verification, self._tensor_count = update_seconds, verification, tensor_count
+        self._ranks = Ranks(update_seconds)
+        self._sent = 0  # tensors of the last sync
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Prepares the ranks to compare what they sent; every rank calls this. Raises InvalidArgument where this is another rank's place."""
+        self._ranks.join(rank, world_size)
 
     async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
         """Sends as send() does, on another thread, with this thread's GPU."""
@@ -178,7 +211,7 @@ class Sender:
             failure = error
         if trainer.world_size > 1:
             told = None if failure is None else f"{type(failure).__name__}: {failure}"
-            for rank, text in enumerate(self._gather(told, trainer.world_size)):
+            for rank, text in enumerate(self._ranks.gather(told)):
                 if text is not None and failure is None:
                     raise UpdateAborted(f"trainer rank {rank} failed: {text}", culprit=f"trainer rank {rank}")
         if failure is not None:
@@ -223,21 +256,9 @@ class Sender:
 
     def agree(self, world_size: int, version: int | None) -> int | None:
         """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where one does not come in `update_seconds`."""
-        self._meet(world_size)
-        versions = self._gather(version, world_size) if world_size > 1 else [version]
+        self._ranks.meet()
+        versions = self._ranks.gather(version)
         return max((known for known in versions if known is not None), default=None)
-
-    def _meet(self, world_size: int) -> None:
-        """Waits for all ranks. torch names the rank that is missing on rank 0, and on the others says that rank 0 gave up."""
-        if world_size == 1:
-            return
-        try:
-            torch.distributed.monitored_barrier(self._processes, timedelta(seconds=self._update_seconds))
-        except RuntimeError as error:
-            found = re.search(r"[Rr]ank (\d+) (?:failed|successfully)", str(error))
-            culprit = f"trainer rank {found[1]}" if found else None
-            missing = "some trainer ranks" if culprit is None else culprit
-            raise DeadlineExceeded(f"{missing} did not begin the sync within {self._update_seconds} s: {error}", culprit=culprit) from error
 
     def _announced(self) -> int | None:
         """The number of tensors that the update is begun with."""
@@ -285,7 +306,7 @@ class Sender:
         if world_size == 1:
             return
         told = (sent.digest(), None if failure is None else f"{type(failure).__name__}: {failure}")
-        of_ranks = self._gather(told, world_size)
+        of_ranks = self._ranks.gather(told)
         if failure is not None:
             return
         for rank, (_, text) in enumerate(of_ranks):
@@ -293,16 +314,11 @@ class Sender:
                 raise UpdateAborted(f"trainer rank {rank} failed: {text}", culprit=f"trainer rank {rank}")
         if all(digest == of_ranks[0][0] for digest, _ in of_ranks):
             return
-        lists = self._gather(sent.entries, world_size)
+        lists = self._ranks.gather(sent.entries)
         for rank, entries in enumerate(lists):
             if entries != lists[0]:
                 name = _first_difference(lists[0], entries)
                 raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", culprit=f"tensor '{name}'")
-
-    def _gather(self, value: Any, world_size: int) -> list[Any]:
-        values: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(values, value, group=self._processes)
-        return values
 
 
 class _Sent:

@@ -27,6 +27,7 @@ from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncInitInfo, WeightTransferSender, WeightTransferStrategy
 
 from . import regions
+from ._exports import Ranks
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
 from .trainer import Trainer
 
@@ -40,23 +41,27 @@ class Settings:
     group: str
     sharded: bool = False
     first_version: int = 1
+    update_seconds: float = 600.0
     options: dict[str, Any] = field(default_factory=dict)
 
 
 _settings: Settings | None = None
 
 
-def install(group: str, *, sharded: bool = False, first_version: int = 1, **options: Any) -> None:
+def install(
+    group: str, *, sharded: bool = False, first_version: int = 1, update_seconds: float = 600.0, **options: Any
+) -> None:
     """Makes `weight_sync_backend=refitd` known to SkyRL in this process. Equal on all ranks; a later call changes later senders.
 
     `sharded`: move shards as they are, for FSDP2 models. `first_version`: of the first sync; each further sync has the next. After a
-    restart of training, begin after the last version that the group had. `options`: of refitd.Trainer (`socket`, `coordinator`, ...).
+    restart of training, begin after the last version that the group had. `update_seconds`: the longest that a rank waits for the others,
+    and then for the engines. `options`: of refitd.Trainer (`socket`, `coordinator`, ...).
     """
     global _settings
     if _settings is None:
         _wrap("get_transfer_strategy_cls", Strategy)
         _wrap("get_transfer_strategy", BACKEND)
-    _settings = Settings(group, sharded, first_version, options)
+    _settings = Settings(group, sharded, first_version, update_seconds, options)
 
 
 def _wrap(name: str, ours: Any) -> None:
@@ -123,8 +128,11 @@ class Sender(WeightTransferSender):
     def __init__(self, init_info: InitInfo, settings: Settings) -> None:
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         options: dict[str, Any] = {"min_instances": init_info.instances, **settings.options}
+        self._ranks = Ranks(settings.update_seconds)
+        self._ranks.join(rank, world_size)
         self._trainer = Trainer(init_info.group, rank=rank, world_size=world_size, **options)
         self._rank = rank
+        self._update_seconds = settings.update_seconds
         self._sharded = settings.sharded
         self._version = settings.first_version
         self._registered: Any = None
@@ -134,7 +142,9 @@ class Sender(WeightTransferSender):
         """Installs the model's weights as the next version in every engine. Every rank calls it, with the same metadata.
 
         A failure is raised on every rank, which ends SkyRL's sync before it resumes generation. Raises InvalidArgument, naming the
-        tensor, where ranks differ in metadata (before anything is sent) or a chunk differs from it; and what refits raise.
+        tensor, where ranks differ in metadata (before anything is sent) or a chunk differs from it; DeadlineExceeded, naming the rank,
+        where one does not come within `update_seconds`; and what refits raise. Where `chunks` itself fails on a rank, the update is given
+        up; others that wait for that rank in SkyRL's own collectives fail when these do.
         """
         if weight_metadata is None:
             raise InvalidArgument("weight_metadata is missing: the extractor's get_weight_metadata() returns it", culprit="weight_metadata")
@@ -149,9 +159,9 @@ class Sender(WeightTransferSender):
         version, self._version = self._version, self._version + 1
         if self._sharded:
             self._register(chunks, expected)
-            self.result = self._trainer.refit(version)
+            self.result = self._trainer.refit(version, duration_seconds=self._update_seconds)
             return
-        with self._trainer.update(version, tensor_count=len(expected)) as update:
+        with self._trainer.update(version, duration_seconds=self._update_seconds, tensor_count=len(expected)) as update:
             if self._rank == 0:
                 _push(update, chunks, expected)
             else:
@@ -161,8 +171,8 @@ class Sender(WeightTransferSender):
 
     def _compare_ranks(self, expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raises on every rank where one has other tensors, or another order, than rank 0."""
-        all_expected: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(all_expected, list(expected.items()))
+        self._ranks.meet()
+        all_expected = self._ranks.gather(list(expected.items()))
         first = all_expected[0]
         for rank, theirs in enumerate(all_expected):
             if theirs == first:

@@ -6,6 +6,7 @@ not called here: an empty stand-in takes its name. Nothing of SkyRL itself is re
 """
 
 import asyncio
+import functools
 import importlib.machinery
 import importlib.util
 import re
@@ -35,23 +36,33 @@ from refitd import testing  # noqa: E402
 
 SECONDS = 100
 DTYPE = torch.bfloat16
-SHAPES = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (6, 7), "1.bias": (6,)}
+USUAL_WIDTH = 7
+SLOT_BYTES = 1 << 20
+# With this one both weights are larger than a slot.
+WIDE = 1 << 17
 
 
-def model_of(version):
+def model_of(version, width=USUAL_WIDTH):
     torch.manual_seed(version)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 6))
+    return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 6))
+
+
+def held_by(version, width=USUAL_WIDTH):
+    """What engines must hold."""
+    return {name: parameter.to(DTYPE) for name, parameter in model_of(version, width).state_dict().items()}
 
 
 class Server:
     """An engine behind HTTP, attached when SkyRL initialises weight transfer."""
 
-    def __init__(self, socket, refuses=(), dies=(), float32=()):
+    def __init__(self, socket, refuses=(), dies=(), returns=False, float32=(), width=USUAL_WIDTH):
+        """`refuses`, `dies`: versions. `returns`: after it died a new engine attaches, which lacks weights."""
         from aiohttp import web
 
-        self.socket, self.refuses, self.dies = socket, refuses, dies
-        dtypes = {name: torch.float32 if name in float32 else DTYPE for name in SHAPES}
-        self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in SHAPES.items()}
+        self.socket, self.refuses, self.dies, self.returns = socket, refuses, dies, returns
+        shapes = {name: tuple(parameter.shape) for name, parameter in model_of(1, width).state_dict().items()}
+        dtypes = {name: torch.float32 if name in float32 else DTYPE for name in shapes}
+        self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in shapes.items()}
         self.events, self.by_version = [], {}
         self.engine = None
         self.loop = asyncio.new_event_loop()
@@ -78,11 +89,11 @@ class Server:
         await asyncio.to_thread(self.attach)
         return web.json_response({})
 
-    def attach(self):
-        self.engine = refitd.Engine(socket=self.socket, device="host", wait_seconds=SECONDS, **self.told)
+    def attach(self, **options):
+        self.engine = refitd.Engine(socket=self.socket, device="host", wait_seconds=SECONDS, **self.told, **options)
         self.engine.register(self.held)
         self.threads.append(threading.Thread(target=self.serve))
-        self.threads[1].start()
+        self.threads[-1].start()
 
     def serve(self):
         for event in self.engine:
@@ -90,6 +101,9 @@ class Server:
             if isinstance(event, refitd.Prepare) and event.version in self.dies:
                 event.ready()
                 self.engine.close()  # its process ended, as the daemon sees it
+                if self.returns:
+                    self.attach(dirty=True)
+                return
             elif isinstance(event, refitd.Prepare):
                 event.fail("busy") if event.version in self.refuses else event.ready()
             elif isinstance(event, refitd.Committed):
@@ -104,9 +118,14 @@ class Server:
             thread.join()
 
 
-def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of):
+class ExporterFailed(Exception):
+    pass
+
+
+def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, options):
     """What a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version. `spoil`: changes the
-    first sync's metadata. `chunks_of`: makes other chunks of those of each sync."""
+    first sync's metadata. `chunks_of`: makes other chunks of those of each sync. `absent`: a rank that does not come to the first sync.
+    `options`: of install."""
     from skyrl.backends.skyrl_train import weight_sync
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
@@ -116,10 +135,10 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of):
 
     import refitd.skyrl
 
-    refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host")
+    refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host", **options)
     client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
     config = InferenceEngineConfig(num_engines=len(urls), weight_sync_backend="refitd")
-    model = fully_shard(model_of(1))
+    model = fully_shard(model_of(1, width))
     extractor = FSDPWeightExtractor(model)
     errors = {}
 
@@ -134,7 +153,7 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of):
         sender = (await asyncio.gather(*tasks))[0]
         for version in versions:
             with torch.no_grad():
-                for parameter, new in zip(model.parameters(), model_of(version).parameters()):
+                for parameter, new in zip(model.parameters(), model_of(version, width).parameters()):
                     parameter.copy_(distribute_tensor(new, parameter.device_mesh, parameter.placements))
             metadata = extractor.get_weight_metadata(DTYPE)
             if spoil is not None and version == versions[0]:
@@ -142,9 +161,10 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of):
             try:
                 chunks = extractor.extract_weights(DTYPE)
                 if chunks_of is not None:
-                    chunks = chunks_of(version == versions[0], chunks)
-                await sender.send_chunks(chunks, weight_metadata=metadata)
-            except refitd.Error as error:
+                    chunks = chunks_of(rank, version == versions[0], chunks)
+                if rank != absent or version != versions[0]:
+                    await sender.send_chunks(chunks, weight_metadata=metadata)
+            except (refitd.Error, ExporterFailed) as error:
                 errors[version] = f"{type(error).__name__}: {error}"
         sender.teardown()
         await client.teardown()
@@ -160,14 +180,24 @@ def daemon():
         yield running
 
 
-def run(daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, chunks_of=None, **options):
-    servers = [Server(daemon.socket, **options) for _ in range(2)]
+def run(
+    daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, chunks_of=None, width=USUAL_WIDTH, absent=None, install=None, **options
+):
+    """`install`: options of install; `options`: of the servers."""
+    servers = [Server(daemon.socket, width=width, **options) for _ in range(2)]
+    urls = [server.url for server in servers]
     try:
-        errors = run_ranks(2, sync, daemon.socket, [server.url for server in servers], group, sharded, versions, spoil, chunks_of)
+        errors = run_ranks(2, sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, install or {})
     finally:
         for server in servers:
             server.close()
     return servers, errors
+
+
+def check_equal(held, expected):
+    assert list(held) == list(expected)
+    for name, tensor in expected.items():
+        assert held[name].dtype == tensor.dtype and torch.equal(held[name], tensor), name
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -178,8 +208,7 @@ def test_every_sync_reaches_every_engine_to_the_bit(daemon, sharded):
     for server in servers:
         assert sorted(server.by_version) == [1, 2, 3]
         for version, held in server.by_version.items():
-            for name, parameter in model_of(version).state_dict().items():
-                assert torch.equal(held[name], parameter.to(DTYPE)), (version, name)
+            check_equal(held, held_by(version))
 
 
 def other_shape_on_rank_1(rank, metadata):
@@ -225,8 +254,7 @@ def test_metadata_that_is_wrong_fails_on_every_rank_and_the_next_sync_works(daem
         assert refitd.Committed not in kinds and bool(kinds) == reached
         version = 2 if reached else 1  # what was refused before anything was sent took no version
         assert list(server.by_version) == [version]
-        for name, parameter in model_of(2).state_dict().items():
-            assert torch.equal(server.by_version[version][name], parameter.to(DTYPE)), name
+        check_equal(server.by_version[version], held_by(2))
 
 
 def test_an_engine_that_refuses_ends_the_sync_with_an_exception_on_every_rank(daemon):
@@ -237,7 +265,7 @@ def test_an_engine_that_refuses_ends_the_sync_with_an_exception_on_every_rank(da
         assert sorted(server.by_version) == [1, 3]
 
 
-def none_at_first(first, chunks):
+def none_at_first(rank, first, chunks):
     return iter(()) if first else chunks
 
 
@@ -252,7 +280,7 @@ def float32_in_metadata(rank, metadata):
     metadata["dtype_names"][metadata["names"].index("0.bias")] = "float32"
 
 
-def float32_bias(first, chunks):
+def float32_bias(rank, first, chunks):
     for chunk in chunks:
         chunk.tensors = [tensor.float() if name == "0.bias" else tensor for name, tensor in zip(chunk.names, chunk.tensors)]
         yield chunk
@@ -262,17 +290,54 @@ def test_a_float32_bias_among_bfloat16_arrives_as_it_is(daemon):
     servers, errors = run(daemon, "bias", versions=(1,), spoil=float32_in_metadata, chunks_of=float32_bias, float32=("0.bias",))
     assert errors == [{}, {}]
     for server in servers:
-        for name, parameter in model_of(1).state_dict().items():
-            expected = parameter.to(DTYPE).float() if name == "0.bias" else parameter.to(DTYPE)
-            assert server.by_version[1][name].dtype == expected.dtype and torch.equal(server.by_version[1][name], expected), name
+        expected = held_by(1)
+        check_equal(server.by_version[1], {**expected, "0.bias": expected["0.bias"].float()})
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_engines_that_die_in_a_sync_end_it_with_an_exception_on_every_rank(daemon, sharded):
-    servers, errors = run(daemon, f"dies-{sharded}", sharded=sharded, versions=(1, 2), dies=(2,))
+def test_engines_that_die_in_a_sync_end_it_on_every_rank_and_those_that_come_instead_take_the_next(daemon, sharded):
+    servers, errors = run(daemon, f"dies-{sharded}", sharded=sharded, dies=(2,), returns=True)
     assert [list(of_rank) for of_rank in errors] == [[2], [2]], errors
     assert all("skyrl-" in of_rank[2] or "instance" in of_rank[2] for of_rank in errors), errors
-    assert [list(server.by_version) for server in servers] == [[1], [1]]
+    for server in servers:
+        assert list(server.by_version) == [1, 3]
+        check_equal(server.by_version[3], held_by(3))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_first_tensor_larger_than_a_slot_arrives(daemon, sharded):
+    options = {"install": {"slot_bytes": SLOT_BYTES}, "width": WIDE, "versions": (1, 2), "sharded": sharded}
+    servers, errors = run(daemon, f"oversize-{sharded}", **options)
+    assert errors == [{}, {}]
+    for server in servers:
+        for version in (1, 2):
+            expected = held_by(version, WIDE)
+            assert next(iter(expected.values())).nbytes > SLOT_BYTES
+            check_equal(server.by_version[version], expected)
+
+
+def fails_at_first(failing, rank, first, chunks):
+    """On one rank, after the last collective of the extractor's."""
+    yield from chunks
+    if first and rank == failing:
+        raise ExporterFailed("no memory to cast '1.bias'")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_extractor_that_fails_on_a_rank_ends_the_sync_on_every_rank_and_the_next_works(daemon, failing):
+    servers, errors = run(daemon, f"extractor-{failing}", versions=(1, 2), chunks_of=functools.partial(fails_at_first, failing))
+    assert errors[failing] == {1: "ExporterFailed: no memory to cast '1.bias'"}
+    assert list(errors[1 - failing]) == [1] and f"rank {failing}" in errors[1 - failing][1], errors
+    for server in servers:
+        assert list(server.by_version) == [2]
+        check_equal(server.by_version[2], held_by(2))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_trainer_rank_that_is_missing_is_named_and_nothing_was_sent(daemon, sharded):
+    servers, errors = run(daemon, f"missing-{sharded}", sharded=sharded, versions=(1,), absent=1, install={"update_seconds": 10.0})
+    assert errors[0][1].startswith("DeadlineExceeded: trainer rank 1 did not begin the sync within 10.0 s") and errors[1] == {}
+    assert [server.events for server in servers] == [[], []]
 
 
 def test_before_install_nothing_is_made():
