@@ -44,7 +44,7 @@ def test_five_versions_where_nothing_proves_direct_delivery(name: str, folder: P
     assert delivery["processed"] and delivery["direct"] and delivery["arena_bytes"]
 
 
-@pytest.mark.parametrize("name", ["qwen3-one-kv-head", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
 

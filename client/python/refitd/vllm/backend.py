@@ -48,11 +48,13 @@ class RefitdInitInfo(WeightTransferInitInfo):
 @dataclass
 class RefitdUpdateInfo(WeightTransferUpdateInfo):
     """`version`: to wait for; None: the next. `wait_seconds`: for the trainer to begin. `detach`: this rank detaches afterwards, however
-    the update ended, for callers that attach it for each."""
+    the update ended, for callers that attach it for each. `leave`: this rank only detaches; for versions of vLLM (before 0.27) that have
+    no call for it."""
 
     version: int | None = None
     wait_seconds: float = PREPARE_SECONDS
     detach: bool = False
+    leave: bool = False
     update_kind: str = "dense"  # asked for by vLLM until 0.24
     num_updates_list: list[int] | None = field(default=None)
 
@@ -122,6 +124,9 @@ class RefitdBackend(WeightTransferEngine):
 
     def receive_weights(self, update_info: RefitdUpdateInfo, load_weights: Any = None) -> None:
         """Takes one update; see `rank.Rank.take`."""
+        if update_info.leave:
+            self.rank.detach()
+            return
         try:
             self.rank.take(update_info.version, update_info.wait_seconds)
         finally:

@@ -394,9 +394,15 @@ class OfflineControls:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def unregister(self) -> None:
-        self._llm.collective_rpc(_shut_down) if not hasattr(self._llm, "shutdown_weight_transfer_engine") else (
-            self._llm.shutdown_weight_transfer_engine()
-        )
+        from . import _versions
+
+        llm = self._llm
+        if hasattr(llm, "shutdown_weight_transfer_engine"):
+            llm.shutdown_weight_transfer_engine()
+            return
+        llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
+        llm.update_weights({"update_info": LEAVE})
+        llm.finish_weight_update()
 
     def write(self, version: int, reset_caches: bool) -> None:
         from . import _versions
@@ -415,13 +421,13 @@ class OfflineControls:
         self._llm.wake_up()
 
 
+# For the workers: they detach.
+LEAVE = {"leave": True}
+
+
 def update_info(version: int) -> dict[str, Any]:
     """For the workers, to whom Prepare comes when it comes to the driver."""
     return {"version": version, "wait_seconds": PREPARE_SECONDS}
-
-
-def _shut_down(worker: Any) -> None:
-    worker.weight_transfer_engine.shutdown()
 
 
 def world_size_of(config: Any) -> int:

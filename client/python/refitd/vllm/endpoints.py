@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from . import _versions
-from .driver import Driver, check_backend, starts_clean, update_info, world_size_of
+from .driver import LEAVE, Driver, check_backend, starts_clean, update_info, world_size_of
 from .routes import add_routes
 from .settings import Settings
 from .tokens import AddTokenVersions, TokenVersions
@@ -96,21 +96,30 @@ class ServerControls:
         self._wait(self._unregister())
 
     async def _unregister(self) -> None:
-        await asyncio.gather(*self._finishing(), self._engine.shutdown_weight_transfer_engine())
+        engine = self._engine
+        if hasattr(engine, "shutdown_weight_transfer_engine"):
+            await asyncio.gather(*self._finishing(), engine.shutdown_weight_transfer_engine())
+            return
+        await asyncio.gather(*self._finishing())
+        await self._update(LEAVE)
+        await engine.finish_weight_update()
 
     def write(self, version: int, reset_caches: bool) -> None:
         self._wait(self._write(version, reset_caches))
 
     async def _write(self, version: int, reset_caches: bool) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine = self._engine
         await asyncio.gather(*self._finishing())
         if reset_caches:
             await self._reset_caches()
-        start = engine.start_weight_update(**_versions.start_arguments(engine.start_weight_update))
-        await asyncio.gather(start, engine.update_weights(WeightTransferUpdateRequest(update_info=update_info(version))))
+        await self._update(update_info(version))
         self._unfinished = version
+
+    async def _update(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._engine
+        start = engine.start_weight_update(**_versions.start_arguments(engine.start_weight_update))
+        await asyncio.gather(start, engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def _reset_caches(self) -> None:
         # Requests that were kept are computed anew: their blocks are of the weights before. The three calls go out together.
