@@ -18,14 +18,14 @@
 //                        first failure), or the peer is at another operation
 //   DEADLINE_EXCEEDED    the timeout passed; names the rank that was waited for
 //   UNAVAILABLE          the connection to the named rank broke. A rank that fails drops all its
-//                        connections, so the rank named may itself be a victim; then the
-//                        message also names the ranks that this rank waited for
-// In a message, "rank N" stands only for a rank that may be to blame; "root N" says what ran.
+//                        connections, so the rank named may itself be a victim; a wire
+//                        may then also name the ranks that this rank waited for
 //   CANCELLED            Close
 //   NOT_FOUND            no such epoch is open
 //   RESOURCE_EXHAUSTED   one of the limits below
 // After an operation began and failed, the epoch is lost: every later operation fails at once, and
-// a new epoch is needed.
+// a new epoch is needed. In a message, "rank N" stands only for a rank that may be to blame; a
+// broadcast's root is written "root N".
 //
 // Whether bytes are encrypted and authenticated is each wire's own matter (P9); where they are not,
 // the configuration must name interfaces that are trusted. Thread-safe. No call waits for a peer.

@@ -942,8 +942,8 @@ void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
   verdict->words.push_back({node, std::move(named), Told(node, status, true)});
 }
 
-// A node to blame was named and had no word of its own. A word that names only such nodes says
-// more than a word that also names a node which waited itself.
+// The node to blame is named by others and has reported nothing itself. A report that names only
+// such nodes says more than a report that also names a node which waited itself.
 absl::Status Coordinator::Impl::Judge() {
   const coordinator::WireVerdict verdict = *std::exchange(spread->wire_verdict, std::nullopt);
   const auto silent = [&verdict](NodeId node) {

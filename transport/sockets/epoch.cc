@@ -319,7 +319,7 @@ std::vector<const SocketEpoch::Link*> SocketEpoch::Awaited() const {
   return awaited;
 }
 
-// As "rank 1, rank 4".
+// Returns the ranks at the other ends, each listed once, such as "rank 1, rank 4".
 std::string SocketEpoch::PeersOf(const std::vector<const Link*>& links) {
   std::set<int> peers;
   for (const Link* link : links) {

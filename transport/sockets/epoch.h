@@ -107,8 +107,8 @@ class SocketEpoch final : public WireEpoch {
   absl::Status Drive(const WireWork& work);
   void Wait(const WireWork& work);
   void DialAgain();
-  // The links that the operation lacks something of, in no order; a peer may stand there
-  // repeatedly.
+  // Returns the links on which the operation still waits for the peer. Several may lead to one
+  // peer.
   std::vector<const Link*> Awaited() const;
   static std::string PeersOf(const std::vector<const Link*>& links);
   absl::Status Overdue(const WireWork& work) const;

@@ -254,7 +254,7 @@ class Sender:
         assert update.result is not None
         return update.result
 
-    def agree(self, world_size: int, version: int | None) -> int | None:
+    def agree(self, version: int | None) -> int | None:
         """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where one does not come in `update_seconds`."""
         self._ranks.meet()
         versions = self._ranks.gather(version)

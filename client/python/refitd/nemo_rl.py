@@ -129,7 +129,7 @@ class Transport(CheckpointEngine):
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")
         trainer = self._attached_trainer()
-        known = self._sender.agree(trainer.world_size, _exports.known_version(trainer, self._committed))
+        known = self._sender.agree(_exports.known_version(trainer, self._committed))
         version = _exports.next_version(known)
         if self.sharded:
             result = await self._sender.refit_async(trainer, self._instances, version, lambda: self._register(trainer, weights))

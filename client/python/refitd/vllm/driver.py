@@ -421,7 +421,7 @@ class OfflineControls:
         self._llm.wake_up()
 
 
-# For the workers: they detach.
+# This update tells the workers only to detach.
 LEAVE = {"leave": True}
 
 
