@@ -18,7 +18,6 @@ namespace refitd {
 namespace {
 
 constexpr int kMaxAcceptsPerWakeup = 64;  // after these, other events have their turn
-constexpr std::chrono::seconds kShedLogInterval{10};
 
 // The inode of an open socket; 0: `fd` is none.
 uint64_t SocketInode(int fd) {
@@ -26,8 +25,6 @@ uint64_t SocketInode(int fd) {
   if (fstat(fd, &found) != 0 || !S_ISSOCK(found.st_mode)) return 0;
   return found.st_ino;
 }
-
-UniqueFd OpenSpare() { return UniqueFd(open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
 absl::Status AddToEpoll(int epoll, int fd) {
   epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
@@ -96,7 +93,7 @@ absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Make(Listener listener, 
   if (!epoll.valid()) return ErrnoError(errno, "epoll_create1");
   UniqueFd stop(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!stop.valid()) return ErrnoError(errno, "eventfd");
-  UniqueFd spare = OpenSpare();
+  SpareDescriptor spare(listener.path);
   if (!spare.valid()) return ErrnoError(errno, "/dev/null");
   REFITD_RETURN_IF_ERROR(AddToEpoll(epoll.get(), listener.fd));
   REFITD_RETURN_IF_ERROR(AddToEpoll(epoll.get(), stop.get()));
@@ -105,7 +102,7 @@ absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Make(Listener listener, 
                                                     std::move(serve)));
 }
 
-AcceptLoop::AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, UniqueFd spare,
+AcceptLoop::AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, SpareDescriptor spare,
                        PeerTable* peers, Serve serve)
     : path_(listener.path),
       listen_fd_(listener.fd),
@@ -166,7 +163,12 @@ void AcceptLoop::AcceptAll() {
     }
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if (errno == EAGAIN) return;
-    if ((errno == EMFILE || errno == ENFILE) && ShedOne()) continue;
+    if (errno == EMFILE || errno == ENFILE) {
+      // A client whose connection is closed hears of it, and the loop is not woken for it again.
+      const SpareDescriptor::Outcome shed = spare_.Shed(listen_fd_, [](const UniqueFd&) {});
+      if (shed == SpareDescriptor::Outcome::kRefused) continue;
+      if (shed == SpareDescriptor::Outcome::kNoneWaits) return;
+    }
     PauseAccepting();
     return;
   }
@@ -183,25 +185,6 @@ void AcceptLoop::Admit(UniqueFd connection) {
   serve_(std::move(connection));
 }
 
-// Called when descriptors have run out: closes one waiting connection at once, so that its client
-// hears of it and the loop is not woken for it again and again. False: even that did not work.
-bool AcceptLoop::ShedOne() {
-  spare_.Reset();
-  UniqueFd shed(accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC));
-  if (!shed.valid()) return false;
-  shed.Reset();
-  spare_ = OpenSpare();
-  ++shed_since_logged_;
-  const auto now = std::chrono::steady_clock::now();
-  if (!shed_logged_ || now - *shed_logged_ >= kShedLogInterval) {
-    LogError("out of file descriptors: closed {} connections to {} unserved (see LimitNOFILE)",
-             shed_since_logged_, path_);
-    shed_logged_ = now;
-    shed_since_logged_ = 0;
-  }
-  return true;
-}
-
 void AcceptLoop::PauseAccepting() {
   epoll_event event{.events = 0, .data = {.fd = listen_fd_}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listen_fd_, &event);
@@ -209,7 +192,7 @@ void AcceptLoop::PauseAccepting() {
 }
 
 void AcceptLoop::ResumeAccepting() {
-  if (!spare_.valid()) spare_ = OpenSpare();
+  spare_.Restore();
   epoll_event event{.events = EPOLLIN, .data = {.fd = listen_fd_}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listen_fd_, &event);
   paused_until_.reset();

@@ -25,6 +25,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "daemon/sockets/peer_credentials.h"
+#include "daemon/sockets/spare_descriptor.h"
 #include "daemon/sockets/tcp_listener.h"
 #include "daemon/sockets/unix_listener.h"
 #include "transport/base/mutex.h"
@@ -104,13 +105,12 @@ class AcceptLoop {
   };
   static absl::StatusOr<std::unique_ptr<AcceptLoop>> Make(Listener listener, PeerTable* peers,
                                                           Serve serve);
-  AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, UniqueFd spare, PeerTable* peers,
-             Serve serve);
+  AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, SpareDescriptor spare,
+             PeerTable* peers, Serve serve);
   void Run();
   int TimeoutMs() const;
   void AcceptAll();
   void Admit(UniqueFd connection);
-  bool ShedOne();
   void PauseAccepting();
   void ResumeAccepting();
 
@@ -122,10 +122,8 @@ class AcceptLoop {
   const Serve serve_;
 
   // Used by the loop's thread only, once it runs.
-  UniqueFd spare_;  // closed to shed connections when descriptors run out
+  SpareDescriptor spare_;
   std::optional<std::chrono::steady_clock::time_point> paused_until_;
-  int64_t shed_since_logged_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> shed_logged_;
 
   Mutex mutex_;                                               // Start and Stop exclude each other
   std::optional<Listener> listener_ ABSL_GUARDED_BY(mutex_);  // nullopt after Stop

@@ -27,9 +27,6 @@ constexpr int kMaxAcceptsPerWakeup = 64;
 // A request has at most one descriptor; room for more tells "several" from "cut off".
 constexpr size_t kMaxDescriptorsTaken = 8;
 constexpr std::chrono::milliseconds kMaxTick{1'000};
-constexpr std::chrono::seconds kShedLogInterval{10};
-
-UniqueFd OpenSpare() { return UniqueFd(open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
 std::chrono::milliseconds TickOf(std::chrono::milliseconds idle_limit) {
   return std::clamp(idle_limit / 2, std::chrono::milliseconds(1), kMaxTick);
@@ -214,7 +211,7 @@ DescriptorSocket::DescriptorSocket(const DescriptorSocketOptions& options,
       stop_(std::move(stop)),
       timer_(std::move(timer)),
       handler_(handler),
-      spare_(OpenSpare()),
+      spare_(options.path),
       next_id_(kFirstConnection),
       listener_(std::move(listener)) {
   for (int i = 0; i < kDescriptorThreads; ++i) threads_.emplace_back([this] { Run(); });
@@ -261,7 +258,7 @@ void DescriptorSocket::Run() {
 }
 
 void DescriptorSocket::AcceptAll() {
-  if (!spare_.valid()) spare_ = OpenSpare();
+  spare_.Restore();
   for (int i = 0; i < kMaxAcceptsPerWakeup; ++i) {
     UniqueFd socket(accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.valid()) {
@@ -270,7 +267,13 @@ void DescriptorSocket::AcceptAll() {
     }
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if (errno == EAGAIN) break;
-    if ((errno == EMFILE || errno == ENFILE) && ShedOne()) continue;
+    if (errno == EMFILE || errno == ENFILE) {
+      const SpareDescriptor::Outcome shed = spare_.Shed(listen_fd_, [](const UniqueFd& waiting) {
+        Refuse(waiting, absl::ResourceExhaustedError("the daemon is out of file descriptors"));
+      });
+      if (shed == SpareDescriptor::Outcome::kRefused) continue;
+      if (shed == SpareDescriptor::Outcome::kNoneWaits) break;
+    }
     // Memory or even the spare descriptor has run out: the next tick listens again, so that this
     // thread does not spin.
     LogWarning("accepting on {}: {}", path_, Message(ErrnoError(errno, "accept")));
@@ -278,26 +281,6 @@ void DescriptorSocket::AcceptAll() {
     return;
   }
   ListenAgain();
-}
-
-// Called when descriptors have run out: refuses one waiting connection at once, so that its client
-// hears of it. False: even that did not work.
-bool DescriptorSocket::ShedOne() {
-  spare_.Reset();
-  UniqueFd shed(accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (!shed.valid()) return false;
-  Refuse(shed, absl::ResourceExhaustedError("the daemon is out of file descriptors"));
-  shed.Reset();
-  spare_ = OpenSpare();
-  ++shed_since_logged_;
-  const auto now = std::chrono::steady_clock::now();
-  if (!shed_logged_ || now - *shed_logged_ >= kShedLogInterval) {
-    LogError("out of file descriptors: refused {} connections to {} (see LimitNOFILE)",
-             shed_since_logged_, path_);
-    shed_logged_ = now;
-    shed_since_logged_ = 0;
-  }
-  return true;
 }
 
 void DescriptorSocket::Admit(UniqueFd socket) {

@@ -29,6 +29,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/sockets/peer_credentials.h"
+#include "daemon/sockets/spare_descriptor.h"
 #include "daemon/sockets/unix_listener.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
@@ -109,7 +110,6 @@ class DescriptorSocket {
   void Run();
   void AcceptAll();
   void Admit(UniqueFd socket);
-  bool ShedOne();
   // Takes the connection for this thread; null: it was closed meanwhile.
   std::shared_ptr<Connection> Claim(uint64_t id);
   // Serves the request that has come; false: the connection ends.
@@ -129,11 +129,7 @@ class DescriptorSocket {
   const UniqueFd stop_;   // eventfd, level-triggered: wakes every thread
   const UniqueFd timer_;  // timerfd: idle connections
   DescriptorHandler* const handler_;
-  // The next three are used by the thread that has the listener's event. The spare descriptor is
-  // closed for a moment to refuse a connection when descriptors run out.
-  UniqueFd spare_;
-  int64_t shed_since_logged_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> shed_logged_;
+  SpareDescriptor spare_;  // used by the thread that has the listener's event
 
   mutable Mutex mutex_;
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_);
