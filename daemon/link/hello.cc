@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "daemon/checks/bucket.h"
 #include "daemon/link/values.h"
@@ -21,36 +21,30 @@ using peer::MillisOf;
 using peer::TextOf;
 using peer::VersionOf;
 
-absl::StatusOr<std::vector<std::string>> OrderedNames(
-    const google::protobuf::RepeatedPtrField<std::string>& names, std::string_view what) {
+// OK: these are names, in order.
+absl::Status CheckOrder(const google::protobuf::RepeatedPtrField<std::string>& names,
+                        std::string_view what) {
   REFITD_RETURN_IF_ERROR(AtMost(names.size(), kMaxTensorsPerLayout, what));
   for (int i = 0; i < names.size(); ++i) {
     const std::string field = fmt::format("{}[{}]", what, i);
     REFITD_RETURN_IF_ERROR(TextOf(names[i], field, kMaxNameBytes).status());
     if (i > 0 && names[i] <= names[i - 1]) return Invalid("{} is not in order", field);
   }
-  return std::vector<std::string>(names.begin(), names.end());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
-  GroupSpec spec;
   REFITD_RETURN_IF_ERROR(
       InRange(wire.trainer_ranks(), 1, kMaxTrainerRanks, "accepted.spec.trainer_ranks"));
-  spec.trainer_ranks = wire.trainer_ranks();
   REFITD_RETURN_IF_ERROR(
       InRange(wire.min_instances(), 1, kMaxEngineRanks, "accepted.spec.min_instances"));
-  spec.min_instances = wire.min_instances();
   REFITD_RETURN_IF_ERROR(
       InRange(wire.slot_bytes(), 1, kMaxTensorBytes, "accepted.spec.slot_bytes"));
-  spec.slot_bytes = wire.slot_bytes();
   REFITD_RETURN_IF_ERROR(InRange(wire.slots(), 1, kMaxSlots, "accepted.spec.slots"));
-  spec.slots = wire.slots();
-  REFITD_ASSIGN_OR_RETURN(
-      spec.engine_only_tensors,
-      OrderedNames(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
-  REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors,
-                          OrderedNames(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
-  return spec;
+  REFITD_RETURN_IF_ERROR(
+      CheckOrder(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
+  REFITD_RETURN_IF_ERROR(CheckOrder(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
+  return SpecOf(wire);
 }
 
 absl::Status CheckMessageBytes(int64_t bytes, std::string_view field) {
@@ -58,6 +52,19 @@ absl::Status CheckMessageBytes(int64_t bytes, std::string_view field) {
 }
 
 }  // namespace
+
+GroupSpec SpecOf(const v1::GroupSpec& message) {
+  GroupSpec spec;
+  spec.trainer_ranks = message.trainer_ranks();
+  spec.min_instances = message.min_instances();
+  spec.slot_bytes = message.slot_bytes();
+  spec.slots = message.slots();
+  spec.engine_only_tensors.assign(message.engine_only_tensors().begin(),
+                                  message.engine_only_tensors().end());
+  spec.unwanted_tensors.assign(message.unwanted_tensors().begin(),
+                               message.unwanted_tensors().end());
+  return spec;
+}
 
 v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   v1::GroupSpec wire;
@@ -70,23 +77,32 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   return wire;
 }
 
-absl::Status CheckPeerHello(const v1::PeerMessage& message) {
+absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
   if (!message.has_hello()) return Invalid("kind: the first message of Link must be hello");
   const v1::PeerHello& hello = message.hello();
-  REFITD_RETURN_IF_ERROR(
-      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol").status());
+  REFITD_ASSIGN_OR_RETURN(
+      const AgreedProtocol agreed,
+      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol"));
   if (message.sequence() != 0 || message.incarnation() != 0) {
     return Invalid("sequence is {}, incarnation {}: those of a hello are 0", message.sequence(),
                    message.incarnation());
   }
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "hello.group"));
-  REFITD_RETURN_IF_ERROR(MillisOf(hello.wait_ms(), "hello.wait_ms").status());
+  REFITD_ASSIGN_OR_RETURN(const Duration wait, MillisOf(hello.wait_ms(), "hello.wait_ms"));
   static_assert(kMaxDaemonIdBytes == kMaxGroupNameBytes);
   REFITD_RETURN_IF_ERROR(CheckName(hello.daemon_id(), "hello.daemon_id"));
   if (hello.boot_id().size() != kBootIdBytes) {
     return Invalid("hello.boot_id has {} bytes, not {}", hello.boot_id().size(), kBootIdBytes);
   }
-  return CheckMessageBytes(hello.message_bytes(), "hello.message_bytes");
+  REFITD_RETURN_IF_ERROR(CheckMessageBytes(hello.message_bytes(), "hello.message_bytes"));
+  return PeerGreeting{.group = hello.group(),
+                      .spec = hello.has_spec() ? std::optional(SpecOf(hello.spec())) : std::nullopt,
+                      .wait = wait,
+                      .daemon_id = hello.daemon_id(),
+                      .boot_id = hello.boot_id(),
+                      .protocol = agreed.protocol,
+                      .newer = agreed.newer,
+                      .message_bytes = hello.message_bytes()};
 }
 
 v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes) {

@@ -8,14 +8,15 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
+#include "daemon/link/greeting.h"
 #include "daemon/link/limits.h"
 #include "refitd/v1/peer.pb.h"
 
 namespace refitd {
 
-// OK: the message is a hello that may be shown to a group. FAILED_PRECONDITION: no common protocol
-// version; the status names both sides'.
-absl::Status CheckPeerHello(const v1::PeerMessage& message);
+// The hello that the message has; only its spec is unchecked. FAILED_PRECONDITION: no common
+// protocol version; the status names both sides'. INVALID_ARGUMENT names field and value.
+absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message);
 
 // `message_bytes`: the largest message that this daemon takes.
 v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes);
@@ -28,6 +29,10 @@ struct PeerAcceptance {
 // FAILED_PRECONDITION: the coordinator chose a protocol version that this build does not speak.
 absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);
 
+// ---- a group's spec ----
+
+// The spec that the message has, unchecked. `slots` and `slot_bytes` of 0 are left to the daemon.
+GroupSpec SpecOf(const v1::GroupSpec& message);
 v1::GroupSpec SpecToWire(const GroupSpec& spec);
 
 }  // namespace refitd

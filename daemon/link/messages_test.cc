@@ -768,12 +768,37 @@ TEST_CASE("Statistics of methods that only a later version knows cost no answer 
   CHECK(std::get<PeerPartDone>(**report).broadcast == BroadcastMethod::kDirect);
 }
 
+TEST_CASE("A hello arrives as a value, with the version that both daemons speak") {
+  v1::PeerMessage message;
+  v1::PeerHello* const hello = message.mutable_hello();
+  hello->set_protocol(v1::PROTOCOL_VERSION_1);
+  hello->set_highest_protocol(static_cast<v1::ProtocolVersion>(9));
+  hello->set_group("g");
+  hello->set_wait_ms(1500);
+  hello->set_daemon_id("d");
+  hello->set_boot_id("0123456789abcdef");
+  hello->set_message_bytes(65'536);
+  CHECK_FALSE(GreetingOf(message)->spec.has_value());
+  const GroupSpec spec = {2, 3, 1 << 20, 4, {"a", "b.c"}, {"d*"}};
+  *hello->mutable_spec() = SpecToWire(spec);
+  const absl::StatusOr<PeerGreeting> greeting = GreetingOf(message);
+  REQUIRE(greeting.ok());
+  CHECK(greeting->group == "g");
+  CHECK(greeting->spec == spec);
+  CHECK(greeting->wait == std::chrono::milliseconds(1500));
+  CHECK(greeting->daemon_id == "d");
+  CHECK(greeting->boot_id == "0123456789abcdef");
+  CHECK(greeting->protocol == kProtocol);
+  CHECK(greeting->newer);
+  CHECK(greeting->message_bytes == 65'536);
+}
+
 TEST_CASE("A malformed hello is refused with field and value") {
   const std::string rest = "wait_ms: 1 boot_id: '0123456789abcdef' message_bytes: 65536 ";
   const auto error = [](const std::string& text) {
     v1::PeerMessage message;
     REQUIRE(google::protobuf::TextFormat::ParseFromString(text, &message));
-    return Message(CheckPeerHello(message));
+    return Message(GreetingOf(message).status());
   };
   const std::string good = "protocol: PROTOCOL_VERSION_1 group: 'g' daemon_id: 'd' ";
   CHECK(error("hello { " + good + rest + "}").empty());

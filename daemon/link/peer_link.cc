@@ -87,7 +87,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     v1::PeerHello* hello = message.mutable_hello();
     SayProtocol(hello);
     hello->set_group(dial_.group);
-    if (dial_.spec.has_value()) *hello->mutable_spec() = *dial_.spec;
+    if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToWire(*dial_.spec);
     hello->set_wait_ms(ToMillis(dial_.wait));
     hello->set_daemon_id(dial_.daemon_id);
     hello->set_boot_id(dial_.boot_id);

@@ -35,7 +35,7 @@
 #include "absl/status/status.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/peer.h"
-#include "refitd/v1/peer.pb.h"
+#include "daemon/link/greeting.h"
 
 namespace refitd {
 
@@ -54,7 +54,7 @@ struct PeerLinkLimits {
 struct PeerDial {
   std::string address;  // the coordinator's "host:port"
   std::string group;
-  std::optional<v1::GroupSpec> spec;  // absent: the group must exist
+  std::optional<GroupSpec> spec;  // absent: the group must exist
   // How long to wait for the group, and for a coordinator that does not listen yet; 0: not at all.
   Duration wait{};
   std::string daemon_id;
@@ -140,9 +140,9 @@ class PeerSession {
 class PeerAcceptor {
  public:
   virtual ~PeerAcceptor() = default;
-  // `hello` is well-formed (CheckPeerHello). It must be answered by Accept or End, not later than
-  // wait_ms. `peer_address` is the connection's "host:port" at the joined daemon.
-  virtual void Hello(v1::PeerHello hello, std::string peer_address,
+  // The hello must be answered by Accept or End, not later than its wait. `peer_address` is the
+  // connection's "host:port" at the joined daemon.
+  virtual void Hello(PeerGreeting hello, std::string peer_address,
                      std::shared_ptr<PeerSession> session) = 0;
   virtual void Report(uint64_t session, PeerReport report) = 0;
   virtual void Gone(uint64_t session, std::string reason) = 0;

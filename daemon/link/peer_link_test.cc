@@ -95,7 +95,7 @@ class Coordinator : public PeerAcceptor {
     server_->Wait();
   }
 
-  void Hello(v1::PeerHello hello, std::string /*address*/,
+  void Hello(PeerGreeting hello, std::string /*address*/,
              std::shared_ptr<PeerSession> session) override {
     hellos.Add(std::move(hello));
     if (accepts_) session->Accept(Up());
@@ -107,7 +107,7 @@ class Coordinator : public PeerAcceptor {
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   int port() const { return port_; }
 
-  Log<v1::PeerHello> hellos;
+  Log<PeerGreeting> hellos;
   Log<std::shared_ptr<PeerSession>> sessions;
   Log<PeerReport> reports;
   Log<std::pair<uint64_t, std::string>> gone;
@@ -180,17 +180,18 @@ PeerReport TooLargeAttach(MemberId member) {
 TEST_CASE("A daemon joins: hello, acceptance, then both sides talk in order") {
   Coordinator coordinator;
   PeerDial dial = DialTo(coordinator.address());
-  dial.spec.emplace().set_trainer_ranks(1);
+  dial.spec.emplace().trainer_ranks = 1;
   Joined joined(std::move(dial));
   const LinkUp up = joined.logs->up.Next();
   CHECK(up.incarnation == 77);
   CHECK(up.spec == Up().spec);
   CHECK(up.version == Version(3));
   CHECK(up.coordinator_id == "node-0");
-  const v1::PeerHello hello = coordinator.hellos.Next();
-  CHECK(hello.group() == "policy");
-  CHECK(hello.daemon_id() == "node-1");
-  CHECK(hello.spec().trainer_ranks() == 1);
+  const PeerGreeting hello = coordinator.hellos.Next();
+  CHECK(hello.group == "policy");
+  CHECK(hello.daemon_id == "node-1");
+  REQUIRE(hello.spec.has_value());
+  CHECK(hello.spec->trainer_ranks == 1);
 
   const auto session = coordinator.sessions.Next();
   for (uint64_t i = 0; i < 2000; ++i) {

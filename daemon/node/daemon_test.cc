@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/link/hello.h"
 #include "daemon/node/arrivals.h"
 #include "daemon/node/joiners.h"
 #include "daemon/node/members.h"

@@ -28,7 +28,7 @@ void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   dial.daemon_id = options_.daemon_id;
   dial.boot_id = options_.boot_id;
   dial.limits.message_bytes = options_.message_bytes;
-  if (wish.spec.has_value()) dial.spec = SpecToWire(*wish.spec);
+  dial.spec = std::move(wish.spec);
   dial.wait = wish.wait;
   join.redial.reset();
   join.dialled_spec = dial.spec.has_value();

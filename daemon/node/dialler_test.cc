@@ -94,7 +94,7 @@ TEST_CASE("a try names this daemon, and carries what its waiting members wish") 
   CHECK(dial.limits.message_bytes == 1 << 20);
   CHECK(dial.wait == seconds(7));
   REQUIRE(dial.spec.has_value());
-  CHECK(dial.spec->trainer_ranks() == 2);
+  CHECK(dial.spec->trainer_ranks == 2);
   CHECK(world.group->join.dialled_spec);
 }
 

@@ -7,7 +7,6 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
-#include "refitd/v1/types.pb.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -46,19 +45,6 @@ absl::Status CheckUnwanted(const std::vector<std::string>& names) {
 }
 
 }  // namespace
-
-GroupSpec SpecOf(const v1::GroupSpec& message) {
-  GroupSpec spec;
-  spec.trainer_ranks = message.trainer_ranks();
-  spec.min_instances = message.min_instances();
-  spec.slot_bytes = message.slot_bytes();
-  spec.slots = message.slots();
-  spec.engine_only_tensors.assign(message.engine_only_tensors().begin(),
-                                  message.engine_only_tensors().end());
-  spec.unwanted_tensors.assign(message.unwanted_tensors().begin(),
-                               message.unwanted_tensors().end());
-  return spec;
-}
 
 absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
   REFITD_RETURN_IF_ERROR(CheckField(wish.trainer_ranks, 1, kMaxTrainerRanks, "trainer_ranks"));

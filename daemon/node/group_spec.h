@@ -13,21 +13,14 @@
 
 namespace refitd {
 
-namespace v1 {
-class GroupSpec;
-}  // namespace v1
-
 struct SpecLimits {
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
   int64_t max_pool_bytes = int64_t{16} << 30;
 };
 
-// The wish that the message has, unchecked. `slots` and `slot_bytes` of 0 are left to the daemon.
-GroupSpec SpecOf(const v1::GroupSpec& message);
-
-// The spec that the wish becomes. INVALID_ARGUMENT, naming field and value: a number is out of its
-// range, or a name is no name.
+// The spec that the wish becomes. `slots` and `slot_bytes` of 0 are left to the daemon.
+// INVALID_ARGUMENT, naming field and value: a number is out of its range, or a name is no name.
 absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits);
 
 // OK: the wish is `known`, where fields left to a default match any value. FAILED_PRECONDITION: the

@@ -2,8 +2,7 @@
 
 #include <catch2/catch.hpp>
 #include <string>
-
-#include "refitd/v1/types.pb.h"
+#include <vector>
 
 namespace refitd {
 namespace {
@@ -14,14 +13,15 @@ constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr SpecLimits kLimits = {
     .default_slot_bytes = 8192, .default_slots = 3, .max_pool_bytes = 1 << 20};
 
-v1::GroupSpec Message() {
-  v1::GroupSpec message;
-  message.set_trainer_ranks(2);
-  return message;
+GroupSpec Wish() {
+  GroupSpec wish;
+  wish.trainer_ranks = 2;
+  wish.min_instances = 0;
+  return wish;
 }
 
 TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
-  const absl::StatusOr<GroupSpec> spec = CheckSpec(SpecOf(Message()), kLimits);
+  const absl::StatusOr<GroupSpec> spec = CheckSpec(Wish(), kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->trainer_ranks == 2);
   CHECK(spec->min_instances == 1);
@@ -30,12 +30,10 @@ TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
 }
 
 TEST_CASE("names of tensors are sorted and come once") {
-  v1::GroupSpec message = Message();
-  for (const char* name : {"b", "a", "b"}) {
-    message.add_engine_only_tensors(name);
-    message.add_unwanted_tensors(name + std::string("*"));
-  }
-  const absl::StatusOr<GroupSpec> spec = CheckSpec(SpecOf(message), kLimits);
+  GroupSpec wish = Wish();
+  wish.engine_only_tensors = {"b", "a", "b"};
+  wish.unwanted_tensors = {"b*", "a*", "b*"};
+  const absl::StatusOr<GroupSpec> spec = CheckSpec(wish, kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->engine_only_tensors == std::vector<std::string>{"a", "b"});
   CHECK(spec->unwanted_tensors == std::vector<std::string>{"a*", "b*"});
@@ -43,31 +41,29 @@ TEST_CASE("names of tensors are sorted and come once") {
 
 TEST_CASE("a bad field of a spec is named with its value (P10)") {
   const auto refused = [](auto change) {
-    v1::GroupSpec message = Message();
-    change(&message);
-    const absl::Status status = CheckSpec(SpecOf(message), kLimits).status();
+    GroupSpec wish = Wish();
+    change(&wish);
+    const absl::Status status = CheckSpec(wish, kLimits).status();
     CHECK(status.code() == kInvalid);
     return std::string(status.message());
   };
-  CHECK_THAT(refused([](auto* m) { m->set_trainer_ranks(0); }), Contains("spec.trainer_ranks: 0"));
-  CHECK_THAT(refused([](auto* m) { m->set_min_instances(-1); }),
-             Contains("spec.min_instances: -1"));
-  CHECK_THAT(refused([](auto* m) { m->set_slots(1); }), Contains("spec.slots: 1"));
-  CHECK_THAT(refused([](auto* m) { m->set_slot_bytes(4097); }), Contains("4097 is not a multiple"));
-  CHECK_THAT(refused([](auto* m) { m->set_slot_bytes(2 << 20); }),
+  CHECK_THAT(refused([](auto* w) { w->trainer_ranks = 0; }), Contains("spec.trainer_ranks: 0"));
+  CHECK_THAT(refused([](auto* w) { w->min_instances = -1; }), Contains("spec.min_instances: -1"));
+  CHECK_THAT(refused([](auto* w) { w->slots = 1; }), Contains("spec.slots: 1"));
+  CHECK_THAT(refused([](auto* w) { w->slot_bytes = 4097; }), Contains("4097 is not a multiple"));
+  CHECK_THAT(refused([](auto* w) { w->slot_bytes = 2 << 20; }),
              Contains("spec.slot_bytes: 2097152"));
-  CHECK_THAT(refused([](auto* m) { m->add_unwanted_tensors("a*b"); }),
+  CHECK_THAT(refused([](auto* w) { w->unwanted_tensors = {"a*b"}; }),
              Contains("'a*b' is neither a name nor a prefix"));
 }
 
 TEST_CASE("a spec equals the group's where it leaves slots to the default, and only there") {
-  GroupSpec known = *CheckSpec(SpecOf(Message()), kLimits);
+  GroupSpec known = *CheckSpec(Wish(), kLimits);
   known.slots = 7;
-  CHECK(CheckSameSpec("g", SpecOf(Message()), known, kLimits).ok());
-  v1::GroupSpec other = Message();
-  other.set_slots(4);
-  CHECK(CheckSameSpec("g", SpecOf(other), known, kLimits).message() ==
-        "spec: group 'g' has another");
+  CHECK(CheckSameSpec("g", Wish(), known, kLimits).ok());
+  GroupSpec other = Wish();
+  other.slots = 4;
+  CHECK(CheckSameSpec("g", other, known, kLimits).message() == "spec: group 'g' has another");
 
   GroupSpec trainers = known;
   trainers.trainer_ranks = 9;
@@ -78,7 +74,7 @@ TEST_CASE("a spec equals the group's where it leaves slots to the default, and o
 }
 
 TEST_CASE("sizes that a coordinator tells are bounded as an operator's are (P10)") {
-  GroupSpec told = *CheckSpec(SpecOf(Message()), kLimits);
+  GroupSpec told = *CheckSpec(Wish(), kLimits);
   CHECK(CheckToldSpec(told, kLimits).ok());
   told.slot_bytes = kLimits.max_pool_bytes + 1;
   CHECK(CheckToldSpec(told, kLimits).code() == kInvalid);

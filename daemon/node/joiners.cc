@@ -3,42 +3,35 @@
 #include <optional>
 #include <utility>
 
-#include "daemon/checks/bucket.h"
-#include "daemon/checks/fields.h"
-#include "proto/protocol.h"
 #include "transport/base/status.h"
 
 namespace refitd {
 
 absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
-  const std::string group = peer->hello.group();
-  REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
-  REFITD_RETURN_IF_ERROR(CheckName(peer->hello.daemon_id(), "daemon_id"));
-  if (peer->hello.boot_id() == state_.boot_id) {
+  const std::string group = peer->hello.group;
+  if (peer->hello.boot_id == state_.boot_id) {
     return absl::FailedPreconditionError(
         "boot_id: the daemon joins itself: members must name it as it listens, or as its "
         "`advertise` says");
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
-  REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer->hello.wait_ms(), "wait_ms"));
-  peer->deadline = DaemonState::Now() + wait;
-  if (peer->hello.has_spec()) {
+  peer->deadline = DaemonState::Now() + peer->hello.wait;
+  if (peer->hello.spec.has_value()) {
     REFITD_RETURN_IF_ERROR(
-        life_.Make(group, SpecOf(peer->hello.spec()), std::nullopt, /*creator=*/"", created, turn)
-            .status());
+        life_.Make(group, *peer->hello.spec, std::nullopt, /*creator=*/"", created, turn).status());
   }
   state_.peers.ForgetEarlier(*peer);
   if (state_.groups.Find(group) != nullptr) return absl::OkStatus();
-  if (wait == Duration(0)) return NoGroup(group);
+  if (peer->hello.wait == Duration(0)) return NoGroup(group);
   return state_.peers.AdmitWaiting();
 }
 
-void Joiners::Hello(v1::PeerHello hello, std::string peer_address,
+void Joiners::Hello(PeerGreeting hello, std::string peer_address,
                     std::shared_ptr<PeerSession> session) {
   Turn turn(state_.turns);
   Peers::Waiting peer{std::move(hello), std::move(peer_address), std::move(session),
                       DaemonState::Now()};
-  const std::string group = peer.hello.group();
+  const std::string group = peer.hello.group;
   bool created = false;
   if (absl::Status status = TakeHello(&peer, &created, turn); !status.ok()) {
     peer.session->End(std::move(status));
@@ -53,12 +46,12 @@ void Joiners::Hello(v1::PeerHello hello, std::string peer_address,
 }
 
 void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
-  const std::string name = peer.hello.group();
+  const std::string name = peer.hello.group;
   GroupRecord* group = state_.groups.Find(name);
   REFITD_CHECK(group != nullptr);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
   if (absl::Status status =
-          group->coordinator->CanJoin(peer.hello.daemon_id(), peer.hello.boot_id(), peer.address);
+          group->coordinator->CanJoin(peer.hello.daemon_id, peer.hello.boot_id, peer.address);
       !status.ok()) {
     return peer.session->End(std::move(status));
   }
@@ -70,12 +63,11 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   up.spec = group->machine->spec();
   up.version = group->machine->version();
   up.coordinator_id = state_.options.daemon_id;
-  up.protocol = AgreeProtocol(peer.hello.protocol(), peer.hello.highest_protocol(), "protocol")
-                    ->protocol;  // CheckPeerHello found one
+  up.protocol = peer.hello.protocol;
   peer.session->Accept(up);
   const NodeId node = state_.peers.Join(name, std::move(peer.session));
-  turn.Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol,
-                               peer.hello.boot_id()});
+  turn.Handle(
+      name, NodeJoined{node, peer.hello.daemon_id, peer.address, up.protocol, peer.hello.boot_id});
 }
 
 void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {

@@ -24,7 +24,7 @@ class Joiners : public PeerAcceptor {
   Joiners(DaemonState* state, GroupLife* life, Members* members, const DeviceSlots* slots)
       : state_(*state), life_(*life), members_(*members), device_slots_(*slots) {}
 
-  void Hello(v1::PeerHello hello, std::string peer_address,
+  void Hello(PeerGreeting hello, std::string peer_address,
              std::shared_ptr<PeerSession> session) override;
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;

@@ -15,8 +15,7 @@ absl::Status Peers::AdmitWaiting() const {
 
 void Peers::ForgetEarlier(const Waiting& peer) {
   std::erase_if(waiting_, [&peer](const Waiting& earlier) {
-    if (earlier.hello.group() != peer.hello.group() ||
-        earlier.hello.boot_id() != peer.hello.boot_id()) {
+    if (earlier.hello.group != peer.hello.group || earlier.hello.boot_id != peer.hello.boot_id) {
       return false;
     }
     earlier.session->End(absl::AbortedError("the daemon joins anew"));
@@ -28,7 +27,7 @@ std::vector<Peers::Waiting> Peers::TakeWaiting(const std::string& group) {
   std::vector<Waiting> taken;
   std::vector<Waiting> kept;
   for (Waiting& peer : waiting_) {
-    (peer.hello.group() == group ? taken : kept).push_back(std::move(peer));
+    (peer.hello.group == group ? taken : kept).push_back(std::move(peer));
   }
   waiting_ = std::move(kept);
   return taken;
@@ -37,8 +36,8 @@ std::vector<Peers::Waiting> Peers::TakeWaiting(const std::string& group) {
 void Peers::RefuseLate(TimePoint now) {
   std::erase_if(waiting_, [now](const Waiting& peer) {
     if (peer.deadline > now) return false;
-    peer.session->End(Error(absl::StatusCode::kNotFound, "group '{}' was not created in time",
-                            peer.hello.group()));
+    peer.session->End(
+        Error(absl::StatusCode::kNotFound, "group '{}' was not created in time", peer.hello.group));
     return true;
   });
 }

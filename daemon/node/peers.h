@@ -21,7 +21,6 @@
 
 #include "absl/status/status.h"
 #include "daemon/link/peer_link.h"
-#include "refitd/v1/peer.pb.h"
 #include "transport/base/ids.h"
 
 namespace refitd {
@@ -32,7 +31,7 @@ class Peers {
 
   // A daemon that waits until its group exists.
   struct Waiting {
-    v1::PeerHello hello;
+    PeerGreeting hello;
     std::string address;
     std::shared_ptr<PeerSession> session;
     TimePoint deadline;

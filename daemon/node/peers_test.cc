@@ -31,8 +31,8 @@ class Session : public PeerSession {
 Peers::Waiting Waits(std::shared_ptr<Session> session, const std::string& group,
                      const std::string& boot_id, TimePoint deadline = TimePoint::max()) {
   Peers::Waiting peer;
-  peer.hello.set_group(group);
-  peer.hello.set_boot_id(boot_id);
+  peer.hello.group = group;
+  peer.hello.boot_id = boot_id;
   peer.session = std::move(session);
   peer.deadline = deadline;
   return peer;

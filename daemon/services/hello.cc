@@ -5,7 +5,7 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
-#include "daemon/node/group_spec.h"
+#include "daemon/link/hello.h"
 #include "proto/convert.h"
 #include "proto/protocol.h"
 #include "transport/base/status.h"

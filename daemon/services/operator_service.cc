@@ -7,7 +7,7 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
-#include "daemon/node/group_spec.h"
+#include "daemon/link/hello.h"
 #include "daemon/node/operators.h"
 #include "daemon/services/status.h"
 

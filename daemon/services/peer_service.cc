@@ -19,7 +19,6 @@
 #include "daemon/link/reports.h"
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
-#include "proto/protocol.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -292,19 +291,18 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
 
   absl::Status Take() {
     if (!greeted_) {
-      REFITD_RETURN_IF_ERROR(CheckPeerHello(message_));
+      REFITD_ASSIGN_OR_RETURN(PeerGreeting hello, GreetingOf(message_));
       if (caller_.enter != nullptr) {
-        absl::Status status = caller_.enter(message_.hello().group());
+        absl::Status status = caller_.enter(hello.group);
         if (!status.ok()) LogRefused(status);
         REFITD_RETURN_IF_ERROR(status);
       }
-      if (!session_->HelloCame(message_.hello().message_bytes())) return absl::OkStatus();
+      if (!session_->HelloCame(hello.message_bytes)) return absl::OkStatus();
       greeted_ = true;
-      const v1::PeerHello& hello = message_.hello();
-      newer_ = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol")->newer;
-      name_ = fmt::format("group {}: daemon {} at {}", hello.group(), hello.daemon_id(), address_);
+      newer_ = hello.newer;
+      name_ = fmt::format("group {}: daemon {} at {}", hello.group, hello.daemon_id, address_);
       if (!caller_.identity.empty()) LogInfo("{} is {}", name_, caller_.identity);
-      acceptor_->Hello(std::move(*message_.mutable_hello()), address_, session_);
+      acceptor_->Hello(std::move(hello), address_, session_);
       return absl::OkStatus();
     }
     REFITD_ASSIGN_OR_RETURN(const std::optional<PeerBounds> bounds, session_->CheckOrder(message_));

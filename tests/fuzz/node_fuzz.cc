@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/link/hello.h"
 #include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/layouts.h"

@@ -72,7 +72,7 @@ void CheckEpochReport(PeerReport report) {
 }
 
 void FuzzOne(const v1::PeerMessage& message) {
-  (void)CheckPeerHello(message);
+  (void)GreetingOf(message);
   ReportDecoder decoder(kBounds);
   const auto first = decoder.Decode(message);
   if (!first.ok()) {

@@ -1,0 +1,29 @@
+// A joining daemon's hello as the coordinator's node reads it.
+#ifndef REFITD_DAEMON_LINK_GREETING_H_
+#define REFITD_DAEMON_LINK_GREETING_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "daemon/group/group.h"
+#include "proto/protocol.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+// The hello of a daemon that joins, checked but for the spec.
+struct PeerGreeting {
+  std::string group;
+  std::optional<GroupSpec> spec;  // as a member wishes for it; absent: the group must exist
+  Duration wait{};                // for the group; 0: not at all
+  std::string daemon_id;
+  std::string boot_id;            // kBootIdBytes
+  Protocol protocol = kProtocol;  // the highest version that both daemons speak
+  bool newer = false;             // the daemon speaks versions that this build does not know
+  int64_t message_bytes = 0;      // the largest message that the daemon takes
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_LINK_GREETING_H_
