@@ -1,9 +1,10 @@
-// Checks bucket metadata and names from the wire and turns them into values (P10). proto/convert.h
-// has the conversions that clients need, too.
+// A pushed bucket on its way from its message to what the daemon works with (P10), and names.
 //
-// Pure functions of the message and of what the caller knows about the member. No number is used
-// for an allocation, an index or a loop bound before it was checked. Errors name field, index and
-// value. Thread-safe.
+// A service reads the message (bucket_message.h): the result is a ReceivedBucket, whose metadata is
+// consistent. The daemon then finds the places of the bytes, in memory that it knows of the member.
+//
+// Pure functions. No number is used for an allocation, an index or a loop bound before it was
+// checked. Errors name field, index and value. Thread-safe.
 #ifndef REFITD_DAEMON_CHECKS_BUCKET_H_
 #define REFITD_DAEMON_CHECKS_BUCKET_H_
 
@@ -12,11 +13,10 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "proto/convert.h"
-#include "refitd/v1/types.pb.h"
 #include "transport/bucket.h"
 #include "transport/plan/layout.h"
 #include "transport/transport.h"
@@ -33,24 +33,62 @@ struct BucketLimits {
   int64_t slot_bytes = 0;    // of the group's slots
 };
 
-// The opened blocks of device memory that bucket.cuda_ipc names: blocks[i] belongs to
-// handles(indices[i]). A packed bucket has one block, any other bucket one for each tensor.
+// The opened blocks of device memory that a bucket names: blocks[i] belongs to the reference
+// indices[i]. A packed bucket has one block, any other bucket one for each tensor.
 struct DeviceSource {
   std::vector<int> indices;
   std::vector<MemorySpan> blocks;
 };
 
-// Which of the bucket's handles are for the GPU `uuid`, found before any is opened: one for a
-// packed bucket, which may bring one handle for each GPU; one for each tensor of any other.
-// INVALID_ARGUMENT: wrong number of handles, or of bytes. FAILED_PRECONDITION: all handles are for
-// other GPUs.
-absl::StatusOr<std::vector<int>> HandlesOn(const v1::Bucket& bucket, std::string_view uuid);
+// References to memory, as a pusher makes them: nothing in them is checked.
+struct RegionRef {
+  RegionId region;
+  int64_t byte_offset = 0;
+};
+// The texts belong to the message.
+struct DeviceRef {
+  std::string_view gpu_uuid;
+  std::string_view handle;  // of CUDA IPC
+  int64_t byte_offset = 0;  // from the start of the block
+  int64_t bytes = 0;        // 0: up to the end of the block
+};
 
-// Errors: as listed at Trainer.PushBucket (INVALID_ARGUMENT, NOT_FOUND region, RESOURCE_EXHAUSTED
-// inline bytes, UNIMPLEMENTED cuda_ipc if `device` is empty).
-absl::StatusOr<CheckedBucket> CheckBucket(const v1::Bucket& bucket, const BucketLimits& limits,
-                                          const RegionBytes& region_bytes,
-                                          const DeviceSource& device = {});
+// Where each tensor lies in a packed buffer, and the length of that buffer.
+struct Packing {
+  std::vector<int64_t> offsets;
+  int64_t bytes = 0;
+  bool explicit_offsets = false;
+};
+
+// A bucket as it came from a service. Its message must live as long.
+struct ReceivedBucket {
+  std::shared_ptr<CheckedBucket> bucket;  // without places; not shared with anyone yet
+  std::optional<Packing> packing;         // none: the bucket is not packed
+  // Inline bytes and references to regions: one entry for a packed bucket, else one for each
+  // tensor. References to device memory: any number (HandlesOn).
+  std::variant<std::vector<std::string_view>, std::vector<RegionRef>, SlotGrant,
+               std::vector<DeviceRef>>
+      source;
+};
+
+// Which of the bucket's references to device memory are for the GPU `uuid`, found before any is
+// opened: one for a packed bucket, which may bring one reference for each GPU; one for each tensor
+// of any other. INVALID_ARGUMENT: wrong number of handles, or of bytes. FAILED_PRECONDITION: all
+// handles are for other GPUs.
+absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::string_view uuid);
+
+// The places of the bucket's tensors. Errors: as listed at Trainer.PushBucket (INVALID_ARGUMENT,
+// NOT_FOUND region, RESOURCE_EXHAUSTED inline bytes, UNIMPLEMENTED cuda_ipc if `device` is empty).
+absl::StatusOr<std::vector<CheckedBucket::Place>> PlacesOf(const ReceivedBucket& received,
+                                                           const BucketLimits& limits,
+                                                           const RegionBytes& region_bytes,
+                                                           const DeviceSource& device = {});
+
+// ---- shared with bucket_message.cc ----
+// Names a field's entry, as in `bucket.sizes[3] of tensor "model.norm.weight"`.
+std::string BucketEntry(std::string_view list, size_t index, const TensorSpec& tensor);
+// OK: the bucket has as many references to its memory as it needs.
+absl::Status CheckRefCount(std::string_view field, size_t got, bool packed, size_t tensors);
 
 // 1 to kMaxGroupNameBytes characters of [A-Za-z0-9._-]. `field` is "group" or "instance".
 absl::Status CheckName(std::string_view name, std::string_view field);

@@ -1,5 +1,3 @@
-#include "daemon/checks/bucket.h"
-
 #include <catch2/catch.hpp>
 #include <cstdint>
 #include <functional>
@@ -9,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/checks/bucket_test_util.h"
 #include "transport/base/status.h"
 
 namespace refitd {

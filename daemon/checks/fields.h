@@ -7,7 +7,6 @@
 #include <string_view>
 
 #include "absl/status/statusor.h"
-#include "refitd/v1/types.pb.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
 

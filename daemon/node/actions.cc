@@ -3,40 +3,13 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 #include "daemon/process/log.h"
-#include "proto/convert.h"
-#include "refitd/v1/engine.pb.h"
-#include "refitd/v1/trainer.pb.h"
 
 namespace refitd {
-namespace {
-
-v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
-  v1::EngineEvent event;
-  v1::BucketReady& bucket = *event.mutable_bucket();
-  const PartContent& content = *part.content;
-  bucket.set_version(part.version.value());
-  bucket.set_update_id(part.update.value());
-  bucket.set_part(part.part.value());
-  bucket.set_slot(part.slot.slot.value());
-  bucket.set_slot_byte_offset(int64_t{part.slot.slot.value()} * slot_bytes);
-  bucket.set_bytes(content.bytes);
-  for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const TensorSpec& tensor = content.tensor(i);
-    bucket.add_names(tensor.name);
-    bucket.add_dtypes(ToWire(tensor.dtype));
-    *bucket.add_shapes() = ToWire(tensor.shape);
-    bucket.add_starts(content.ranges[i].start);
-    bucket.add_sizes(content.ranges[i].count);
-    bucket.add_byte_offsets(content.byte_offsets[i]);
-  }
-  return event;
-}
-
-}  // namespace
-
 void Actions::Dispatch(Turn& turn, const std::string& name, MachineEvent& event) {
   GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr) return;
@@ -60,32 +33,11 @@ struct Actions::Performer {
   MemberRecord* Find(MemberId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     return own->state_.leases.Find(id);
   }
-  void SendEngine(MemberId id, v1::EngineEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void Tell(MemberId id, MemberNews news) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     MemberRecord* member = Find(id);
-    if (member == nullptr || member->engine_sink == nullptr) return;
-    member->engine_sink->Queue(std::move(event));
-    turn.Flush(member->engine_sink);
-  }
-  void SendTrainer(MemberId id, v1::TrainerEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    MemberRecord* member = Find(id);
-    if (member == nullptr || member->trainer_sink == nullptr) return;
-    member->trainer_sink->Queue(std::move(event));
-    turn.Flush(member->trainer_sink);
-  }
-  // Committed, Aborted and Draining have the same fields for both roles.
-  template <typename Fill>
-  void SendEither(MemberId id, Fill fill) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    MemberRecord* member = Find(id);
-    if (member == nullptr) return;
-    if (member->engine) {
-      v1::EngineEvent event;
-      fill(&event);
-      SendEngine(id, std::move(event));
-    } else {
-      v1::TrainerEvent event;
-      fill(&event);
-      SendTrainer(id, std::move(event));
-    }
+    if (member == nullptr || member->sink == nullptr) return;
+    member->sink->Queue(std::move(news));
+    turn.Flush(member->sink, member->engine);
   }
 
   void operator()(Reply& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
@@ -98,32 +50,19 @@ struct Actions::Performer {
     turn.Answer([reply = std::move(call->reply), status = std::move(a.status),
                  payload = std::move(a.payload)] { reply(status, payload); });
   }
-  void operator()(SendPrepare& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    v1::EngineEvent event;
-    event.mutable_prepare()->set_version(a.version.value());
-    event.mutable_prepare()->set_update_id(a.update.value());
-    event.mutable_prepare()->set_remaining_ms(ToMillis(a.remaining));
-    event.mutable_prepare()->set_tensor_count(a.tensor_count);
-    SendEngine(a.member, std::move(event));
-  }
   void operator()(SendPart& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    SendEngine(a.member, PartEvent(a, group->machine->spec().slot_bytes));
+    const MemberId member = a.member;
+    Tell(member, PartNews{std::move(a), group->machine->spec().slot_bytes});
   }
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    SendEither(a.member, [&](auto* event) {
-      event->mutable_committed()->set_version(a.version.value());
-      event->mutable_committed()->set_incarnation(group->machine->incarnation());
-    });
+    Tell(a.member, CommittedNews{a.version, group->machine->incarnation()});
   }
-  void operator()(SendAborted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    SendEither(a.member, [&](auto* event) {
-      event->mutable_aborted()->set_version(a.version.value());
-      event->mutable_aborted()->set_reason(a.reason);
-      event->mutable_aborted()->set_dirty(a.dirty);
-    });
-  }
-  void operator()(SendDraining& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    SendEither(a.member, [](auto* event) { event->mutable_draining(); });
+  // A member hears of some actions in the group's words.
+  template <typename Action>
+  requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
+  void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    const MemberId member = a.member;
+    Tell(member, std::move(a));
   }
   void operator()(StartTransfer& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Start(group, std::move(a), turn);

@@ -6,18 +6,9 @@
 
 namespace refitd {
 
-MemberId Arrivals::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<TrainerSink> sink) {
+MemberId Arrivals::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<MemberSink> sink) {
   if (arrival.ok()) {
-    arrival->record.trainer_sink = std::move(sink);
-    return Attach(*std::move(arrival));
-  }
-  sink->End(arrival.status());
-  return state_.NewMember();
-}
-
-MemberId Arrivals::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<EngineSink> sink) {
-  if (arrival.ok()) {
-    arrival->record.engine_sink = std::move(sink);
+    arrival->record.sink = std::move(sink);
     return Attach(*std::move(arrival));
   }
   sink->End(arrival.status());

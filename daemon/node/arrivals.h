@@ -46,8 +46,7 @@ class Arrivals {
         data_plane_(*data_plane) {}
 
   // The sink gets Welcome, or End with the reason. Gone may be called at any time afterwards.
-  MemberId Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<TrainerSink> sink);
-  MemberId Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<EngineSink> sink);
+  MemberId Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<MemberSink> sink);
   void Gone(MemberId member, const std::string& reason);
   // The member itself asked to leave. This does what Gone does, but the sink ends with OK, and a
   // process that has seen that end may attach in the member's place.

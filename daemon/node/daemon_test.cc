@@ -12,16 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/link/hello.h"
 #include "daemon/node/arrivals.h"
 #include "daemon/node/joiners.h"
 #include "daemon/node/members.h"
 #include "daemon/node/operators.h"
 #include "daemon/node/regions.h"
 #include "daemon/node/trainer_calls.h"
-#include "daemon/services/hello.h"
 #include "daemon/services/peer_service.h"
-#include "daemon/services/trainer_events.h"
 #include "daemon/test_util.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -31,30 +28,34 @@ namespace refitd {
 namespace {
 
 using Catch::Contains;
+using std::chrono::milliseconds;
 
-constexpr int64_t kPatienceMs = 60'000;  // how long members wait; far longer than any step takes
+constexpr Duration kPatience =
+    std::chrono::minutes(1);  // how long members wait; far longer than any step takes
 constexpr int64_t kSlotBytes = 4096;
 
 // A member's stream, as the test sees it.
-template <typename Event>
-class Inbox : public EventSink<Event> {
+class Inbox : public MemberSink {
  public:
-  void Send(Event event) override {
+  void Send(MemberNews news) override {
     MutexLock lock(&mutex_);
-    if (event.has_welcome()) welcome_ = event.welcome();
-    events_.push_back(std::move(event));
+    news_.push_back(std::move(news));
   }
   void End(absl::Status status) override {
     MutexLock lock(&mutex_);
     end_ = std::move(status);
   }
-  bool welcomed() {
+  bool welcomed() { return Last<WelcomeNews>().has_value(); }
+  WelcomeNews welcome() { return *Last<WelcomeNews>(); }
+  // The last news of this kind; nullopt: none came.
+  template <typename News>
+  std::optional<News> Last() {
     MutexLock lock(&mutex_);
-    return welcome_.has_value();
-  }
-  v1::Welcome welcome() {
-    MutexLock lock(&mutex_);
-    return *welcome_;
+    std::optional<News> last;
+    for (const MemberNews& news : news_) {
+      if (const auto* found = std::get_if<News>(&news)) last = *found;
+    }
+    return last;
   }
   std::optional<absl::Status> end() {
     MutexLock lock(&mutex_);
@@ -65,19 +66,12 @@ class Inbox : public EventSink<Event> {
     REQUIRE(Eventually([this] { return end().has_value(); }));
     return *end();
   }
-  std::vector<Event> events() {
-    MutexLock lock(&mutex_);
-    return events_;
-  }
 
  private:
   Mutex mutex_;
-  std::vector<Event> events_ ABSL_GUARDED_BY(mutex_);
-  std::optional<v1::Welcome> welcome_ ABSL_GUARDED_BY(mutex_);
+  std::vector<MemberNews> news_ ABSL_GUARDED_BY(mutex_);
   std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
 };
-using TrainerInbox = Inbox<v1::TrainerEvent>;
-using EngineInbox = Inbox<v1::EngineEvent>;
 
 class UpdateInbox : public UpdateSink {
  public:
@@ -89,12 +83,10 @@ class UpdateInbox : public UpdateSink {
   std::atomic<int> sent_{0};
 };
 
-v1::GroupSpec Spec(int slots = 2) {
-  v1::GroupSpec spec;
-  spec.set_trainer_ranks(1);
-  spec.set_min_instances(1);
-  spec.set_slot_bytes(kSlotBytes);
-  spec.set_slots(slots);
+GroupSpec Spec(int slots = 2) {
+  GroupSpec spec;
+  spec.slot_bytes = kSlotBytes;
+  spec.slots = slots;
   return spec;
 }
 
@@ -129,41 +121,37 @@ class TestDaemon {
     daemon_.reset();
   }
 
-  struct Trainer {
+  struct Attached {
     MemberId id;
-    std::shared_ptr<TrainerInbox> inbox;
-  };
-  struct Engine {
-    MemberId id;
-    std::shared_ptr<EngineInbox> inbox;
+    std::shared_ptr<Inbox> inbox;
   };
   // `at`: the coordinator; null: this daemon.
-  Trainer AttachTrainer(const std::string& group, std::optional<v1::GroupSpec> spec = Spec(),
-                        const TestDaemon* at = nullptr) {
-    v1::TrainerHello hello;
-    hello.set_world_size(1);
-    Fill(group, std::move(spec), at, kPatienceMs, &hello);
-    auto inbox = std::make_shared<TrainerInbox>();
-    return {daemon_->arrivals().Attach(ArrivalOf(hello, {}), inbox), inbox};
+  Attached AttachTrainer(const std::string& group, std::optional<GroupSpec> spec = Spec(),
+                         const TestDaemon* at = nullptr) {
+    Arrival arrival;
+    arrival.identity = TrainerIdentity();
+    return Attach(std::move(arrival), group, std::move(spec), at, kPatience);
   }
   // Attaches an engine rank with staged delivery, by default alone in its instance.
-  Engine AttachEngine(const std::string& group, const std::string& instance,
-                      std::optional<v1::GroupSpec> spec, const TestDaemon* at = nullptr,
-                      int64_t wait_ms = kPatienceMs, int rank = 0, int world_size = 1,
-                      const std::vector<std::string>& manifest = {}) {
-    v1::EngineHello hello;
+  Attached AttachEngine(const std::string& group, const std::string& instance,
+                        std::optional<GroupSpec> spec, const TestDaemon* at = nullptr,
+                        Duration wait = kPatience, int rank = 0, int world_size = 1,
+                        const std::vector<std::string>& manifest = {}) {
+    EngineIdentity engine;
+    engine.instance = instance;
+    engine.rank = rank;
+    engine.world_size = world_size;
+    engine.delivery = DeliveryMode::kStaged;
+    if (!manifest.empty()) engine.manifest.emplace();
     for (const std::string& tensor : manifest) {
-      hello.mutable_manifest()->add_names(tensor);
-      hello.mutable_manifest()->add_dtypes(v1::DTYPE_FLOAT32);
-      hello.mutable_manifest()->add_shapes()->add_dims(1);
+      engine.manifest->push_back({tensor, DType::kFloat32, {1}});
     }
-    hello.set_instance(instance);
-    hello.set_rank(rank);
-    hello.set_world_size(world_size);
-    hello.set_delivery(v1::DELIVERY_STAGED);
-    Fill(group, std::move(spec), at, wait_ms, &hello);
-    auto inbox = std::make_shared<EngineInbox>();
-    return {daemon_->arrivals().Attach(ArrivalOf(hello, {}), inbox), inbox};
+    Arrival arrival;
+    arrival.record.engine = true;
+    arrival.record.instance = instance;
+    arrival.record.staged = true;
+    arrival.identity = std::move(engine);
+    return Attach(std::move(arrival), group, std::move(spec), at, wait);
   }
   int groups() { return static_cast<int>(daemon_->operators().Groups().size()); }
   bool Has(const std::string& group) { return daemon_->operators().Group(group).ok(); }
@@ -172,14 +160,15 @@ class TestDaemon {
   Daemon& daemon() { return *daemon_; }
 
  private:
-  template <typename Hello>
-  static void Fill(const std::string& group, std::optional<v1::GroupSpec> spec,
-                   const TestDaemon* at, int64_t wait_ms, Hello* hello) {
-    SayProtocol(hello);
-    hello->set_group(group);
-    if (spec.has_value()) *hello->mutable_spec() = *std::move(spec);
-    if (at != nullptr) hello->set_coordinator(at->address());
-    hello->set_wait_ms(wait_ms);
+  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec,
+                  const TestDaemon* at, Duration wait) {
+    arrival.record.group = group;
+    arrival.record.device = "host";
+    arrival.spec = std::move(spec);
+    if (at != nullptr) arrival.coordinator = at->address();
+    arrival.wait = wait;
+    auto inbox = std::make_shared<Inbox>();
+    return {daemon_->arrivals().Attach(std::move(arrival), inbox), inbox};
   }
 
   std::unique_ptr<ProcessWatch> processes_;
@@ -206,11 +195,11 @@ TEST_CASE("Each member that waits at a joined daemon has its own deadline") {
   TestDaemon a("a");
   TestDaemon b("b");
   const auto patient = b.AttachEngine("g", "patient", std::nullopt, &a);
-  const auto hasty = b.AttachEngine("g", "hasty", std::nullopt, &a, /*wait_ms=*/20);
+  const auto hasty = b.AttachEngine("g", "hasty", std::nullopt, &a, /*wait=*/milliseconds(20));
   CHECK(hasty.inbox->Ended().code() == absl::StatusCode::kNotFound);
   CHECK_FALSE(patient.inbox->end().has_value());
   // The reverse order: the member that came first has the shorter wait.
-  const auto first = b.AttachEngine("h", "hasty", std::nullopt, &a, /*wait_ms=*/20);
+  const auto first = b.AttachEngine("h", "hasty", std::nullopt, &a, /*wait=*/milliseconds(20));
   const auto second = b.AttachEngine("h", "patient", std::nullopt, &a);
   CHECK(first.inbox->Ended().code() == absl::StatusCode::kNotFound);
   CHECK_FALSE(second.inbox->end().has_value());
@@ -248,7 +237,7 @@ TEST_CASE("A second daemon with a live one's id is refused, and taken in when th
   REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
 
   TestDaemon same_id("b");
-  const auto hasty = same_id.AttachEngine("g", "j", Spec(), &a, /*wait_ms=*/50);
+  const auto hasty = same_id.AttachEngine("g", "j", Spec(), &a, /*wait=*/milliseconds(50));
   const absl::Status refused = hasty.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kAlreadyExists);
   CHECK_THAT(Message(refused), Contains("'b' is that of the daemon at 127.0.0.1:") &&
@@ -292,7 +281,7 @@ TEST_CASE("A member whose report does not fit on the link is refused with the li
   std::vector<std::string> manifest;
   for (int i = 0; i < 8000; ++i) manifest.push_back(fmt::format("{:0>200}", i));
   const auto large =
-      b.AttachEngine("g", "large", Spec(), &a, kPatienceMs, /*rank=*/0, /*world_size=*/1, manifest);
+      b.AttachEngine("g", "large", Spec(), &a, kPatience, /*rank=*/0, /*world_size=*/1, manifest);
   const absl::Status refused = large.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(refused), Contains("message_bytes"));
@@ -311,24 +300,26 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
   TestDaemon a("a", options);
   const auto trainer = a.AttachTrainer("g");
   REQUIRE(trainer.inbox->welcomed());
-  std::vector<TestDaemon::Engine> ranks;
+  std::vector<TestDaemon::Attached> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
-    ranks.push_back(a.AttachEngine("g", "i", Spec(), nullptr, 0, rank, kRanks));
+    ranks.push_back(a.AttachEngine("g", "i", Spec(), nullptr, Duration(0), rank, kRanks));
   }
   const auto updates = std::make_shared<UpdateInbox>();
   REQUIRE(a.daemon().operators().Watch({"", std::chrono::hours(1), false}, updates).ok());
 
-  v1::BeginRequest begin;
-  *begin.mutable_lease() = trainer.inbox->welcome().lease();
-  begin.set_version(1);
-  begin.set_tensor_count(1);
+  const WelcomeNews lease = trainer.inbox->welcome();
+  BeginEvent begin;
+  begin.version = Version(1);
+  begin.tensor_count = 1;
+  begin.duration = std::chrono::hours(1);
   std::atomic<bool> begun{false};
   a.daemon().trainer_calls().Call(
-      a.daemon().NewCall(), CallerOf(begin.lease(), {}), EventOf(begin, std::chrono::hours(1)),
+      a.daemon().NewCall(),
+      Caller{{}, lease.token, lease.incarnation, static_cast<int>(lease.protocol)}, begin,
       [&begun](const absl::Status& status, const ReplyPayload&) { begun = status.ok(); });
   const int64_t before = a.daemon().watched_views();
-  const UpdateId update(ranks[0].inbox->events().back().prepare().update_id());
-  for (const TestDaemon::Engine& rank : ranks) {
+  const UpdateId update = ranks[0].inbox->Last<SendPrepare>()->update;
+  for (const TestDaemon::Attached& rank : ranks) {
     a.daemon().members().Happened(rank.id, ReadyEvent{rank.id, update});
   }
   CHECK(begun);
@@ -358,7 +349,7 @@ TEST_CASE("A group that was created and never joined is given up as well") {
   DaemonOptions options;
   options.group_idle = std::chrono::milliseconds(20);
   TestDaemon a("a", options);
-  REQUIRE(a.daemon().operators().CreateGroup("g", SpecOf(Spec()), false, "", "uid:1").ok());
+  REQUIRE(a.daemon().operators().CreateGroup("g", Spec(), false, "", "uid:1").ok());
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
 
@@ -390,9 +381,9 @@ TEST_CASE("A group without members takes no staging from a run that needs it") {
 
 TEST_CASE("An empty group's staging pool is freed at once, and made again when it is needed") {
   TestDaemon a("a");
-  const auto map = [&a](const TestDaemon::Engine& engine) {
+  const auto map = [&a](const TestDaemon::Attached& engine) {
     Token token{};
-    const std::string bytes = engine.inbox->welcome().lease().token();
+    const std::string bytes = engine.inbox->welcome().token;
     REQUIRE(bytes.size() == token.size());
     std::copy(bytes.begin(), bytes.end(), token.begin());
     return a.daemon().regions().MapPool(token, {}).status();

@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "refitd/v1/engine.pb.h"
-
 namespace refitd {
 namespace {
 
@@ -18,9 +16,9 @@ using std::chrono::seconds;
 
 const TimePoint kNow{std::chrono::hours(1)};
 
-class Sink : public EngineSink {
+class Sink : public MemberSink {
  public:
-  void Send(v1::EngineEvent /*event*/) override {}
+  void Send(MemberNews /*news*/) override {}
   void End(absl::Status status) override { end = std::move(status); }
   std::optional<absl::Status> end;
 };
@@ -52,7 +50,7 @@ struct World : DialHost {
     record.id = MemberId(++members);
     record.group = "g";
     record.engine = true;
-    record.engine_sink = sink;
+    record.sink = sink;
     waiters.Wait(Waiters::OfGroup{std::move(record), EngineAttached{}, kNow + seconds(wait_s),
                                   wait_s > 0, "b:1", std::move(spec)});
     return sink;

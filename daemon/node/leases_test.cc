@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "daemon/sockets/descriptor_socket.h"
-#include "refitd/v1/engine.pb.h"
 #include "tests/aborts.h"
 
 namespace refitd {
@@ -30,9 +29,9 @@ Peer OfUser(uid_t uid) {
   return peer;
 }
 
-class Sink : public EngineSink {
+class Sink : public MemberSink {
  public:
-  void Send(v1::EngineEvent /*event*/) override {}
+  void Send(MemberNews /*news*/) override {}
   void End(absl::Status status) override { ends.push_back(std::move(status)); }
   std::vector<absl::Status> ends;
 };
@@ -138,7 +137,7 @@ TEST_CASE("which GPUs a group has members on is told of that group alone") {
 TEST_CASE("a member's stream ends once") {
   const auto sink = std::make_shared<Sink>();
   MemberRecord record = Rank(1);
-  record.engine_sink = sink;
+  record.sink = sink;
   record.End(absl::AbortedError("first"));
   record.End(absl::AbortedError("second"));
   REQUIRE(sink->ends.size() == 1);

@@ -65,11 +65,10 @@ struct MemberRecord {
   std::string client;
   Protocol protocol = kProtocol;  // agreed at the hello: the messages that it understands
   std::string device;
-  std::optional<int> ordinal;  // ordinal of its GPU; none: its memory is on the host
-  std::string instance;        // engines
-  bool staged = false;         // engines: delivery is staged
-  std::shared_ptr<TrainerSink> trainer_sink;
-  std::shared_ptr<EngineSink> engine_sink;
+  std::optional<int> ordinal;        // ordinal of its GPU; none: its memory is on the host
+  std::string instance;              // engines
+  bool staged = false;               // engines: delivery is staged
+  std::shared_ptr<MemberSink> sink;  // null: the stream has ended
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
   uint64_t incarnation = 0;  // the group's when the member attached
@@ -82,8 +81,7 @@ struct MemberRecord {
   }
   // Ends the member's stream, unless it has ended already.
   void End(absl::Status status) {
-    if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));
-    if (engine_sink != nullptr) std::exchange(engine_sink, nullptr)->End(std::move(status));
+    if (sink != nullptr) std::exchange(sink, nullptr)->End(std::move(status));
   }
 };
 

@@ -6,10 +6,7 @@
 #include <utility>
 
 #include "daemon/process/log.h"
-#include "daemon/process/version.h"
 #include "proto/protocol.h"
-#include "refitd/v1/engine.pb.h"
-#include "refitd/v1/trainer.pb.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -128,32 +125,20 @@ void Members::MakeSlotsFor(MemberId id, const GroupRecord& group) {
 void Members::Welcome(GroupRecord* group, MemberRecord* member) {
   // A follower knows the incarnation once it has joined.
   member->incarnation = group->machine->incarnation();
-  v1::Welcome welcome;
-  welcome.mutable_lease()->set_token(member->token);
-  welcome.mutable_lease()->set_incarnation(member->incarnation);
-  welcome.mutable_lease()->set_protocol(static_cast<v1::ProtocolVersion>(member->protocol));
-  welcome.set_member_id(member->id.value());
-  welcome.set_descriptor_socket(state_.options.descriptor_socket);
-  welcome.mutable_limits()->set_inline_bytes(state_.options.inline_bytes);
-  welcome.mutable_limits()->set_outstanding_buckets(state_.options.group.outstanding_buckets);
-  welcome.mutable_limits()->set_default_duration_ms(
-      ToMillis(state_.options.group.default_duration));
-  welcome.mutable_limits()->set_max_duration_ms(ToMillis(state_.options.group.max_duration));
-  welcome.mutable_limits()->set_message_bytes(state_.options.message_bytes);
-  welcome.set_slot_bytes(group->machine->spec().slot_bytes);
-  welcome.set_slots(group->machine->spec().slots);
-  if (group->machine->version().has_value())
-    welcome.set_group_version(group->machine->version()->value());
-  welcome.set_daemon_version(std::string(kVersion));
-  if (member->engine) {
-    v1::EngineEvent event;
-    *event.mutable_welcome() = std::move(welcome);
-    member->engine_sink->Send(std::move(event));
-  } else {
-    v1::TrainerEvent event;
-    *event.mutable_welcome() = std::move(welcome);
-    member->trainer_sink->Send(std::move(event));
-  }
+  const GroupLimits& limits = state_.options.group;
+  member->sink->Send(WelcomeNews{.member = member->id,
+                                 .token = member->token,
+                                 .incarnation = member->incarnation,
+                                 .protocol = member->protocol,
+                                 .descriptor_socket = state_.options.descriptor_socket,
+                                 .inline_bytes = state_.options.inline_bytes,
+                                 .outstanding_buckets = limits.outstanding_buckets,
+                                 .default_duration = limits.default_duration,
+                                 .max_duration = limits.max_duration,
+                                 .message_bytes = state_.options.message_bytes,
+                                 .slot_bytes = group->machine->spec().slot_bytes,
+                                 .slots = group->machine->spec().slots,
+                                 .version = group->machine->version()});
 }
 
 // ---- leases ----

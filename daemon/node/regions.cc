@@ -294,12 +294,12 @@ absl::StatusOr<RegionId> Regions::RegisterVmm(const Token& token, const PeerCred
   return state_.memory.Add(member, std::move(region));
 }
 
-absl::StatusOr<DeviceSource> Regions::OpenSource(const v1::CudaIpcHandles& handles, int ordinal,
+absl::StatusOr<DeviceSource> Regions::OpenSource(const std::vector<DeviceRef>& handles, int ordinal,
                                                  std::vector<int> indices) const {
   DeviceSource source;
   std::map<std::string_view, MemorySpan> open;  // tensors of one block share a handle
   for (const int index : indices) {
-    const std::string& handle = handles.handles(index).handle();
+    const std::string_view handle = handles[static_cast<size_t>(index)].handle;
     auto block = open.find(handle);
     if (block == open.end()) {
       absl::StatusOr<std::shared_ptr<const CudaRegion>> opened =

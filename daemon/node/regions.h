@@ -67,7 +67,7 @@ class Regions : public DescriptorHandler {
 
   // ---- device memory of one push ----
   // Opens the handles of these indices.
-  absl::StatusOr<DeviceSource> OpenSource(const v1::CudaIpcHandles& handles, int ordinal,
+  absl::StatusOr<DeviceSource> OpenSource(const std::vector<DeviceRef>& handles, int ordinal,
                                           std::vector<int> indices) const;
   // Runs `answer` after the closing of all regions that the caller, on the thread for regions or
   // elsewhere, has let go or lets go in this job.

@@ -2,18 +2,17 @@
 #ifndef REFITD_DAEMON_NODE_SINKS_H_
 #define REFITD_DAEMON_NODE_SINKS_H_
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
+#include "proto/protocol.h"
 
 namespace refitd {
-
-namespace v1 {
-class EngineEvent;
-class TrainerEvent;
-}  // namespace v1
 
 // One stream of events. Events go out in the order of Queue and Send. Queue, Send and End are
 // called under the daemon's mutex, so none of them waits for the reader. End is called last, and
@@ -30,8 +29,37 @@ class EventSink {
   virtual void Queue(Event event) { Send(std::move(event)); }
   virtual void Flush() {}
 };
-using TrainerSink = EventSink<v1::TrainerEvent>;
-using EngineSink = EventSink<v1::EngineEvent>;
+
+// A member was taken in: its lease, and what this daemon and its group are like.
+struct WelcomeNews {
+  MemberId member;
+  std::string token;
+  uint64_t incarnation = 0;
+  Protocol protocol = kProtocol;  // agreed at the hello
+  std::string descriptor_socket;
+  int64_t inline_bytes = 0;  // limit of one call
+  int outstanding_buckets = 0;
+  Duration default_duration{};  // of an update
+  Duration max_duration{};
+  int64_t message_bytes = 0;
+  int64_t slot_bytes = 0;
+  int slots = 0;
+  std::optional<Version> version;  // of the group; none: no update has committed
+};
+// A staged engine rank may read a part.
+struct PartNews {
+  SendPart part;
+  int64_t slot_bytes = 0;  // slot i of the pool begins at i * slot_bytes
+};
+struct CommittedNews {
+  Version version;
+  uint64_t incarnation = 0;
+};
+// What a member is told on its stream; trainers are told neither of SendPrepare nor of PartNews.
+using MemberNews =
+    std::variant<WelcomeNews, SendPrepare, PartNews, CommittedNews, SendAborted, SendDraining>;
+using MemberSink = EventSink<MemberNews>;
+
 // A watcher is told the state that a group's update has now.
 struct UpdateNews {
   std::string group;

@@ -1,9 +1,8 @@
 #include "daemon/node/trainer_calls.h"
 
-#include <algorithm>
 #include <map>
+#include <memory>
 
-#include "daemon/checks/fields.h"
 #include "daemon/link/reports.h"
 #include "transport/base/status.h"
 
@@ -100,71 +99,68 @@ void TrainerCalls::Refit(CallId call, const Caller& caller, absl::StatusOr<Refit
   Hand(call, caller, std::move(reply), check);
 }
 
-void TrainerCalls::PushBucket(CallId call, const v1::PushBucketRequest& request,
-                              const Caller& caller, ReplyFunction reply) {
-  if (request.bucket().has_cuda_ipc() && state_.options.cuda.memory != nullptr) {
-    return PushFromDevice(call, request, caller, std::move(reply));
+void TrainerCalls::PushBucket(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
+                              ReplyFunction reply) {
+  if (push.ok() && push->received.bucket->source == CheckedBucket::Source::kDevice &&
+      state_.options.cuda.memory != nullptr) {
+    return PushFromDevice(call, caller, *std::move(push), std::move(reply));
   }
-  PushOpened(call, request, caller, std::move(reply), {});
+  PushOpened(call, caller, std::move(push), std::move(reply), {});
 }
 
-void TrainerCalls::PushOpened(CallId call, const v1::PushBucketRequest& request,
-                              const Caller& caller, ReplyFunction reply,
-                              const DeviceSource& device) {
+void TrainerCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
+                              ReplyFunction reply, const DeviceSource& device) {
   BucketLimits limits;
   std::map<RegionId, int64_t> regions;
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
     const auto it = regions.find(id);
     return it == regions.end() ? std::nullopt : std::optional(it->second);
   };
-  // Checking many tensors takes long, so it is done outside the mutex, against a copy of the
+  // Placing many tensors takes long, so it is done outside the mutex, against a copy of the
   // regions.
-  const auto check = [&]() -> absl::StatusOr<std::shared_ptr<const CheckedBucket>> {
+  const auto place = [&]() -> absl::Status {
+    REFITD_RETURN_IF_ERROR(push.status());
+    const ReceivedBucket& received = push->received;
     {
       const Turn turn(state_.turns, Turn::Order::kPush);
       REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
                               members_.Authenticate(caller, /*engine=*/false));
-      // P10: a bucket with more tensors is refused without looking at them.
-      const auto& refs = request.bucket().regions().refs();
-      const int64_t count = std::min<int64_t>(refs.size(), kMaxTensorsPerBucket);
-      RegionId last;
-      for (int i = 0; i < count; ++i) {
-        const RegionId id(refs[i].region_id());
-        if (id == last) continue;
-        last = id;
-        const auto it = member->regions.find(id);
-        if (it != member->regions.end()) regions[it->first] = it->second.memory.bytes;
+      if (const auto* refs = std::get_if<std::vector<RegionRef>>(&received.source)) {
+        RegionId last;
+        for (const RegionRef& ref : *refs) {
+          if (ref.region == last) continue;
+          last = ref.region;
+          const auto it = member->regions.find(last);
+          if (it != member->regions.end()) regions[last] = it->second.memory.bytes;
+        }
       }
       limits = {state_.options.inline_bytes, state_.groups.Of(*member)->machine->spec().slot_bytes};
     }
-    REFITD_ASSIGN_OR_RETURN(CheckedBucket checked,
-                            CheckBucket(request.bucket(), limits, region_bytes, device));
-    return std::make_shared<const CheckedBucket>(std::move(checked));
+    REFITD_ASSIGN_OR_RETURN(received.bucket->places,
+                            PlacesOf(received, limits, region_bytes, device));
+    return absl::OkStatus();
   };
-  const absl::StatusOr<std::shared_ptr<const CheckedBucket>> bucket = check();
-  BucketEvent event;
-  event.call = call;
-  event.request_id = request.request_id();
-  event.version = Version(request.version());
-  event.update = UpdateId(request.update_id());
-  if (bucket.ok()) event.bucket = *bucket;
+  const absl::Status placed = place();
   Hand(
       call, caller, std::move(reply),
       [&](const MemberRecord& member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
           kInTurn) -> absl::StatusOr<GroupEvent> {
-        REFITD_RETURN_IF_ERROR(CheckText(request.request_id(), kMaxRequestIdBytes, "request_id"));
-        REFITD_RETURN_IF_ERROR(bucket.status());
-        if (!HasRegions(member.regions, **bucket)) {
+        REFITD_RETURN_IF_ERROR(placed);
+        const CheckedBucket& bucket = *push->received.bucket;
+        if (!HasRegions(member.regions, bucket)) {
           // A region was released meanwhile: the error is as if the region had never been there.
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
-          return CheckBucket(request.bucket(), limits, region_bytes, device).status();
+          return PlacesOf(push->received, limits, region_bytes, device).status();
         }
         if (state_.peers.Any(member.group)) {
           // Other daemons must be able to read the headers that the bucket becomes.
-          REFITD_RETURN_IF_ERROR(CheckHeaderFits((*bucket)->tensors, state_.options.message_bytes));
+          REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, state_.options.message_bytes));
         }
+        BucketEvent event = std::move(push->event);
+        event.call = call;
         event.member = member.id;
-        return std::move(event);
+        event.bucket = std::move(push->received.bucket);
+        return event;
       },
       Turn::Order::kPush);
 }

@@ -23,13 +23,18 @@
 #include "daemon/node/members.h"
 #include "daemon/node/regions.h"
 #include "daemon/node/state.h"
-#include "refitd/v1/trainer.pb.h"
 #include "transport/broadcast.h"
 
 namespace refitd {
 
 // The event of a trainer's call. Call and member are filled in here.
 using TrainerEvent = decltype(PeerCall::event);
+
+// A push as it came from a service. The message that it was read from must live until the reply.
+struct ReceivedPush {
+  BucketEvent event;  // without its call, its member and its bucket
+  ReceivedBucket received;
+};
 
 class TrainerCalls {
  public:
@@ -50,8 +55,7 @@ class TrainerCalls {
   // the call.
   void Refit(CallId call, const Caller& caller, absl::StatusOr<RefitEvent> event,
              uint64_t binding_generation, ReplyFunction reply);
-  // `request` must live until the reply: inline bytes and handles are read from it.
-  void PushBucket(CallId call, const v1::PushBucketRequest& request, const Caller& caller,
+  void PushBucket(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
                   ReplyFunction reply);
   // Called when the caller went away.
   void CallGone(CallId call);
@@ -104,9 +108,8 @@ class TrainerCalls {
   // for regions opens the handles without the mutex. The caller may go away meanwhile: then the
   // call is answered CANCELLED. An answer that comes after the opening waits until memory that was
   // let go is closed (AnswerClosed).
-  void PushFromDevice(CallId call, const v1::PushBucketRequest& request, const Caller& caller,
-                      ReplyFunction reply);
-  void PushOpened(CallId call, const v1::PushBucketRequest& request, const Caller& caller,
+  void PushFromDevice(CallId call, const Caller& caller, ReceivedPush push, ReplyFunction reply);
+  void PushOpened(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
                   ReplyFunction reply, const DeviceSource& device);
 
   DaemonState& state_;

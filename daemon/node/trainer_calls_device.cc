@@ -205,14 +205,14 @@ void TrainerCalls::BeginOpened(CallId call, const Caller& caller, BeginEvent eve
 
 // ---- buckets ----
 
-void TrainerCalls::PushFromDevice(CallId call, const v1::PushBucketRequest& request,
-                                  const Caller& caller, ReplyFunction reply) {
+void TrainerCalls::PushFromDevice(CallId call, const Caller& caller, ReceivedPush push,
+                                  ReplyFunction reply) {
   int ordinal = 0;
   const auto check = [&]() -> absl::StatusOr<std::vector<int>> {
     const Turn turn(state_.turns);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member,
                             members_.Authenticate(caller, /*engine=*/false));
-    REFITD_ASSIGN_OR_RETURN(std::vector<int> indices, HandlesOn(request.bucket(), member->device));
+    REFITD_ASSIGN_OR_RETURN(std::vector<int> indices, HandlesOn(push.received, member->device));
     if (!member->ordinal.has_value()) {
       return Error(absl::StatusCode::kFailedPrecondition,
                    "bucket.cuda_ipc is device memory, the lease's device is '{}'", member->device);
@@ -223,21 +223,23 @@ void TrainerCalls::PushFromDevice(CallId call, const v1::PushBucketRequest& requ
   };
   absl::StatusOr<std::vector<int>> indices = check();
   if (!indices.ok()) return reply(indices.status(), EmptyReply{});
-  state_.regions_thread->Submit([this, call, &request, caller, ordinal,
-                                 indices = *std::move(indices), reply = std::move(reply)] {
+  state_.regions_thread->Submit([this, call, caller, ordinal, push = std::move(push),
+                                 indices = *std::move(indices),
+                                 reply = std::move(reply)]() mutable {
     const ReplyFunction closed = [this, reply](absl::Status status, const ReplyPayload& payload) {
       regions_.AnswerClosed(
           [reply, status = std::move(status), payload] { reply(status, payload); });
     };
     const auto open = [&]() -> absl::StatusOr<DeviceSource> {
       REFITD_RETURN_IF_ERROR(OpeningWanted(call));
-      return regions_.OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
+      return regions_.OpenSource(std::get<std::vector<DeviceRef>>(push.received.source), ordinal,
+                                 std::move(indices));
     };
     absl::StatusOr<DeviceSource> source = open();
     const absl::Status wanted = EndOpening(call);
     if (source.ok() && !wanted.ok()) source = wanted;
     if (!source.ok()) return closed(source.status(), EmptyReply{});
-    PushOpened(call, request, caller, closed, *source);
+    PushOpened(call, caller, std::move(push), closed, *source);
   });
 }
 

@@ -101,8 +101,9 @@ class ABSL_SCOPED_LOCKABLE Turn {
     if (!links_.empty() && links_.back().first == link) return;
     links_.emplace_back(link, std::move(refused));
   }
-  void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
-  void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
+  void Flush(const std::shared_ptr<MemberSink>& sink, bool engine) {
+    (engine ? engines_ : trainers_).push_back(sink);
+  }
   void Answer(std::function<void()> answer) { answers_.push_back(std::move(answer)); }
   void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
   // Runs slow work that nobody waits for, after all other effects.
@@ -120,9 +121,9 @@ class ABSL_SCOPED_LOCKABLE Turn {
   std::vector<MachineEvent> handled_;
   std::vector<std::shared_ptr<PeerSession>> sessions_;
   std::vector<std::pair<std::shared_ptr<PeerLink>, Refusal>> links_;
-  std::vector<std::shared_ptr<EngineSink>> engines_;
+  std::vector<std::shared_ptr<MemberSink>> engines_;
   std::vector<std::function<void()>> answers_;
-  std::vector<std::shared_ptr<TrainerSink>> trainers_;
+  std::vector<std::shared_ptr<MemberSink>> trainers_;
   std::shared_ptr<LogQueue> log_;  // null: no line was added
   std::vector<std::function<void()>> last_;
 };

@@ -7,9 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "refitd/v1/engine.pb.h"
-#include "refitd/v1/trainer.pb.h"
-
 namespace refitd {
 namespace {
 
@@ -35,11 +32,10 @@ class Host : public TurnHost {
   bool handling_ = false;
 };
 
-template <typename Event>
-class Sink : public EventSink<Event> {
+class Sink : public MemberSink {
  public:
   Sink(std::string name, std::vector<std::string>* told) : name_(std::move(name)), told_(told) {}
-  void Send(Event /*event*/) override {}
+  void Send(MemberNews /*news*/) override {}
   void End(absl::Status /*status*/) override {}
   void Flush() override { told_->push_back(name_); }
 
@@ -84,20 +80,18 @@ TEST_CASE("effects run in a fixed order, after the mutex was released") {
   Host host;
   Mutex mutex;
   std::vector<std::string>& told = host.told;
-  const std::shared_ptr<EngineSink> engine =
-      std::make_shared<Sink<v1::EngineEvent>>("engine", &told);
-  const std::shared_ptr<TrainerSink> trainer =
-      std::make_shared<Sink<v1::TrainerEvent>>("trainer", &told);
+  const auto engine = std::make_shared<Sink>("engine", &told);
+  const auto trainer = std::make_shared<Sink>("trainer", &told);
   bool free = false;
   {
     Turn turn(&host, &mutex);
     turn.Last([&] { told.push_back("last"); });
-    turn.Flush(trainer);
+    turn.Flush(trainer, /*engine=*/false);
     turn.Answer([&] {
       told.push_back("answer");
       free = Free(&mutex);
     });
-    turn.Flush(engine);
+    turn.Flush(engine, /*engine=*/true);
     CHECK(told.empty());
   }
   CHECK(free);

@@ -118,7 +118,7 @@ void Waiters::CheckInvariants() const {
   const auto check = [&ids](const MemberRecord& record) {
     REFITD_CHECK(record.id != MemberId() && ids.insert(record.id).second);
     REFITD_CHECK(record.token.empty() && !record.lost && record.regions.empty());
-    REFITD_CHECK((record.trainer_sink != nullptr) != (record.engine_sink != nullptr));
+    REFITD_CHECK(record.sink != nullptr);
   };
   for (const OfGroup& w : of_group_) {
     check(w.record);

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "refitd/v1/engine.pb.h"
 #include "tests/aborts.h"
 
 namespace refitd {
@@ -14,9 +13,9 @@ namespace {
 
 using std::chrono::seconds;
 
-class Sink : public EngineSink {
+class Sink : public MemberSink {
  public:
-  void Send(v1::EngineEvent /*event*/) override {}
+  void Send(MemberNews /*news*/) override {}
   void End(absl::Status status) override { ends.push_back(std::move(status)); }
   std::vector<absl::Status> ends;
 };
@@ -27,7 +26,7 @@ MemberRecord Rank(uint64_t id, const std::shared_ptr<Sink>& sink, const std::str
   record.id = MemberId(id);
   record.group = group;
   record.engine = true;
-  record.engine_sink = sink;
+  record.sink = sink;
   record.ordinal = ordinal;
   return record;
 }

@@ -26,6 +26,7 @@
 #include "daemon/node/sinks.h"
 #include "daemon/node/trainer_calls.h"
 #include "daemon/services/door.h"
+#include "daemon/services/member_events.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -137,19 +138,19 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
 // `Reactor` has StartWrite(const Event*), Finish(grpc::Status) and GiveUp(), which cancels the
 // call. It must live until Finish, which is called when no write is under way.
 template <typename Event, typename Reactor>
-class EventStream : public EventSink<Event> {
+class EventStream {
  public:
   static constexpr size_t kMaxQueued = 4096;  // at most as many unacknowledged parts as slots
   static constexpr size_t kMaxQueuedBytes = size_t{64} << 20;
 
   explicit EventStream(Reactor* reactor) : reactor_(reactor) {}
 
-  void Send(Event event) override {
+  void Send(Event event) {
     Queue(std::move(event));
     Flush();
   }
 
-  void Queue(Event event) override {
+  void Queue(Event event) {
     MutexLock lock(&mutex_);
     if (reactor_ == nullptr || ended_) return;
     const size_t bytes = event.ByteSizeLong();
@@ -166,9 +167,9 @@ class EventStream : public EventSink<Event> {
     queue_.push_back(std::move(event));
   }
 
-  void Flush() override { Pump(); }
+  void Flush() { Pump(); }
 
-  void End(absl::Status status) override {
+  void End(absl::Status status) {
     {
       MutexLock lock(&mutex_);
       if (ended_) return;
@@ -239,6 +240,21 @@ class EventStream : public EventSink<Event> {
   grpc::Status end_ ABSL_GUARDED_BY(mutex_);
 };
 
+// The daemon's end of an event stream: `Translate(value)` makes the message of what the daemon
+// tells.
+template <typename Value, auto Translate, typename Stream>
+class StreamSink : public EventSink<Value> {
+ public:
+  explicit StreamSink(std::shared_ptr<Stream> stream) : stream_(std::move(stream)) {}
+  void Send(Value value) override { stream_->Send(Translate(value)); }
+  void Queue(Value value) override { stream_->Queue(Translate(value)); }
+  void Flush() override { stream_->Flush(); }
+  void End(absl::Status status) override { stream_->End(std::move(status)); }
+
+ private:
+  const std::shared_ptr<Stream> stream_;
+};
+
 // Attach of either role: the first message is the hello, and the stream is the lease. Deletes
 // itself.
 //
@@ -249,6 +265,7 @@ template <typename Role>
 class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typename Role::Event> {
  public:
   using Stream = EventStream<typename Role::Event, AttachReactor>;
+  using Sink = StreamSink<MemberNews, MemberEventOf<typename Role::Event>, Stream>;
 
   AttachReactor(Daemon* daemon, const Door* door, grpc::CallbackServerContext* context)
       : daemon_(daemon),
@@ -274,7 +291,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       if (absl::Status status = door_->Enter(&*peer_, asked); !status.ok()) {
         return stream_->End(std::move(status));
       }
-      member_ = Role::Hello(daemon_, message_, *peer_, stream_).value();
+      member_ = Role::Hello(daemon_, message_, *peer_, std::make_shared<Sink>(stream_)).value();
     } else if (message_.has_hello()) {
       stream_->End(absl::InvalidArgumentError("kind: hello was said already"));
       return Leave("it said hello twice");

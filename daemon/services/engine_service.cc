@@ -16,7 +16,7 @@ struct EngineRole {
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
-                        std::shared_ptr<EngineSink> sink) {
+                        std::shared_ptr<MemberSink> sink) {
     return daemon->arrivals().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
   }
   static bool Answer(Daemon* daemon, MemberId member, const Message& message) {

@@ -19,7 +19,7 @@ struct Role {
   [[maybe_unused]] static constexpr Rpc kRpc = Rpc::kEngineAttach;
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
-  static MemberId Hello(Daemon*, const Message&, const Peer&, std::shared_ptr<EngineSink>) {
+  static MemberId Hello(Daemon*, const Message&, const Peer&, std::shared_ptr<MemberSink>) {
     return MemberId();
   }
   static bool Answer(Daemon*, MemberId, const Message&) { return true; }

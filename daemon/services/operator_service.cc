@@ -30,10 +30,13 @@ void KeepShown(const Door& door, const Peer& peer, Rpc rpc,
   all->erase(std::remove_if(all->begin(), all->end(), hidden), all->end());
 }
 
+v1::UpdateStatus UpdateStatusOf(const UpdateNews& news) { return ToWire(news.group, news.update); }
+
 // One caller that watches updates. Deletes itself.
 class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
  public:
   using Stream = EventStream<v1::UpdateStatus, WatchReactor>;
+  using Sink = StreamSink<UpdateNews, UpdateStatusOf, Stream>;
 
   WatchReactor(Daemon* daemon, grpc::CallbackServerContext* context, absl::Status admitted,
                const v1::WatchUpdatesRequest& request)
@@ -61,14 +64,6 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
   }
 
  private:
-  // Turns what the watcher is told into messages of the stream.
-  struct Sink : UpdateSink {
-    explicit Sink(std::shared_ptr<Stream> to) : stream(std::move(to)) {}
-    void Send(UpdateNews news) override { stream->Send(ToWire(news.group, news.update)); }
-    void End(absl::Status status) override { stream->End(std::move(status)); }
-    const std::shared_ptr<Stream> stream;
-  };
-
   absl::StatusOr<uint64_t> Watch(const v1::WatchUpdatesRequest& request) {
     REFITD_ASSIGN_OR_RETURN(Watchers::Wish wish, WishOf(request));
     return daemon_->operators().Watch(std::move(wish), std::make_shared<Sink>(stream_));

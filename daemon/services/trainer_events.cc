@@ -1,6 +1,7 @@
 #include "daemon/services/trainer_events.h"
 
 #include "daemon/checks/bucket.h"
+#include "daemon/checks/bucket_message.h"
 #include "daemon/checks/fields.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
@@ -85,6 +86,16 @@ absl::StatusOr<LeaseSlotEvent> EventOf(const v1::LeaseSlotRequest& request) {
   event.update = UpdateId(request.update_id());
   REFITD_ASSIGN_OR_RETURN(event.wait, CheckMillis(request.wait_ms(), "wait_ms"));
   return event;
+}
+
+absl::StatusOr<ReceivedPush> PushOf(const v1::PushBucketRequest& request) {
+  REFITD_RETURN_IF_ERROR(CheckRequestId(request.request_id()));
+  ReceivedPush push;
+  push.event.request_id = request.request_id();
+  push.event.version = Version(request.version());
+  push.event.update = UpdateId(request.update_id());
+  REFITD_ASSIGN_OR_RETURN(push.received, ReadBucket(request.bucket()));
+  return push;
 }
 
 absl::StatusOr<CommitEvent> EventOf(const v1::CommitRequest& request) {

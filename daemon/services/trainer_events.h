@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
 #include "daemon/node/member.h"
+#include "daemon/node/trainer_calls.h"
 #include "refitd/v1/trainer.pb.h"
 #include "transport/base/ids.h"
 
@@ -20,6 +21,8 @@ Caller CallerOf(const v1::Lease& lease, const Peer& peer);
 absl::StatusOr<BeginEvent> EventOf(const v1::BeginRequest& request, Duration longest);
 absl::StatusOr<RefitEvent> EventOf(const v1::RefitRequest& request, Duration longest);
 absl::StatusOr<LeaseSlotEvent> EventOf(const v1::LeaseSlotRequest& request);
+// The result points into the request.
+absl::StatusOr<ReceivedPush> PushOf(const v1::PushBucketRequest& request);
 absl::StatusOr<CommitEvent> EventOf(const v1::CommitRequest& request);
 absl::StatusOr<AbortEvent> EventOf(const v1::AbortRequest& request);
 

@@ -18,7 +18,7 @@ struct TrainerRole {
   using Message = v1::TrainerMessage;
   using Event = v1::TrainerEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
-                        std::shared_ptr<TrainerSink> sink) {
+                        std::shared_ptr<MemberSink> sink) {
     return daemon->arrivals().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
   }
   static bool Answer(Daemon* /*daemon*/, MemberId /*member*/, const Message& message) {
@@ -123,8 +123,8 @@ grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext
   return AnswerLater(
       daemon_, *door_, context, {Rpc::kTrainerPushBucket},
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().PushBucket(call, *request, CallerOf(request->lease(), peer),
-                                            std::move(reply));
+        daemon_->trainer_calls().PushBucket(call, CallerOf(request->lease(), peer),
+                                            PushOf(*request), std::move(reply));
       },
       [response](const ReplyPayload& payload) {
         const auto& pushed = PayloadAs<BucketReply>(payload);

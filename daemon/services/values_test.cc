@@ -1,10 +1,17 @@
 // Requests become values, or errors that name field and value (P10).
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/process/version.h"
 #include "daemon/services/hello.h"
+#include "daemon/services/member_events.h"
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_events.h"
 #include "proto/protocol.h"
@@ -112,6 +119,125 @@ TEST_CASE("a watcher's interval has a default and bounds") {
   CHECK(WishOf(request)->interval == std::chrono::milliseconds(200));
   request.set_interval_ms(19);
   CHECK(Refusal(WishOf(request)) == "interval_ms: 19 is not in 20..3600000");
+}
+
+TEST_CASE("a push becomes its event and a bucket whose places are not known yet") {
+  v1::PushBucketRequest request;
+  request.set_request_id("r");
+  request.set_version(7);
+  request.set_update_id(9);
+  v1::Bucket& bucket = *request.mutable_bucket();
+  bucket.set_seq(4);
+  bucket.add_names("w");
+  bucket.add_dtypes(v1::DTYPE_UINT8);
+  bucket.add_shapes()->add_dims(3);
+  bucket.mutable_inline_bytes()->add_chunks("abc");
+  const absl::StatusOr<ReceivedPush> push = PushOf(request);
+  REQUIRE(push.ok());
+  CHECK(push->event.request_id == "r");
+  CHECK(push->event.version == Version(7));
+  CHECK(push->event.update == UpdateId(9));
+  CHECK(push->event.bucket == nullptr);
+  CHECK(push->received.bucket->seq == 4);
+  CHECK(push->received.bucket->bytes == 3);
+  CHECK(push->received.bucket->places.empty());
+  const auto& chunks = std::get<std::vector<std::string_view>>(push->received.source);
+  REQUIRE(chunks.size() == 1);
+  CHECK(chunks[0].data() == bucket.inline_bytes().chunks(0).data());
+
+  bucket.clear_source();
+  CHECK_THAT(Refusal(PushOf(request)), Contains("bucket.source is missing"));
+  request.set_request_id(std::string(kMaxRequestIdBytes + 1, 'r'));
+  CHECK_THAT(Refusal(PushOf(request)), Contains("request_id: 65 bytes"));
+}
+
+TEST_CASE("a welcome tells both roles the same") {
+  WelcomeNews news;
+  news.member = MemberId(3);
+  news.token = "token";
+  news.incarnation = 5;
+  news.protocol = Protocol::kV2;
+  news.descriptor_socket = "s";
+  news.inline_bytes = 10;
+  news.outstanding_buckets = 11;
+  news.default_duration = std::chrono::milliseconds(12);
+  news.max_duration = std::chrono::milliseconds(13);
+  news.message_bytes = 14;
+  news.slot_bytes = 15;
+  news.slots = 16;
+  CHECK_FALSE(MemberEventOf<v1::EngineEvent>(news).welcome().has_group_version());
+  news.version = Version(17);
+  const v1::Welcome welcome = MemberEventOf<v1::EngineEvent>(news).welcome();
+  CHECK(welcome.SerializeAsString() ==
+        MemberEventOf<v1::TrainerEvent>(news).welcome().SerializeAsString());
+  CHECK(welcome.member_id() == 3);
+  CHECK(welcome.lease().token() == "token");
+  CHECK(welcome.lease().incarnation() == 5);
+  CHECK(welcome.lease().protocol() == v1::PROTOCOL_VERSION_2);
+  CHECK(welcome.descriptor_socket() == "s");
+  CHECK(welcome.limits().inline_bytes() == 10);
+  CHECK(welcome.limits().outstanding_buckets() == 11);
+  CHECK(welcome.limits().default_duration_ms() == 12);
+  CHECK(welcome.limits().max_duration_ms() == 13);
+  CHECK(welcome.limits().message_bytes() == 14);
+  CHECK(welcome.slot_bytes() == 15);
+  CHECK(welcome.slots() == 16);
+  CHECK(welcome.group_version() == 17);
+  CHECK(welcome.daemon_version() == kVersion);
+}
+
+TEST_CASE("a part tells a staged engine where in the pool its tensors lie") {
+  CheckedBucket bucket;
+  bucket.tensors = {{"a", DType::kFloat32, {4}}, {"b", DType::kUint8, {2, 3}}};
+  PartContent content;
+  content.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
+  content.ranges = {{1, 2, 4}};
+  content.byte_offsets = {64};
+  content.bytes = 68;
+  PartNews news;
+  news.part.update = UpdateId(2);
+  news.part.version = Version(3);
+  news.part.part = PartSeq(4);
+  news.part.slot = {SlotIndex(5), GrantId(6)};
+  news.part.content = std::make_shared<const PartContent>(std::move(content));
+  news.slot_bytes = 4096;
+  const v1::BucketReady ready = MemberEventOf<v1::EngineEvent>(news).bucket();
+  CHECK(ready.update_id() == 2);
+  CHECK(ready.version() == 3);
+  CHECK(ready.part() == 4);
+  CHECK(ready.slot() == 5);
+  CHECK(ready.slot_byte_offset() == 5 * 4096);
+  CHECK(ready.bytes() == 68);
+  REQUIRE(ready.names_size() == 1);
+  CHECK(ready.names(0) == "b");
+  CHECK(ready.dtypes(0) == v1::DTYPE_UINT8);
+  CHECK(ready.shapes(0).dims_size() == 2);
+  CHECK(ready.starts(0) == 2);
+  CHECK(ready.sizes(0) == 4);
+  CHECK(ready.byte_offsets(0) == 64);
+}
+
+TEST_CASE("what becomes of an update is told to both roles alike") {
+  const auto both = [](const MemberNews& news, auto check) {
+    check(MemberEventOf<v1::EngineEvent>(news));
+    check(MemberEventOf<v1::TrainerEvent>(news));
+  };
+  both(CommittedNews{Version(1), 2}, [](const auto& event) {
+    CHECK(event.committed().version() == 1);
+    CHECK(event.committed().incarnation() == 2);
+  });
+  both(SendAborted{MemberId(1), Version(3), "why", true}, [](const auto& event) {
+    CHECK(event.aborted().version() == 3);
+    CHECK(event.aborted().reason() == "why");
+    CHECK(event.aborted().dirty());
+  });
+  both(SendDraining{MemberId(1)}, [](const auto& event) { CHECK(event.has_draining()); });
+  SendPrepare prepare{MemberId(1), Version(4), UpdateId(5), std::chrono::milliseconds(6), 7};
+  const v1::Prepare told = MemberEventOf<v1::EngineEvent>(prepare).prepare();
+  CHECK(told.version() == 4);
+  CHECK(told.update_id() == 5);
+  CHECK(told.remaining_ms() == 6);
+  CHECK(told.tensor_count() == 7);
 }
 
 }  // namespace

@@ -321,8 +321,8 @@ TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told wh
 }
 
 // The status with which a stream ended.
-struct EndedSink : EventSink<v1::TrainerEvent> {
-  void Send(v1::TrainerEvent) override {}
+struct EndedSink : MemberSink {
+  void Send(MemberNews) override {}
   void End(absl::Status status) override { end = std::move(status); }
   absl::Status end;
 };
@@ -1205,9 +1205,9 @@ class DirectEngine {
   }
 
  private:
-  struct Sink : EventSink<v1::EngineEvent> {
-    void Send(v1::EngineEvent event) override {
-      if (event.has_welcome()) welcomed = true;
+  struct Sink : MemberSink {
+    void Send(MemberNews news) override {
+      if (std::holds_alternative<WelcomeNews>(news)) welcomed = true;
     }
     void End(absl::Status status) override {
       MutexLock lock(&mutex);

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/checks/bucket.h"
+#include "daemon/checks/bucket_test_util.h"
 #include "refitd/v1/types.pb.h"
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
@@ -144,10 +144,15 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked,
   for (size_t i = 1; i < spans.size(); ++i) REFITD_CHECK(spans[i - 1].second <= spans[i].first);
 }
 
+absl::StatusOr<std::vector<int>> HandlesOf(const v1::Bucket& bucket) {
+  REFITD_ASSIGN_OR_RETURN(const ReceivedBucket received, ReadBucket(bucket));
+  return HandlesOn(received, kUuid);
+}
+
 void FuzzOne(const v1::Bucket& bucket) {
   DeviceSource device;
   if (bucket.has_cuda_ipc()) {
-    absl::StatusOr<std::vector<int>> handles = HandlesOn(bucket, kUuid);
+    absl::StatusOr<std::vector<int>> handles = HandlesOf(bucket);
     if (handles.ok()) {
       device = Open(bucket, *std::move(handles));
     } else {

@@ -49,11 +49,10 @@ PeerCredentials Self() {
 }
 
 // A member that keeps the token of its Welcome.
-template <typename Event>
-class Welcomed : public EventSink<Event> {
+class Welcomed : public MemberSink {
  public:
-  void Send(Event event) override {
-    if (event.has_welcome()) token = event.welcome().lease().token();
+  void Send(MemberNews news) override {
+    if (const auto* welcome = std::get_if<WelcomeNews>(&news)) token = welcome->token;
   }
   void End(absl::Status) override {}
   std::string token;
@@ -73,7 +72,7 @@ class Target {
     options.max_regions_per_member = 6;
     options.max_region_bytes = kMemfdBytes;
     daemon_ = std::make_unique<Daemon>(options, MakeHostTransport({.threads = 1}), watch_.get());
-    auto trainer = std::make_shared<Welcomed<v1::TrainerEvent>>();
+    auto trainer = std::make_shared<Welcomed>();
     v1::TrainerHello hello;
     hello.set_protocol(v1::PROTOCOL_VERSION_1);
     hello.set_group("g");
@@ -81,7 +80,7 @@ class Target {
     hello.set_world_size(1);
     const Peer self{Self()};
     daemon_->arrivals().Attach(ArrivalOf(hello, self), trainer);
-    auto engine = std::make_shared<Welcomed<v1::EngineEvent>>();
+    auto engine = std::make_shared<Welcomed>();
     v1::EngineHello engine_hello;
     engine_hello.set_protocol(v1::PROTOCOL_VERSION_1);
     engine_hello.set_group("g");

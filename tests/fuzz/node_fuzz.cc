@@ -25,7 +25,7 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/checks/bucket.h"
+#include "daemon/checks/bucket_test_util.h"
 #include "daemon/link/hello.h"
 #include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
@@ -36,6 +36,7 @@
 #include "daemon/node/trainer_calls.h"
 #include "daemon/process/log.h"
 #include "daemon/services/hello.h"
+#include "daemon/services/member_events.h"
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_events.h"
 #include "daemon/sockets/process_watch.h"
@@ -98,12 +99,12 @@ class CountedTransport : public Transport {
 };
 
 template <typename Event>
-class Inbox : public EventSink<Event> {
+class Inbox : public MemberSink {
  public:
-  void Send(Event event) override {
+  void Send(MemberNews news) override {
     MutexLock lock(&mutex_);
     REFITD_CHECK(!ended_);
-    events_.push_back(std::move(event));
+    events_.push_back(MemberEventOf<Event>(news));
   }
   void End(absl::Status status) override {
     MutexLock lock(&mutex_);
@@ -569,8 +570,9 @@ class World {
       }
     }
     call->contents = ContentsOf(member, bucket);
-    daemon_->trainer_calls().PushBucket(
-        id, call->push, CallerOf(call->push.lease(), PeerOfMember(step, member)), ReplyTo(call));
+    daemon_->trainer_calls().PushBucket(id,
+                                        CallerOf(call->push.lease(), PeerOfMember(step, member)),
+                                        PushOf(call->push), ReplyTo(call));
   }
 
   // The pushed elements, if the bucket's memory is visible to this process.

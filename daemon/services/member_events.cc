@@ -1,0 +1,96 @@
+#include "daemon/services/member_events.h"
+
+#include <string>
+#include <type_traits>
+#include <variant>
+
+#include "daemon/process/version.h"
+#include "proto/convert.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+void Fill(const WelcomeNews& news, v1::Welcome* welcome) {
+  welcome->mutable_lease()->set_token(news.token);
+  welcome->mutable_lease()->set_incarnation(news.incarnation);
+  welcome->mutable_lease()->set_protocol(static_cast<v1::ProtocolVersion>(news.protocol));
+  welcome->set_member_id(news.member.value());
+  welcome->set_descriptor_socket(news.descriptor_socket);
+  welcome->mutable_limits()->set_inline_bytes(news.inline_bytes);
+  welcome->mutable_limits()->set_outstanding_buckets(news.outstanding_buckets);
+  welcome->mutable_limits()->set_default_duration_ms(ToMillis(news.default_duration));
+  welcome->mutable_limits()->set_max_duration_ms(ToMillis(news.max_duration));
+  welcome->mutable_limits()->set_message_bytes(news.message_bytes);
+  welcome->set_slot_bytes(news.slot_bytes);
+  welcome->set_slots(news.slots);
+  if (news.version.has_value()) welcome->set_group_version(news.version->value());
+  welcome->set_daemon_version(std::string(kVersion));
+}
+
+void Fill(const SendPrepare& news, v1::Prepare* prepare) {
+  prepare->set_version(news.version.value());
+  prepare->set_update_id(news.update.value());
+  prepare->set_remaining_ms(ToMillis(news.remaining));
+  prepare->set_tensor_count(news.tensor_count);
+}
+
+void Fill(const PartNews& news, v1::BucketReady* bucket) {
+  const SendPart& part = news.part;
+  const PartContent& content = *part.content;
+  bucket->set_version(part.version.value());
+  bucket->set_update_id(part.update.value());
+  bucket->set_part(part.part.value());
+  bucket->set_slot(part.slot.slot.value());
+  bucket->set_slot_byte_offset(int64_t{part.slot.slot.value()} * news.slot_bytes);
+  bucket->set_bytes(content.bytes);
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorSpec& tensor = content.tensor(i);
+    bucket->add_names(tensor.name);
+    bucket->add_dtypes(ToWire(tensor.dtype));
+    *bucket->add_shapes() = ToWire(tensor.shape);
+    bucket->add_starts(content.ranges[i].start);
+    bucket->add_sizes(content.ranges[i].count);
+    bucket->add_byte_offsets(content.byte_offsets[i]);
+  }
+}
+
+// Makes the event of each kind of news.
+template <typename Event>
+struct Teller {
+  static constexpr bool kEngine = std::is_same_v<Event, v1::EngineEvent>;
+  Event event;
+
+  void operator()(const WelcomeNews& news) { Fill(news, event.mutable_welcome()); }
+  void operator()(const SendPrepare& news) {
+    if constexpr (kEngine) Fill(news, event.mutable_prepare());
+    REFITD_CHECK(kEngine);
+  }
+  void operator()(const PartNews& news) {
+    if constexpr (kEngine) Fill(news, event.mutable_bucket());
+    REFITD_CHECK(kEngine);
+  }
+  void operator()(const CommittedNews& news) {
+    event.mutable_committed()->set_version(news.version.value());
+    event.mutable_committed()->set_incarnation(news.incarnation);
+  }
+  void operator()(const SendAborted& news) {
+    event.mutable_aborted()->set_version(news.version.value());
+    event.mutable_aborted()->set_reason(news.reason);
+    event.mutable_aborted()->set_dirty(news.dirty);
+  }
+  void operator()(const SendDraining&) { event.mutable_draining(); }
+};
+
+}  // namespace
+
+template <typename Event>
+Event MemberEventOf(const MemberNews& news) {
+  Teller<Event> teller;
+  std::visit(teller, news);
+  return std::move(teller.event);
+}
+template v1::EngineEvent MemberEventOf(const MemberNews& news);
+template v1::TrainerEvent MemberEventOf(const MemberNews& news);
+
+}  // namespace refitd
