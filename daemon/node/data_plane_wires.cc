@@ -86,7 +86,7 @@ void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, Epoch
 void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenEpoch& a,
                              EpochId local, int ordinal) {
   if (Epoch* const epoch = Find(id, a.epoch); epoch != nullptr) epoch->ordinal = ordinal;
-  opener_.Submit([this, name, id, a, local, ordinal] {
+  opener_.Submit(id, [this, name, id, a, local, ordinal] {
     EpochOpened opened;
     opened.epoch = a.epoch;
     absl::StatusOr<std::string> address = device_wire_->OpenOn(ordinal, local, a.rank, a.size);
