@@ -116,6 +116,10 @@ absl::Status Door::Enter(Peer* peer, const Asked& asked) const {
   return absl::OkStatus();
 }
 
+void Door::RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const {
+  Refused(asked, IdentityOf(peer), PidOf(peer), why);
+}
+
 bool Door::Shows(const Peer& peer, Rpc rpc, const std::string& group) const {
   return options_.policies->Current()
       ->Check(PrincipalOf(peer), EntryOf(rpc).roles, group, OwnerOf(group))
@@ -171,9 +175,16 @@ LinkDoor LinkDoorOf(const Door* door) {
   return [door](const grpc::ServerContextBase& context) -> absl::StatusOr<LinkCaller> {
     REFITD_ASSIGN_OR_RETURN(Peer admitted, door->Admit(context, {Rpc::kPeerLink}));
     const auto peer = std::make_shared<Peer>(std::move(admitted));
-    return LinkCaller{.identity = peer->identity, .enter = [door, peer](const std::string& group) {
-                        return door->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
-                      }};
+    return LinkCaller{
+        .identity = peer->identity,
+        .enter =
+            [door, peer](const std::string& group) {
+              return door->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
+            },
+        .refused =
+            [door, peer](const std::string& group, const absl::Status& why) {
+              door->RefusedLater(*peer, {.rpc = Rpc::kPeerLink, .group = group}, why);
+            }};
   };
 }
 

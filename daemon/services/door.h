@@ -58,6 +58,8 @@ class Door {
   // The second half, for calls that name their group in a stream's first message. Tells the peer
   // what the node must know of its rights.
   absl::Status Enter(Peer* peer, const Asked& asked) const;
+  // Tells the audit log that a stream whose caller was let in is refused for what it said later.
+  void RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const;
   // Whether an answer to this RPC may show the group to the caller.
   bool Shows(const Peer& peer, Rpc rpc, const std::string& group) const;
 
