@@ -424,6 +424,14 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
   return MakeSocketWire(std::move(options));
 }
 
+// DaemonOptions::clear_wire.
+std::string WhyClear(const Config& config, const CertificateStore* certificates) {
+  if (certificates == nullptr) return kNotEncrypted;
+  if (config.data.wire == DataWire::kGloo) return "data.wire is GLOO, which does not encrypt";
+  if (config.data.unencrypted) return "data.unencrypted is true";
+  return "";
+}
+
 // The wire over host memory; null: there is none.
 std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* certificates) {
   // Without TLS, and without leave to do without, no other daemon is linked (P9).
@@ -434,11 +442,9 @@ std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* c
     LogWarning("no data plane to other daemons: {}", Message(wire.status()));
     return nullptr;
   }
-  const bool encrypted =
-      config.data.wire == DataWire::kSockets && certificates != nullptr && !config.data.unencrypted;
   LogInfo("data plane over host memory: {} on {}, {}",
           config.data.wire == DataWire::kGloo ? "Gloo" : "sockets", config.peers.interface,
-          encrypted ? "TLS" : "neither encrypted nor authenticated");
+          WhyClear(config, certificates).empty() ? "TLS" : "neither encrypted nor authenticated");
   return *std::move(wire);
 }
 
@@ -638,6 +644,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
     return kExitFailure;
   }
   std::unique_ptr<Wire> wire = HostWireOf(config, certificates->get());
+  options.clear_wire = WhyClear(config, certificates->get());
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);

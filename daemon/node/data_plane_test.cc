@@ -15,6 +15,7 @@
 
 #include "transport/base/eventually.h"
 #include "transport/host/host_transport.h"
+#include "transport/sockets/frames.h"
 
 namespace refitd {
 namespace {
@@ -31,7 +32,7 @@ class FakeWire : public Wire {
   absl::StatusOr<std::string> Open(EpochId epoch, int /*rank*/, int /*size*/) override {
     if (!can_open.ok()) return can_open;
     opened.push_back(epoch);
-    return "here";
+    return address;
   }
   void Connect(EpochId /*epoch*/, std::vector<std::string> addresses, Duration /*timeout*/,
                std::function<void(absl::Status)> done) override {
@@ -51,6 +52,7 @@ class FakeWire : public Wire {
   WireStats Stats(EpochId /*epoch*/) const override { return {3, 4}; }
 
   absl::Status can_open;
+  std::string address = "here";
   std::vector<EpochId> opened;
   std::vector<EpochId> closed;
   std::vector<std::string> connected;
@@ -135,12 +137,13 @@ class World : public TurnHost, public WireSlots {
     return of->pools.EnsureHost("g", 4 * kSlotBytes);
   }
 
-  GroupRecord* AddGroup(const std::string& name) {
+  GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false) {
     CoordinatorOptions options;
     options.name = name;
     options.incarnation = 7;
     options.spec.slots = 4;
     options.spec.slot_bytes = kSlotBytes;
+    options.spec.encrypted_data = encrypted_data;
     options.next_update = [] { return UpdateId(1); };
     return groups.Coordinate(std::move(options), TimePoint());
   }
@@ -269,6 +272,39 @@ TEST_CASE("an epoch that can't be opened is answered and not kept") {
     plane.Connect(*world.group, {kEpoch, {}, seconds(1)}, turn);
   });
   CHECK(world.Take<EpochUp>()->status.code() == absl::StatusCode::kNotFound);
+}
+
+TEST_CASE("a group that demands encryption opens no epoch that is in the clear") {
+  World world;
+  GroupRecord* const group = world.AddGroup("demanding", /*encrypted_data=*/true);
+  const auto open = [&] {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Open(group, {kEpoch, 0, 2}, turn); });
+    return *world.Take<EpochOpened>();
+  };
+  const EpochOpened clear = open();
+  CHECK(clear.status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(clear.status.message()), Contains("data plane is in the clear"));
+  CHECK(clear.address.empty());
+  CHECK(world.wire().closed == world.wire().opened);
+  CHECK_FALSE(world.plane().StatsOf(*group, kEpoch).has_value());
+
+  SocketAddress address;
+  address.host.family = AF_INET;
+  address.host.ip = {10, 0, 0, 1};
+  address.port = 1;
+  address.tls = true;
+  address.identity = "spiffe://prod/refitd/a";
+  world.wire().address = EncodeSocketAddress(address);
+  CHECK(open().status.ok());
+
+  MemberRecord member;
+  member.id = MemberId(1);
+  member.group = "demanding";
+  member.ordinal = 0;
+  world.leases.Add(std::move(member));
+  const EpochOpened devices = open();
+  CHECK(devices.status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(devices.status.message()), Contains("NCCL does not encrypt"));
 }
 
 TEST_CASE("a daemon without a wire says so") {

@@ -5,10 +5,19 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
+#include "daemon/node/group_spec.h"
 #include "proto/protocol.h"
 #include "transport/base/status.h"
 
 namespace refitd {
+namespace {
+
+// The protocol version agreed with a daemon whose hello CheckPeerHello has taken.
+Protocol ProtocolWith(const v1::PeerHello& hello) {
+  return AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+}
+
+}  // namespace
 
 absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
   const std::string group = peer->hello.group();
@@ -52,6 +61,13 @@ void Joiners::Hello(v1::PeerHello hello, std::string peer_address,
   }
 }
 
+absl::Status Joiners::CheckEncrypted(const GroupRecord& group, const v1::PeerHello& hello) const {
+  const GroupSpec& spec = group.machine->spec();
+  REFITD_RETURN_IF_ERROR(
+      CheckKnowsEncryption(group.name(), spec, hello.daemon_id(), ProtocolWith(hello)));
+  return CheckEncryption(group.name(), spec, state_.options.daemon_id, state_.options.clear_wire);
+}
+
 void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   const std::string name = peer.hello.group();
   GroupRecord* group = state_.groups.Find(name);
@@ -65,13 +81,15 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   if (absl::Status spanning = device_slots_.CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
   }
+  if (absl::Status encrypted = CheckEncrypted(*group, peer.hello); !encrypted.ok()) {
+    return peer.session->End(std::move(encrypted));
+  }
   LinkUp up;
   up.incarnation = group->machine->incarnation();
   up.spec = group->machine->spec();
   up.version = group->machine->version();
   up.coordinator_id = state_.options.daemon_id;
-  up.protocol = AgreeProtocol(peer.hello.protocol(), peer.hello.highest_protocol(), "protocol")
-                    ->protocol;  // CheckPeerHello found one
+  up.protocol = ProtocolWith(peer.hello);
   peer.session->Accept(up);
   const NodeId node = state_.peers.Join(name, std::move(peer.session));
   turn.Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol,

@@ -153,6 +153,41 @@ TEST_CASE("daemons link over TLS at a listener of their own, which serves nothin
   CHECK(Attaching(elsewhere).code() == absl::StatusCode::kUnimplemented);
 }
 
+TEST_CASE("a group that demands encrypted_data never moves bytes between daemons in the clear") {
+  Certified certified;
+  const Model model = MixedModel();
+  const std::string daemons = std::string("--peers-identity=") + kDaemons;
+  Daemon a(
+      Flags(certified.Issue("refitd/a"), {"--daemon-id=a", "--peers-listen=127.0.0.1:0", daemons}));
+  Daemon b(Flags(certified.Issue("refitd/b"), {"--daemon-id=b", daemons}));
+  Daemon clear(
+      Flags(certified.Issue("refitd/c"), {"--daemon-id=c", "--data-unencrypted", daemons}));
+  const auto demanding = [](const Daemon& daemon, const std::string& coordinator = "") {
+    client::ConnectOptions connect = At(daemon, coordinator);
+    connect.spec->encrypted_data = true;
+    return connect;
+  };
+  Rank far(demanding(b, a.links()), "far", client::Delivery::kRegistered, model);
+  Pusher pusher(demanding(a), model);
+  REQUIRE(pusher.Install(1).ok());
+  CHECK(far.Await([](const Rank::Seen& seen) { return seen.committed == Version(1); }));
+  REQUIRE(a.Status().groups_size() == 1);
+  CHECK(a.Status().groups(0).spec().encrypted_data());
+
+  client::ConnectOptions unencrypted = At(clear, a.links());
+  unencrypted.spec.reset();
+  const absl::Status refused = Attaching(unencrypted);
+  INFO(refused);
+  CHECK(absl::IsFailedPrecondition(refused));
+  CHECK_THAT(Message(refused), Contains("spec.encrypted_data: group 'g' demands it") &&
+                                   Contains("daemon c is in the clear: data.unencrypted"));
+  const absl::Status other_spec = Attaching(At(a));
+  CHECK(absl::IsFailedPrecondition(other_spec));
+  CHECK_THAT(Message(other_spec), Contains("encrypted_data"));
+  REQUIRE(pusher.Install(2).ok());
+  CHECK(far.Await([](const Rank::Seen& seen) { return seen.committed == Version(2); }));
+}
+
 TEST_CASE("a daemon joins no coordinator that is another") {
   Certified certified;
   Daemon a(Flags(certified.Issue("member"), {"--daemon-id=a", "--listen-tcp=127.0.0.1:0"}));
