@@ -23,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "daemon/config.h"
 #include "daemon/metrics.h"
+#include "daemon/metrics_server.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/identities.h"
 #include "daemon/node/joiners.h"
@@ -516,11 +517,22 @@ std::vector<std::string> ListenersOf(const Config& config, const Sockets& socket
 
 // Null: the configuration asks for no metrics.
 absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config,
+                                                            const CertificateStore* certificates,
+                                                            const Door* door,
                                                             const Metrics* metrics,
                                                             Daemon* daemon) {
   if (config.metrics.listen.empty()) return nullptr;
-  return MetricsServer::Start(config.metrics.listen, metrics,
-                              [daemon] { return StatusOf(daemon); });
+  MetricsServerOptions options;
+  options.address = config.metrics.listen;
+  options.collect = [metrics, daemon] {
+    return metrics->Text([daemon] { return StatusOf(daemon); });
+  };
+  options.log = LogOfStrangers;
+  if (certificates != nullptr && !config.metrics.insecure) {
+    options.certificates = [certificates] { return certificates->Current(); };
+    options.admit = [door](const std::string& identity) { return door->AdmitToMetrics(identity); };
+  }
+  return MetricsServer::Start(std::move(options));
 }
 
 // The services of the daemon.
@@ -675,7 +687,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
     return kExitInUse;
   }
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      StartMetrics(config, &metrics, &daemon);
+      StartMetrics(config, certificates->get(), &door, &metrics, &daemon);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
   if (!StartServers(config, certificates->get(), &services, &servers)) {
     return Fail(absl::InternalError("the gRPC server does not start"));

@@ -66,6 +66,11 @@ class Door {
   // Whether a process may use the descriptor socket.
   absl::Status AdmitToDescriptors(const PeerCredentials& peer) const;
 
+  // Whether whoever has a certificate with this identity (empty: it gives none) may read the
+  // metrics, which name every group: an operator who may read all of them. PERMISSION_DENIED,
+  // UNAUTHENTICATED: no identity.
+  absl::Status AdmitToMetrics(const std::string& identity) const;
+
   // Tells the audit log how the call was answered, if the log has such calls.
   void Told(const Asked& asked, const Peer& peer, const absl::Status& answer) const;
 
