@@ -219,6 +219,7 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
+  wire.set_encrypted_data(spec.encrypted_data);
   return wire;
 }
 
@@ -228,6 +229,7 @@ Connection::Connection(const ConnectOptions& options, const Target& target,
       tcp_(target.tcp),
       channel_(std::move(channel)),
       call_margin_(options.call_margin),
+      encrypted_data_(options.spec.has_value() && options.spec->encrypted_data),
       device_(options.device),
       cuda_library_(options.cuda_library) {}
 
@@ -263,6 +265,14 @@ absl::Status Connection::Adopt(const v1::Welcome& welcome) {
   if (welcome.lease().token().size() != kTokenBytes) {
     return Error(absl::StatusCode::kInternal, "the daemon's lease token has {} bytes, not {}",
                  welcome.lease().token().size(), kTokenBytes);
+  }
+  // An older daemon does not know the demand, and would ignore it.
+  if (encrypted_data_ && welcome.lease().protocol() < static_cast<int>(Protocol::kV4)) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "spec.encrypted_data: the daemon at {} does not know it: it speaks protocol "
+                 "version {}, of at least {}",
+                 socket_, static_cast<int>(welcome.lease().protocol()),
+                 static_cast<int>(Protocol::kV4));
   }
   welcome_ = welcome;
   descriptors_ =

@@ -135,6 +135,9 @@ typedef struct refit_group_spec {
    * end with '*'. */
   int32_t unwanted_count;
   const char* const* unwanted_tensors;
+  /* 1: bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
+   * daemons. REFIT_FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt. */
+  int32_t encrypted_data;
 } refit_group_spec;
 #define REFIT_GROUP_SPEC_INIT \
   { .struct_size = sizeof(refit_group_spec) }

@@ -36,6 +36,9 @@ struct GroupSpec {
   // Tensors that trainers' layouts may have though no engine wants them: names, or prefixes that
   // end with '*'.
   std::vector<std::string> unwanted_tensors{};
+  // Bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
+  // daemons. FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt.
+  bool encrypted_data = false;
 };
 
 // Certificates for a daemon over TCP: paths of PEM files. They are read for each lease anew.

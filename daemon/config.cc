@@ -400,9 +400,11 @@ absl::Status CheckMetrics(const RefitdConfig& config) {
   if (address.empty()) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(CheckTcpAddress("metrics.listen", address));
   if (config.listen().insecure() || config.metrics().insecure()) return absl::OkStatus();
+  if (!FromProto(config.tls()).empty()) return absl::OkStatus();
   return Error(kInvalid,
                "metrics.listen \"{}\" has no TLS: anybody who reaches it could read the names of "
-               "groups. Accept that with --metrics-insecure (metrics.insecure)",
+               "groups. Name certificates (tls), or accept that with --metrics-insecure "
+               "(metrics.insecure)",
                address);
 }
 

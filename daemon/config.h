@@ -96,8 +96,9 @@ struct StagingConfig {
 
 struct MetricsConfig {
   std::string listen;  // "HOST:PORT" as of ListenConfig::tcp; empty: off
-  bool insecure =
-      false;  // `listen` is allowed though it has no TLS; also by ListenConfig::insecure
+  // `listen` has no TLS, even where there are certificates. Without certificates it takes this, or
+  // ListenConfig::insecure.
+  bool insecure = false;
   bool operator==(const MetricsConfig&) const = default;
 };
 

@@ -23,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "daemon/config.h"
 #include "daemon/metrics.h"
+#include "daemon/metrics_server.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/identities.h"
 #include "daemon/node/joiners.h"
@@ -424,6 +425,14 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
   return MakeSocketWire(std::move(options));
 }
 
+// DaemonOptions::clear_wire.
+std::string WhyClear(const Config& config, const CertificateStore* certificates) {
+  if (certificates == nullptr) return kNotEncrypted;
+  if (config.data.wire == DataWire::kGloo) return "data.wire is GLOO, which does not encrypt";
+  if (config.data.unencrypted) return "data.unencrypted is true";
+  return "";
+}
+
 // The wire over host memory; null: there is none.
 std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* certificates) {
   // Without TLS, and without leave to do without, no other daemon is linked (P9).
@@ -434,11 +443,9 @@ std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* c
     LogWarning("no data plane to other daemons: {}", Message(wire.status()));
     return nullptr;
   }
-  const bool encrypted =
-      config.data.wire == DataWire::kSockets && certificates != nullptr && !config.data.unencrypted;
   LogInfo("data plane over host memory: {} on {}, {}",
           config.data.wire == DataWire::kGloo ? "Gloo" : "sockets", config.peers.interface,
-          encrypted ? "TLS" : "neither encrypted nor authenticated");
+          WhyClear(config, certificates).empty() ? "TLS" : "neither encrypted nor authenticated");
   return *std::move(wire);
 }
 
@@ -510,11 +517,22 @@ std::vector<std::string> ListenersOf(const Config& config, const Sockets& socket
 
 // Null: the configuration asks for no metrics.
 absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config,
+                                                            const CertificateStore* certificates,
+                                                            const Door* door,
                                                             const Metrics* metrics,
                                                             Daemon* daemon) {
   if (config.metrics.listen.empty()) return nullptr;
-  return MetricsServer::Start(config.metrics.listen, metrics,
-                              [daemon] { return StatusOf(daemon); });
+  MetricsServerOptions options;
+  options.address = config.metrics.listen;
+  options.collect = [metrics, daemon] {
+    return metrics->Text([daemon] { return StatusOf(daemon); });
+  };
+  options.log = LogOfStrangers;
+  if (certificates != nullptr && !config.metrics.insecure) {
+    options.certificates = [certificates] { return certificates->Current(); };
+    options.admit = [door](const std::string& identity) { return door->AdmitToMetrics(identity); };
+  }
+  return MetricsServer::Start(std::move(options));
 }
 
 // The services of the daemon.
@@ -638,6 +656,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
     return kExitFailure;
   }
   std::unique_ptr<Wire> wire = HostWireOf(config, certificates->get());
+  options.clear_wire = WhyClear(config, certificates->get());
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);
@@ -668,7 +687,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
     return kExitInUse;
   }
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      StartMetrics(config, &metrics, &daemon);
+      StartMetrics(config, certificates->get(), &door, &metrics, &daemon);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
   if (!StartServers(config, certificates->get(), &services, &servers)) {
     return Fail(absl::InternalError("the gRPC server does not start"));

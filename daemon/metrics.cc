@@ -1,20 +1,14 @@
 #include "daemon/metrics.h"
 
 #include <prometheus/client_metric.h>
-#include <prometheus/collectable.h>
-#include <prometheus/exposer.h>
 #include <prometheus/metric_family.h>
-
-// Included after exposer.h, which only declares the class.
-#include <CivetServer.h>
+#include <prometheus/text_serializer.h>
 
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <string_view>
 #include <utility>
 
-#include "daemon/process/log.h"
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "transport/base/status.h"
@@ -292,78 +286,8 @@ std::vector<MetricFamily> Metrics::Collect(
   return families.Take();
 }
 
-// ---- serving it ----
-
-namespace {
-
-class Scrape : public prometheus::Collectable {
- public:
-  Scrape(const Metrics* metrics, std::function<v1::GetStatusResponse()> status)
-      : metrics_(metrics), status_(std::move(status)) {}
-  // CivetWeb is C: no exception may pass through it.
-  std::vector<MetricFamily> Collect() const noexcept override { return metrics_->Collect(status_); }
-
- private:
-  const Metrics* const metrics_;
-  const std::function<v1::GetStatusResponse()> status_;
-};
-
-// Collects the HTTP server's messages while it starts on this thread: they say why it could not
-// start.
-thread_local std::string* start_error = nullptr;
-
-int TakeMessage(const mg_connection* /*connection*/, const char* message) {
-  if (start_error != nullptr) {
-    if (start_error->empty()) *start_error = message;
-  } else {
-    LogDebug("metrics: {}", message);  // clients cause these, so only at debug
-  }
-  return 1;
-}
-
-}  // namespace
-
-struct MetricsServer::Impl {
-  std::shared_ptr<Scrape> scrape;
-  std::unique_ptr<prometheus::Exposer> exposer;  // destroyed first
-};
-
-MetricsServer::MetricsServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-MetricsServer::~MetricsServer() = default;
-
-absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(
-    const std::string& address, const Metrics* metrics,
-    std::function<v1::GetStatusResponse()> status, Duration timeout) {
-  const std::string host = address.substr(0, address.rfind(':'));
-  const std::string port = address.substr(address.rfind(':') + 1);
-  const std::vector<std::string> options = {
-      "listening_ports",    (host == "localhost" ? "127.0.0.1" : host) + ":" + port,
-      "num_threads",        std::to_string(kMetricsThreads),
-      "connection_queue",   std::to_string(kMetricsQueue),
-      "request_timeout_ms", std::to_string(ToMillis(timeout))};
-  CivetCallbacks callbacks;
-  callbacks.log_message = TakeMessage;
-  auto impl = std::make_unique<Impl>();
-  impl->scrape = std::make_shared<Scrape>(metrics, std::move(status));
-  std::string problem;
-  start_error = &problem;
-  try {
-    impl->exposer = std::make_unique<prometheus::Exposer>(options, &callbacks);
-  } catch (const std::exception& error) {
-    if (problem.empty()) problem = error.what();
-  }
-  start_error = nullptr;
-  if (impl->exposer == nullptr) {
-    return Error(absl::StatusCode::kAlreadyExists,
-                 "can't listen on {} for metrics: in use, or no such address ({})", address,
-                 problem);
-  }
-  impl->exposer->RegisterCollectable(impl->scrape);
-  const std::vector<int> ports = impl->exposer->GetListeningPorts();
-  REFITD_CHECK(ports.size() == 1);
-  auto server = std::unique_ptr<MetricsServer>(new MetricsServer(std::move(impl)));
-  server->address_ = fmt::format("{}:{}", host, ports.front());
-  return server;
+std::string Metrics::Text(const std::function<v1::GetStatusResponse()>& status) const {
+  return prometheus::TextSerializer().Serialize(Collect(status));
 }
 
 }  // namespace refitd

@@ -15,12 +15,10 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/status/statusor.h"
 #include "daemon/process/observer.h"
 #include "refitd/v1/operator.pb.h"
 #include "transport/base/mutex.h"
@@ -53,6 +51,8 @@ class Metrics : public NodeObserver {
   // has no reports yet gets zeros, since rates need a first value.
   std::vector<prometheus::MetricFamily> Collect(
       const std::function<v1::GetStatusResponse()>& status) const;
+  // The same in Prometheus' text format.
+  std::string Text(const std::function<v1::GetStatusResponse()>& status) const;
 
  private:
   struct Histogram {
@@ -84,34 +84,6 @@ class Metrics : public NodeObserver {
   mutable Mutex mutex_;
   std::map<std::string, GroupCounts> groups_ ABSL_GUARDED_BY(mutex_);
   uint64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
-};
-
-// Serves GET /metrics over HTTP, and nothing else, with kMetricsThreads threads and one that
-// accepts. Only a request's path and encoding are looked at. P4: a client that sends or takes
-// nothing for kMetricsTimeout is cut off; meanwhile others wait in a short queue.
-inline constexpr int kMetricsThreads = 2;
-inline constexpr std::chrono::seconds kMetricsTimeout{5};
-inline constexpr int kMetricsQueue = 8;  // connections that wait for a thread
-
-class MetricsServer {
- public:
-  // `address`: "HOST:PORT", checked by LoadConfig; port 0 takes a free port. `status` runs on the
-  // server's threads. `metrics`, and the objects that `status` uses, must outlive the server.
-  // ALREADY_EXISTS: the port is in use, or this machine lacks the address.
-  static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(
-      const std::string& address, const Metrics* metrics,
-      std::function<v1::GetStatusResponse()> status, Duration timeout = kMetricsTimeout);
-  // Cuts off clients and joins the threads, which takes up to 2 s.
-  ~MetricsServer();
-
-  // "HOST:PORT" with the port in use.
-  const std::string& address() const { return address_; }
-
- private:
-  struct Impl;
-  explicit MetricsServer(std::unique_ptr<Impl> impl);
-  const std::unique_ptr<Impl> impl_;
-  std::string address_;
 };
 
 }  // namespace refitd

@@ -1,20 +1,14 @@
 #include "daemon/metrics.h"
 
-#include <arpa/inet.h>
-#include <poll.h>
 #include <prometheus/metric_family.h>
-#include <prometheus/text_serializer.h>
-#include <sys/socket.h>
 
 #include <catch2/catch.hpp>
 #include <charconv>
-#include <fstream>
 #include <set>
 #include <sstream>
 #include <thread>
 
 #include "daemon/test_util.h"
-#include "transport/base/unique_fd.h"
 
 namespace refitd {
 namespace {
@@ -28,7 +22,7 @@ v1::GetStatusResponse NoStatus() { return {}; }
 // The text that a scrape gets.
 std::string TextOf(const Metrics& metrics,
                    const std::function<v1::GetStatusResponse()>& status = NoStatus) {
-  return prometheus::TextSerializer().Serialize(metrics.Collect(status));
+  return metrics.Text(status);
 }
 
 // The value of the series with this text; "": there is none.
@@ -268,171 +262,6 @@ TEST_CASE("Reports from many threads are all counted while scrapes run") {
     const std::string series = std::string("refitd_update_seconds_count{group=\"") + group + "\"}";
     CHECK(ValueOf(text, series) == std::to_string(kReports * kThreads / 2));
   }
-}
-
-// ---- over HTTP ----
-
-// Null: nothing listens there.
-UniqueFd Connect(const std::string& address, int receive_bytes = 0) {
-  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  REQUIRE(fd.valid());
-  if (receive_bytes > 0) {
-    REQUIRE(setsockopt(fd.get(), SOL_SOCKET, SO_RCVBUF, &receive_bytes, sizeof(receive_bytes)) ==
-            0);
-  }
-  sockaddr_in to{};
-  to.sin_family = AF_INET;
-  const size_t colon = address.rfind(':');
-  to.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(colon + 1))));
-  REQUIRE(inet_pton(AF_INET, address.substr(0, colon).c_str(), &to.sin_addr) == 1);
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&to), sizeof(to)) != 0) fd.Reset();
-  return fd;
-}
-
-void Send(const UniqueFd& fd, const std::string& text) {
-  REQUIRE(send(fd.get(), text.data(), text.size(), MSG_NOSIGNAL) ==
-          static_cast<ssize_t>(text.size()));
-}
-
-// For tests that wait for the limit to pass. A correct client needs less time even on a busy
-// machine.
-constexpr milliseconds kShortLimit(1'000);
-
-// Whether the server has ended its side, though the client reads nothing: its connection is not
-// established any more. The kernel's table has local and remote address in hexadecimal, then the
-// state.
-bool LetGo(const UniqueFd& client) {
-  sockaddr_in name{};
-  socklen_t length = sizeof(name);
-  REQUIRE(getsockname(client.get(), reinterpret_cast<sockaddr*>(&name), &length) == 0);
-  const std::string remote = fmt::format(":{:04X} ", ntohs(name.sin_port));
-  std::ifstream table("/proc/self/net/tcp");
-  for (std::string line; std::getline(table, line);) {
-    const size_t second = line.find(':', line.find(':', line.find(':') + 1) + 1);
-    if (second != std::string::npos && line.compare(second, 9, remote + "01 ") == 0) return false;
-  }
-  return true;
-}
-
-// All bytes until the end.
-std::string ReadAll(const UniqueFd& fd) {
-  std::string all;
-  std::vector<char> buffer(1 << 16);
-  for (;;) {
-    REQUIRE(Readable(fd));
-    const ssize_t n = recv(fd.get(), buffer.data(), buffer.size(), 0);
-    if (n <= 0) return all;  // a connection that was reset has ended as well
-    all.append(buffer.data(), static_cast<size_t>(n));
-  }
-}
-
-std::string Request(const std::string& method, const std::string& path) {
-  return method + " " + path + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-}
-
-std::string Ask(const std::string& address, const std::string& method, const std::string& path) {
-  const UniqueFd fd = Connect(address);
-  REQUIRE(fd.valid());
-  Send(fd, Request(method, path));
-  return ReadAll(fd);
-}
-
-std::unique_ptr<MetricsServer> StartServer(
-    const Metrics* metrics, Duration timeout = seconds(20),
-    std::function<v1::GetStatusResponse()> status = SomeStatus) {
-  auto server = MetricsServer::Start("127.0.0.1:0", metrics, std::move(status), timeout);
-  INFO(server.status().ToString());
-  REQUIRE(server.ok());
-  return *std::move(server);
-}
-
-TEST_CASE("Port 0 picks a port, which serves the metrics and nothing else") {
-  Metrics metrics(8);
-  metrics.UpdateEnded(Committed("policy"));
-  const auto server = StartServer(&metrics);
-  CHECK_THAT(server->address(), Catch::Matches("127\\.0\\.0\\.1:[1-9][0-9]*"));
-  const std::string answer = Ask(server->address(), "GET", "/metrics");
-  CHECK_THAT(answer, Catch::StartsWith("HTTP/1.1 200 OK\r\n") && Contains("text/plain"));
-  CHECK_THAT(answer, Contains("\nrefitd_committed_version{group=\"policy\"} 41") &&
-                         Contains("refitd_update_bytes_total{group=\"policy\"} 1000"));
-  for (const char* path : {"/", "/etc/passwd", "/../../../../etc/passwd", "/proc/self/environ"}) {
-    INFO(path);
-    CHECK_THAT(Ask(server->address(), "GET", path), Catch::StartsWith("HTTP/1.1 404"));
-  }
-  for (const char* method : {"PUT", "DELETE", "POST", "MKCOL", "PROPFIND"}) {
-    INFO(method);
-    CHECK_THAT(Ask(server->address(), method, "/tmp/refitd-metrics-test"),
-               !Catch::StartsWith("HTTP/1.1 2"));
-  }
-}
-
-TEST_CASE("A port in use is refused by address") {
-  Metrics metrics(8);
-  const auto first = StartServer(&metrics);
-  const auto second = MetricsServer::Start(first->address(), &metrics, SomeStatus);
-  REQUIRE_FALSE(second.ok());
-  INFO(second.status().ToString());
-  CHECK(absl::IsAlreadyExists(second.status()));
-  CHECK_THAT(Message(second.status()), Contains(first->address()) && Contains("in use"));
-  CHECK_THAT(Ask(first->address(), "GET", "/metrics"), Contains(" 200 OK"));
-}
-
-TEST_CASE("An address of no interface is refused by name") {
-  Metrics metrics(8);
-  const auto server = MetricsServer::Start("192.0.2.1:0", &metrics, SomeStatus);
-  REQUIRE_FALSE(server.ok());
-  CHECK_THAT(Message(server.status()), Contains("192.0.2.1:0") && Contains("no such address"));
-}
-
-TEST_CASE("Clients that say nothing are cut off and others are served") {
-  Metrics metrics(8);
-  const auto server = StartServer(&metrics, kShortLimit);
-  std::vector<UniqueFd> silent;
-  for (int i = 0; i < kMetricsThreads; ++i) silent.push_back(Connect(server->address()));
-  Send(silent.back(), "GET /metr");
-  // On a busy machine a correct client may be cut off as well: it asks again, as Prometheus does.
-  CHECK(Eventually([&] {
-    return Ask(server->address(), "GET", "/metrics").find(" 200 OK") != std::string::npos;
-  }));
-  for (const UniqueFd& fd : silent) CHECK_THAT(ReadAll(fd), !Contains("200 OK"));
-}
-
-TEST_CASE("Clients that don't read are cut off and others are served") {
-  Metrics metrics(8);
-  // More than the sockets' buffers hold.
-  const auto many_groups = [] {
-    v1::GetStatusResponse status;
-    for (int i = 0; i < 1'200; ++i) status.add_groups()->set_name("g" + std::to_string(i));
-    return status;
-  };
-  const auto server = StartServer(&metrics, kShortLimit, many_groups);
-  std::vector<UniqueFd> stuck;
-  for (int i = 0; i < kMetricsThreads; ++i) {
-    stuck.push_back(Connect(server->address(), 4096));
-    Send(stuck.back(), Request("GET", "/metrics"));
-  }
-  std::string whole;
-  REQUIRE(Eventually([&] {
-    whole = Ask(server->address(), "GET", "/metrics");
-    return whole.find(" 200 OK") != std::string::npos &&
-           whole.find("group=\"g1199\"") != std::string::npos;
-  }));
-  for (const UniqueFd& fd : stuck) {
-    REQUIRE(Eventually([&] { return LetGo(fd); }));
-    CHECK(ReadAll(fd).size() < whole.size() / 2);
-  }
-}
-
-TEST_CASE("Ending the server ends its port and its clients' connections") {
-  Metrics metrics(8);
-  auto server = StartServer(&metrics);
-  const std::string address = server->address();
-  const UniqueFd silent = Connect(address);
-  REQUIRE(silent.valid());
-  CHECK_THAT(Ask(address, "GET", "/metrics"), Contains(" 200 OK"));
-  server.reset();
-  CHECK_FALSE(Connect(address).valid());
-  CHECK(ReadAll(silent).empty());
 }
 
 }  // namespace

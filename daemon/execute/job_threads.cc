@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <atomic>
+#include <memory>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -18,6 +20,23 @@ JobThreads::~JobThreads() { Stop(); }
 
 void JobThreads::Submit(uint64_t owner, std::function<void()> job) {
   MutexLock lock(&mutex_);
+  SubmitLocked(owner, std::move(job));
+}
+
+// Every owner that has jobs gets another behind them; the last of these to run runs `job`.
+void JobThreads::SubmitBehindAll(std::function<void()> job) {
+  MutexLock lock(&mutex_);
+  if (queues_.empty()) return SubmitLocked(kNobody, std::move(job));
+  const auto left = std::make_shared<std::atomic<size_t>>(queues_.size());
+  const auto shared = std::make_shared<const std::function<void()>>(std::move(job));
+  for (auto& [owner, queue] : queues_) {
+    SubmitLocked(owner, [left, shared] {
+      if (left->fetch_sub(1) == 1) (*shared)();
+    });
+  }
+}
+
+void JobThreads::SubmitLocked(uint64_t owner, std::function<void()> job) {
   if (stopping_) return;
   Queue& queue = queues_[owner];
   queue.jobs.push_back(std::move(job));

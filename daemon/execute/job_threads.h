@@ -37,6 +37,8 @@ class JobThreads {
   // Never waits. After Stop jobs are dropped.
   void Submit(uint64_t owner, std::function<void()> job);
   void Submit(std::function<void()> job) { Submit(kNobody, std::move(job)); }
+  // Runs the job once, after all jobs that any owner has submitted before.
+  void SubmitBehindAll(std::function<void()> job);
   // Waits for running jobs and drops the others. Must not be called from a job.
   void Stop();
 
@@ -46,6 +48,8 @@ class JobThreads {
     bool running = false;
   };
 
+  void SubmitLocked(uint64_t owner, std::function<void()> job)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Work();
 
   const std::string name_;

@@ -1,5 +1,6 @@
 #include "daemon/execute/job_threads.h"
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstdint>
@@ -45,6 +46,29 @@ class HeldJob {
   std::promise<void> release_;
   bool ended_ = false;
 };
+
+TEST_CASE("A job behind all others runs once, when the jobs of every owner have run") {
+  std::atomic<int> ran = 0;
+  HeldJob held;
+  JobThreads threads("planner-test", 2);
+  threads.Submit(7, held.Job());
+  REQUIRE(held.AwaitStart());
+  for (uint64_t owner = 1; owner <= 3; ++owner) threads.Submit(owner, [&ran] { ++ran; });
+  std::promise<int> behind;  // a second call of set_value would throw
+  auto seen = behind.get_future();
+  threads.SubmitBehindAll([&] { behind.set_value(ran); });
+  std::promise<void> later;
+  threads.Submit(4, [&later] { later.set_value(); });
+  REQUIRE(later.get_future().wait_for(kDeadline) == std::future_status::ready);
+  CHECK(seen.wait_for(std::chrono::seconds(0)) == std::future_status::timeout);
+  held.Release();
+  REQUIRE(seen.wait_for(kDeadline) == std::future_status::ready);
+  CHECK(seen.get() == 3);
+  std::promise<int> alone;
+  auto idle = alone.get_future();
+  threads.SubmitBehindAll([&alone] { alone.set_value(1); });
+  CHECK(idle.wait_for(kDeadline) == std::future_status::ready);
+}
 
 TEST_CASE("Owners take turns, however many jobs one of them has submitted first") {
   std::vector<int> order;  // written by the planner's thread

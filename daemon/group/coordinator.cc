@@ -8,6 +8,7 @@
 #include "daemon/group/coordinator_impl.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
+#include "transport/sockets/address_security.h"
 
 namespace refitd {
 namespace {
@@ -1130,6 +1131,17 @@ void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
     return EpochFailed(
         {node}, fmt::format("the data plane did not open on {}: {}", Name(node), Message(r.status)),
         GiveUpClass::kTransfer);
+  }
+  if (group.spec().encrypted_data) {
+    // A daemon that can't encrypt was refused when it joined; its address must agree.
+    const absl::StatusOr<AddressSecurity> security = SecurityOfAddress(r.address);
+    if (!security.ok() || !security->encrypted) {
+      return EpochFailed({node},
+                         fmt::format("spec.encrypted_data: the group demands it, and the data "
+                                     "plane of {} is in the clear",
+                                     Name(node)),
+                         GiveUpClass::kTransfer);
+    }
   }
   epoch->addresses[node] = r.address;
   if (epoch->addresses.size() < epoch->ranks.size() || !spread.has_value()) return;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "daemon/group/group_test_util.h"
+#include "transport/sockets/frames.h"
 
 namespace refitd {
 namespace {
@@ -22,8 +23,9 @@ constexpr EpochId kEpoch{1};
 // A coordinator with one joined daemon, and its actions since the last Forget.
 class Fixture {
  public:
-  explicit Fixture(std::function<absl::Status()> admit_remote = nullptr)
-      : coordinator_(MakeOptions(std::move(admit_remote))) {
+  explicit Fixture(std::function<absl::Status()> admit_remote = nullptr,
+                   const GroupSpec& spec = TestGroup::DefaultSpec())
+      : coordinator_(MakeOptions(std::move(admit_remote), spec)) {
     Do(NodeJoined{kNode, "a", "elsewhere"});
   }
 
@@ -176,12 +178,13 @@ class Fixture {
   const Coordinator& coordinator() const { return coordinator_; }
 
  private:
-  CoordinatorOptions MakeOptions(std::function<absl::Status()> admit_remote) {
+  CoordinatorOptions MakeOptions(std::function<absl::Status()> admit_remote,
+                                 const GroupSpec& spec) {
     CoordinatorOptions options;
     options.name = "g";
     options.daemon_id = "b";
     options.incarnation = 7;
-    options.spec = TestGroup::DefaultSpec();
+    options.spec = spec;
     options.next_update = [this] { return UpdateId(++updates_); };
     options.next_member = [this] { return MemberId(++members_); };
     options.next_call = [this] { return CallId(++calls_); };
@@ -600,6 +603,40 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
   f.Do(ReportReceived{kAnew, PeerAttach{kRemoteEngine, engine}});
   f.Do(ReportReceived{kAnew, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(60)}});
   CHECK(f.Prepared(3) == std::set<NodeId>{kNode, kAnew});
+}
+
+// An address of the wire over sockets under TLS, which rank 0 or 1 gives.
+std::string EncryptedAddress(uint32_t rank) {
+  SocketAddress address;
+  address.rank = rank;
+  address.size = 2;
+  address.host.family = AF_INET;
+  address.host.ip = {10, 0, 0, 1};
+  address.port = 1;
+  address.tls = true;
+  address.identity = "spiffe://prod/refitd/a";
+  return EncodeSocketAddress(address);
+}
+
+TEST_CASE("a group that demands encryption connects no daemon whose data plane is in the clear") {
+  GroupSpec demanding = TestGroup::DefaultSpec();
+  demanding.encrypted_data = true;
+  Fixture f(nullptr, demanding);
+  f.Prepare();
+  f.Do(EpochOpened{kEpoch, absl::OkStatus(), EncryptedAddress(0)});
+  SECTION("all daemons encrypt") {
+    f.Report(EpochOpened{kEpoch, absl::OkStatus(), EncryptedAddress(1)});
+    CHECK(f.Sent<PeerEpochConnect>().size() == 1);
+  }
+  SECTION("a joined daemon does not") {
+    f.Report(EpochOpened{kEpoch, absl::OkStatus(), "there"});
+    CHECK(f.Sent<PeerEpochConnect>().empty());
+    const std::vector<Reply> replies = f.Local<Reply>();
+    REQUIRE(replies.size() == 1);
+    CHECK_THAT(std::string(replies[0].status.message()),
+               Catch::Contains("spec.encrypted_data: the group demands it, and the data plane of "
+                               "daemon a is in the clear"));
+  }
 }
 
 TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {

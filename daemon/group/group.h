@@ -70,6 +70,8 @@ struct GroupSpec {
   // Names, and prefixes that end with '*', of tensors that trainers' layouts may have though no
   // engine wants them. Sorted, unique.
   std::vector<std::string> unwanted_tensors{};
+  // Bytes cross between daemons encrypted or not at all.
+  bool encrypted_data = false;
   bool operator==(const GroupSpec&) const = default;
 };
 // Whether both are equal apart from trainer_ranks, which the attaching trainers decide.

@@ -63,6 +63,7 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
                                   message.engine_only_tensors().end());
   spec.unwanted_tensors.assign(message.unwanted_tensors().begin(),
                                message.unwanted_tensors().end());
+  spec.encrypted_data = message.encrypted_data();
   return spec;
 }
 
@@ -74,6 +75,7 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
+  wire.set_encrypted_data(spec.encrypted_data);
   return wire;
 }
 

@@ -99,7 +99,7 @@ FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
-FIELDS(GroupSpec, a, b, c, d, e, f)
+FIELDS(GroupSpec, a, b, c, d, e, f, g)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All but slots_on_devices, which is never true for a joined daemon's ranks.
@@ -553,7 +553,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     up.incarnation = rng() | 1;
     up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}};
     up.coordinator_id = "node-0";
-    up.protocol = static_cast<Protocol>(1 + i % 3);
+    up.protocol = static_cast<Protocol>(1 + i % 4);
     auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
     REQUIRE(there.ok());
     CHECK(Equal(there->up, up));
@@ -571,13 +571,14 @@ TEST_CASE("The highest version that both sides speak is agreed, and none in comm
   CHECK(agree(1, 2)->protocol == Protocol::kV2);
   CHECK_FALSE(agree(1, 2)->newer);
   CHECK(agree(1, 3)->protocol == Protocol::kV3);
-  CHECK_FALSE(agree(1, 3)->newer);
-  CHECK(agree(2, 4)->protocol == Protocol::kV3);
-  CHECK(agree(2, 4)->newer);
-  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {4, 0}, {4, 5}, {2, 1}, {-1, 5}}) {
+  CHECK(agree(1, 4)->protocol == Protocol::kV4);
+  CHECK_FALSE(agree(1, 4)->newer);
+  CHECK(agree(2, 5)->protocol == Protocol::kV4);
+  CHECK(agree(2, 5)->newer);
+  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {5, 0}, {5, 6}, {2, 1}, {-1, 5}}) {
     const absl::Status status = agree(lowest, highest).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 3"));
+    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 4"));
   }
 }
 
@@ -587,14 +588,14 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   up.spec = {2, 1, 1 << 20, 4, {}};
   up.coordinator_id = "node-0";
   v1::PeerAnswer answer = AcceptedToWire(up, kMessageBytes);
-  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV3);
+  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV4);
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
   CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
-  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(4));
+  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(5));
   CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
   answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
-  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(4));
+  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(5));
   CHECK(AcceptedFromWire(answer)->newer);
 }
 
@@ -805,7 +806,7 @@ TEST_CASE("A malformed hello is refused with field and value") {
   CHECK_THAT(error("pong {}"), Contains("must be hello"));
   CHECK_THAT(
       error("hello { group: 'g' }"),
-      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 3"));
+      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 4"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));

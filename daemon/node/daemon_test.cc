@@ -230,6 +230,34 @@ TEST_CASE("A daemon stops joining when the last member that waited for it goes")
 
 // ---- who may join ----
 
+TEST_CASE("A group that demands encryption takes daemons whose data plane encrypts, and no other") {
+  DaemonOptions encrypting;
+  encrypting.clear_wire = "";
+  GroupSpec demanding = Spec();
+  demanding.encrypted_data = true;
+  TestDaemon a("a", encrypting);
+  TestDaemon b("b", encrypting);
+  const auto joined = b.AttachEngine("g", "i", demanding, &a);
+  CHECK(Eventually([&] { return joined.inbox->welcomed(); }));
+
+  TestDaemon clear("c");
+  const auto refused = clear.AttachEngine("g", "j", demanding, &a);
+  CHECK(refused.inbox->Ended().code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(Message(refused.inbox->Ended()),
+             Contains("spec.encrypted_data: group 'g'") && Contains("daemon c is in the clear"));
+  CHECK(Eventually([&] { return clear.groups() == 0; }));
+  // A coordinator in the clear takes nobody in, and its own members stay.
+  const auto own = clear.AttachTrainer("h", demanding);
+  CHECK(Eventually([&] { return own.inbox->welcomed(); }));
+  const auto other = b.AttachEngine("h", "i", demanding, &clear);
+  CHECK(other.inbox->Ended().code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(Message(other.inbox->Ended()), Contains("daemon c is in the clear"));
+  CHECK_FALSE(own.inbox->end().has_value());
+  // Without the demand the same daemons join.
+  const auto plain = clear.AttachEngine("plain", "i", Spec(), &a);
+  CHECK(Eventually([&] { return plain.inbox->welcomed(); }));
+}
+
 TEST_CASE("A second daemon with a live one's id is refused, and taken in when that one has gone") {
   TestDaemon a("a");
   TestDaemon live("b");

@@ -208,8 +208,9 @@ void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status 
   if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
   if (start.step == MoveStep::kCompare) BindAhead(*group, start);
   JobThreads& binder = start.step == MoveStep::kLocal ? local_binder_ : binder_;
-  binder.Submit(
-      [this, name, id = group->id, moves = std::move(moves)] { BindMoves(name, id, moves); });
+  binder.Submit(group->id, [this, name, id = group->id, moves = std::move(moves)] {
+    BindMoves(name, id, moves);
+  });
 }
 
 void DataPlane::BindAhead(const GroupRecord& group, const StartMoves& compare) {
@@ -218,7 +219,7 @@ void DataPlane::BindAhead(const GroupRecord& group, const StartMoves& compare) {
   const auto resolved = executor_.Resolve(start, GroupMemory(*state_.leases, group));
   // A failure is reported when the moves are asked for.
   if (!resolved.ok() || Executor::IsBound(**resolved)) return;
-  local_binder_.Submit([this, moves = *resolved] {
+  local_binder_.Submit(group.id, [this, moves = *resolved] {
     const absl::Status bound = Executor::Bind(transport_.get(), moves.get());
     MutexLock lock(turns_.mutex);
     if (bound.ok()) executor_.Keep(*moves);

@@ -101,7 +101,7 @@ class DataPlane {
   void CloseAll(uint64_t group_id);
   // Runs the job behind local moves that are being bound ahead and may hold a region. Called
   // without the mutex.
-  void AfterBinding(std::function<void()> job) { local_binder_.Submit(std::move(job)); }
+  void AfterBinding(std::function<void()> job) { local_binder_.SubmitBehindAll(std::move(job)); }
 
   // ---- status ----
   // nullopt: the epoch is not open here.
@@ -192,7 +192,7 @@ class DataPlane {
   // (StopThreads). Binding has threads of its own, so that a step of an update does not wait for
   // another group's plan, and local moves are bound while replicas are compared and rounds are
   // packed. There are two planner threads: while one group's plan takes seconds, other groups'
-  // plans take turns on the other thread.
+  // plans take turns on the other thread. A group is the owner of its jobs on all of these threads.
   JobThreads planner_{"refitd-planner", 2};
   JobThreads binder_{"refitd-binder"};
   JobThreads local_binder_{"refitd-local"};

@@ -1,5 +1,6 @@
 #include "daemon/node/data_plane.h"
 
+#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -14,6 +15,7 @@
 
 #include "transport/base/eventually.h"
 #include "transport/host/host_transport.h"
+#include "transport/sockets/frames.h"
 
 namespace refitd {
 namespace {
@@ -30,7 +32,7 @@ class FakeWire : public Wire {
   absl::StatusOr<std::string> Open(EpochId epoch, int /*rank*/, int /*size*/) override {
     if (!can_open.ok()) return can_open;
     opened.push_back(epoch);
-    return "here";
+    return address;
   }
   void Connect(EpochId /*epoch*/, std::vector<std::string> addresses, Duration /*timeout*/,
                std::function<void(absl::Status)> done) override {
@@ -50,6 +52,7 @@ class FakeWire : public Wire {
   WireStats Stats(EpochId /*epoch*/) const override { return {3, 4}; }
 
   absl::Status can_open;
+  std::string address = "here";
   std::vector<EpochId> opened;
   std::vector<EpochId> closed;
   std::vector<std::string> connected;
@@ -70,27 +73,52 @@ class Moved : public NodeObserver {
   std::atomic<int64_t> wired{0};
 };
 
+// Copies like the host transport, but prepares no more transfers than the test has permitted.
+class PermittedTransport : public Transport {
+ public:
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    host_->Submit(std::move(transfer), std::move(done));
+  }
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    host_->Submit(std::move(job), std::move(done));
+  }
+  absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) override {
+    {
+      MutexLock lock(&mutex_);
+      while (permits_ == 0) changed_.Wait(&mutex_);
+      --permits_;
+    }
+    return Transport::Prepare(std::move(transfer));
+  }
+  void Permit(int more) {
+    MutexLock lock(&mutex_);
+    permits_ += more;
+    changed_.NotifyAll();
+  }
+
+ private:
+  const std::unique_ptr<Transport> host_ = MakeHostTransport({.threads = 1});
+  Mutex mutex_;
+  CondVar changed_;
+  int permits_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
 // A group "g" of this daemon with four slots in host memory, and the events that its machine would
 // get.
 class World : public TurnHost, public WireSlots {
  public:
-  explicit World(bool with_wire = true) {
+  explicit World(bool with_wire = true,
+                 std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1})) {
     auto wire = with_wire ? std::make_unique<FakeWire>() : nullptr;
     wire_ = wire.get();
-    plane_.emplace(DataPlane::Options{.transport = MakeHostTransport({.threads = 1}),
+    plane_.emplace(DataPlane::Options{.transport = std::move(transport),
                                       .wire = std::move(wire),
                                       .device_wire = nullptr,
                                       .no_device_wire = "none was asked for",
                                       .observer = &moved},
                    Turns{this, &mutex_, &pushes_},
                    DataPlane::State{&groups, &leases, &calls, this});
-    CoordinatorOptions options;
-    options.name = "g";
-    options.incarnation = 7;
-    options.spec.slots = 4;
-    options.spec.slot_bytes = kSlotBytes;
-    options.next_update = [] { return UpdateId(1); };
-    group = groups.Coordinate(std::move(options), TimePoint());
+    group = AddGroup("g");
   }
   ~World() override {
     plane_->StopThreads();
@@ -98,8 +126,8 @@ class World : public TurnHost, public WireSlots {
   }
 
   void Dispatch(Turn& /*turn*/, const std::string& name, MachineEvent& event) override {
-    REFITD_CHECK(name == "g");
     events_.push_back(event);
+    names_.push_back(name);
   }
   void Drained() override {}
   bool Lacks(const GroupRecord& /*group*/) const override { return lacks; }
@@ -107,6 +135,22 @@ class World : public TurnHost, public WireSlots {
   absl::Status Ensure(GroupRecord* of) override {
     if (lacks) return absl::UnavailableError("the slots are not made");
     return of->pools.EnsureHost("g", 4 * kSlotBytes);
+  }
+
+  GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false) {
+    CoordinatorOptions options;
+    options.name = name;
+    options.incarnation = 7;
+    options.spec.slots = 4;
+    options.spec.slot_bytes = kSlotBytes;
+    options.spec.encrypted_data = encrypted_data;
+    options.next_update = [] { return UpdateId(1); };
+    return groups.Coordinate(std::move(options), TimePoint());
+  }
+  // How many events that group's machine has got.
+  size_t EventsOf(const std::string& name) {
+    MutexLock lock(&mutex_);
+    return static_cast<size_t>(std::count(names_.begin(), names_.end(), name));
   }
 
   // Runs the call in a turn; the events that it posts are handled at the turn's end.
@@ -166,6 +210,7 @@ class World : public TurnHost, public WireSlots {
   PushTurns pushes_;
   Mutex mutex_;
   std::vector<MachineEvent> events_;  // guarded by mutex_
+  std::vector<std::string> names_;    // guarded by mutex_: the groups of all events so far
   FakeWire* wire_ = nullptr;
   std::optional<DataPlane> plane_;  // destroyed first
 };
@@ -227,6 +272,39 @@ TEST_CASE("an epoch that can't be opened is answered and not kept") {
     plane.Connect(*world.group, {kEpoch, {}, seconds(1)}, turn);
   });
   CHECK(world.Take<EpochUp>()->status.code() == absl::StatusCode::kNotFound);
+}
+
+TEST_CASE("a group that demands encryption opens no epoch that is in the clear") {
+  World world;
+  GroupRecord* const group = world.AddGroup("demanding", /*encrypted_data=*/true);
+  const auto open = [&] {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Open(group, {kEpoch, 0, 2}, turn); });
+    return *world.Take<EpochOpened>();
+  };
+  const EpochOpened clear = open();
+  CHECK(clear.status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(clear.status.message()), Contains("data plane is in the clear"));
+  CHECK(clear.address.empty());
+  CHECK(world.wire().closed == world.wire().opened);
+  CHECK_FALSE(world.plane().StatsOf(*group, kEpoch).has_value());
+
+  SocketAddress address;
+  address.host.family = AF_INET;
+  address.host.ip = {10, 0, 0, 1};
+  address.port = 1;
+  address.tls = true;
+  address.identity = "spiffe://prod/refitd/a";
+  world.wire().address = EncodeSocketAddress(address);
+  CHECK(open().status.ok());
+
+  MemberRecord member;
+  member.id = MemberId(1);
+  member.group = "demanding";
+  member.ordinal = 0;
+  world.leases.Add(std::move(member));
+  const EpochOpened devices = open();
+  CHECK(devices.status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(devices.status.message()), Contains("NCCL does not encrypt"));
 }
 
 TEST_CASE("a daemon without a wire says so") {
@@ -468,6 +546,44 @@ TEST_CASE("a transfer waits for its slots, and leaves out members that went mean
     world.made[1](world.group, absl::ResourceExhaustedError("no memory"), turn);
   });
   CHECK(world.Take<TransferDone>()->status.message() == "no memory");
+}
+
+// ---- compiled refits ----
+
+// Local moves of a program that has none, and that is bound for the first time.
+StartMoves UnboundMoves() {
+  auto bound = std::make_shared<BoundProgram>();
+  bound->program = std::make_shared<const NodeProgram>();
+  bound->replicas = std::make_shared<const std::vector<ReplicaShare>>();
+  bound->plan = std::make_shared<const RoutePlan>();
+  StartMoves start;
+  start.update = UpdateId(1);
+  start.version = Version(1);
+  start.step = MoveStep::kLocal;
+  start.bound = std::move(bound);
+  return start;
+}
+
+TEST_CASE("bindings of groups take fair turns, and a job behind all of them waits for all") {
+  auto transport = std::make_unique<PermittedTransport>();
+  PermittedTransport* const permitted = transport.get();
+  World world(/*with_wire=*/true, std::move(transport));
+  GroupRecord* const other = world.AddGroup("h");
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    for (int i = 0; i < 5; ++i) plane.Start(world.group, UnboundMoves(), turn);
+    plane.Start(other, UnboundMoves(), turn);
+  });
+  std::atomic<bool> ran = false;
+  world.plane().AfterBinding([&ran] { ran = true; });
+
+  // A binding of "g" may be under way. "h" waits for that one alone.
+  permitted->Permit(2);
+  CHECK(Eventually([&] { return world.EventsOf("h") == 1; }));
+  CHECK(world.EventsOf("g") <= 1);
+  CHECK_FALSE(ran);
+  permitted->Permit(4);
+  CHECK(Eventually([&] { return ran.load(); }));
+  CHECK(Eventually([&] { return world.EventsOf("g") == 5; }));
 }
 
 }  // namespace

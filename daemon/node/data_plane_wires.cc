@@ -5,8 +5,20 @@
 #include "daemon/node/group_memory.h"
 #include "transport/base/status.h"
 #include "transport/plan/layout.h"
+#include "transport/sockets/address_security.h"
 
 namespace refitd {
+
+namespace {
+
+// Whether the wire that gave the address of this daemon's end takes and makes connections under TLS
+// alone.
+bool IsEncrypted(const std::string& address) {
+  const absl::StatusOr<AddressSecurity> security = SecurityOfAddress(address);
+  return security.ok() && security->encrypted;
+}
+
+}  // namespace
 
 // ---- epochs ----
 
@@ -50,7 +62,13 @@ void DataPlane::Open(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
   const EpochId local(id.hash());
   EpochOpened opened;
   opened.epoch = a.epoch;
+  const bool encrypted = group->machine->spec().encrypted_data;
   if (state_.leases->HasDevices(group->name())) {
+    if (encrypted) {
+      opened.status = absl::FailedPreconditionError(
+          "spec.encrypted_data: the group demands it, and NCCL does not encrypt");
+      return turn.Post(group->name(), std::move(opened));
+    }
     if (device_wire_ != nullptr) return OpenOnDevice(*group, a, local);
     opened.status = Error(absl::StatusCode::kUnavailable,
                           "this daemon has no data plane for GPU memory: {}", no_device_wire_);
@@ -58,6 +76,12 @@ void DataPlane::Open(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
     opened.status = absl::UnavailableError("this daemon has no data plane");
   } else {
     absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
+    if (address.ok() && encrypted && !IsEncrypted(*address)) {
+      wire_->Close(local);
+      address = absl::FailedPreconditionError(
+          "spec.encrypted_data: the group demands it, and this daemon's data plane is in the "
+          "clear");
+    }
     opened.status = address.status();
     if (address.ok()) {
       opened.address = *std::move(address);
@@ -86,7 +110,7 @@ void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, Epoch
 void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenEpoch& a,
                              EpochId local, int ordinal) {
   if (Epoch* const epoch = Find(id, a.epoch); epoch != nullptr) epoch->ordinal = ordinal;
-  opener_.Submit([this, name, id, a, local, ordinal] {
+  opener_.Submit(id, [this, name, id, a, local, ordinal] {
     EpochOpened opened;
     opened.epoch = a.epoch;
     absl::StatusOr<std::string> address = device_wire_->OpenOn(ordinal, local, a.rank, a.size);

@@ -33,6 +33,13 @@ absl::Status DeviceSlots::CheckSpanning(const std::string& group,
       entering == nullptr
           ? fmt::format("group '{}' would span daemons", group)
           : fmt::format("device.name: '{}': group '{}' spans daemons", entering->device, group);
+  const GroupRecord* const record = state_.groups->Find(group);
+  if (record != nullptr && record->machine->spec().encrypted_data) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "{}, and demands encrypted_data: NCCL, which moves GPU memory between daemons, "
+                 "does not encrypt; daemon {} has a member on {}",
+                 what, options_.daemon_id, on_device->device);
+  }
   if (!options_.has_wire) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "{}, and device memory moves within daemon {} only: {}", what, options_.daemon_id,

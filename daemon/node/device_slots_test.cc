@@ -80,7 +80,8 @@ class FakeMemory : public CudaMemory {
 
 class World : public TurnHost {
  public:
-  explicit World(bool has_wire = true)
+  // `demanding`: the daemon's own group demands encrypted_data.
+  explicit World(bool has_wire = true, bool demanding = false)
       : slots({.daemon_id = "a",
                .memory = memory,
                .has_wire = has_wire,
@@ -92,6 +93,7 @@ class World : public TurnHost {
     own.incarnation = 1;
     own.spec.slots = 4;
     own.spec.slot_bytes = 4096;
+    own.spec.encrypted_data = demanding;
     own.next_update = [] { return UpdateId(1); };
     groups.Coordinate(std::move(own), TimePoint());
     FollowerOptions joined;
@@ -185,6 +187,18 @@ TEST_CASE("a group that spans daemons has all members here on GPUs or none, and 
   without.Attach("own", 0);
   CHECK(without.slots.CheckSpanning("own", nullptr).message() ==
         "group 'own' would span daemons, and device memory moves within daemon a only: no NCCL");
+}
+
+TEST_CASE(
+    "a group that demands encryption has no GPUs once it spans daemons, since NCCL has none") {
+  World world(/*has_wire=*/true, /*demanding=*/true);
+  world.Attach("own", 0);
+  CHECK(world.slots.CheckEntering(*world.groups.Find("own"), world.Record("own", 1)).ok());
+  const absl::Status refused = world.slots.CheckSpanning("own", nullptr);
+  CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(refused.message()),
+             Contains("group 'own' would span daemons, and demands encrypted_data: NCCL") &&
+                 Contains("daemon a has a member on GPU-0"));
 }
 
 TEST_CASE("slots are made once for a GPU with members, and given back with the last (P8)") {

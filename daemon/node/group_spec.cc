@@ -75,6 +75,11 @@ absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const Group
   if (wish.slot_bytes == 0) wish.slot_bytes = known.slot_bytes;
   REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(std::move(wish), limits));
   if (EqualButTrainers(spec, known)) return absl::OkStatus();
+  if (spec.encrypted_data != known.encrypted_data) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "spec.encrypted_data: group '{}' has {}, this one says {}", group,
+                 known.encrypted_data, spec.encrypted_data);
+  }
   return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", group);
 }
 
@@ -82,10 +87,29 @@ absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, cons
   if (EqualButTrainers(has, spec)) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition,
                "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
-               "and {} unwanted tensors; this one says {}, {}, {}, {}, {}",
+               "and {} unwanted tensors, encrypted_data {}; this one says {}, {}, {}, {}, {}, {}",
                group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
-               has.unwanted_tensors.size(), spec.min_instances, spec.slot_bytes, spec.slots,
-               spec.engine_only_tensors.size(), spec.unwanted_tensors.size());
+               has.unwanted_tensors.size(), has.encrypted_data, spec.min_instances, spec.slot_bytes,
+               spec.slots, spec.engine_only_tensors.size(), spec.unwanted_tensors.size(),
+               spec.encrypted_data);
+}
+
+absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
+                             const std::string& daemon, const std::string& clear) {
+  if (!spec.encrypted_data || clear.empty()) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "spec.encrypted_data: group '{}' demands it, and the data plane of daemon {} is in "
+               "the clear: {}",
+               group, daemon, clear);
+}
+
+absl::Status CheckKnowsEncryption(const std::string& group, const GroupSpec& spec,
+                                  const std::string& daemon, Protocol protocol) {
+  if (!spec.encrypted_data || protocol >= Protocol::kV4) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "spec.encrypted_data: group '{}' demands it, and daemon {} does not know it: it "
+               "speaks protocol version {}, of at least {}",
+               group, daemon, static_cast<int>(protocol), static_cast<int>(Protocol::kV4));
 }
 
 absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits) {

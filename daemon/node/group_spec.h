@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
+#include "proto/protocol.h"
 
 namespace refitd {
 
@@ -31,6 +32,16 @@ absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const Group
 // OK: the spec is `has`, but for the trainer ranks, which the group compares when trainers attach.
 // FAILED_PRECONDITION: the status names what both say.
 absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, const GroupSpec& spec);
+
+// OK: the daemon may move the group's bytes to other daemons. FAILED_PRECONDITION, naming group and
+// daemon: the spec demands encrypted_data, and the daemon's data plane does not encrypt. `clear`:
+// why it does not; empty: it does.
+absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
+                             const std::string& daemon, const std::string& clear);
+// OK: a daemon that agreed to this protocol version knows all that the spec demands.
+// FAILED_PRECONDITION, naming group, daemon and versions: it does not.
+absl::Status CheckKnowsEncryption(const std::string& group, const GroupSpec& spec,
+                                  const std::string& daemon, Protocol protocol);
 
 // Sizes that a coordinator tells a daemon that joins are bounded as an operator's are (P10).
 absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits);

@@ -3,6 +3,7 @@
 #include <optional>
 #include <utility>
 
+#include "daemon/node/group_spec.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -45,6 +46,12 @@ void Joiners::Hello(PeerGreeting hello, std::string peer_address,
   }
 }
 
+absl::Status Joiners::CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const {
+  const GroupSpec& spec = group.machine->spec();
+  REFITD_RETURN_IF_ERROR(CheckKnowsEncryption(group.name(), spec, hello.daemon_id, hello.protocol));
+  return CheckEncryption(group.name(), spec, state_.options.daemon_id, state_.options.clear_wire);
+}
+
 void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   const std::string name = peer.hello.group;
   GroupRecord* group = state_.groups.Find(name);
@@ -57,6 +64,9 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   }
   if (absl::Status spanning = device_slots_.CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
+  }
+  if (absl::Status encrypted = CheckEncrypted(*group, peer.hello); !encrypted.ok()) {
+    return peer.session->End(std::move(encrypted));
   }
   LinkUp up;
   up.incarnation = group->machine->incarnation();

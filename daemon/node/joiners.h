@@ -36,6 +36,9 @@ class Joiners : public PeerAcceptor {
   // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
   absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Whether this daemon and the joining one can keep the group's bytes encrypted, if its spec
+  // demands that.
+  absl::Status CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const;
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // If the group knows a layout that equals the reported layout, makes the report share the known
   // object. The two are compared without the mutex, since the time for that grows with the number

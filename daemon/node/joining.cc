@@ -83,6 +83,9 @@ void Joining::LinkIsUp(const DialTry& of, const LinkUp& up) {
   GroupRecord* const group = Dialler::Current(of, &state_.groups);
   if (group == nullptr || !group->join.joining) return;
   absl::Status fits = CheckToldSpec(up.spec, state_.spec_limits);
+  if (fits.ok()) {
+    fits = CheckEncryption(of.group, up.spec, state_.options.daemon_id, state_.options.clear_wire);
+  }
   if (fits.ok()) fits = identities_.AdmitJoinedPool(*group, up.spec);
   if (fits.ok()) fits = life_.MakeRoom(of.group, &up.spec, turn);
   if (fits.ok()) {

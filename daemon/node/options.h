@@ -30,6 +30,9 @@ struct DeviceOptions {
   std::string no_wire = "not asked for";  // why there is no wire; for people
 };
 
+// Of DaemonOptions::clear_wire.
+inline constexpr char kNotEncrypted[] = "it has no certificates (tls)";
+
 struct DaemonOptions {
   std::string daemon_id = "refitd";  // unique in a group; wire locks are taken in its order
   std::string advertise;             // HOST:PORT by which members name this daemon; may be empty
@@ -52,6 +55,8 @@ struct DaemonOptions {
   int max_regions = 16'384;
   std::string descriptor_socket;  // its path, which members are told
   DeviceOptions cuda;
+  // Why the data plane over host memory does not encrypt, for people; empty: it encrypts.
+  std::string clear_wire = kNotEncrypted;
   NodeObserver* observer = nullptr;  // outlives the daemon; null: none
   IdentityLimits per_identity;
   AuditLog* audit = nullptr;  // outlives the daemon; null: none

@@ -52,6 +52,7 @@ struct PushOptions {
   double wait_seconds = 60;
   bool create = false;
   int instances = 1;
+  bool encrypted_data = false;
   bool push = false;  // always in buckets
   std::string mode;   // for pushing; empty: region
   bool progress = false;
@@ -419,6 +420,7 @@ client::TrainerOptions AttachOptions(const GlobalOptions& global, const PushOpti
   attach.connect.coordinator = options.coordinator;
   if (options.create) {
     attach.connect.spec.emplace().min_instances = options.instances;
+    attach.connect.spec->encrypted_data = options.encrypted_data;
   }
   return attach;
 }
@@ -607,6 +609,9 @@ Command AddPush(CLI::App* app, const GlobalOptions& global) {
                   "With --create: instances that an update waits for (default 1)")
       ->needs(create)
       ->check(CLI::Range(1, 65'536));
+  sub->add_flag("--encrypted-data", options->encrypted_data,
+                "With --create: the group's bytes cross between daemons encrypted or not at all")
+      ->needs(create);
   sub->add_option("--mode", options->mode,
                   "Push, and how bytes reach the daemon: region (shared memory; the default), slot "
                   "(its staging), inline")

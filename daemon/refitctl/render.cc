@@ -90,6 +90,9 @@ std::string RenderGroupNodes(const v1::GroupStatus& group) {
 
 std::string RenderGroupDetail(const v1::GroupStatus& group) {
   std::string text = fmt::format("\ngroup {}\n", group.name());
+  if (group.spec().encrypted_data()) {
+    text += "  between daemons: encrypted or not at all (encrypted_data)\n";
+  }
   if (OnSeveralDaemons(group)) {
     text += fmt::format("  coordinator: {}\n  link: {}\n",
                         group.coordinator().empty() ? "this daemon" : group.coordinator(),

@@ -100,6 +100,10 @@ TEST_CASE("the status page shows the daemon's id, a group's nodes and its link")
   CHECK_THAT(text, Contains("\ndaemon     node-a\n"));
   CHECK_THAT(text, Contains("\nwire       5.00 MiB sent, 0 B received between daemons\n"));
   CHECK_THAT(text, Contains("\n  coordinator: this daemon\n"));
+  CHECK_THAT(text, !Contains("encrypted"));
+  status.mutable_groups(0)->mutable_spec()->set_encrypted_data(true);
+  CHECK_THAT(RenderStatus(status),
+             Contains("\n  between daemons: encrypted or not at all (encrypted_data)\n"));
   CHECK_THAT(text, Contains("\n  link: epoch 7 up, 3.00 MiB sent, 1.00 KiB received\n"));
   CHECK_THAT(text, Contains("\n  node-a  -               self          2       -\n"));
   CHECK_THAT(text, Contains("\n  node-b  10.0.0.2:40000  joined        3  500 ms\n"));

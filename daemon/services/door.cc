@@ -69,6 +69,22 @@ absl::Status Door::AdmitToDescriptors(const PeerCredentials& peer) const {
   return status;
 }
 
+absl::Status Door::AdmitToMetrics(const std::string& identity) const {
+  const Principal caller{.certificate = identity};
+  absl::Status status =
+      identity.empty()
+          ? absl::UnauthenticatedError("the certificate has no SPIFFE ID and no DNS name")
+          : options_.policies->Current()->CheckEverywhere(caller, {Role::kOperatorRead});
+  if (!status.ok() && options_.audit != nullptr) {
+    options_.audit->Record({.what = AuditWhat::kRefusal,
+                            .identity = identity,
+                            .subject = "metrics",
+                            .outcome = std::string(absl::StatusCodeToString(status.code())),
+                            .reason = Message(status)});
+  }
+  return status;
+}
+
 absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follows) const {
   const RpcEntry& entry = EntryOf(asked.rpc);
   const std::shared_ptr<const Policy> policy = options_.policies->Current();
@@ -114,6 +130,10 @@ absl::Status Door::Enter(Peer* peer, const Asked& asked) const {
   }
   peer->any_owner = options_.policies->Current()->MayJoinOthers(PrincipalOf(*peer), asked.group);
   return absl::OkStatus();
+}
+
+void Door::RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const {
+  Refused(asked, IdentityOf(peer), PidOf(peer), why);
 }
 
 bool Door::Shows(const Peer& peer, Rpc rpc, const std::string& group) const {
@@ -171,9 +191,15 @@ LinkDoor LinkDoorOf(const Door* door) {
   return [door](const grpc::ServerContextBase& context) -> absl::StatusOr<LinkCaller> {
     REFITD_ASSIGN_OR_RETURN(Peer admitted, door->Admit(context, {Rpc::kPeerLink}));
     const auto peer = std::make_shared<Peer>(std::move(admitted));
-    return LinkCaller{.identity = peer->identity, .enter = [door, peer](const std::string& group) {
-                        return door->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
-                      }};
+    return LinkCaller{.identity = peer->identity,
+                      .enter =
+                          [door, peer](const std::string& group) {
+                            return door->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
+                          },
+                      .refused =
+                          [door, peer](const std::string& group, const absl::Status& why) {
+                            door->RefusedLater(*peer, {.rpc = Rpc::kPeerLink, .group = group}, why);
+                          }};
   };
 }
 

@@ -58,11 +58,18 @@ class Door {
   // The second half, for calls that name their group in a stream's first message. Tells the peer
   // what the node must know of its rights.
   absl::Status Enter(Peer* peer, const Asked& asked) const;
+  // Tells the audit log that a stream whose caller was let in is refused for what it said later.
+  void RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const;
   // Whether an answer to this RPC may show the group to the caller.
   bool Shows(const Peer& peer, Rpc rpc, const std::string& group) const;
 
   // Whether a process may use the descriptor socket.
   absl::Status AdmitToDescriptors(const PeerCredentials& peer) const;
+
+  // Whether whoever has a certificate with this identity (empty: it gives none) may read the
+  // metrics, which name every group: an operator who may read all of them. PERMISSION_DENIED,
+  // UNAUTHENTICATED: no identity.
+  absl::Status AdmitToMetrics(const std::string& identity) const;
 
   // Tells the audit log how the call was answered, if the log has such calls.
   void Told(const Asked& asked, const Peer& peer, const absl::Status& answer) const;

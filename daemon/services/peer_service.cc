@@ -21,6 +21,7 @@
 #include "daemon/process/log_limit.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/sockets/address_security.h"
 
 namespace refitd {
 namespace {
@@ -300,7 +301,8 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
       if (!session_->HelloCame(hello.message_bytes)) return absl::OkStatus();
       greeted_ = true;
       newer_ = hello.newer;
-      name_ = fmt::format("group {}: daemon {} at {}", hello.group, hello.daemon_id, address_);
+      group_ = hello.group;
+      name_ = fmt::format("group {}: daemon {} at {}", group_, hello.daemon_id, address_);
       if (!caller_.identity.empty()) LogInfo("{} is {}", name_, caller_.identity);
       acceptor_->Hello(std::move(hello), address_, session_);
       return absl::OkStatus();
@@ -315,8 +317,22 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     }
     if (!decoder_.has_value()) decoder_.emplace(*bounds);
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerReport> report, decoder_->Decode(message_));
-    if (report.has_value()) acceptor_->Report(session_->id(), *std::move(report));
+    if (!report.has_value()) return absl::OkStatus();
+    REFITD_RETURN_IF_ERROR(CheckAddress(*report));
+    acceptor_->Report(session_->id(), *std::move(report));
     return absl::OkStatus();
+  }
+
+  // P9: the other daemons of an epoch let in whoever has the identity that an address names, so
+  // that a daemon must not name another's.
+  absl::Status CheckAddress(const PeerReport& report) const {
+    const auto* const opened = std::get_if<EpochOpened>(&report);
+    if (opened == nullptr) return absl::OkStatus();
+    absl::Status status = CheckAddressOwner(opened->address, caller_.identity);
+    if (status.ok()) return status;
+    LogRefused(status);
+    if (caller_.refused != nullptr) caller_.refused(group_, status);
+    return status;
   }
 
   // Called after the last report: reads follow one another, and OnDone comes after all of them.
@@ -334,6 +350,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   const std::shared_ptr<Session> session_;
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
+  std::string group_;
   std::string name_;      // group, daemon and address, for the log
   bool newer_ = false;    // the daemon speaks later protocol versions too
   bool skipped_ = false;  // an unknown report was skipped, which is logged once

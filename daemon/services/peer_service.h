@@ -20,12 +20,16 @@ struct LinkCaller {
   std::string identity{};  // of its certificate; empty: no TLS
   // OK: it may link to this group.
   std::function<absl::Status(const std::string& group)> enter;
+  // Tells the audit log why a link to this group was refused later. Null: nobody is told.
+  std::function<void(const std::string& group, const absl::Status& why)> refused{};
 };
 // Asks who links. An error refuses the link.
 using LinkDoor = std::function<absl::StatusOr<LinkCaller>(const grpc::ServerContextBase&)>;
 
 // `acceptor` must outlive the server. `door`: null lets everybody in. `message_bytes`: as in the
-// server's SetMaxReceiveMessageSize. Callers on a unix socket are clients and are refused.
+// server's SetMaxReceiveMessageSize. Callers on a unix socket are clients and are refused. A link
+// whose daemon gives an address of the data plane that names another identity than its certificate
+// is ended with PERMISSION_DENIED.
 // Thread-safe.
 //
 // Like any server, it must be shut down with a deadline, since links do not end by themselves.

@@ -73,6 +73,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   spec->set_min_instances(view.spec.min_instances);
   spec->set_slot_bytes(view.spec.slot_bytes);
   spec->set_slots(view.spec.slots);
+  spec->set_encrypted_data(view.spec.encrypted_data);
   if (view.version.has_value()) status.set_version(view.version->value());
   for (const MemberView& member : view.members) {
     if (!member.engine) status.set_trainers(status.trainers() + 1);

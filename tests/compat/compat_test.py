@@ -135,7 +135,7 @@ class DaemonTest(unittest.TestCase):
             with self.assertRaises(grpc.RpcError) as refused:
                 next(events)
             self.assertEqual(refused.exception.code(), grpc.StatusCode.FAILED_PRECONDITION)
-            self.assertIn("speaks versions 0 to 0, this daemon speaks 1 to 3", refused.exception.details())
+            self.assertIn("speaks versions 0 to 0, this daemon speaks 1 to 4", refused.exception.details())
 
     def test_a_daemon_of_the_release_before_joins_it(self):
         with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "new") as daemon:
@@ -183,6 +183,32 @@ class DaemonTest(unittest.TestCase):
                 self.assertEqual(link.unknown, [])
                 outgoing.put(None)
                 link.outgoing.put(None)
+
+    def test_a_daemon_of_the_release_before_stays_out_of_a_group_that_demands_encryption(self):
+        # GroupSpec.encrypted_data, which the old messages do not have.
+        demanding = types_pb2.GroupSpec.FromString(SPEC.SerializeToString() + b"\x40\x01")
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "new") as daemon:
+            with daemon.channel() as local, grpc.insecure_channel(listener_of(daemon)) as channel:
+                outgoing = queue.Queue()
+                hello = trainer_pb2.TrainerHello(protocol=V1, group="policy", spec=demanding, world_size=1)
+                outgoing.put(trainer_pb2.TrainerMessage(hello=hello))
+                events = trainer_pb2_grpc.TrainerStub(local).Attach(iter(outgoing.get, None), timeout=SECONDS)
+                next(events)
+                hello = peer_pb2.PeerHello(
+                    protocol=V1,
+                    group="policy",
+                    daemon_id="old",
+                    boot_id=b"0123456789abcdef",
+                    message_bytes=MESSAGE_BYTES,
+                )
+                answers = peer_pb2_grpc.PeerStub(channel).Link(
+                    iter([peer_pb2.PeerMessage(hello=hello)]), timeout=SECONDS
+                )
+                with self.assertRaises(grpc.RpcError) as refused:
+                    next(answers)
+                self.assertEqual(refused.exception.code(), grpc.StatusCode.FAILED_PRECONDITION)
+                self.assertIn("daemon old does not know it", refused.exception.details())
+                outgoing.put(None)
 
     def test_it_joins_a_coordinator_of_the_release_before(self):
         coordinator = OldCoordinator(self)

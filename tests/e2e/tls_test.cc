@@ -9,8 +9,11 @@
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 
 #include "client/trainer.h"
+#include "daemon/tls_scrape.h"
 #include "tests/e2e/certified.h"
 #include "tests/e2e/client_members.h"
 #include "tests/e2e/require.h"
@@ -151,6 +154,41 @@ TEST_CASE("daemons link over TLS at a listener of their own, which serves nothin
   client::ConnectOptions elsewhere = At(b, a.address());
   elsewhere.group = "h";
   CHECK(Attaching(elsewhere).code() == absl::StatusCode::kUnimplemented);
+}
+
+TEST_CASE("a group that demands encrypted_data never moves bytes between daemons in the clear") {
+  Certified certified;
+  const Model model = MixedModel();
+  const std::string daemons = std::string("--peers-identity=") + kDaemons;
+  Daemon a(
+      Flags(certified.Issue("refitd/a"), {"--daemon-id=a", "--peers-listen=127.0.0.1:0", daemons}));
+  Daemon b(Flags(certified.Issue("refitd/b"), {"--daemon-id=b", daemons}));
+  Daemon clear(
+      Flags(certified.Issue("refitd/c"), {"--daemon-id=c", "--data-unencrypted=true", daemons}));
+  const auto demanding = [](const Daemon& daemon, const std::string& coordinator = "") {
+    client::ConnectOptions connect = At(daemon, coordinator);
+    connect.spec->encrypted_data = true;
+    return connect;
+  };
+  Rank far(demanding(b, a.links()), "far", client::Delivery::kRegistered, model);
+  Pusher pusher(demanding(a), model);
+  REQUIRE(pusher.Install(1).ok());
+  CHECK(far.Await([](const Rank::Seen& seen) { return seen.committed == Version(1); }));
+  REQUIRE(a.Status().groups_size() == 1);
+  CHECK(a.Status().groups(0).spec().encrypted_data());
+
+  client::ConnectOptions unencrypted = At(clear, a.links());
+  unencrypted.spec.reset();
+  const absl::Status refused = Attaching(unencrypted);
+  INFO(refused);
+  CHECK(absl::IsFailedPrecondition(refused));
+  CHECK_THAT(Message(refused), Contains("spec.encrypted_data: group 'g' demands it") &&
+                                   Contains("daemon c is in the clear: data.unencrypted"));
+  const absl::Status other_spec = Attaching(At(a));
+  CHECK(absl::IsFailedPrecondition(other_spec));
+  CHECK_THAT(Message(other_spec), Contains("encrypted_data"));
+  REQUIRE(pusher.Install(2).ok());
+  CHECK(far.Await([](const Rank::Seen& seen) { return seen.committed == Version(2); }));
 }
 
 TEST_CASE("a daemon joins no coordinator that is another") {
@@ -336,6 +374,48 @@ TEST_CASE("a client says in the clear only what it was told to") {
   CHECK_THAT(Message(Attaching(connect)), Contains("or insecure in so many words"));
   connect.insecure = true;
   CHECK(Attaching(connect).ok());
+}
+
+TEST_CASE("metrics over TLS are for identities that may read every group") {
+  Certified certified(
+      "rule { who: \"spiffe://prod/prometheus\" role: OPERATOR_READ group: \"*\" }\n"
+      "rule { who: \"spiffe://prod/some\" role: OPERATOR_READ group: \"llama-*\" }\n");
+  const TlsFiles files = certified.Issue("refitd/a");
+  const std::string audit = certified / "audit.log";
+  Daemon daemon(
+      Flags(files, {"--metrics-listen=127.0.0.1:0", "--insecure=false", "--audit-file=" + audit}));
+  std::string address;
+  const v1::GetStatusResponse status = daemon.Status();
+  for (const std::string& listener : status.listeners()) {
+    if (listener.starts_with("metrics:")) address = listener.substr(8);
+  }
+  REQUIRE(!address.empty());
+  const auto scrape = [&](const std::string& name, std::string* presented = nullptr) {
+    const auto own = LoadCertificates(certified.Issue(name));
+    REQUIRE(own.ok());
+    return ScrapeOverTls(address, *own, presented);
+  };
+  std::string presented;
+  CHECK_THAT(scrape("prometheus", &presented),
+             Contains("HTTP/1.1 200 OK") && Contains("process_open_fds"));
+  CHECK(presented == "spiffe://prod/refitd/a");
+  for (const char* name : {"some", "trainer/t"}) {
+    const std::string answer = scrape(name);
+    CHECK_THAT(answer, Contains("HTTP/1.1 403") && Contains(std::string("spiffe://prod/") + name) &&
+                           !Contains("process_open_fds"));
+  }
+  CHECK(Eventually([&] {
+    std::ifstream in(audit);
+    const std::string lines((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+    return lines.find("spiffe://prod/trainer/t") != std::string::npos;
+  }));
+  // Renewed files count for the next scrape.
+  certified.Write("refitd/a", certified.authority.Issue({.uris = {"spiffe://prod/refitd/renewed"}}),
+                  certified.authority.root());
+  CHECK(Eventually([&] {
+    scrape("prometheus", &presented);
+    return presented == "spiffe://prod/refitd/renewed";
+  }));
 }
 
 TEST_CASE("a root that was removed lets nobody in any more, and costs no lease of others") {

@@ -237,7 +237,7 @@ class MetricsTest(unittest.TestCase):
             socket = os.path.join(daemon.folder, "second.sock")
             second = Child(self, "daemon/refitd", "--listen-unix", socket, "--metrics-listen", daemon.metrics, "--metrics-insecure")
             lines = second.finish(EXIT_IN_USE)
-            self.assertIn("can't listen on %s for metrics: in use" % daemon.metrics, lines[-1])
+            self.assertIn("can't listen for metrics on %s: in use" % daemon.metrics, lines[-1])
             self.assertEqual(values_of(daemon.scrape())["refitd_serving"], 1)
 
     def test_any_other_path_is_not_found(self):

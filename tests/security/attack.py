@@ -12,8 +12,10 @@ Exit code: 0, nothing was got; 1, something was.
 
 import contextlib
 import os
+import queue
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import tempfile
@@ -58,11 +60,11 @@ class Pair:
             file.write(RULES)
         self.audit = os.path.join(self.folder, "audit.log")
         self.a = stack.enter_context(self._daemon("a", "--listen-tcp", "127.0.0.1:0", "--peers-listen", "127.0.0.1:0",
-                                                  "--audit-file", self.audit))
+                                                  "--metrics-listen", "127.0.0.1:0", "--audit-file", self.audit))
         self.b = stack.enter_context(self._daemon("b"))
         status = self.status()
         listeners = dict(name.split(":", 1) for name in status.listeners)
-        self.members, self.links = listeners["tcp"], listeners["peers"]
+        self.members, self.links, self.metrics = listeners["tcp"], listeners["peers"], listeners["metrics"]
         self.owner = StubTrainer(self.channel("trainer/owner"), "policy", instances=0)
         self.token = self.owner.lease.token
 
@@ -259,6 +261,56 @@ def member_at_links(pair):
         return attach(channel, "new")
 
 
+def false_identity(pair):
+    """a daemon's address of the data plane names another daemon, whose place it would take"""
+    name = (DOMAIN + "refitd/b").encode()
+    # transport/sockets/frames.h: epoch, rank and size, token, family and address, port, TLS, streams, identity.
+    address = b"RFS1" + struct.pack("<QII16sB16sHBBH", 1, 1, 2, b"t" * 16, 4, b"\x7f\0\0\1", 1, 1, 1, len(name)) + name
+    reports = queue.Queue()
+    reports.put(peer_pb2.PeerMessage(hello=peer_pb2.PeerHello(protocol=1, group="policy", daemon_id="c", boot_id=b"c" * 16,
+                                                              message_bytes=1 << 20)))
+    with pair.channel("refitd/c", pair.links) as channel:
+        answers = peer_pb2_grpc.PeerStub(channel).Link(iter(reports.get, None), timeout=SECONDS)
+        try:
+            incarnation = next(answers).accepted.incarnation
+            opened = peer_pb2.PeerEpochOpened(epoch=1, address=address)
+            reports.put(peer_pb2.PeerMessage(sequence=1, incarnation=incarnation, epoch_opened=opened))
+            for _ in answers:  # pings, while the link stands
+                pass
+        except grpc.RpcError as error:
+            return "" if error.code() in REFUSED and name.decode() in error.details() else str(error.details())
+        finally:
+            reports.put(None)
+    return "a link that went on"
+
+
+def metrics(pair):
+    """a stranger, and an operator of another group, read the metrics"""
+    host, port = pair.metrics.rsplit(":", 1)
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+
+    def scrape(connection):
+        connection.sendall(request)
+        answer = b""
+        while piece := connection.recv(4096):
+            answer += piece
+        return "" if not answer or answer.startswith(b"HTTP/1.1 403") else answer.decode("latin-1")[:200]
+
+    got = ""
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as plain, contextlib.suppress(ConnectionError):
+        got += scrape(plain)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(pair.authority.roots)
+    for name in (None, "nobody", "reader"):
+        if name is not None:
+            context.load_cert_chain(*pair.authority.issue("metrics-" + name, DOMAIN + name))
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as plain:
+            with contextlib.suppress(ssl.SSLError, ConnectionError), context.wrap_socket(plain) as secure:
+                got += scrape(secure)
+    return got
+
+
 def descriptors(pair):
     """a stranger to the lease takes the staging pool's descriptor with a guessed token"""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -290,7 +342,8 @@ def half_handshakes(pair):
 
 
 TRIES = (clear_text, no_certificate, another_root, older_tls, resumption, no_rule, other_trainer, stolen_token,
-         guessed_token, engine_elsewhere, reader, false_peer, member_at_links, descriptors, half_handshakes)
+         guessed_token, engine_elsewhere, reader, false_peer, member_at_links, false_identity, metrics,
+         descriptors, half_handshakes)
 
 
 def check_audit(pair):

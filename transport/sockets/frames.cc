@@ -117,6 +117,20 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
   return address;
 }
 
+absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in) {
+  if (!IsSocketAddress(in) || in.size() < kSocketAddressFixedBytes) {
+    return Error(absl::StatusCode::kInvalidArgument, "no wire address of this version: {} bytes",
+                 in.size());
+  }
+  std::string_view numbers = in.substr(kAddressMagic.size());
+  const auto epoch = TakeInt<uint64_t>(&numbers);
+  const auto rank = TakeInt<uint32_t>(&numbers);
+  const auto size = TakeInt<uint32_t>(&numbers);
+  return DecodeSocketAddress(in, EpochId(epoch), static_cast<int>(rank), static_cast<int>(size));
+}
+
+bool IsSocketAddress(std::string_view in) { return in.starts_with(kAddressMagic); }
+
 GreetingBytes EncodeGreeting(const Greeting& greeting) {
   std::string out;
   AppendInt(kGreetingMagic, &out);

@@ -61,6 +61,10 @@ std::string EncodeSocketAddress(const SocketAddress& address);
 // INVALID_ARGUMENT: malformed, or of another epoch, rank, size or kind of wire.
 absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId epoch, int rank,
                                                   int size);
+// Decodes an address of any epoch, rank and size. INVALID_ARGUMENT: malformed.
+absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in);
+// Whether the encoded address, which may be malformed, is of this wire.
+bool IsSocketAddress(std::string_view in);
 
 // ---- greetings ----
 
