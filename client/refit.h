@@ -135,6 +135,9 @@ typedef struct refit_group_spec {
    * end with '*'. */
   int32_t unwanted_count;
   const char* const* unwanted_tensors;
+  /* How far an instance's version may be behind the group's while the instance counts as ready: the
+   * difference of the two numbers, 0 to 1,000,000,000. */
+  int64_t max_lag;
 } refit_group_spec;
 #define REFIT_GROUP_SPEC_INIT \
   { .struct_size = sizeof(refit_group_spec) }

@@ -36,6 +36,8 @@ struct GroupSpec {
   // Tensors that trainers' layouts may have though no engine wants them: names, or prefixes that
   // end with '*'.
   std::vector<std::string> unwanted_tensors{};
+  // How far an instance's version may be behind the group's while the instance counts as ready.
+  int64_t max_lag = 0;
 };
 
 // Certificates for a daemon over TCP: paths of PEM files. They are read for each lease anew.

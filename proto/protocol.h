@@ -22,10 +22,11 @@ namespace refitd {
 
 // The numbers are those of v1::ProtocolVersion.
 // V3: compiled refits along chains (PeerPlan.relay_lag).
-enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3 };
+// V4: joined daemons are told the readiness of all instances (PeerReadiness).
+enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4 };
 
 inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this
-inline constexpr Protocol kProtocol = Protocol::kV3;
+inline constexpr Protocol kProtocol = Protocol::kV4;
 
 struct AgreedProtocol {
   Protocol protocol = kProtocol;

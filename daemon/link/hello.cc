@@ -50,6 +50,8 @@ absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
       OrderedNames(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
   REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors,
                           OrderedNames(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
+  REFITD_RETURN_IF_ERROR(InRange(wire.max_lag(), 0, kMaxLag, "accepted.spec.max_lag"));
+  spec.max_lag = wire.max_lag();
   return spec;
 }
 
@@ -67,6 +69,7 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
+  wire.set_max_lag(spec.max_lag);
   return wire;
 }
 

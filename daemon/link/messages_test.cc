@@ -99,7 +99,9 @@ FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
-FIELDS(GroupSpec, a, b, c, d, e, f)
+FIELDS(InstanceStanding, a, b, c)
+FIELDS(PeerReadiness, a, b, c)
+FIELDS(GroupSpec, a, b, c, d, e, f, g)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All but slots_on_devices, which is never true for a joined daemon's ranks.
@@ -269,6 +271,7 @@ void FillOne(Rng& rng, BroadcastMethod* v) {
   *v = static_cast<BroadcastMethod>(Between(rng, 0, 4));
 }
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
+void FillOne(Rng& rng, Standing* v) { *v = static_cast<Standing>(Between(rng, 0, kStandings - 1)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaPart* v) {
@@ -428,6 +431,7 @@ void Agree(Rng& rng, PeerHeader* v) {
   }
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
 }
+void Agree(Rng& rng, InstanceStanding* v) { v->instance = "i" + std::to_string(rng() % 9); }
 void Agree(Rng& rng, OpenEpoch* v) { v->size = v->rank + static_cast<int>(Between(rng, 1, 5)); }
 
 template <typename T>
@@ -551,7 +555,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     LinkUp up;
     Fill(rng, &up.version);
     up.incarnation = rng() | 1;
-    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}};
+    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i};
     up.coordinator_id = "node-0";
     up.protocol = static_cast<Protocol>(1 + i % 3);
     auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
@@ -572,12 +576,14 @@ TEST_CASE("The highest version that both sides speak is agreed, and none in comm
   CHECK_FALSE(agree(1, 2)->newer);
   CHECK(agree(1, 3)->protocol == Protocol::kV3);
   CHECK_FALSE(agree(1, 3)->newer);
-  CHECK(agree(2, 4)->protocol == Protocol::kV3);
-  CHECK(agree(2, 4)->newer);
-  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {4, 0}, {4, 5}, {2, 1}, {-1, 5}}) {
+  CHECK(agree(2, 4)->protocol == Protocol::kV4);
+  CHECK_FALSE(agree(2, 4)->newer);
+  CHECK(agree(2, 5)->protocol == Protocol::kV4);
+  CHECK(agree(2, 5)->newer);
+  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {5, 0}, {5, 6}, {2, 1}, {-1, 6}}) {
     const absl::Status status = agree(lowest, highest).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 3"));
+    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 4"));
   }
 }
 
@@ -587,14 +593,14 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   up.spec = {2, 1, 1 << 20, 4, {}};
   up.coordinator_id = "node-0";
   v1::PeerAnswer answer = AcceptedToWire(up, kMessageBytes);
-  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV3);
+  CHECK(AcceptedFromWire(answer)->up.protocol == kProtocol);
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
   CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
-  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(4));
+  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(5));
   CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
   answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
-  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(4));
+  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(5));
   CHECK(AcceptedFromWire(answer)->newer);
 }
 

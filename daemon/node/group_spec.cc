@@ -57,6 +57,7 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
                                   message.engine_only_tensors().end());
   spec.unwanted_tensors.assign(message.unwanted_tensors().begin(),
                                message.unwanted_tensors().end());
+  spec.max_lag = message.max_lag();
   return spec;
 }
 
@@ -75,6 +76,7 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
     REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.engine_only_tensors"));
   }
   REFITD_RETURN_IF_ERROR(CheckUnwanted(wish.unwanted_tensors));
+  REFITD_RETURN_IF_ERROR(CheckField(wish.max_lag, 0, kMaxLag, "max_lag"));
   wish.min_instances = std::max(1, wish.min_instances);
   if (wish.slot_bytes == 0) wish.slot_bytes = limits.default_slot_bytes;
   if (wish.slots == 0) wish.slots = limits.default_slots;
@@ -96,10 +98,11 @@ absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, cons
   if (EqualButTrainers(has, spec)) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition,
                "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
-               "and {} unwanted tensors; this one says {}, {}, {}, {}, {}",
+               "and {} unwanted tensors, max_lag {}; this one says {}, {}, {}, {}, {}, {}",
                group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
-               has.unwanted_tensors.size(), spec.min_instances, spec.slot_bytes, spec.slots,
-               spec.engine_only_tensors.size(), spec.unwanted_tensors.size());
+               has.unwanted_tensors.size(), has.max_lag, spec.min_instances, spec.slot_bytes,
+               spec.slots, spec.engine_only_tensors.size(), spec.unwanted_tensors.size(),
+               spec.max_lag);
 }
 
 absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits) {

@@ -2,6 +2,7 @@
 #ifndef REFITD_DAEMON_NODE_SINKS_H_
 #define REFITD_DAEMON_NODE_SINKS_H_
 
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -38,6 +39,13 @@ struct UpdateNews {
   UpdateView update;
 };
 using UpdateSink = EventSink<UpdateNews>;
+// A watcher is told whether an instance is ready now.
+enum class InstanceHealth : uint8_t {
+  kUnknown,
+  kServing,
+  kNotServing
+};  // kUnknown: no such instance
+using ReadinessSink = EventSink<InstanceHealth>;
 
 }  // namespace refitd
 

@@ -126,6 +126,7 @@ def group_spec(
     slots: int | None,
     engine_only: Sequence[str],
     unwanted: Sequence[str],
+    max_lag: int,
 ) -> _abi.refit_group_spec:
     """The C structure of a group's spec; None is the daemon's default."""
     engine_only, unwanted = names_of(engine_only, "engine_only_tensors"), names_of(unwanted, "unwanted_tensors")
@@ -139,6 +140,7 @@ def group_spec(
         engine_only_tensors=texts(engine_only),
         unwanted_count=len(unwanted),
         unwanted_tensors=texts(unwanted),
+        max_lag=checked_count(max_lag, "max_lag", 0),
     )
 
 
