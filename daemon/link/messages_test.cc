@@ -786,7 +786,7 @@ TEST_CASE("A malformed hello is refused with field and value") {
   CHECK_THAT(error("pong {}"), Contains("must be hello"));
   CHECK_THAT(
       error("hello { group: 'g' }"),
-      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 3"));
+      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 4"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));
