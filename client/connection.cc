@@ -219,6 +219,7 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
+  wire.set_max_lag(spec.max_lag);
   wire.set_encrypted_data(spec.encrypted_data);
   return wire;
 }

@@ -189,6 +189,7 @@ absl::StatusOr<client::GroupSpec> GroupSpecOf(const refit_group_spec* given) {
   for (int32_t i = 0; i < known.unwanted_count; ++i) {
     spec.unwanted_tensors.push_back(Text(known.unwanted_tensors[i]));
   }
+  spec.max_lag = known.max_lag;
   spec.encrypted_data = known.encrypted_data != 0;
   return spec;
 }

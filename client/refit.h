@@ -135,6 +135,9 @@ typedef struct refit_group_spec {
    * end with '*'. */
   int32_t unwanted_count;
   const char* const* unwanted_tensors;
+  /* How far an instance's version may be behind the group's while the instance counts as ready: the
+   * difference of the two numbers, 0 to 1,000,000,000. */
+  int64_t max_lag;
   /* 1: bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
    * daemons. REFIT_FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt. */
   int32_t encrypted_data;

@@ -36,6 +36,8 @@ struct GroupSpec {
   // Tensors that trainers' layouts may have though no engine wants them: names, or prefixes that
   // end with '*'.
   std::vector<std::string> unwanted_tensors{};
+  // How far an instance's version may be behind the group's while the instance counts as ready.
+  int64_t max_lag = 0;
   // Bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
   // daemons. FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt.
   bool encrypted_data = false;

@@ -101,6 +101,8 @@ constexpr std::array kSettings = {
     Setting{"data-streams", "data.streams", "connections of the data plane between two daemons"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
+    Setting{"readiness-ms", "peers.readiness_ms",
+            "instances' last known readiness counts for so long without the coordinator; 0: none"},
     Setting{"copy-threads", "host.copy_threads",
             "of the host transport; 0: one a core, at most 16"},
     Setting{"cuda", "cuda.enabled", "serve GPU memory where there is a driver, true or false"},
@@ -515,6 +517,8 @@ absl::Status CheckPeers(const RefitdConfig& config) {
   REFITD_RETURN_IF_ERROR(CheckDuration("peers.silence_ms", peers.silence_ms()));
   REFITD_RETURN_IF_ERROR(CheckRange("peers.silence_ms", peers.silence_ms(), ToMillis(kMinSilence),
                                     ToMillis(kMaxLimitDuration)));
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("peers.readiness_ms", peers.readiness_ms(), 0, ToMillis(kMaxLimitDuration)));
   return CheckDuration("peers.wire_ms", peers.wire_ms());
 }
 
@@ -672,7 +676,8 @@ Config FromProto(const RefitdConfig& in) {
                              .silence = std::chrono::milliseconds(in.peers().silence_ms()),
                              .wire = std::chrono::milliseconds(in.peers().wire_ms()),
                              .listen = {in.peers().listen().begin(), in.peers().listen().end()},
-                             .identity = in.peers().identity()};
+                             .identity = in.peers().identity(),
+                             .readiness = std::chrono::milliseconds(in.peers().readiness_ms())};
   config.data = DataConfig{
       .wire = in.data().wire() == RefitdConfig::Data::GLOO ? DataWire::kGloo : DataWire::kSockets,
       .unencrypted = in.data().unencrypted(),
@@ -720,6 +725,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_peers()->set_wire_ms(ToMillis(config.peers.wire));
   for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
   out.mutable_peers()->set_identity(config.peers.identity);
+  out.mutable_peers()->set_readiness_ms(ToMillis(config.peers.readiness));
   out.mutable_data()->set_wire(config.data.wire == DataWire::kGloo ? RefitdConfig::Data::GLOO
                                                                    : RefitdConfig::Data::SOCKETS);
   out.mutable_data()->set_unencrypted(config.data.unencrypted);

@@ -109,6 +109,8 @@ struct PeersConfig {
   Duration wire = std::chrono::seconds(30);
   std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
   std::string identity;             // a pattern (CheckIdentityPattern); empty: any
+  // How long the readiness that was known last counts without the coordinator; 0: not at all.
+  Duration readiness = std::chrono::minutes(10);
   bool operator==(const PeersConfig&) const = default;
 };
 

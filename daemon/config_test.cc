@@ -180,6 +180,7 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--data-interface=a/b", "peers.interface is \"a/b\"");
   refused("--peer-silence-ms=99", "peers.silence_ms");
   refused("--wire-ms=0", "peers.wire_ms");
+  refused("--readiness-ms=-1", "peers.readiness_ms is -1");
   refused("--data-wire=mpi", "MPI");
   refused("--data-port=65536", "data.port");
   refused("--data-streams=0", "data.streams");

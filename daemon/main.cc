@@ -77,6 +77,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.advertise = config.peers.advertise;
   options.peers.peer = config.peers.silence;
   options.peers.wire = config.peers.wire;
+  options.keep_readiness = config.peers.readiness;
   options.group.default_duration = config.limits.default_duration;
   options.group.max_duration = config.limits.max_duration;
   options.group.ready_limit = config.limits.ready;
@@ -542,7 +543,7 @@ struct Services {
         engines(daemon, door),
         operators(daemon, door),
         links(&daemon->joiners(), config.limits.message_bytes, LinkDoorOf(door)),
-        health(door),
+        health(daemon, door),
         reflection(door, Names(/*members=*/true, /*links=*/config.peers.listen.empty())),
         reflection_of_links(door, Names(/*members=*/false, /*links=*/true)) {}
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "daemon/process/process_stats.h"
@@ -28,11 +29,9 @@ constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "ex
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-size_t IndexOf(const UpdateReport& report) {
-  if (report.committed) return 0;
-  // Index 0 stands for committed, which is no reason.
-  const auto* const found =
-      std::find(kUpdateReasons.begin() + 1, kUpdateReasons.end(), report.reason);
+// Index 0 stands for committed, which is no reason.
+size_t IndexOf(std::string_view reason) {
+  const auto* const found = std::find(kUpdateReasons.begin() + 1, kUpdateReasons.end(), reason);
   return std::min<size_t>(static_cast<size_t>(found - kUpdateReasons.begin()),
                           kUpdateReasons.size() - 1);
 }
@@ -111,7 +110,7 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   MutexLock lock(&mutex_);
   GroupCounts* counts = Find(report.group);
   if (counts == nullptr) return;
-  ++counts->updates[IndexOf(report)];
+  ++counts->updates[report.committed ? 0 : IndexOf(report.reason)];
   counts->update_bytes += Positive(report.bytes);
   for (size_t i = 0; i < kPushMethods.size(); ++i) {
     counts->pushed_bytes[i] += Positive(report.pushed_bytes[i]);
@@ -136,6 +135,12 @@ void Metrics::IntegrityFailure(const std::string& group) {
   if (counts != nullptr) ++counts->integrity_failures;
 }
 
+void Metrics::InstanceEvicted(const std::string& group, std::string_view reason) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(group);
+  if (counts != nullptr) ++counts->evictions[IndexOf(reason)];
+}
+
 void Metrics::GroupGone(const std::string& group) {
   MutexLock lock(&mutex_);
   groups_.erase(group);
@@ -150,6 +155,11 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
                        {"result", i == 0 ? "committed" : "aborted"},
                        {"reason", std::string(kUpdateReasons[i])}},
                       counts.updates[i]);
+  }
+  for (size_t i = 1; i < kUpdateReasons.size(); ++i) {
+    families->Counter(
+        "refitd_evictions_total", "Instances that were evicted from an update, by cause.",
+        {{"group", group}, {"reason", std::string(kUpdateReasons[i])}}, counts.evictions[i]);
   }
   families->Seconds("refitd_update_seconds",
                     "Begin to outcome of updates that have ended, committed or not.",
@@ -179,6 +189,37 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
                     {{"group", group}}, counts.integrity_failures);
 }
 
+// The group's instances by their readiness; those beyond kMaxShownInstances are only counted.
+void Metrics::ShowInstances(const v1::GroupStatus& group, Families* families) {
+  const Label name{"group", group.name()};
+  std::vector<const v1::InstanceStatus*> instances;
+  int64_t ready = 0;
+  for (const v1::InstanceStatus& instance : group.instances()) {
+    instances.push_back(&instance);
+    ready += instance.ready() ? 1 : 0;
+  }
+  const auto rank = [](const v1::InstanceStatus* i) {
+    return std::tuple(i->ready(), -i->lag(), std::string_view(i->name()));
+  };
+  std::sort(instances.begin(), instances.end(),
+            [&rank](const auto* a, const auto* b) { return rank(a) < rank(b); });
+  families->Gauge("refitd_instances_ready", "Instances that are ready to be sent requests.", {name},
+                  ready);
+  for (size_t i = 0; i < std::min(instances.size(), kMaxShownInstances); ++i) {
+    const v1::InstanceStatus& instance = *instances[i];
+    // Prometheus calls what it scrapes "instance".
+    const Labels labels = {name, {"engine", instance.name()}};
+    families->Gauge("refitd_instance_ready",
+                    "1 while the instance is clean and not too far behind the group's version.",
+                    labels, int64_t{instance.ready()});
+    if (!instance.has_lag()) continue;
+    families->Gauge("refitd_instance_lag",
+                    "By how much the instance's version is behind the group's; no series while the "
+                    "two can't be compared.",
+                    labels, instance.lag());
+  }
+}
+
 void Metrics::Show(const v1::GroupStatus& group, Families* families) {
   const Label name{"group", group.name()};
   if (group.has_version()) {
@@ -200,6 +241,12 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
   families->Gauge(kLeases, kLeasesHelp, {name, {"role", "engine"}}, engines);
   for (const auto& [state, count] : instances) {
     families->Gauge("refitd_instances", "Instances by state.", {name, {"state", state}}, count);
+  }
+  if (group.coordinator().empty()) {
+    ShowInstances(group, families);
+    families->Gauge("refitd_chain_daemons",
+                    "Daemons of the longest chain of the last compiled refit; 0: no chain.", {name},
+                    int64_t{group.chain_daemons()});
   }
   std::map<std::string, int64_t> slots;
   for (const v1::SlotStatus& slot : group.slots()) ++slots[slot.state()];

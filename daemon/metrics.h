@@ -1,9 +1,10 @@
 // What Prometheus scrapes: counts of the node's reports (NodeObserver), the node's state, and the
 // process's use of memory and descriptors.
 //
-// Labels are names of groups, ids of daemons that joined them, and words of fixed sets (outcomes,
-// phases, states), so the number of series is bounded: a constant times the number of groups, plus
-// one for each daemon of a group (P10). A deleted group's series go with it.
+// Labels are names of groups, ids of daemons that joined them, names of instances, and words of
+// fixed sets (outcomes, phases, states), so the number of series is bounded: a constant times the
+// number of groups, plus one for each daemon of a group, plus two for each of at most
+// kMaxShownInstances instances of a group (P10). A deleted group's series go with it.
 //
 // Locks: the node calls the observer under its own mutex. A scrape asks the node for its state
 // while it holds no lock of this file.
@@ -35,6 +36,10 @@ inline constexpr std::array kSecondsBuckets = {0.001, 0.0025, 0.005, 0.01,  0.02
                                                0.25,  0.5,    1.0,   2.5,   5.0,   10.0, 30.0,
                                                60.0,  120.0,  300.0, 900.0, 3600.0};
 
+// Instances of a group that have series of their own: first those that are not ready, then by lag,
+// the largest first.
+inline constexpr size_t kMaxShownInstances = 128;
+
 // Counts since the daemon started, or since the group was created. Thread-safe; a call takes about
 // a microsecond.
 class Metrics : public NodeObserver {
@@ -45,6 +50,7 @@ class Metrics : public NodeObserver {
   void UpdateEnded(const UpdateReport& report) override;
   void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) override;
   void IntegrityFailure(const std::string& group) override;
+  void InstanceEvicted(const std::string& group, std::string_view reason) override;
   void GroupGone(const std::string& group) override;
 
   // Everything that a scrape shows, with the state that `status` returns. A group of `status` that
@@ -64,7 +70,8 @@ class Metrics : public NodeObserver {
   static constexpr size_t kPhases = 4;
   static constexpr size_t kMoves = 3;
   struct GroupCounts {
-    std::array<uint64_t, kUpdateReasons.size()> updates{};  // [0]: committed
+    std::array<uint64_t, kUpdateReasons.size()> updates{};    // [0]: committed
+    std::array<uint64_t, kUpdateReasons.size()> evictions{};  // [0]: none
     uint64_t update_bytes = 0;
     std::array<uint64_t, kPushMethods.size()> pushed_bytes{};
     std::array<uint64_t, kMoves> moved_bytes{};
@@ -75,6 +82,7 @@ class Metrics : public NodeObserver {
   class Families;
   static void Show(const std::string& group, const GroupCounts& counts, Families* families);
   static void Show(const v1::GroupStatus& group, Families* families);
+  static void ShowInstances(const v1::GroupStatus& group, Families* families);
   static void Show(const v1::GetStatusResponse& status, Families* families);
 
   // Null: the group is beyond the limit.

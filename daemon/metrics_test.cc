@@ -215,6 +215,70 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
   CHECK(SeriesNaming(text, "refitd_epoch") == 1);
 }
 
+// A group with this many instances that are ready, and "odd", which is 3 versions behind.
+v1::GetStatusResponse WithInstances(size_t ready) {
+  v1::GetStatusResponse status;
+  v1::GroupStatus* group = status.add_groups();
+  group->set_name("policy");
+  group->set_chain_daemons(5);
+  for (size_t i = 0; i < ready; ++i) {
+    v1::InstanceStatus* instance = group->add_instances();
+    instance->set_name("i" + std::to_string(i));
+    instance->set_ready(true);
+    instance->set_lag(0);
+  }
+  v1::InstanceStatus* odd = group->add_instances();
+  odd->set_name("odd");
+  odd->set_lag(3);
+  group->add_instances()->set_name("unknown");  // what can't be compared has no lag
+  return status;
+}
+
+TEST_CASE("A scrape shows which instances are ready, by how much they lag, and the longest chain") {
+  const std::string text = TextOf(Metrics(8), [] { return WithInstances(2); });
+  INFO(text);
+  const auto of = [&](const std::string& metric, const std::string& engine) {
+    return ValueOf(text, metric + R"({group="policy",engine=")" + engine + R"("})");
+  };
+  CHECK(of("refitd_instance_ready", "i0") == "1");
+  CHECK(of("refitd_instance_ready", "odd") == "0");
+  CHECK(of("refitd_instance_ready", "unknown") == "0");
+  CHECK(of("refitd_instance_lag", "i0") == "0");
+  CHECK(of("refitd_instance_lag", "odd") == "3");
+  CHECK(of("refitd_instance_lag", "unknown").empty());
+  CHECK(ValueOf(text, R"(refitd_instances_ready{group="policy"})") == "2");
+  CHECK(ValueOf(text, R"(refitd_chain_daemons{group="policy"})") == "5");
+}
+
+TEST_CASE("Instances beyond the limit have no series, and those that are not ready come first") {
+  const std::string text = TextOf(Metrics(8), [] { return WithInstances(1000); });
+  CHECK(SeriesNaming(text, "refitd_instance_ready{") == kMaxShownInstances);
+  CHECK(ValueOf(text, R"(refitd_instance_ready{group="policy",engine="odd"})") == "0");
+  CHECK(ValueOf(text, R"(refitd_instances_ready{group="policy"})") == "1000");
+}
+
+TEST_CASE("A joined daemon, which does not know the instances, shows none") {
+  const std::string text = TextOf(Metrics(8), [] {
+    v1::GetStatusResponse status = WithInstances(0);
+    status.mutable_groups(0)->set_coordinator("10.0.0.1:7411");
+    return status;
+  });
+  CHECK(SeriesNaming(text, "refitd_instance") == 0);
+}
+
+TEST_CASE("Evictions are counted by cause") {
+  Metrics metrics(8);
+  metrics.InstanceEvicted("policy", kReasonDeadline);
+  metrics.InstanceEvicted("policy", kReasonDeadline);
+  metrics.InstanceEvicted("policy", "because");
+  const std::string text = TextOf(metrics);
+  const std::string evictions = R"(refitd_evictions_total{group="policy",reason=)";
+  CHECK(ValueOf(text, evictions + R"("deadline"})") == "2");
+  CHECK(ValueOf(text, evictions + R"("other"})") == "1");
+  CHECK(ValueOf(text, evictions + R"("member_lost"})") == "0");
+  CHECK(SeriesNaming(text, "refitd_evictions_total") == kUpdateReasons.size() - 1);
+}
+
 TEST_CASE("A scrape shows the node's state and the process's use") {
   const std::string text = TextOf(Metrics(8), SomeStatus);
   INFO(text);

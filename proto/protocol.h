@@ -21,7 +21,9 @@
 namespace refitd {
 
 // The numbers are those of v1::ProtocolVersion.
-// V3: compiled refits along chains (PeerPlan.relay_lag). V4: GroupSpec.encrypted_data.
+// V3: compiled refits along chains (PeerPlan.relay_lag).
+// V4: joined daemons are told the readiness of all instances (PeerReadiness);
+// GroupSpec.encrypted_data.
 enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4 };
 
 inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this

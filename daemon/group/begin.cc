@@ -286,6 +286,7 @@ void Group::Impl::AssembleIfAllHere() {
                      update->program});
   for (const Participant& participant : update->participants) {
     Step(&instances.at(participant.instance).state, InstanceTrigger::kPrepare);
+    NoteStanding(participant.instance);
     for (const MemberId id : participant.members) {
       Step(&Find(id)->state, MemberTrigger::kPrepare);
       Do(SendPrepare{id, update->version, update->id, remaining, update->tensor_count});

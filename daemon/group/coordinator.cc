@@ -219,6 +219,7 @@ void Coordinator::Impl::On(const NodeJoined& e) {
   node.next_ping = now + options.peer_limits.peer / kPingsPerLimit;
   nodes_due = std::min(nodes_due.value_or(node.next_ping), node.next_ping);
   nodes.emplace(e.node, std::move(node));
+  joined_anew = true;
   std::string joined = fmt::format("daemon {} joined from {}", e.daemon_id, e.address);
   if (e.protocol != kProtocol) {
     joined += fmt::format(", with protocol version {}", static_cast<int>(e.protocol));
@@ -1413,6 +1414,37 @@ void Coordinator::Impl::LeaveOutSuspects() {
   if (sharing.LeavesInstance(out)) LeaveOutForTry(out);
 }
 
+// ---- readiness ----
+
+// Called at the end of each event. Joined daemons answer for all instances, so each is told of
+// every change.
+void Coordinator::Impl::TellReadiness() {
+  std::vector<PeerReadiness> news;
+  const bool version_changed = book.SetVersion(group.version());
+  if (version_changed) news.push_back({.version = group.version(), .instances = {}});
+  for (const InstanceStanding& standing : group.TakeStandings()) {
+    if (!book.Set(standing)) continue;
+    if (news.empty() || news.back().instances.size() >= kMaxStandings) {
+      news.push_back({.version = group.version(), .instances = {}});
+    }
+    news.back().instances.push_back(standing);
+  }
+  for (const PeerReadiness& each : news) {
+    for (auto& [id, node] : nodes) {
+      if (node.told_readiness) Send(id, each);
+    }
+  }
+  if (std::exchange(joined_anew, false)) TellJoined();
+}
+
+void Coordinator::Impl::TellJoined() {
+  for (auto& [id, node] : nodes) {
+    if (node.told_readiness || !Speaks(id, Protocol::kV4)) continue;
+    node.told_readiness = true;
+    for (PeerReadiness& each : book.All()) Send(id, std::move(each));
+  }
+}
+
 // ---- the wire locks ----
 
 void Coordinator::Impl::AskLocks() {
@@ -1478,6 +1510,7 @@ void Coordinator::Handle(MachineEvent& event, TimePoint now, MachineActions* act
   impl_->now = now;
   impl_->actions = actions;
   impl_->Handle(event);
+  impl_->TellReadiness();
   impl_->actions = nullptr;
   impl_->CheckState();
 }
@@ -1497,6 +1530,7 @@ std::optional<TimePoint> Coordinator::NextDeadline() const {
   return next;
 }
 
+const ReadinessBook* Coordinator::readiness() const { return &impl_->book; }
 const std::string& Coordinator::name() const { return impl_->group.name(); }
 uint64_t Coordinator::incarnation() const { return impl_->group.incarnation(); }
 const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
@@ -1560,6 +1594,10 @@ int64_t Coordinator::layouts_compared() const { return impl_->layouts_compared; 
 MachineView Coordinator::View(TimePoint now) const {
   MachineView view;
   view.group = impl_->group.View(now);
+  for (InstanceView& instance : view.group.instances) {
+    std::optional<Readiness> readiness = impl_->book.Of(instance.name, spec().max_lag);
+    if (readiness.has_value()) instance.readiness = *std::move(readiness);
+  }
   NodeView self;
   self.daemon_id = impl_->options.daemon_id;
   self.state = "self";

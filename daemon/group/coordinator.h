@@ -60,6 +60,7 @@ class Coordinator : public GroupMachine {
   std::optional<UpdateMark> MarkUpdate() const override;
   UpdateStatistics Statistics() const override;
   PastUpdate Past(Version version) const override;
+  const ReadinessBook* readiness() const override;
   void CheckInvariants() const override;
 
   // Whether the daemon with that id and process may join now. FAILED_PRECONDITION: the id is this

@@ -31,6 +31,7 @@ struct Node {
   TimePoint heard;
   TimePoint next_ping;
   uint64_t pings = 0;
+  bool told_readiness = false;           // it knows everything of Impl::book
   std::map<MemberId, MemberId> members;  // its id -> the coordinator's
 };
 struct KnownLayout {
@@ -316,6 +317,10 @@ struct Coordinator::Impl {
   bool WireInFlight() const;
   void Fail(const std::string& reason, GiveUpClass kind);
 
+  // ---- readiness ----
+  void TellReadiness();
+  void TellJoined();
+
   // ---- the data plane ----
   // How long one attempt to bring an epoch up may take.
   Duration AttemptLimit() const;
@@ -408,6 +413,7 @@ struct Coordinator::Impl {
   const CoordinatorOptions options;
   Group group;
   Worker worker;
+  ReadinessBook book;  // of all instances, between events
   std::map<NodeId, Node> nodes;
   std::map<MemberId, RemoteMember> remotes;
   std::map<CallId, RemoteCall> remote_calls;
@@ -433,7 +439,8 @@ struct Coordinator::Impl {
   std::vector<PeerReport> own_reports;
   std::deque<GroupEvent> events;
   bool feeding = false;
-  bool overdue = false;  // CleanUpOverdue came
+  bool overdue = false;      // CleanUpOverdue came
+  bool joined_anew = false;  // NodeJoined came
 };
 
 }  // namespace refitd

@@ -920,5 +920,64 @@ TEST_CASE("A member of another daemon for which there is no room is refused with
   CHECK(f.coordinator().remote_members() == 1);
 }
 
+// What a daemon that was told all these messages knows.
+ReadinessBook BookOf(const std::vector<PeerReadiness>& told) {
+  ReadinessBook book;
+  for (const PeerReadiness& each : told) book.Take(each);
+  return book;
+}
+
+TEST_CASE("a daemon that joins is told the readiness of all instances, and then each change") {
+  Fixture f;
+  REQUIRE(f.Sent<PeerReadiness>().size() == 1);
+  CHECK(f.Sent<PeerReadiness>()[0].anew);
+  EngineIdentity engine;
+  engine.instance = "i";
+  f.Report(PeerAttach{kRemoteEngine, engine});
+  CHECK_FALSE(BookOf(f.Sent<PeerReadiness>()).Of("i", 0)->ready);
+  f.Report(PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)})});
+  CHECK(BookOf(f.Sent<PeerReadiness>()).Of("i", 0)->ready);
+  CHECK(f.coordinator().readiness()->Of("i", 0)->ready);
+  const size_t told = f.Sent<PeerReadiness>().size();
+  f.Report(PeerPong{1});  // nothing changes
+  CHECK(f.Sent<PeerReadiness>().size() == told);
+  f.Forget();
+  f.JoinThird();
+  REQUIRE(f.Sent<PeerReadiness>().size() == 1);
+  CHECK(BookOf(f.Sent<PeerReadiness>()).Of("i", 0)->ready);
+  f.Report(MemberLost{kRemoteEngine, "killed"});
+  CHECK(f.Sent<PeerReadiness>().size() == 3);  // two daemons
+  CHECK_FALSE(BookOf(f.Sent<PeerReadiness>()).Of("i", 0).has_value());
+}
+
+TEST_CASE("a daemon that speaks protocol version 3 is told no readiness") {
+  Fixture f;
+  f.Forget();
+  f.Do(NodeJoined{kThird, "c", "elsewhere", Protocol::kV3});
+  CHECK(f.Sent<PeerReadiness>().empty());
+}
+
+TEST_CASE("an instance is ready until its first byte is written, and again from the commit on") {
+  Fixture f;
+  const auto ready = [&f] { return f.coordinator().readiness()->Of("i", 0)->ready; };
+  f.OpenUpdate();
+  CHECK(ready());
+  CHECK(f.coordinator().readiness()->instances().at("i").standing == Standing::kUpdating);
+  f.Push(0, "t");
+  CHECK_FALSE(ready());
+  f.GrantWire();
+  f.FinishPart(0);
+  f.Push(1, "u");
+  f.FinishPart(1);
+  REQUIRE(f.Commit().ok());
+  CHECK(ready());
+  CHECK(f.coordinator().readiness()->Of("i", 0)->lag == 0);
+  EngineIdentity late;
+  late.instance = "late";
+  late.delivery = DeliveryMode::kStaged;
+  f.Report(PeerAttach{MemberId(9), late});
+  CHECK_FALSE(f.coordinator().readiness()->Of("late", 5)->ready);
+}
+
 }  // namespace
 }  // namespace refitd

@@ -487,6 +487,7 @@ void Group::Impl::WriteFirst(uint32_t index) {
   participant.written = true;
   Instance& instance = instances.at(participant.instance);
   Step(&instance.state, InstanceTrigger::kFirstWrite);
+  NoteStanding(participant.instance);
   instance.reason = fmt::format("version {} is being written", update->version);
   for (const MemberId id : participant.members) Find(id)->held.reset();
   Changed();

@@ -279,6 +279,7 @@ void Group::Impl::FailInstalled(const Member& member, const EngineFailed& e) {
   const auto it = instances.find(member.instance);
   if (it == instances.end() || it->second.installed != e.update) return;
   Step(&it->second.state, InstanceTrigger::kMarkDirty);
+  NoteStanding(member.instance);
   it->second.reason =
       fmt::format("{} failed after its update had committed: {}", member.label, e.reason);
   Log(LogLine::kWarning, fmt::format("instance {} is dirty: {}", it->first, it->second.reason));
@@ -313,11 +314,12 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
     it->second.reason = why.reason;
     const auto next = Next(it->second.state, InstanceTrigger::kGiveUp);
     if (next.has_value()) it->second.state = *next;
+    NoteStanding(participant.instance);
   }
   Do(LogLine{LogLine::kWarning,
              fmt::format("instance {} is evicted from the update to version {}: {}",
                          participant.instance, update->version, why.reason),
-             participant.instance, update->version});
+             participant.instance, update->version, why.kind});
   Changed();
   TellNodesWithNobodyLeft(participant);
   if (std::find(update->evicted.begin(), update->evicted.end(), false) != update->evicted.end()) {
@@ -497,6 +499,7 @@ void Group::Impl::InstallVersion() {
     if (participant.evicted) continue;
     Instance& instance = instances.at(participant.instance);
     Step(&instance.state, InstanceTrigger::kCommit);
+    NoteStanding(participant.instance);
     instance.reason.clear();
     instance.installed = update->id;
     for (const MemberId id : participant.members) {
@@ -521,6 +524,7 @@ void Group::Impl::TellGivenUp(Participant* participant) {
   participant->told = true;
   Instance& instance = instances.at(participant->instance);
   Step(&instance.state, InstanceTrigger::kGiveUp);
+  NoteStanding(participant->instance);
   if (participant->written) instance.reason = reason;
   TellAborted(*participant, reason);
 }

@@ -88,6 +88,7 @@ struct Follower::Impl {
   void Take(const PeerUpdateEnded& c);
   void Take(const PeerPing& c) { Report(PeerPong{c.number}); }
   void Take(const PeerIncarnation& c);
+  void Take(const PeerReadiness& c);
   template <typename WorkerCommand>
   void Take(const WorkerCommand& c) {
     worker.Handle(c, now, Out());
@@ -102,6 +103,7 @@ struct Follower::Impl {
   void AnswerLayout(CallId call, const absl::Status& status);
   void AnswerLayoutsOf(MemberId member, const absl::Status& status);
   void Lose(const absl::Status& status);
+  void KeepReadiness();
   void AnswerLostCalls();
   void EndIfIdle();
   // The part of the invariants that costs nothing, checked after every event.
@@ -127,6 +129,8 @@ struct Follower::Impl {
   std::map<CallId, std::shared_ptr<const CheckedBucket>> buckets;  // until their reply
   std::map<CallId, SentLayout> layouts;  // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
+  std::optional<ReadinessBook> book;  // set once the coordinator has told it
+  std::optional<LastReadiness> last_readiness;
   Worker worker;
   std::optional<TimePoint> heard;
   // By when the coordinator must have told how the update ended.
@@ -331,6 +335,7 @@ void Follower::Impl::Lose(const absl::Status& status) {
   Do(GroupAction(LogLine{LogLine::kWarning, loss}));  // the log names the group
   worker.AbandonAll(now, Out());
   reports.clear();
+  KeepReadiness();
   for (const auto& [id, member] : std::exchange(members, {})) {
     AnswerLayoutsOf(id, lost);
     Do(GroupAction(RefuseMember{id, lost}));
@@ -338,6 +343,20 @@ void Follower::Impl::Lose(const absl::Status& status) {
   AnswerLostCalls();
   Do(PeerAction(CloseLink{Message(status)}));
   Do(GroupAction(StateChanged{}));
+}
+
+// Instances of ranks that were told to be ready are in doubt, also if the coordinator had no time
+// to say that the instances take part in an update (P2).
+void Follower::Impl::KeepReadiness() {
+  if (!book.has_value()) return;
+  last_readiness = LastReadiness{*std::exchange(book, std::nullopt), {}};
+  last_readiness->book.LoseCoordinator();
+  for (const auto& [id, member] : members) {
+    if (!member.engine) continue;
+    const std::string& instance = std::get<EngineIdentity>(member.identity).instance;
+    last_readiness->here.insert(instance);
+    if (member.prepared.has_value()) last_readiness->book.Doubt(instance);
+  }
 }
 
 // Answers all calls when the link is lost. A bucket's answer waits for the last read of its source
@@ -475,7 +494,21 @@ void Follower::Impl::Take(const PeerIncarnation& c) {
   Do(GroupAction(StateChanged{}));
 }
 
+void Follower::Impl::Take(const PeerReadiness& c) {
+  if (!book.has_value()) book.emplace();
+  book->Take(c);
+  Do(GroupAction(StateChanged{}));
+}
+
 // ---- Follower ----
+
+const ReadinessBook* Follower::readiness() const {
+  return impl_->book.has_value() ? &*impl_->book : nullptr;
+}
+
+const std::optional<Follower::LastReadiness>& Follower::last_readiness() const {
+  return impl_->last_readiness;
+}
 
 Follower::Follower(FollowerOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 

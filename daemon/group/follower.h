@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,15 @@ class Follower : public GroupMachine {
   MachineView View(TimePoint now) const override;
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
+  const ReadinessBook* readiness() const override;
+  // The readiness that was known when the coordinator was lost after this daemon had joined.
+  // `here`: the instances that had ranks on this daemon. nullopt: the coordinator is not lost, or
+  // had told nothing.
+  struct LastReadiness {
+    ReadinessBook book;
+    std::set<std::string> here;
+  };
+  const std::optional<LastReadiness>& last_readiness() const;
   void CheckInvariants() const override;
 
   // See Worker. The caller makes the index without its mutex and hands it in with the command.

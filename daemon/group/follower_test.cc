@@ -597,5 +597,55 @@ TEST_CASE("Members that came and went leave nothing behind") {
   CHECK(mallinfo2().uordblks < before + 20'000 * kBytesAMember);
 }
 
+// Tells the follower that instance i is clean at the group's version 3.
+void TellClean(Fixture* f, Standing standing = Standing::kClean) {
+  f->Command(PeerReadiness{
+      .anew = true, .version = Version(3), .instances = {{"i", standing, Version(3)}}});
+}
+
+TEST_CASE("a joined daemon knows the readiness that the coordinator told, and nothing before") {
+  Fixture f;
+  CHECK(f.follower().readiness() == nullptr);
+  TellClean(&f);
+  REQUIRE(f.follower().readiness() != nullptr);
+  CHECK(f.follower().readiness()->Of("i", 0)->ready);
+  f.Command(PeerReadiness{.version = Version(4), .instances = {}});
+  CHECK_FALSE(f.follower().readiness()->Of("i", 0)->ready);
+  CHECK(f.follower().readiness()->Of("i", 1)->ready);
+  f.Command(PeerReadiness{.version = Version(4), .instances = {{"i", Standing::kGone, {}}}});
+  CHECK_FALSE(f.follower().readiness()->Of("i", 1).has_value());
+}
+
+TEST_CASE(
+    "a joined daemon that loses its coordinator keeps what it knew, except what is in doubt") {
+  Fixture f;
+  bool ready = false;
+  SECTION("no update ran") {
+    TellClean(&f);
+    ready = true;
+  }
+  SECTION("the instance took part in an update") { TellClean(&f, Standing::kUpdating); }
+  SECTION("the rank was told to be ready, and the coordinator had no time to say so") {
+    TellClean(&f);
+    PeerPrepare prepare;
+    prepare.update = UpdateId(1);
+    prepare.version = Version(4);
+    prepare.engines = {kEngine};
+    f.Command(prepare);
+  }
+  CHECK_FALSE(f.follower().last_readiness().has_value());
+  f.Do(LinkLost{absl::UnavailableError("gone")});
+  CHECK(f.follower().readiness() == nullptr);
+  REQUIRE(f.follower().last_readiness().has_value());
+  CHECK(f.follower().last_readiness()->here == std::set<std::string>{"i"});
+  CHECK(f.follower().last_readiness()->book.Of("i", 0)->ready == ready);
+}
+
+TEST_CASE("a coordinator that told no readiness leaves none behind") {
+  Fixture f;
+  f.Do(LinkLost{absl::UnavailableError("gone")});
+  CHECK_FALSE(f.follower().last_readiness().has_value());
+}
+
 }  // namespace
 }  // namespace refitd

@@ -251,6 +251,7 @@ void Group::Impl::On(const ReplaceGroup& e) {
   for (auto& [id, member] : members) member.held.reset();
   for (auto& [instance_name, instance] : instances) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
+    NoteStanding(instance_name);
     instance.reason = "the group was replaced";
   }
   Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});

@@ -31,6 +31,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/group/readiness.h"
 #include "transport/base/ids.h"
 #include "transport/bucket.h"
 #include "transport/plan/layout.h"
@@ -55,6 +56,8 @@ inline constexpr int kMaxEngineRanks = 65'536;  // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;
 // Prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the trainers.
 inline constexpr int kMaxUnwantedPrefixes = 64;
+// The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
+inline constexpr int64_t kMaxLag = 1'000'000'000;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
 // Records of ended buckets that are kept, of the running update or else of the last update.
@@ -70,6 +73,9 @@ struct GroupSpec {
   // Names, and prefixes that end with '*', of tensors that trainers' layouts may have though no
   // engine wants them. Sorted, unique.
   std::vector<std::string> unwanted_tensors{};
+  // How far an instance's version may be behind the group's while the instance counts as ready:
+  // the difference of the two numbers, 0 to kMaxLag.
+  int64_t max_lag = 0;
   // Bytes cross between daemons encrypted or not at all.
   bool encrypted_data = false;
   bool operator==(const GroupSpec&) const = default;
@@ -662,6 +668,7 @@ struct LogLine {
   std::string text;
   std::string evicted{};  // the instance whose eviction the line tells; empty: it tells of none
   Version version{};      // of the update from which the instance is evicted
+  GiveUpClass cause = GiveUpClass::kNone;  // of the eviction
 };
 
 using GroupAction =
@@ -695,6 +702,7 @@ struct InstanceView {
   std::string reason;
   // The incarnation in which `version` was committed; 0: not told, or no version.
   uint64_t origin = 0;
+  Readiness readiness{};
 };
 struct UpdateView {
   UpdateId id;
@@ -735,6 +743,7 @@ struct GroupView {
   std::vector<SlotView> slots;
   int64_t committed = 0;
   int64_t aborted = 0;
+  uint32_t chain_daemons = 0;  // of the longest chain of the newest program; 0: no chain
 };
 struct PastUpdate {
   Outcome outcome = Outcome::kUnknown;
@@ -775,6 +784,10 @@ class Group {
   std::optional<UpdateView> ViewUpdate(TimePoint now) const;
   // Which update ViewUpdate would show and its state; takes no time, so that callers can poll it.
   std::optional<UpdateMark> MarkUpdate() const;
+  // The standings of the instances that may have changed since the last call, those of instances
+  // that are gone by now included.
+  std::vector<InstanceStanding> TakeStandings();
+  std::vector<InstanceStanding> Standings() const;  // of all instances; takes as long as View
   // Whether the member's lease lives: only then may copies begin that touch its memory.
   bool Attached(MemberId member) const;
   UpdateStatistics Statistics() const;

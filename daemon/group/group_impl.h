@@ -233,6 +233,9 @@ struct Group::Impl {
   void CompleteIfAllHere(Instance* instance);
   bool Complete(const Instance& instance) const;
   std::optional<group::HeldVersion> VersionOf(const Instance& instance) const;
+  InstanceStanding StandingOf(const std::string& instance_name) const;
+  // Called where the instance's state, ranks or version change.
+  void NoteStanding(const std::string& instance_name) { restood.insert(instance_name); }
   absl::Status CheckHeld(const EngineIdentity& who) const;
   // Why a complete instance takes part in no update: the node of one of its ranks is kept out.
   // Null: it takes part.
@@ -388,6 +391,8 @@ struct Group::Impl {
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name
+  // Instances whose standing may have changed since TakeStandings; names of gone ones too.
+  std::set<std::string> restood;
   // Nodes with members that are kept out of updates, and why.
   std::map<NodeId, std::string> kept_out;
   SlotLedger ledger;

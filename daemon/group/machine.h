@@ -215,6 +215,9 @@ class GroupMachine {
   // Known to the coordinator only; a follower's are empty.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;
+  // The readiness of the group's instances. Null: a follower that the coordinator has not told, or
+  // that has lost the coordinator.
+  virtual const ReadinessBook* readiness() const = 0;
 
   // Aborts the process if an invariant does not hold. Takes as long as the group is large, so it is
   // for tests, simulation and fuzzing.

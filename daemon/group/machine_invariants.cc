@@ -72,6 +72,11 @@ void Coordinator::Impl::CheckInvariants() const {
   CheckState();
   group.CheckInvariants();
   worker.CheckInvariants();
+  // The book was told of every change.
+  ReadinessBook all;
+  all.SetVersion(group.version());
+  for (const InstanceStanding& standing : group.Standings()) all.Set(standing);
+  REFITD_CHECK(book.instances() == all.instances() && book.version() == all.version());
   CheckNodes();
   if (epoch.has_value()) CheckEpoch();
   if (!spread.has_value()) return;

@@ -171,6 +171,7 @@ void Group::Impl::On(const EngineAttached& e) {
   instance.name = who.instance;
   instance.world_size = who.world_size;
   instance.ranks[who.rank] = e.member;
+  NoteStanding(who.instance);
   if (who.dirty) {
     // One rank with dirty weights makes the whole instance dirty (P2).
     const auto dirty = Next(instance.state, InstanceTrigger::kMarkDirty);
@@ -201,6 +202,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
   Changed();
   if (!member->engine) return;
+  NoteStanding(member->instance);
   declared->Add(member->layout);
   const auto it = instances.find(member->instance);
   if (it != instances.end()) CompleteIfAllHere(&it->second);
@@ -258,6 +260,25 @@ std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instanc
   return common;
 }
 
+InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const {
+  InstanceStanding standing{.instance = instance_name, .version = std::nullopt};
+  const auto it = instances.find(instance_name);
+  if (it == instances.end()) return standing;
+  const Instance& instance = it->second;
+  if (group::IsDirty(instance.state)) {
+    standing.standing = Standing::kDirty;
+  } else if (instance.state == InstanceState::kForming) {
+    standing.standing = Standing::kForming;
+  } else {
+    standing.standing =
+        instance.state == InstanceState::kClean ? Standing::kClean : Standing::kUpdating;
+  }
+  // Versions of other incarnations can't be compared with the group's.
+  const std::optional<group::HeldVersion> held = VersionOf(instance);
+  if (held.has_value() && held->origin == incarnation) standing.version = held->version;
+  return standing;
+}
+
 void Group::Impl::On(const MemberLost& e) {
   Member* member = Find(e.member);
   if (member == nullptr || member->state == MemberState::kLeaving) return;
@@ -279,6 +300,7 @@ void Group::Impl::On(const MemberLost& e) {
 void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
   const auto it = instances.find(member->instance);
   it->second.ranks.erase(member->rank);
+  NoteStanding(member->instance);
   const bool last = it->second.ranks.empty();
   Step(&it->second.state, last ? InstanceTrigger::kLastLost : InstanceTrigger::kRankLost);
   if (last) instances.erase(it);

@@ -22,6 +22,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
+#include "daemon/group/readiness.h"
 #include "transport/base/ids.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/plan/route.h"
@@ -305,12 +306,13 @@ struct PeerIncarnation {
   uint64_t incarnation = 0;
 };
 
+// PeerReadiness (readiness.h) is a command as well.
 // The actions of Group among the commands are for members and calls of the joined daemon.
 using PeerCommand =
     std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, PeerSendPart,
                  MemberAction, PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
                  PeerUpdateEnded, OpenEpoch, PeerEpochConnect, CloseEpoch, PeerWireLock,
-                 PeerWireUnlock, PeerPing, PeerIncarnation>;
+                 PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness>;
 
 // A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
 // counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same

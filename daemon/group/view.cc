@@ -1,5 +1,6 @@
 // What status shows of a group.
 #include <algorithm>
+#include <utility>
 
 #include "daemon/group/group_impl.h"
 
@@ -95,7 +96,27 @@ GroupView Group::View(TimePoint now) const {
   }
   view.committed = g.committed_updates;
   view.aborted = g.aborted_updates;
+  if (g.program != nullptr && g.program->plan != nullptr) {
+    const RelayShape& relay = g.program->plan->routes.relay;
+    view.chain_daemons = relay.lag == 0 ? 0 : relay.longest;
+  }
   return view;
+}
+
+std::vector<InstanceStanding> Group::TakeStandings() {
+  std::vector<InstanceStanding> standings;
+  for (const std::string& name : std::exchange(impl_->restood, {})) {
+    standings.push_back(impl_->StandingOf(name));
+  }
+  return standings;
+}
+
+std::vector<InstanceStanding> Group::Standings() const {
+  std::vector<InstanceStanding> standings;
+  for (const auto& [name, instance] : impl_->instances) {
+    standings.push_back(impl_->StandingOf(name));
+  }
+  return standings;
 }
 
 std::optional<UpdateView> Group::ViewUpdate(TimePoint now) const {

@@ -46,6 +46,8 @@ using peer::TextToWire;
 using peer::VerificationOf;
 using peer::VersionOf;
 
+constexpr int64_t kNoVersion = -1;  // in PeerReadiness.versions
+
 // ---- commands: to the wire ----
 
 void Put(const PeerWelcome& v, v1::PeerAnswer* wire) {
@@ -247,6 +249,17 @@ void Put(const PeerWireUnlock& v, v1::PeerAnswer* wire) {
 }
 
 void Put(const PeerPing& v, v1::PeerAnswer* wire) { wire->mutable_ping()->set_number(v.number); }
+
+void Put(const PeerReadiness& v, v1::PeerAnswer* wire) {
+  v1::PeerReadiness* out = wire->mutable_readiness();
+  out->set_anew(v.anew);
+  if (v.version.has_value()) out->set_version(v.version->value());
+  for (const InstanceStanding& standing : v.instances) {
+    out->add_instances(standing.instance);
+    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(standing.standing) + 1));
+    out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
+  }
+}
 
 void Put(const PeerIncarnation& v, v1::PeerAnswer* wire) {
   wire->mutable_new_incarnation()->set_incarnation(v.incarnation);
@@ -593,6 +606,32 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIncarnation& wire, const Pee
   return PeerIncarnation{wire.incarnation()};
 }
 
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& wire, const PeerBounds&) {
+  PeerReadiness out;
+  out.anew = wire.anew();
+  if (wire.has_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "readiness.version"));
+  }
+  const auto count = static_cast<size_t>(wire.instances_size());
+  REFITD_RETURN_IF_ERROR(
+      AtMost(wire.instances_size(), static_cast<int64_t>(kMaxStandings), "readiness.instances"));
+  REFITD_RETURN_IF_ERROR(SameLength(wire.standings_size(), count, "readiness.standings"));
+  REFITD_RETURN_IF_ERROR(SameLength(wire.versions_size(), count, "readiness.versions"));
+  for (int i = 0; i < wire.instances_size(); ++i) {
+    InstanceStanding standing{.instance = wire.instances(i), .version = std::nullopt};
+    REFITD_RETURN_IF_ERROR(CheckName(standing.instance, fmt::format("readiness.instances[{}]", i)));
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire.standings(i), 1, kStandings, fmt::format("readiness.standings[{}]", i)));
+    standing.standing = static_cast<Standing>(wire.standings(i) - 1);
+    if (wire.versions(i) != kNoVersion) {
+      REFITD_ASSIGN_OR_RETURN(
+          standing.version, VersionOf(wire.versions(i), fmt::format("readiness.versions[{}]", i)));
+    }
+    out.instances.push_back(std::move(standing));
+  }
+  return out;
+}
+
 }  // namespace
 
 bool OfUnknownKind(const v1::PeerAnswer& answer) {
@@ -679,6 +718,8 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
       return PeerPing{answer.ping().number()};
     case v1::PeerAnswer::kNewIncarnation:
       return CommandOf(answer.new_incarnation(), bounds);
+    case v1::PeerAnswer::kReadiness:
+      return CommandOf(answer.readiness(), bounds);
     case v1::PeerAnswer::KIND_NOT_SET:
       break;
   }

@@ -44,6 +44,7 @@ absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
   REFITD_RETURN_IF_ERROR(
       CheckOrder(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
   REFITD_RETURN_IF_ERROR(CheckOrder(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
+  REFITD_RETURN_IF_ERROR(InRange(wire.max_lag(), 0, kMaxLag, "accepted.spec.max_lag"));
   return SpecOf(wire);
 }
 
@@ -63,6 +64,7 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
                                   message.engine_only_tensors().end());
   spec.unwanted_tensors.assign(message.unwanted_tensors().begin(),
                                message.unwanted_tensors().end());
+  spec.max_lag = message.max_lag();
   spec.encrypted_data = message.encrypted_data();
   return spec;
 }
@@ -75,6 +77,7 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
+  wire.set_max_lag(spec.max_lag);
   wire.set_encrypted_data(spec.encrypted_data);
   return wire;
 }

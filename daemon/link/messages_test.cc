@@ -99,7 +99,9 @@ FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
-FIELDS(GroupSpec, a, b, c, d, e, f, g)
+FIELDS(InstanceStanding, a, b, c)
+FIELDS(PeerReadiness, a, b, c)
+FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All but slots_on_devices, which is never true for a joined daemon's ranks.
@@ -269,6 +271,7 @@ void FillOne(Rng& rng, BroadcastMethod* v) {
   *v = static_cast<BroadcastMethod>(Between(rng, 0, 4));
 }
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
+void FillOne(Rng& rng, Standing* v) { *v = static_cast<Standing>(Between(rng, 0, kStandings - 1)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaPart* v) {
@@ -428,6 +431,7 @@ void Agree(Rng& rng, PeerHeader* v) {
   }
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
 }
+void Agree(Rng& rng, InstanceStanding* v) { v->instance = "i" + std::to_string(rng() % 9); }
 void Agree(Rng& rng, OpenEpoch* v) { v->size = v->rank + static_cast<int>(Between(rng, 1, 5)); }
 
 template <typename T>
@@ -551,7 +555,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     LinkUp up;
     Fill(rng, &up.version);
     up.incarnation = rng() | 1;
-    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}};
+    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0};
     up.coordinator_id = "node-0";
     up.protocol = static_cast<Protocol>(1 + i % 4);
     auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
@@ -588,7 +592,7 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   up.spec = {2, 1, 1 << 20, 4, {}};
   up.coordinator_id = "node-0";
   v1::PeerAnswer answer = AcceptedToWire(up, kMessageBytes);
-  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV4);
+  CHECK(AcceptedFromWire(answer)->up.protocol == kProtocol);
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
   CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);

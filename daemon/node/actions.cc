@@ -10,6 +10,35 @@
 #include "daemon/process/log.h"
 
 namespace refitd {
+namespace {
+
+// The class of reasons as counters name it. `stops`: the daemon aborts what still runs.
+std::string_view ReasonOf(GiveUpClass kind, bool stops) {
+  switch (kind) {
+    case GiveUpClass::kNone:
+      return kReasonNone;
+    case GiveUpClass::kDeadline:
+      return kReasonDeadline;
+    case GiveUpClass::kMemberLost:
+      return kReasonMemberLost;
+    case GiveUpClass::kPeerLost:
+      return kReasonPeerLost;
+    case GiveUpClass::kVerification:
+      return kReasonVerification;
+    case GiveUpClass::kAborted:
+      return kReasonAborted;
+    case GiveUpClass::kOperator:
+      return stops ? kReasonDrain : kReasonOperator;
+    case GiveUpClass::kTransfer:
+      return kReasonTransfer;
+    case GiveUpClass::kOther:
+      break;
+  }
+  return kReasonOther;
+}
+
+}  // namespace
+
 void Actions::Dispatch(Turn& turn, const std::string& name, MachineEvent& event) {
   GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr) return;
@@ -113,12 +142,18 @@ struct Actions::Performer {
     if (member != nullptr) own->members_.Welcome(group, member);
   }
   void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    const TimePoint now = DaemonState::Now();
+    own->state_.readiness.Changed(group->name(), now);
     if (own->state_.watchers.empty()) return;
-    own->state_.watchers.Changed(*group->machine, own->state_.groups.machines(),
-                                 DaemonState::Now());
+    own->state_.watchers.Changed(*group->machine, own->state_.groups.machines(), now);
   }
   void operator()(LogLine& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    if (!a.evicted.empty()) own->identities_.AuditEviction(*group, a, turn);
+    if (!a.evicted.empty()) {
+      own->identities_.AuditEviction(*group, a, turn);
+      if (NodeObserver* const observer = own->state_.options.observer; observer != nullptr) {
+        observer->InstanceEvicted(group->name(), ReasonOf(a.cause, own->state_.aborts));
+      }
+    }
     const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
                            : a.level == LogLine::kWarning ? LogLevel::kWarning
                                                           : LogLevel::kError;
@@ -213,33 +248,10 @@ void Actions::ReportRefused(const std::string& name, const PeerLink* link,
 
 void Actions::Count(const GroupRecord& group, const UpdateEnded& ended) const {
   if (state_.options.observer == nullptr) return;
-  const auto reason = [&ended, stops = state_.aborts]() -> std::string_view {
-    switch (ended.give_up_class) {
-      case GiveUpClass::kNone:
-        return kReasonNone;
-      case GiveUpClass::kDeadline:
-        return kReasonDeadline;
-      case GiveUpClass::kMemberLost:
-        return kReasonMemberLost;
-      case GiveUpClass::kPeerLost:
-        return kReasonPeerLost;
-      case GiveUpClass::kVerification:
-        return kReasonVerification;
-      case GiveUpClass::kAborted:
-        return kReasonAborted;
-      case GiveUpClass::kOperator:
-        return stops ? kReasonDrain : kReasonOperator;
-      case GiveUpClass::kTransfer:
-        return kReasonTransfer;
-      case GiveUpClass::kOther:
-        break;
-    }
-    return kReasonOther;
-  };
   UpdateReport report;
   report.group = group.name();
   report.committed = ended.outcome == Outcome::kCommitted;
-  report.reason = reason();
+  report.reason = ReasonOf(ended.give_up_class, state_.aborts);
   report.prepare = ended.prepare;
   report.data = ended.data;
   report.verify = ended.verify;

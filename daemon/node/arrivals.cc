@@ -42,6 +42,9 @@ MemberId Arrivals::Attach(Arrival arrival) {
 void Arrivals::Attach(Arrival arrival, Turn& turn) {
   const std::string name = arrival.record.group;
   const std::string coordinator = joining_.CoordinatorOf(arrival.coordinator);
+  if (const auto* engine = std::get_if<EngineIdentity>(&arrival.identity)) {
+    state_.readiness.Arrived(name, *engine, DaemonState::Now());
+  }
   bool created = false;
   const absl::StatusOr<GroupRecord*> found = GroupFor(arrival, coordinator, &created, turn);
   GroupRecord* const group = found.ok() ? *found : nullptr;

@@ -107,6 +107,7 @@ TimePoint Daemon::NextWake() {
   wake = std::min(wake, state_.groups.NextDeadline().value_or(wake));
   wake = std::min(wake, state_.waiters.NextExpiry(Dialler::ExpiryOf(state_.groups)).value_or(wake));
   wake = std::min(wake, state_.peers.NextDeadline().value_or(wake));
+  wake = std::min(wake, state_.readiness.NextDue().value_or(wake));
   if (state_.groups.any_running()) {
     wake = std::min(wake, state_.watchers.NextDue().value_or(wake));
   }
@@ -119,6 +120,7 @@ void Daemon::Ring(Turn& turn, TimePoint now) {
   joining_->RefuseLateMembers(now, turn);
   joining_->RedialIfDue(now);
   life_->DropExpired(now, turn);
+  if (state_.readiness.NextDue().value_or(TimePoint::max()) <= now) state_.readiness.Look(now);
   if (!state_.watchers.empty()) state_.watchers.Progress(state_.groups.machines(), now);
 }
 
@@ -159,6 +161,8 @@ void Daemon::Finish(TimePoint deadline) {
   const TimePoint cleanup = DaemonState::Now() + state_.options.group.cleanup_limit;
   while (state_.groups.any_running() && DaemonState::Now() < cleanup)
     idle_cond_.WaitUntil(&state_.mutex, cleanup);
+  // Watchers are not told that the instances are gone, since these may attach to the next process.
+  state_.readiness.EndAll(absl::UnavailableError("the daemon stops"));
   std::vector<MemberId> all;
   for (const auto& [id, member] : state_.leases.all()) all.push_back(id);
   for (const MemberId id : all) {

@@ -68,6 +68,7 @@ class Moved : public NodeObserver {
     (kind == MoveKind::kCopy ? copied : wired) += bytes;
   }
   void IntegrityFailure(const std::string& /*group*/) override {}
+  void InstanceEvicted(const std::string& /*group*/, std::string_view /*reason*/) override {}
   void GroupGone(const std::string& /*group*/) override {}
   std::atomic<int64_t> copied{0};
   std::atomic<int64_t> wired{0};

@@ -107,6 +107,7 @@ void GroupLife::Drop(const std::string& name, std::string_view why, Turn& turn) 
   if (state_.options.observer != nullptr) state_.options.observer->GroupGone(name);
   state_.peers.EndGroup(name, absl::AbortedError("the group was deleted"));
   state_.watchers.Forget(name);
+  state_.readiness.Changed(name, DaemonState::Now());
   // The group's pool is unmapped after the mutex was released.
   turn.Last([record = std::move(record)]() mutable { record.reset(); });
 }
@@ -124,6 +125,7 @@ void GroupLife::DropFollower(const std::string& name, Turn& turn) {
   std::shared_ptr<GroupRecord> record = state_.groups.Remove(name);
   data_plane_.CloseAll(record->id);
   LogInfo("group {}: left its coordinator at {}", name, record->join.address);
+  state_.readiness.Changed(name, DaemonState::Now());
   WireLock::Events events;
   state_.wire_lock.Release(name, &events);
   for (auto& [other, event] : events) turn.Post(other, std::move(event));

@@ -61,6 +61,7 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
     REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.engine_only_tensors"));
   }
   REFITD_RETURN_IF_ERROR(CheckUnwanted(wish.unwanted_tensors));
+  REFITD_RETURN_IF_ERROR(CheckField(wish.max_lag, 0, kMaxLag, "max_lag"));
   wish.min_instances = std::max(1, wish.min_instances);
   if (wish.slot_bytes == 0) wish.slot_bytes = limits.default_slot_bytes;
   if (wish.slots == 0) wish.slots = limits.default_slots;
@@ -85,13 +86,15 @@ absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const Group
 
 absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, const GroupSpec& spec) {
   if (EqualButTrainers(has, spec)) return absl::OkStatus();
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
-               "and {} unwanted tensors, encrypted_data {}; this one says {}, {}, {}, {}, {}, {}",
-               group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
-               has.unwanted_tensors.size(), has.encrypted_data, spec.min_instances, spec.slot_bytes,
-               spec.slots, spec.engine_only_tensors.size(), spec.unwanted_tensors.size(),
-               spec.encrypted_data);
+  return Error(
+      absl::StatusCode::kFailedPrecondition,
+      "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
+      "and {} unwanted tensors, max_lag {}, encrypted_data {}; this one says {}, {}, {}, {}, "
+      "{}, {}, {}",
+      group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
+      has.unwanted_tensors.size(), has.max_lag, has.encrypted_data, spec.min_instances,
+      spec.slot_bytes, spec.slots, spec.engine_only_tensors.size(), spec.unwanted_tensors.size(),
+      spec.max_lag, spec.encrypted_data);
 }
 
 absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,

@@ -53,6 +53,9 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
   CHECK_THAT(refused([](auto* w) { w->slot_bytes = 4097; }), Contains("4097 is not a multiple"));
   CHECK_THAT(refused([](auto* w) { w->slot_bytes = 2 << 20; }),
              Contains("spec.slot_bytes: 2097152"));
+  CHECK_THAT(refused([](auto* w) { w->max_lag = -1; }),
+             Contains("spec.max_lag: -1 is not in 0..1000000000"));
+  CHECK_THAT(refused([](auto* w) { w->max_lag = 1'000'000'001; }), Contains("spec.max_lag"));
   CHECK_THAT(refused([](auto* w) { w->unwanted_tensors = {"a*b"}; }),
              Contains("'a*b' is neither a name nor a prefix"));
 }
@@ -68,6 +71,9 @@ TEST_CASE("a spec equals the group's where it leaves slots to the default, and o
   GroupSpec trainers = known;
   trainers.trainer_ranks = 9;
   CHECK(CheckEqualSpec("g", known, trainers).ok());
+  GroupSpec lenient = known;
+  lenient.max_lag = 3;
+  CHECK_THAT(std::string(CheckEqualSpec("g", known, lenient).message()), Contains("max_lag 0"));
   trainers.slots = 5;
   CHECK_THAT(std::string(CheckEqualSpec("g", known, trainers).message()),
              Contains("slots 7") && Contains("this one says 1, 8192, 5"));

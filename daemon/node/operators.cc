@@ -219,4 +219,29 @@ void Operators::StopWatching(uint64_t watch) {
   state_.watchers.Remove(watch);
 }
 
+absl::StatusOr<Readiness> Operators::ReadinessOf(const std::string& group,
+                                                 const std::string& instance) {
+  const Turn turn(state_.turns);
+  std::optional<Readiness> readiness = state_.readiness.Of(group, instance, DaemonState::Now());
+  if (readiness.has_value()) return *std::move(readiness);
+  return Error(absl::StatusCode::kNotFound, "instance '{}' of group '{}' is not known here",
+               instance, group);
+}
+
+absl::StatusOr<uint64_t> Operators::WatchInstance(const std::string& group,
+                                                  const std::string& instance,
+                                                  std::shared_ptr<ReadinessSink> sink) {
+  const Turn turn(state_.turns);
+  REFITD_ASSIGN_OR_RETURN(
+      const uint64_t id,
+      state_.readiness.Watch(group, instance, std::move(sink), DaemonState::Now()));
+  state_.timer.Wake();
+  return id;
+}
+
+void Operators::StopWatchingInstance(uint64_t watch) {
+  const Turn turn(state_.turns);
+  state_.readiness.StopWatching(watch);
+}
+
 }  // namespace refitd

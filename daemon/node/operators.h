@@ -109,6 +109,13 @@ class Operators {
   absl::StatusOr<uint64_t> Watch(Watchers::Wish wish, std::shared_ptr<UpdateSink> sink);
   void StopWatching(uint64_t watch);
 
+  // NOT_FOUND: the instance, or the group, is not known here.
+  absl::StatusOr<Readiness> ReadinessOf(const std::string& group, const std::string& instance);
+  // Watches an instance, which need not exist, until StopWatchingInstance.
+  absl::StatusOr<uint64_t> WatchInstance(const std::string& group, const std::string& instance,
+                                         std::shared_ptr<ReadinessSink> sink);
+  void StopWatchingInstance(uint64_t watch);
+
  private:
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
                                    const std::string& identity, Turn& turn)

@@ -66,6 +66,13 @@ struct UpdateNews {
   UpdateView update;
 };
 using UpdateSink = EventSink<UpdateNews>;
+// A watcher is told whether an instance is ready now.
+enum class InstanceHealth : uint8_t {
+  kUnknown,
+  kServing,
+  kNotServing
+};  // kUnknown: no such instance
+using ReadinessSink = EventSink<InstanceHealth>;
 
 }  // namespace refitd
 

@@ -24,6 +24,7 @@ DaemonState::DaemonState(DaemonOptions given, TurnHost* turn_host, TimerHost* ti
       turns{turn_host, &mutex, &pushes},
       memory({options.max_regions_per_member, options.max_regions}),
       groups({options.max_groups, options.max_pool_bytes, options.group_idle}, &peers, &waiters),
+      readiness(options.keep_readiness, &groups, &waiters),
       timer(timer_host, turn_host, &mutex) {}
 
 void DaemonState::CheckInvariants() const {
@@ -34,6 +35,7 @@ void DaemonState::CheckInvariants() const {
   watchers.CheckInvariants();
   waiters.CheckInvariants();
   groups.CheckInvariants();
+  readiness.CheckInvariants();
   for (const auto& [id, member] : leases.all()) {
     REFITD_CHECK(groups.Find(member.group) != nullptr);
   }

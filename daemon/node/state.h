@@ -27,6 +27,7 @@
 #include "daemon/node/options.h"
 #include "daemon/node/peers.h"
 #include "daemon/node/push_turns.h"
+#include "daemon/node/readiness.h"
 #include "daemon/node/timer.h"
 #include "daemon/node/turn.h"
 #include "daemon/node/waiters.h"
@@ -72,6 +73,7 @@ struct DaemonState {
   WireLock wire_lock ABSL_GUARDED_BY(kInTurn);
   Calls calls ABSL_GUARDED_BY(kInTurn);
   Watchers watchers ABSL_GUARDED_BY(kInTurn);
+  InstanceReadiness readiness ABSL_GUARDED_BY(kInTurn);
   std::vector<std::string> listeners ABSL_GUARDED_BY(kInTurn);
   bool draining ABSL_GUARDED_BY(kInTurn) = false;
   // Running updates are aborted from now on; metrics count these as given up by the drain.

@@ -37,6 +37,7 @@ class Machine : public GroupMachine {
   std::optional<UpdateMark> MarkUpdate() const override { return mark; }
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version /*version*/) const override { return {}; }
+  const ReadinessBook* readiness() const override { return nullptr; }
   void CheckInvariants() const override {}
 
   bool running = false;

@@ -49,7 +49,9 @@ enum class Rpc : uint8_t {
   kOperatorCheckAccess,
   kPeerLink,
   kHealthCheck,
+  kHealthCheckInstance,  // Check with the name of an instance
   kHealthWatch,
+  kHealthWatchInstance,
   kReflectionInfo,
 };
 
@@ -144,7 +146,15 @@ inline constexpr std::array kRpcs = {
              {Role::kOperatorRead}},
     RpcEntry{Rpc::kPeerLink, "refitd.v1.Peer/Link", RpcScope::kGroup, {Role::kPeer}},
     RpcEntry{Rpc::kHealthCheck, "grpc.health.v1.Health/Check", RpcScope::kKnown, {}},
+    RpcEntry{Rpc::kHealthCheckInstance,
+             "grpc.health.v1.Health/Check",
+             RpcScope::kGroup,
+             {Role::kEngine, Role::kOperatorRead}},
     RpcEntry{Rpc::kHealthWatch, "grpc.health.v1.Health/Watch", RpcScope::kKnown, {}},
+    RpcEntry{Rpc::kHealthWatchInstance,
+             "grpc.health.v1.Health/Watch",
+             RpcScope::kGroup,
+             {Role::kEngine, Role::kOperatorRead}},
     RpcEntry{Rpc::kReflectionInfo,
              "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
              RpcScope::kKnown,

@@ -58,6 +58,9 @@ class NodeObserver {
   virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;
   // The bytes that were written differ from the bytes that were sent.
   virtual void IntegrityFailure(const std::string& group) = 0;
+  // An instance was evicted from an update that went on. `reason`: one of kUpdateReasons; others
+  // count as kReasonOther.
+  virtual void InstanceEvicted(const std::string& group, std::string_view reason) = 0;
   // The group was deleted: its counters are dropped.
   virtual void GroupGone(const std::string& group) = 0;
 };

@@ -4,7 +4,7 @@ set -uo pipefail
 refitctl=$PWD/$1
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-unset REFITD_SOCKET
+unset REFITD_SOCKET REFITD_GROUP REFITD_INSTANCE
 failures=0
 
 # expect CODE PATTERN ARGUMENT...: exits with CODE; one line of stderr has PATTERN (empty: anything goes)
@@ -38,6 +38,10 @@ expect 3 "$none" --socket "$none" status
 expect 3 "$none" --socket "$none" groups
 expect 3 "$none" --socket "$none" members
 expect 3 "$none" --socket "$none" watch --until-idle
+expect 3 "$none" --socket "$none" ready --group g --instance i
+expect 5 "$none" --socket "$none" --timeout 0.2 ready --group g --instance i --wait
+expect 2 '' ready --group g
+REFITD_INSTANCE=i expect 3 "$none" --socket "$none" ready --group g
 expect 3 '127.0.0.1:1' --address 127.0.0.1:1 --insecure status
 expect 1 'takes certificates' --address 127.0.0.1:1 status
 expect 1 'tls_key is empty' --address 127.0.0.1:1 --tls-certificate /nowhere status

@@ -30,6 +30,7 @@ Command AddEngine(CLI::App* app, const GlobalOptions& global);
 Command AddPlan(CLI::App* app, const GlobalOptions& global);
 Command AddValidate(CLI::App* app, const GlobalOptions& global);
 Command AddCan(CLI::App* app, const GlobalOptions& global);
+Command AddReady(CLI::App* app, const GlobalOptions& global);
 Command AddDoctor(CLI::App* app, const GlobalOptions& global);
 
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.

@@ -15,6 +15,7 @@ enum ExitCode : int {
   kExitUnreachable = 3,  // no daemon answers there, or it drains
   kExitMismatch = 4,     // bytes in memory differ from the checkpoint
   kExitDeadline = 5,     // a deadline passed
+  kExitNotReady = 6,     // an instance is not ready, or not known
 };
 
 inline constexpr char kExitCodeHelp[] =
@@ -24,7 +25,8 @@ inline constexpr char kExitCodeHelp[] =
     "  2  wrong usage\n"
     "  3  the daemon can't be reached, or drains\n"
     "  4  memory differs from the checkpoint\n"
-    "  5  a deadline passed\n";
+    "  5  a deadline passed\n"
+    "  6  the instance is not ready, or not known\n";
 
 inline ExitCode ExitCodeOf(const absl::Status& status) {
   switch (status.code()) {

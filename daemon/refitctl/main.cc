@@ -44,7 +44,8 @@ int Run(int argc, char** argv) {
       AddStatus(&app, global),   AddGroups(&app, global),  AddMembers(&app, global),
       AddNodes(&app, global),    AddBuckets(&app, global), AddWatch(&app, global),
       AddPush(&app, global),     AddEngine(&app, global),  AddPlan(&app, global),
-      AddValidate(&app, global), AddDoctor(&app, global),  AddCan(&app, global)};
+      AddValidate(&app, global), AddDoctor(&app, global),  AddCan(&app, global),
+      AddReady(&app, global)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

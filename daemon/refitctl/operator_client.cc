@@ -60,7 +60,9 @@ OperatorClient::OperatorClient(const GlobalOptions& options) : timeout_(options.
   target_ = *target;
   const auto channel = MakeChannel(target_);
   ready_ = channel.status();
-  if (channel.ok()) stub_ = v1::Operator::NewStub(*channel);
+  if (!channel.ok()) return;
+  stub_ = v1::Operator::NewStub(*channel);
+  health_ = grpc::health::v1::Health::NewStub(*channel);
 }
 
 template <typename Request, typename Response>
@@ -113,6 +115,18 @@ absl::StatusOr<v1::CreateGroupResponse> OperatorClient::CreateGroup(
 absl::StatusOr<v1::CheckAccessResponse> OperatorClient::CheckAccess(
     const v1::CheckAccessRequest& request) const {
   return Call(&v1::Operator::Stub::CheckAccess, request, false);
+}
+
+absl::StatusOr<grpc::health::v1::HealthCheckResponse> OperatorClient::CheckHealth(
+    const std::string& service) const {
+  REFITD_RETURN_IF_ERROR(ready_);
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + timeout_);
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(service);
+  grpc::health::v1::HealthCheckResponse response;
+  REFITD_RETURN_IF_ERROR(StatusOfCall(health_->Check(&context, request, &response), target_));
+  return response;
 }
 
 std::string ToJson(const google::protobuf::Message& message, bool pretty) {

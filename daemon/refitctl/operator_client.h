@@ -1,4 +1,4 @@
-// refitctl's connection to a daemon's Operator service.
+// refitctl's connection to a daemon's Operator and Health services.
 //
 // Every call has a deadline (P4). Thread-safe, like the stub under it.
 #ifndef REFITD_DAEMON_REFITCTL_OPERATOR_CLIENT_H_
@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "client/target.h"
 #include "client/types.h"
+#include "grpc/health/v1/health.grpc.pb.h"
 #include "refitd/v1/operator.grpc.pb.h"
 
 namespace refitd::refitctl {
@@ -54,10 +55,14 @@ class OperatorClient {
   absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
 
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
+  // NOT_FOUND: the daemon knows no such service.
+  absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
+      const std::string& service) const;
 
   // For streams, whose caller sets up the context and asks for `ready` before.
   absl::Status ready() const { return ready_; }
   v1::Operator::Stub& stub() const { return *stub_; }
+  grpc::health::v1::Health::Stub& health() const { return *health_; }
   const client::Target& target() const { return target_; }
 
  private:
@@ -72,6 +77,7 @@ class OperatorClient {
   client::Target target_;
   std::chrono::milliseconds timeout_;
   std::unique_ptr<v1::Operator::Stub> stub_;
+  std::unique_ptr<grpc::health::v1::Health::Stub> health_;
 };
 
 // Any message as JSON with the proto's field names; `pretty`: over several lines.

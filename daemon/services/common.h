@@ -255,6 +255,37 @@ class StreamSink : public EventSink<Value> {
   const std::shared_ptr<Stream> stream_;
 };
 
+// A stream on which a caller watches something. Deletes itself; then Stop has ended the watching.
+template <typename Event>
+class WatchReactorBase : public grpc::ServerWriteReactor<Event> {
+ public:
+  using Stream = EventStream<Event, WatchReactorBase>;
+
+  explicit WatchReactorBase(grpc::CallbackServerContext* context)
+      : context_(context), stream_(std::make_shared<Stream>(this)) {}
+
+  void OnWriteDone(bool ok) noexcept override {
+    stream_->Written(ok);
+    if (!ok) stream_->End(absl::OkStatus());
+  }
+  void GiveUp() { context_->TryCancel(); }
+  void OnCancel() noexcept override { stream_->End(absl::CancelledError("the caller went away")); }
+  void OnDone() noexcept override {
+    stream_->Detach();
+    Stop();
+    delete this;
+  }
+
+ protected:
+  // The caller watches no more.
+  virtual void Stop() = 0;
+  const std::shared_ptr<Stream>& stream() const { return stream_; }
+
+ private:
+  grpc::CallbackServerContext* const context_;
+  const std::shared_ptr<Stream> stream_;
+};
+
 // Attach of either role: the first message is the hello, and the stream is the lease. Deletes
 // itself.
 //

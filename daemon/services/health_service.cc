@@ -3,96 +3,165 @@
 #include <set>
 #include <utility>
 
+#include "daemon/checks/bucket.h"
+#include "daemon/node/operators.h"
 #include "daemon/services/common.h"
 
 namespace refitd {
+namespace {
 
 using grpc::health::v1::HealthCheckRequest;
 using grpc::health::v1::HealthCheckResponse;
 
+constexpr std::string_view kInstancePrefix = "refitd.v1.Engine/";
+
+HealthCheckResponse ResponseOf(HealthCheckResponse::ServingStatus status) {
+  HealthCheckResponse response;
+  response.set_status(status);
+  return response;
+}
+
+HealthCheckResponse ResponseOf(InstanceHealth health) {
+  switch (health) {
+    case InstanceHealth::kServing:
+      return ResponseOf(HealthCheckResponse::SERVING);
+    case InstanceHealth::kNotServing:
+      return ResponseOf(HealthCheckResponse::NOT_SERVING);
+    case InstanceHealth::kUnknown:
+      break;
+  }
+  return ResponseOf(HealthCheckResponse::SERVICE_UNKNOWN);
+}
+
+// The call that a request with this name is, for the policy.
+Asked AskedFor(const absl::StatusOr<HealthName>& name, Rpc daemon, Rpc instance) {
+  if (!name.ok() || name->group.empty()) return {.rpc = daemon};
+  return {.rpc = instance, .group = name->group};
+}
+
+}  // namespace
+
+absl::StatusOr<HealthName> ParseHealthName(std::string_view service) {
+  if (service.empty()) return HealthName{};
+  if (!service.starts_with(kInstancePrefix)) {
+    return Error(absl::StatusCode::kNotFound, "service: '{}' is neither empty nor {}GROUP/INSTANCE",
+                 Shorten(service, kMaxNameBytes), kInstancePrefix);
+  }
+  const std::string_view rest = service.substr(kInstancePrefix.size());
+  const size_t slash = std::min(rest.find('/'), rest.size());
+  const std::string_view instance = slash == rest.size() ? "" : rest.substr(slash + 1);
+  REFITD_RETURN_IF_ERROR(CheckName(rest.substr(0, slash), "service: GROUP"));
+  REFITD_RETURN_IF_ERROR(CheckName(instance, "service: INSTANCE"));
+  return HealthName{std::string(rest.substr(0, slash)), std::string(instance)};
+}
+
 struct HealthService::State {
-  using Stream = EventStream<HealthCheckResponse, Watcher>;
+  using Stream = WatchReactorBase<HealthCheckResponse>::Stream;
 
   Mutex mutex;
   bool serving ABSL_GUARDED_BY(mutex) = true;
   std::set<std::shared_ptr<Stream>> watchers ABSL_GUARDED_BY(mutex);
 
   HealthCheckResponse Now() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    HealthCheckResponse response;
-    response.set_status(serving ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING);
-    return response;
+    return ResponseOf(serving ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING);
   }
 };
 
-// One caller that watches. Deletes itself.
-class HealthService::Watcher final : public grpc::ServerWriteReactor<HealthCheckResponse> {
+// One caller that watches the daemon, or a name that no service has.
+class HealthService::Watcher final : public WatchReactorBase<HealthCheckResponse> {
  public:
-  using Stream = State::Stream;
-
-  Watcher(std::shared_ptr<State> state, grpc::CallbackServerContext* context,
-          const absl::Status& admitted, const std::string& service)
-      : state_(std::move(state)), context_(context), stream_(std::make_shared<Stream>(this)) {
-    absl::Status refused = admitted;
+  // `known`: the name is the daemon's.
+  Watcher(std::shared_ptr<State> state, grpc::CallbackServerContext* context, absl::Status admitted,
+          bool known)
+      : WatchReactorBase(context), state_(std::move(state)) {
     {
       MutexLock lock(&state_->mutex);
-      if (refused.ok() && state_->watchers.size() >= kMaxHealthWatchers) {
-        refused = absl::ResourceExhaustedError("64 callers watch health already");
+      if (admitted.ok() && state_->watchers.size() >= kMaxHealthWatchers) {
+        admitted = absl::ResourceExhaustedError("64 callers watch health already");
       }
-      if (refused.ok()) {
-        HealthCheckResponse first = state_->Now();
-        if (!service.empty()) first.set_status(HealthCheckResponse::SERVICE_UNKNOWN);
-        stream_->Queue(std::move(first));
-        if (service.empty()) state_->watchers.insert(stream_);
+      if (admitted.ok()) {
+        stream()->Queue(known ? state_->Now() : ResponseOf(InstanceHealth::kUnknown));
+        if (known) state_->watchers.insert(stream());
       }
     }
-    if (refused.ok()) {
-      stream_->Flush();
+    if (admitted.ok()) {
+      stream()->Flush();
     } else {
-      stream_->End(refused);
+      stream()->End(admitted);
     }
-  }
-
-  void OnWriteDone(bool ok) noexcept override {
-    stream_->Written(ok);
-    if (!ok) stream_->End(absl::OkStatus());
-  }
-  void GiveUp() { context_->TryCancel(); }
-  void OnCancel() noexcept override { stream_->End(absl::CancelledError("the caller went away")); }
-  void OnDone() noexcept override {
-    stream_->Detach();
-    {
-      MutexLock lock(&state_->mutex);
-      state_->watchers.erase(stream_);
-    }
-    delete this;
   }
 
  private:
+  void Stop() override {
+    MutexLock lock(&state_->mutex);
+    state_->watchers.erase(stream());
+  }
+
   const std::shared_ptr<State> state_;
-  grpc::CallbackServerContext* const context_;
-  const std::shared_ptr<Stream> stream_;
 };
 
-HealthService::HealthService(const Door* door) : door_(door), state_(std::make_shared<State>()) {}
+// One caller that watches an instance.
+class HealthService::InstanceWatcher final : public WatchReactorBase<HealthCheckResponse> {
+ public:
+  InstanceWatcher(Daemon* daemon, grpc::CallbackServerContext* context, absl::Status admitted,
+                  const HealthName& name)
+      : WatchReactorBase(context), daemon_(daemon) {
+    if (admitted.ok()) {
+      const absl::StatusOr<uint64_t> watch = daemon_->operators().WatchInstance(
+          name.group, name.instance, std::make_shared<Sink>(stream()));
+      admitted = watch.status();
+      if (watch.ok()) watch_ = *watch;
+    }
+    if (!admitted.ok()) stream()->End(admitted);
+  }
+
+ private:
+  struct Sink : ReadinessSink {
+    explicit Sink(std::shared_ptr<Stream> to) : stream(std::move(to)) {}
+    void Send(InstanceHealth health) override { stream->Send(ResponseOf(health)); }
+    void End(absl::Status status) override { stream->End(std::move(status)); }
+    const std::shared_ptr<Stream> stream;
+  };
+
+  void Stop() override { daemon_->operators().StopWatchingInstance(watch_); }
+
+  Daemon* const daemon_;
+  uint64_t watch_ = 0;  // 0: not watching
+};
+
+HealthService::HealthService(Daemon* daemon, const Door* door)
+    : daemon_(daemon), door_(door), state_(std::make_shared<State>()) {}
 HealthService::~HealthService() = default;
 
 grpc::ServerUnaryReactor* HealthService::Check(grpc::CallbackServerContext* context,
                                                const HealthCheckRequest* request,
                                                HealthCheckResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kHealthCheck}, response,
-                   [&](const Peer&) -> absl::StatusOr<HealthCheckResponse> {
-                     if (!request->service().empty()) {
-                       return absl::NotFoundError("the health of single services is not told");
-                     }
-                     MutexLock lock(&state_->mutex);
-                     return state_->Now();
-                   });
+  const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
+  const Asked asked = AskedFor(name, Rpc::kHealthCheck, Rpc::kHealthCheckInstance);
+  return AnswerNow(
+      *door_, context, asked, response, [&](const Peer&) -> absl::StatusOr<HealthCheckResponse> {
+        REFITD_RETURN_IF_ERROR(name.status());
+        if (!name->group.empty()) {
+          REFITD_ASSIGN_OR_RETURN(const Readiness readiness,
+                                  daemon_->operators().ReadinessOf(name->group, name->instance));
+          return ResponseOf(readiness.ready ? InstanceHealth::kServing
+                                            : InstanceHealth::kNotServing);
+        }
+        MutexLock lock(&state_->mutex);
+        return state_->Now();
+      });
 }
 
 grpc::ServerWriteReactor<HealthCheckResponse>* HealthService::Watch(
     grpc::CallbackServerContext* context, const HealthCheckRequest* request) noexcept {
-  return new Watcher(state_, context, door_->Admit(*context, {Rpc::kHealthWatch}).status(),
-                     request->service());
+  const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
+  absl::Status admitted =
+      door_->Admit(*context, AskedFor(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance)).status();
+  if (admitted.ok() && absl::IsInvalidArgument(name.status())) admitted = name.status();
+  if (name.ok() && !name->group.empty()) {
+    return new InstanceWatcher(daemon_, context, std::move(admitted), *name);
+  }
+  return new Watcher(state_, context, std::move(admitted), /*known=*/name.ok());
 }
 
 void HealthService::StopServing() {

@@ -1,5 +1,10 @@
-// grpc.health.v1.Health: whether the daemon serves. In place of gRPC's own service, which asks
-// nobody who calls.
+// grpc.health.v1.Health: whether the daemon serves, and which engine instances are ready. In place
+// of gRPC's own service, which asks nobody who calls.
+//
+// Services: "" is the daemon, which serves until it drains. "refitd.v1.Engine/GROUP/INSTANCE" is an
+// instance, which serves while it is ready (daemon/group/readiness.h); any daemon of the group
+// answers for all instances of the group. Who may not ask about a group gets PERMISSION_DENIED,
+// whether the group exists or not (P9).
 #ifndef REFITD_DAEMON_SERVICES_HEALTH_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_HEALTH_SERVICE_H_
 
@@ -8,38 +13,57 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
 #include "daemon/services/door.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "transport/base/mutex.h"
 
 namespace refitd {
 
-// Watchers at a time; further ones get RESOURCE_EXHAUSTED (P10).
+class Daemon;
+
+// Watchers of the daemon at a time; further ones get RESOURCE_EXHAUSTED (P10).
+// InstanceReadiness::kMaxWatchers bounds those of instances.
 inline constexpr size_t kMaxHealthWatchers = 64;
 
-// `door` must outlive the server. Thread-safe.
+// What a health service's name asks for.
+struct HealthName {
+  std::string group;  // empty: the daemon itself
+  std::string instance;
+};
+// NOT_FOUND: no service has such a name. INVALID_ARGUMENT: the name begins as an instance's, and
+// what follows is not GROUP/INSTANCE.
+absl::StatusOr<HealthName> ParseHealthName(std::string_view service);
+
+// `daemon` and `door` must outlive the server. Thread-safe.
 class HealthService final : public grpc::health::v1::Health::CallbackService {
  public:
-  explicit HealthService(const Door* door);
+  HealthService(Daemon* daemon, const Door* door);
   ~HealthService() override;
 
   grpc::ServerUnaryReactor* Check(
       grpc::CallbackServerContext* context, const grpc::health::v1::HealthCheckRequest* request,
       grpc::health::v1::HealthCheckResponse* response) noexcept override;
+  // A name that is not known, or not any more, is SERVICE_UNKNOWN, and may become known.
   grpc::ServerWriteReactor<grpc::health::v1::HealthCheckResponse>* Watch(
       grpc::CallbackServerContext* context,
       const grpc::health::v1::HealthCheckRequest* request) noexcept override;
 
-  // From now on the daemon serves no more; watchers hear of it.
+  // From now on the daemon serves no more; watchers of the daemon hear of it. Instances are told as
+  // before, since engines go on with the version that they hold.
   void StopServing();
 
  private:
   struct State;
   class Watcher;
+  class InstanceWatcher;
 
+  Daemon* const daemon_;
   const Door* const door_;
   const std::shared_ptr<State> state_;  // shared with watchers
 };

@@ -32,15 +32,14 @@ void KeepShown(const Door& door, const Peer& peer, Rpc rpc,
 
 v1::UpdateStatus UpdateStatusOf(const UpdateNews& news) { return ToWire(news.group, news.update); }
 
-// One caller that watches updates. Deletes itself.
-class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
+// One caller that watches updates.
+class WatchReactor final : public WatchReactorBase<v1::UpdateStatus> {
  public:
-  using Stream = EventStream<v1::UpdateStatus, WatchReactor>;
   using Sink = StreamSink<UpdateNews, UpdateStatusOf, Stream>;
 
   WatchReactor(Daemon* daemon, grpc::CallbackServerContext* context, absl::Status admitted,
                const v1::WatchUpdatesRequest& request)
-      : daemon_(daemon), context_(context), stream_(std::make_shared<Stream>(this)) {
+      : WatchReactorBase(context), daemon_(daemon) {
     // The caller must learn that it is watching before anything changes.
     StartSendInitialMetadata();
     if (admitted.ok()) {
@@ -48,30 +47,17 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
       admitted = watch.status();
       if (watch.ok()) watch_ = *watch;
     }
-    if (!admitted.ok()) stream_->End(admitted);
-  }
-
-  void OnWriteDone(bool ok) noexcept override {
-    stream_->Written(ok);
-    if (!ok) stream_->End(absl::OkStatus());
-  }
-  void GiveUp() { context_->TryCancel(); }
-  void OnCancel() noexcept override { stream_->End(absl::CancelledError("the caller went away")); }
-  void OnDone() noexcept override {
-    stream_->Detach();
-    daemon_->operators().StopWatching(watch_);
-    delete this;
+    if (!admitted.ok()) stream()->End(admitted);
   }
 
  private:
   absl::StatusOr<uint64_t> Watch(const v1::WatchUpdatesRequest& request) {
     REFITD_ASSIGN_OR_RETURN(Watchers::Wish wish, WishOf(request));
-    return daemon_->operators().Watch(std::move(wish), std::make_shared<Sink>(stream_));
+    return daemon_->operators().Watch(std::move(wish), std::make_shared<Sink>(stream()));
   }
+  void Stop() override { daemon_->operators().StopWatching(watch_); }
 
   Daemon* const daemon_;
-  grpc::CallbackServerContext* const context_;
-  const std::shared_ptr<Stream> stream_;
   uint64_t watch_ = 0;  // 0: not watching
 };
 

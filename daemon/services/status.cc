@@ -73,6 +73,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   spec->set_min_instances(view.spec.min_instances);
   spec->set_slot_bytes(view.spec.slot_bytes);
   spec->set_slots(view.spec.slots);
+  spec->set_max_lag(view.spec.max_lag);
   spec->set_encrypted_data(view.spec.encrypted_data);
   if (view.version.has_value()) status.set_version(view.version->value());
   for (const MemberView& member : view.members) {
@@ -87,6 +88,9 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
     i->set_world_size(instance.world_size);
     i->set_attached(instance.attached);
     i->set_reason(instance.reason);
+    i->set_ready(instance.readiness.ready);
+    if (instance.readiness.lag.has_value()) i->set_lag(*instance.readiness.lag);
+    i->set_unready_reason(instance.readiness.reason);
   }
   if (view.update.has_value()) *status.mutable_update() = ToWire(view.name, *view.update);
   for (const SlotView& slot : view.slots) {
@@ -97,6 +101,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   }
   status.set_updates_committed(view.committed);
   status.set_updates_aborted(view.aborted);
+  status.set_chain_daemons(static_cast<int>(view.chain_daemons));
   status.set_coordinator(machine.coordinator_address);
   for (const NodeView& node : machine.nodes) {
     v1::NodeStatus* n = status.add_nodes();

@@ -364,6 +364,15 @@ class KubernetesTest(unittest.TestCase):
             self.assertEqual(bool(spec.get("hostPID")), variant == "gpu with legacy IPC", variant)
             self.assertEqual(bool(spec.get("shareProcessNamespace")), variant == "sidecar with legacy IPC", variant)
 
+    def test_the_engine_of_the_sidecar_is_ready_while_its_instance_is(self):
+        engine = container(render("sidecar"), "engine")
+        self.assertEqual(engine["readinessProbe"]["exec"]["command"], ["refitctl", "--timeout", "4", "ready"])
+        # Probes' commands see no $(VARIABLE): the environment names the group and the instance that the engine has.
+        named = {variable["name"] for variable in engine["env"]}
+        self.assertLessEqual({"REFITD_GROUP", "REFITD_INSTANCE", "REFITD_SOCKET"}, named)
+        self.assertIn("--group=$(REFITD_GROUP)", engine["args"])
+        self.assertIn("--instance=$(REFITD_INSTANCE)", engine["args"])
+
     def test_probes_of_grpc_replace_the_others(self):
         daemon = container(render("base with probes of gRPC"), "refitd")
         for name in PROBES:

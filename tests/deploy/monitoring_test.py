@@ -36,6 +36,8 @@ METRICS = {
     "refitd_peer_up": {"group", "peer"},
     "refitd_daemon_kept_out": {"group", "daemon"},
     "refitd_instances": {"group", "state"},
+    "refitd_instance_ready": {"group", "engine"},
+    "refitd_instance_lag": {"group", "engine"},
     "refitd_members": set(),
     "refitd_serving": set(),
     "refitd_anonymous_memory_bytes": set(),

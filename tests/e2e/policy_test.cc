@@ -278,6 +278,38 @@ TEST_CASE("every RPC, asked by every role, of a group that is owned and of one t
   CHECK(daemon.Group("owned").trainers() == 1);
 }
 
+TEST_CASE(
+    "the health of an instance is told to engines and readers of its group, and hides others") {
+  Certified certified(kRoles);
+  Daemon daemon(Flags(certified.Issue("refitd/a"), {"--listen-tcp=127.0.0.1:0"}));
+  const auto owner = Train(daemon.address(), certified.Issue("owner"), "owned");
+  REQUIRE(owner.ok());
+  Create(&daemon, "free");
+  const Expected expected = {{"owner", "engine", "reader", "writer"},
+                             {"engine", "reader", "writer"}};
+  for (const char* caller :
+       {"stranger", "trainer", "owner", "engine", "reader", "writer", "peer"}) {
+    const auto channel = ChannelOf(daemon.address(), certified.Issue(caller));
+    for (const char* group : {"owned", "free", "no-such-group"}) {
+      grpc::health::v1::HealthCheckRequest request;
+      request.set_service(fmt::format("refitd.v1.Engine/{}/i", group));
+      const std::string bytes = request.SerializeAsString();
+      const grpc::Slice slice(bytes);
+      const grpc::ByteBuffer message(&slice, 1);
+      const bool owned = std::string(group) == "owned";
+      const bool allowed = (owned ? expected.owned : expected.free).contains(caller);
+      INFO(caller << " asks about " << group);
+      // Nobody attached: the instance is not known, whether its group exists or not.
+      const grpc::Status check = CallOnce(channel, "grpc.health.v1.Health/Check", message);
+      CHECK(check.error_code() ==
+            (allowed ? grpc::StatusCode::NOT_FOUND : grpc::StatusCode::PERMISSION_DENIED));
+      const grpc::Status watch = CallOnce(channel, "grpc.health.v1.Health/Watch", message);
+      CHECK(watch.error_code() ==
+            (allowed ? grpc::StatusCode::OK : grpc::StatusCode::PERMISSION_DENIED));
+    }
+  }
+}
+
 TEST_CASE("without rules a certificate lets nobody in, and the unix socket serves its user") {
   Certified certified("");
   Daemon daemon(Flags(certified.Issue("refitd/a"), {"--listen-tcp=127.0.0.1:0"}));

@@ -15,7 +15,7 @@ REFITCTL = "daemon/refitctl/refitctl"
 MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
 SLOT_BYTES = 256 << 10  # several tensors of the checkpoint span slots, several slots hold many
 TENSORS = 46  # of the tiny model
-OK, FAILED, UNREACHABLE, MISMATCH, DEADLINE = 0, 1, 3, 4, 5
+OK, FAILED, UNREACHABLE, MISMATCH, DEADLINE, NOT_READY = 0, 1, 3, 4, 5, 6
 
 
 def alter_last_byte(checkpoint):
@@ -189,8 +189,16 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual([slot["state"] for slot in group["slots"]], ["free"] * 4)
         replica = {"name": "replica", "state": "clean", "version": "1", "world_size": 1, "attached": 1, "reason": ""}
         replica["origin"] = group["incarnation"]
+        replica.update(ready=True, lag="0", unready_reason="")
         self.assertEqual(group["instances"], [replica])
         self.assertEqual(group["update"]["outcome"], "UPDATE_OUTCOME_COMMITTED")
+        self.assertEqual(self.refitctl("ready", "--group", "shown", "--instance", "replica"), "ready\n")
+        self.assertEqual(self.refitctl("ready", "--group", "shown", "--instance", "replica", "--wait"), "ready\n")
+        told = self.json("ready", "--group", "shown", "--instance", "replica")
+        self.assertEqual(told, {"group": "shown", "instance": "replica", "ready": True, "status": "SERVING"})
+        command = [REFITCTL, "--socket", self.daemon.socket, "ready", "--group", "shown", "--instance", "nobody"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (NOT_READY, "not known\n", ""))
         (member,) = self.json("members", "--group", "shown")["members"]
         self.assertEqual((member["role"], member["instance"], member["pid"]), ("engine", "replica", engine.process.pid))
         self.assertEqual((member["delivery"], member["pieces"]), ("registered", str(TENSORS)))

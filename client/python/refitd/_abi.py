@@ -57,6 +57,7 @@ class refit_group_spec(ctypes.Structure):
         ("engine_only_tensors", POINTER(c_char_p)),
         ("unwanted_count", c_int32),
         ("unwanted_tensors", POINTER(c_char_p)),
+        ("max_lag", c_int64),
         ("encrypted_data", c_int32),
     ]
 

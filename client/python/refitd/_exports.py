@@ -38,7 +38,7 @@ MOST_TENSORS = 1 << 18  # of an update, by the daemon
 FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many tensors in a bucket
 
 CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
-TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "encrypted_data"}
+TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "max_lag", "encrypted_data"}
 
 
 class Casts:

@@ -126,6 +126,7 @@ def group_spec(
     slots: int | None,
     engine_only: Sequence[str],
     unwanted: Sequence[str],
+    max_lag: int,
     encrypted: bool,
 ) -> _abi.refit_group_spec:
     """The C structure of a group's spec; None is the daemon's default."""
@@ -140,6 +141,7 @@ def group_spec(
         engine_only_tensors=texts(engine_only),
         unwanted_count=len(unwanted),
         unwanted_tensors=texts(unwanted),
+        max_lag=checked_count(max_lag, "max_lag", 0),
         encrypted_data=1 if encrypted else 0,
     )
 

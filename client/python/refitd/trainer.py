@@ -51,6 +51,7 @@ class Trainer(Member):
         slots: int | None = None,
         engine_only_tensors: Sequence[str] = (),
         unwanted_tensors: Sequence[str] = (),
+        max_lag: int = 0,
         encrypted_data: bool = False,
         create: bool = True,
         socket: str | None = None,
@@ -69,8 +70,9 @@ class Trainer(Member):
 
         The first rank makes the group; the others must bring an equal spec: `min_instances` that an update waits for, bytes and number
         of staging slots (None: the daemon's), `engine_only_tensors` (names that trainers never bring), `unwanted_tensors` (names, or
-        prefixes that end with '*', that no engine need want), `encrypted_data` (bytes cross between daemons encrypted or not at all;
-        daemons that can't are refused, and so are GPUs over several daemons). With `create=False` the group must be made by someone else.
+        prefixes that end with '*', that no engine need want), `max_lag` (how far an instance's version may be behind the group's while
+        the instance counts as ready), `encrypted_data` (bytes cross between daemons encrypted or not at all; daemons that can't are
+        refused, and so are GPUs over several daemons). With `create=False` the group must be made by someone else.
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. `device`: where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where
@@ -98,7 +100,9 @@ class Trainer(Member):
         self.shares_memory = address is None  # with the daemon
         spec = None
         if create:
-            spec = group_spec(world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors, encrypted_data)
+            spec = group_spec(
+                world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors, max_lag, encrypted_data
+            )
         connect = ConnectOptions(
             group,
             socket,
