@@ -50,7 +50,6 @@
 #include "transport/base/status.h"
 #include "transport/cuda/cuda_transport.h"
 #include "transport/cuda/nccl/nccl.h"
-#include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
 #include "transport/sockets/socket_wire.h"
 #include "transport/tls/grpc_credentials.h"
@@ -409,9 +408,6 @@ sigset_t BlockSignals() {
 
 absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
                                                    const CertificateStore* certificates) {
-  if (config.data.wire == DataWire::kGloo) {
-    return MakeGlooWire({.interface = config.peers.interface, .address = ""});
-  }
   SocketWireOptions options;
   options.interface = config.peers.interface;
   options.port = config.data.port;
@@ -434,10 +430,8 @@ std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* c
     LogWarning("no data plane to other daemons: {}", Message(wire.status()));
     return nullptr;
   }
-  const bool encrypted =
-      config.data.wire == DataWire::kSockets && certificates != nullptr && !config.data.unencrypted;
-  LogInfo("data plane over host memory: {} on {}, {}",
-          config.data.wire == DataWire::kGloo ? "Gloo" : "sockets", config.peers.interface,
+  const bool encrypted = certificates != nullptr && !config.data.unencrypted;
+  LogInfo("data plane over host memory: on {}, {}", config.peers.interface,
           encrypted ? "TLS" : "neither encrypted nor authenticated");
   return *std::move(wire);
 }
