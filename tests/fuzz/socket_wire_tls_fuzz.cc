@@ -124,7 +124,10 @@ void Say(int fd, std::string_view bytes) {
 
 // What comes next; empty at the end. The end must come by itself, not by the time limit.
 std::string_view Hear(int fd, std::array<char, 4096>* buffer) {
-  const ssize_t n = recv(fd, buffer->data(), buffer->size(), 0);
+  ssize_t n = 0;
+  do {
+    n = recv(fd, buffer->data(), buffer->size(), 0);
+  } while (n < 0 && errno == EINTR);  // libFuzzer's alarm
   // EPIPE: a reset that came after the listener's orderly end.
   REFITD_CHECK(n >= 0 || errno == ECONNRESET || errno == EPIPE);
   return {buffer->data(), n > 0 ? static_cast<size_t>(n) : 0};
