@@ -145,11 +145,15 @@ absl::StatusOr<bool> Connection::SendRecords() {
 
 // Makes records of the start of `head` and then of `body`.
 absl::Status Connection::Encrypt(std::span<const char> head, std::span<const char> body) {
+  if (encrypted_ >= key_bytes_ && SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) {
+    encrypted_ = 0;  // the next write tells the other end, and uses a new key
+  }
   do {
     const int n = WriteRecord(ssl_.get(), head, body);
     const int saved = errno;
     if (n <= 0) return TlsError(SSL_get_error(ssl_.get(), n), saved);
     untold_ += n;
+    encrypted_ += n;
     const size_t of_head = std::min(head.size(), static_cast<size_t>(n));
     head = head.subspan(of_head);
     body = body.subspan(static_cast<size_t>(n) - of_head);

@@ -22,6 +22,10 @@ namespace refitd {
 // little beside the encryption, so few that the records are still in the processor's cache.
 inline constexpr int64_t kTlsBatchBytes = int64_t{256} << 10;
 
+// The bytes that one key encrypts before it is replaced. AES-GCM keeps its promises for 2^24.5
+// records (RFC 8446, 5.5), of 16 KiB at most and most of them of that size: 388 GB.
+inline constexpr int64_t kTlsKeyBytes = int64_t{64} << 30;
+
 class Connection {
  public:
   Connection() = default;
@@ -32,6 +36,8 @@ class Connection {
     ssl_ = std::move(other.ssl_);  // before what it is over
     records_ = std::move(other.records_);
     untold_ = other.untold_;
+    key_bytes_ = other.key_bytes_;
+    encrypted_ = other.encrypted_;
     fd_ = std::move(other.fd_);
     return *this;
   }
@@ -53,6 +59,8 @@ class Connection {
   // it wrote. 0: the other end takes none now. After that, the same bytes, or more, must be written
   // next.
   absl::StatusOr<int64_t> Write(std::span<const char> head, std::span<const char> body);
+  // Takes another limit in place of kTlsKeyBytes.
+  void SetKeyBytesForTest(int64_t bytes) { key_bytes_ = bytes; }
   // The identity in the other end's certificate; empty without TLS.
   std::string PeerIdentity() const;
 
@@ -71,7 +79,9 @@ class Connection {
   UniqueFd fd_;
   std::unique_ptr<Records> records_;  // null: OpenSSL writes to the socket
   int64_t untold_ = 0;                // bytes that are in records_, which Write has yet to return
-  SslPtr ssl_;                        // destroyed first
+  int64_t key_bytes_ = kTlsKeyBytes;
+  int64_t encrypted_ = 0;  // bytes, by the key in use
+  SslPtr ssl_;             // destroyed first
 };
 
 // Begins to connect to `host`. The socket becomes writable when the attempt has ended. `from`: the

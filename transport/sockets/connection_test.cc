@@ -2,7 +2,7 @@
 // itself arrives too.
 #include "transport/sockets/connection.h"
 
-#include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <catch2/catch.hpp>
@@ -79,6 +79,13 @@ struct Ends {
     return true;
   }
 
+  // How many bytes wait to be carried.
+  static size_t Waiting(const UniqueFd& from) {
+    int bytes = 0;
+    REQUIRE(ioctl(from.get(), FIONREAD, &bytes) == 0);
+    return static_cast<size_t>(bytes);
+  }
+
   TlsContexts contexts;
   UniqueFd from_dialler;
   UniqueFd from_listener;
@@ -125,6 +132,20 @@ TEST_CASE("a write under TLS tells its bytes when the kernel has all their recor
   CHECK(waits > 0);         // the socket was full, so writes ended in the middle of a batch
   CHECK(most > 2 * 16384);  // several records in one call
   CHECK(most <= static_cast<size_t>(kTlsBatchBytes) + 16384);
+}
+
+TEST_CASE("a key that has encrypted much is replaced, and the other end follows") {
+  Ends ends;
+  ends.dialler.SetKeyBytesForTest(1000);
+  const std::string bytes = RandomText(500);
+  for (int i = 0; i < 10; ++i) {
+    REQUIRE(*ends.dialler.Write(bytes, {}) == 500);
+    const size_t carried = Ends::Waiting(ends.from_dialler);
+    // A record that tells of a new key goes before the bytes of every second write but the first.
+    CHECK((carried > 500 + 22) == (i > 0 && i % 2 == 0));
+    REQUIRE(Ends::Carry(ends.from_dialler, ends.from_listener));
+    CHECK((ReadAll(&ends.listener) == bytes));
+  }
 }
 
 TEST_CASE("the end that got a wrong byte tells the other end so") {
