@@ -57,7 +57,7 @@ for name in "${targets[@]}"; do
   mapfile -t logs < <(find "$here/out/$name" -name log)
   executions=$(cat /dev/null "${logs[@]}" | awk '/number_of_executed_units/ { sum += $2 } END { printf "%d", sum }')
   findings=$(find "$here/out/$name" -name 'crash-*' -o -name 'timeout-*' -o -name 'oom-*' -o -name 'leak-*' | wc -l)
-  coverage=$(cat /dev/null "${logs[@]}" | grep -aoE 'cov: [0-9]+' | awk '$2 > most { most = $2 } END { print most + 0 }')
+  coverage=$(cat /dev/null "${logs[@]}" | { grep -aoE 'cov: [0-9]+' || true; } | awk '$2 > most { most = $2 } END { print most + 0 }')
   printf '%-20s %14s %8s %9s  %s\n' "$name" "$executions" "${#logs[@]}" "$findings" "$coverage"
   if ((findings > 0)); then failed=1; fi
 done
