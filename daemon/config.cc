@@ -94,7 +94,6 @@ constexpr std::array kSettings = {
             "who other daemons are, such as spiffe://DOMAIN/refitd/*; empty: any"},
     Setting{"data-interface", "peers.interface",
             "network interface of the data plane: trusted where that is not encrypted"},
-    Setting{"data-wire", "data.wire", "the data plane over host memory: sockets or gloo"},
     Setting{"data-unencrypted", "data.unencrypted",
             "weights in the clear between daemons though there is TLS, true or false"},
     Setting{"data-port", "data.port", "port of the data plane; 0: a free one"},
@@ -678,11 +677,9 @@ Config FromProto(const RefitdConfig& in) {
                              .listen = {in.peers().listen().begin(), in.peers().listen().end()},
                              .identity = in.peers().identity(),
                              .readiness = std::chrono::milliseconds(in.peers().readiness_ms())};
-  config.data = DataConfig{
-      .wire = in.data().wire() == RefitdConfig::Data::GLOO ? DataWire::kGloo : DataWire::kSockets,
-      .unencrypted = in.data().unencrypted(),
-      .port = static_cast<uint16_t>(in.data().port()),
-      .streams = in.data().streams()};
+  config.data = DataConfig{.unencrypted = in.data().unencrypted(),
+                           .port = static_cast<uint16_t>(in.data().port()),
+                           .streams = in.data().streams()};
   config.tls = FromProto(in.tls());
   config.listen = ListenConfig{.unix_path = in.listen().unix_path(),
                                .unix_mode = in.listen().unix_mode(),
@@ -726,8 +723,6 @@ RefitdConfig ToProto(const Config& config) {
   for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
   out.mutable_peers()->set_identity(config.peers.identity);
   out.mutable_peers()->set_readiness_ms(ToMillis(config.peers.readiness));
-  out.mutable_data()->set_wire(config.data.wire == DataWire::kGloo ? RefitdConfig::Data::GLOO
-                                                                   : RefitdConfig::Data::SOCKETS);
   out.mutable_data()->set_unencrypted(config.data.unencrypted);
   out.mutable_data()->set_port(config.data.port);
   out.mutable_data()->set_streams(config.data.streams);

@@ -114,13 +114,10 @@ struct PeersConfig {
   bool operator==(const PeersConfig&) const = default;
 };
 
-enum class DataWire : uint8_t { kSockets, kGloo };
-
 // The data plane over host memory.
 struct DataConfig {
-  DataWire wire = DataWire::kSockets;
   bool unencrypted = false;  // though there is TLS
-  uint16_t port = 0;         // of DataWire::kSockets; 0: a free one
+  uint16_t port = 0;         // where it listens; 0: a free one
   int streams = 1;           // connections between two daemons
   bool operator==(const DataConfig&) const = default;
 };

@@ -111,6 +111,13 @@ TEST_CASE("An unknown field is refused with its line, column and name") {
   CHECK_THAT(Message(loaded.status()), Catch::Contains("unix_pth") && Catch::Contains(file));
 }
 
+TEST_CASE("A file that chooses the data plane's wire, as older versions let it, is refused") {
+  const TempFolder folder;
+  for (const char* text : {"data { wire: GLOO }", "data { wire: SOCKETS }"}) {
+    RequireInvalid(Load({"--config", WriteFile(folder, text)}), "no field named \"wire\"");
+  }
+}
+
 TEST_CASE("A malformed file is refused with its line") {
   const TempFolder folder;
   RequireInvalid(Load({"--config", WriteFile(folder, "log { format: YAML }")}), "\"YAML\"");
@@ -181,7 +188,6 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--peer-silence-ms=99", "peers.silence_ms");
   refused("--wire-ms=0", "peers.wire_ms");
   refused("--readiness-ms=-1", "peers.readiness_ms is -1");
-  refused("--data-wire=mpi", "MPI");
   refused("--data-port=65536", "data.port");
   refused("--data-streams=0", "data.streams");
   refused("--data-streams=9", "data.streams");
@@ -191,14 +197,12 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--listen-unix-mode=1777", "listen.unix_mode is 01777");
 }
 
-TEST_CASE("The data plane is encrypted sockets unless the configuration says otherwise") {
+TEST_CASE("The data plane is encrypted unless the configuration says otherwise") {
   CHECK(Load({})->config.data == DataConfig{});
-  CHECK(DataConfig{}.wire == DataWire::kSockets);
   CHECK_FALSE(DataConfig{}.unencrypted);
-  const auto other =
-      Load({"--data-wire=gloo", "--data-unencrypted=true", "--data-port=7413", "--data-streams=4"});
+  const auto other = Load({"--data-unencrypted=true", "--data-port=7413", "--data-streams=4"});
   REQUIRE(other.ok());
-  CHECK(other->config.data == DataConfig{DataWire::kGloo, true, 7413, 4});
+  CHECK(other->config.data == DataConfig{true, 7413, 4});
 }
 
 TEST_CASE("A mode written without its leading zero in the file is refused") {

@@ -51,7 +51,6 @@
 #include "transport/base/status.h"
 #include "transport/cuda/cuda_transport.h"
 #include "transport/cuda/nccl/nccl.h"
-#include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
 #include "transport/sockets/socket_wire.h"
 #include "transport/tls/grpc_credentials.h"
@@ -411,9 +410,6 @@ sigset_t BlockSignals() {
 
 absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
                                                    const CertificateStore* certificates) {
-  if (config.data.wire == DataWire::kGloo) {
-    return MakeGlooWire({.interface = config.peers.interface, .address = ""});
-  }
   SocketWireOptions options;
   options.interface = config.peers.interface;
   options.port = config.data.port;
@@ -444,8 +440,7 @@ std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* c
     LogWarning("no data plane to other daemons: {}", Message(wire.status()));
     return nullptr;
   }
-  LogInfo("data plane over host memory: {} on {}, {}",
-          config.data.wire == DataWire::kGloo ? "Gloo" : "sockets", config.peers.interface,
+  LogInfo("data plane over host memory: on {}, {}", config.peers.interface,
           WhyClear(config, certificates).empty() ? "TLS" : "neither encrypted nor authenticated");
   return *std::move(wire);
 }

@@ -47,10 +47,9 @@
 
 namespace refitd {
 
-// The most ranks of an epoch. Gloo's wire has a full mesh: one connection from every rank to every
-// other.
+// The most ranks of an epoch: Connect gets the addresses of all, in one message.
 inline constexpr int kMaxWireRanks = 256;
-// The most bytes of an address: it has a few fields, and an identity or one port for each rank.
+// The most bytes of an address: it has a few fields and an identity.
 inline constexpr size_t kMaxWireAddressBytes = 4096;
 // The most epochs open at once in one daemon; each has a thread, and connections to its peers.
 inline constexpr size_t kMaxWireEpochs = 64;

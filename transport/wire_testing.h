@@ -71,8 +71,6 @@ inline int CountEntries(const char* path) {
 // What the wire's own test gives to the common cases.
 struct TestedWire {
   std::function<absl::StatusOr<std::unique_ptr<Wire>>()> make;
-  // Connect reaches every rank. If not, it reaches the neighbours in the ring of ranks.
-  bool connects_all = false;
 };
 const TestedWire& Tested();
 

@@ -3,12 +3,13 @@
 //
 //   nodes_bench --refitd PATH [--case NAME]... [--model qwen3-0.6b] [--rounds 15] [--json]
 //   nodes_bench --role engine --socket PATH ...            (started by the former)
-//   nodes_bench --role gloo --bytes N --slot-bytes N       (likewise; the other end is its stdin)
+//   nodes_bench --role tcp --bytes N                       (likewise; the other end is its stdin)
 //
-// The baseline is the Gloo library's own broadcast between two processes: the same bytes from the
-// same memory, cut as the daemons' slots cut them, straight into the receiver's memory. Baseline
-// and measured cases take turns. Every round has new random weights and a poisoned destination; the
-// engine's process computes a digest that checks the result, outside the measured time.
+// The baseline is one plain TCP connection between two processes: the same bytes from the same
+// memory straight into the receiver's, in the clear, with nothing but large sends and receives.
+// Baseline and measured cases take turns. Every round has new random weights and a poisoned
+// destination; the engine's process computes a digest that checks the result, outside the measured
+// time.
 //
 // The cases "faults" and "chaos" kill and stop real processes (faults.h). They use the daemons of
 // this build, take minutes, and run only if they are named.
@@ -24,73 +25,66 @@
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/gloo_baseline.h"
+#include "transport/sockets/plain_tcp.h"
 
 namespace refitd::bench {
 namespace {
 
 using std::chrono::steady_clock;
 
-constexpr char kLoopback[] = "127.0.0.1";
-
-void BroadcastAll(GlooBaseline* gloo, char* data, int64_t bytes, int64_t slot_bytes) {
-  for (int64_t at = 0; at < bytes; at += slot_bytes) {
-    Must(gloo->Broadcast(data + at, std::min(slot_bytes, bytes - at), 0, kWait), "broadcast");
-  }
-}
-
-// Rank 1 of the baseline: for each byte on stdin it receives the model once and answers a byte.
-int RunGloo(int64_t bytes, int64_t slot_bytes) {
-  signal(SIGPIPE, SIG_IGN);
-  const auto gloo =
-      Must(GlooBaseline::Connect(kLoopback, 1, 2, ExchangeOverSocket(0, 1), kWait), "gloo");
+// Rank 1 of the baseline: it listens and tells its port on stdin, which is a socket; then, for each
+// byte on stdin, it receives the model once and answers a byte.
+int RunTcp(int64_t bytes) {
+  uint16_t port = 0;
+  const UniqueFd listener = Must(ListenOnLoopback(&port), "baseline");
+  if (!SendAll(0, &port, sizeof(port))) return 1;
+  const UniqueFd tcp = Must(AcceptOne(listener.get()), "baseline");
   const std::shared_ptr<HostRegion> memory = MappedMemfd(bytes);
   char byte = 0;
-  while (read(0, &byte, 1) == 1) {
-    BroadcastAll(gloo.get(), memory->data(), bytes, slot_bytes);
-    if (write(0, &byte, 1) != 1) return 1;
+  while (ReceiveAll(0, &byte, 1)) {
+    if (!ReceiveAll(tcp.get(), memory->data(), static_cast<size_t>(bytes))) return 1;
+    if (!SendAll(0, &byte, 1)) return 1;
   }
   return 0;
 }
 
 // Both ends of the baseline; this process is rank 0.
-class GlooPair {
+class TcpPair {
  public:
-  GlooPair(const std::string& self, int64_t bytes, int64_t slot_bytes)
-      : bytes_(bytes), slot_bytes_(slot_bytes) {
+  TcpPair(const std::string& self, int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
     int fds[2] = {-1, -1};
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) std::exit(1);
     control_ = UniqueFd(fds[0]);
     const UniqueFd theirs(fds[1]);
     child_ = std::make_unique<Child>(
-        std::vector<std::string>{self, "--role", "gloo", "--bytes", fmt::format("{}", bytes),
-                                 "--slot-bytes", fmt::format("{}", slot_bytes)},
-        false, theirs.get());
-    gloo_ =
-        Must(GlooBaseline::Connect(kLoopback, 0, 2, ExchangeOverSocket(control_.get(), 0), kWait),
-             "gloo");
+        std::vector<std::string>{self, "--role", "tcp", "--bytes", fmt::format("{}", bytes)}, false,
+        theirs.get());
+    uint16_t port = 0;
+    Check(ReceiveAll(control_.get(), &port, sizeof(port)));
+    tcp_ = Must(DialLoopback(port), "baseline");
   }
 
-  // Broadcasts; returns the seconds until the other process has all bytes.
-  double Broadcast(char* data) {
-    char byte = 'g';
+  // Sends the model; returns the seconds until the other process has all bytes.
+  double Send(const char* data) {
+    char byte = 't';
     const auto start = steady_clock::now();
-    bool ok = write(control_.get(), &byte, 1) == 1;
-    BroadcastAll(gloo_.get(), data, bytes_, slot_bytes_);
-    ok = ok && read(control_.get(), &byte, 1) == 1;
-    if (!ok) {
-      fmt::print(stderr, "bench: the baseline's process ended\n");
-      std::exit(1);
-    }
+    Check(SendAll(control_.get(), &byte, 1));
+    Check(SendAll(tcp_.get(), data, bytes_));
+    Check(ReceiveAll(control_.get(), &byte, 1));
     return SecondsSince(start);
   }
 
  private:
-  const int64_t bytes_;
-  const int64_t slot_bytes_;
+  static void Check(bool ok) {
+    if (ok) return;
+    fmt::print(stderr, "bench: the baseline's process ended\n");
+    std::exit(1);
+  }
+
+  const size_t bytes_;
   UniqueFd control_;
   std::unique_ptr<Child> child_;
-  std::unique_ptr<GlooBaseline> gloo_;
+  UniqueFd tcp_;
 };
 
 // The daemons, and where their members attach.
@@ -100,15 +94,6 @@ struct Nodes {
   EnginePlace far;  // at the second daemon
 };
 
-int64_t SlotBytes(const Nodes& nodes, const std::string& group) {
-  const v1::GetStatusResponse answer = StatusOf(nodes.socket_a);
-  for (const auto& status : answer.groups()) {
-    if (status.name() == group) return status.spec().slot_bytes();
-  }
-  fmt::print(stderr, "bench: no group {}\n", group);
-  std::exit(1);
-}
-
 int64_t WireBytes(const Nodes& nodes) {
   return StatusOf(nodes.socket_a).resources().wire_bytes_sent();
 }
@@ -116,17 +101,17 @@ int64_t WireBytes(const Nodes& nodes) {
 void BenchBroadcast(Report* report, const Nodes& nodes, const std::string& model, int rounds) {
   Session session(nodes.self, nodes.socket_a, "broadcast", model, {nodes.far});
   const int64_t bytes = session.model().bytes;
-  GlooPair gloo(nodes.self, bytes, SlotBytes(nodes, "broadcast"));
+  TcpPair tcp(nodes.self, bytes);
   const std::vector<std::pair<Verification, double>> cases = {
       {Verification::kOff, 0.6}, {Verification::kTransfer, 0.5}, {Verification::kReadback, 0.0}};
   std::vector<std::vector<double>> seconds(cases.size());
-  std::vector<double> gloo_seconds;
+  std::vector<double> tcp_seconds;
   const int threads = CopyThreads();
   FillRandom(session.data(), bytes, 1, threads);
   session.Update(Verification::kOff, kBucketBytes);  // makes pools and communicator, maps pages
-  gloo.Broadcast(session.data());
+  tcp.Send(session.data());
   for (int round = 0; round < rounds; ++round) {
-    gloo_seconds.push_back(gloo.Broadcast(session.data()));
+    tcp_seconds.push_back(tcp.Send(session.data()));
     for (size_t c = 0; c < cases.size(); ++c) {
       FillRandom(session.data(), bytes, static_cast<uint64_t>(round) * 10 + c + 100, threads);
       seconds[c].push_back(session.Update(cases[c].first, kBucketBytes));
@@ -135,10 +120,10 @@ void BenchBroadcast(Report* report, const Nodes& nodes, const std::string& model
   const auto rate = [bytes](const std::vector<double>& s) {
     return static_cast<double>(bytes) / Median(s) / 1e9;
   };
-  const double baseline = rate(gloo_seconds);
+  const double baseline = rate(tcp_seconds);
   const char* names[] = {"off", "transfer", "readback"};
   for (size_t c = 0; c < cases.size(); ++c) {
-    report->Add({fmt::format("{} to the other node, {}, against Gloo", model, names[c]),
+    report->Add({fmt::format("{} to the other node, {}, against TCP", model, names[c]),
                  rate(seconds[c]), "GB/s", baseline, rate(seconds[c]) / baseline, cases[c].second,
                  true});
   }
@@ -215,7 +200,6 @@ int Main(int argc, char** argv) {
   std::string model = "qwen3-0.6b";
   int rounds = 15;
   int64_t bytes = 0;
-  int64_t slot_bytes = 0;
   bool json = false;
   std::vector<std::string> cases;
   int faults = 500;
@@ -227,7 +211,6 @@ int Main(int argc, char** argv) {
   app.add_option("--group", engine.group);
   app.add_option("--instance", engine.instance);
   app.add_option("--bytes", bytes);
-  app.add_option("--slot-bytes", slot_bytes);
   app.add_option("--model", model, "qwen3-0.6b, qwen3-4b");
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
   app.add_option("--case", cases,
@@ -242,9 +225,9 @@ int Main(int argc, char** argv) {
     engine.model = model;
     return RunEngine(engine);
   }
-  if (role == "gloo") return RunGloo(bytes, slot_bytes);
+  if (role == "tcp") return RunTcp(bytes);
 
-  signal(SIGPIPE, SIG_IGN);  // the baseline's sockets may break
+  signal(SIGPIPE, SIG_IGN);  // a process at the other end may die
   if (cases.empty()) cases = {"broadcast", "small", "fan-out"};
   const auto wanted = [&cases](const char* name) {
     return std::find(cases.begin(), cases.end(), name) != cases.end();

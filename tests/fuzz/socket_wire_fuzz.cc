@@ -7,6 +7,7 @@
 #include <sys/time.h>
 
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -117,8 +118,11 @@ void FuzzStranger(Pair& pair, std::string_view in) {
   std::array<char, 256> heard;
   size_t total = 0;
   ssize_t n = 0;
-  while ((n = recv(fd.get(), heard.data(), heard.size(), 0)) > 0) total += static_cast<size_t>(n);
-  REFITD_CHECK(n == 0 || errno == ECONNRESET);  // it ends, and not by the time limit
+  do {
+    n = recv(fd.get(), heard.data(), heard.size(), 0);
+    if (n > 0) total += static_cast<size_t>(n);
+  } while (n > 0 || (n < 0 && errno == EINTR));  // libFuzzer's alarm
+  REFITD_CHECK(n == 0 || errno == ECONNRESET);   // it ends, and not by the time limit
   REFITD_CHECK(total <= kGreetingBytes);
   pair.CheckBroadcast();
 }

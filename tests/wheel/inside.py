@@ -21,7 +21,7 @@ CARRIED = [os.path.join(PACKAGE, "_bin") + "/", os.path.join(os.path.dirname(PAC
 # glibc, and what else a manylinux wheel may take from the system (PEP 600).
 OF_THE_SYSTEM = re.compile(
     r"(ld-linux-x86-64|libc|libm|libdl|libpthread|librt|libresolv|libnss_files|libstdc\+\+|libgcc_s|libz)\.so\.")
-FOREIGN = re.compile(r"lib(grpc|gpr|absl|protobuf|upb|spdlog|fmt|gloo|prometheus|civetweb|refit)\b")
+FOREIGN = re.compile(r"lib(grpc|gpr|absl|protobuf|upb|spdlog|fmt|prometheus|civetweb|refit)\b")
 
 
 def mapped_by(process_id):

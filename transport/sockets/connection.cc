@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <utility>
 
 #include "transport/base/status.h"
 
@@ -43,8 +44,9 @@ absl::StatusOr<int64_t> TlsResult(const SSL* ssl, int result, int saved) {
   return TlsError(why, saved);
 }
 
-absl::StatusOr<int64_t> WriteTls(SSL* ssl, std::span<const char> head, std::span<const char> body) {
-  // A head and the start of its body share a record, so that a small message is one packet.
+// Encrypts the start of `head` and then of `body` into one record. A head and the start of its body
+// share a record, so that a small message is one packet.
+int WriteRecord(SSL* ssl, std::span<const char> head, std::span<const char> body) {
   std::array<char, kRecordBytes> joined;
   std::span<const char> next = head.empty() ? body : head;
   if (!head.empty() && !body.empty()) {
@@ -55,10 +57,25 @@ absl::StatusOr<int64_t> WriteTls(SSL* ssl, std::span<const char> head, std::span
   }
   ERR_clear_error();
   errno = 0;
-  const int written =
-      SSL_write(ssl, next.data(), static_cast<int>(std::min<size_t>(next.size(), INT_MAX)));
-  if (written > 0) return written;
-  return TlsResult(ssl, written, errno);
+  return SSL_write(ssl, next.data(), static_cast<int>(std::min<size_t>(next.size(), INT_MAX)));
+}
+
+// A BIO that appends what is written to a std::vector<char>, its data.
+const BIO_METHOD* AppendingMethod() {
+  static const BIO_METHOD* const method = [] {
+    BIO_METHOD* const made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "records");
+    REFITD_CHECK(made != nullptr);
+    BIO_meth_set_write_ex(made, [](BIO* bio, const char* data, size_t bytes, size_t* written) {
+      auto* const out = static_cast<std::vector<char>*>(BIO_get_data(bio));
+      out->insert(out->end(), data, data + bytes);
+      *written = bytes;
+      return 1;
+    });
+    BIO_meth_set_ctrl(
+        made, [](BIO*, int what, long, void*) -> long { return what == BIO_CTRL_FLUSH ? 1 : 0; });
+    return made;
+  }();
+  return method;
 }
 
 }  // namespace
@@ -68,9 +85,24 @@ absl::StatusOr<bool> Connection::Handshake() {
   ERR_clear_error();
   errno = 0;
   const int result = SSL_do_handshake(ssl_.get());
-  if (result == 1) return true;
+  if (result == 1) {
+    CollectRecords();
+    return true;
+  }
   REFITD_RETURN_IF_ERROR(TlsResult(ssl_.get(), result, errno).status());
   return false;
+}
+
+// Makes OpenSSL hand its records over instead of writing each to the socket, unless the kernel
+// makes them.
+void Connection::CollectRecords() {
+  if (records_ != nullptr || BIO_get_ktls_send(SSL_get_wbio(ssl_.get()))) return;
+  BIO* const bio = BIO_new(AppendingMethod());
+  REFITD_CHECK(bio != nullptr);
+  records_ = std::make_unique<Records>();
+  BIO_set_data(bio, &records_->bytes);
+  BIO_set_init(bio, 1);
+  SSL_set0_wbio(ssl_.get(), bio);
 }
 
 absl::StatusOr<int64_t> Connection::Read(char* data, int64_t bytes) {
@@ -78,8 +110,11 @@ absl::StatusOr<int64_t> Connection::Read(char* data, int64_t bytes) {
     ERR_clear_error();
     errno = 0;
     const int n = SSL_read(ssl_.get(), data, static_cast<int>(std::min<int64_t>(bytes, INT_MAX)));
+    const int saved = errno;
     if (n > 0) return n;
-    return TlsResult(ssl_.get(), n, errno);
+    // OpenSSL may have made a record itself: the alert that tells the other end what was wrong.
+    if (records_ != nullptr) (void)SendRecords();
+    return TlsResult(ssl_.get(), n, saved);
   }
   for (;;) {
     const ssize_t n = recv(fd_.get(), data, static_cast<size_t>(bytes), MSG_DONTWAIT);
@@ -90,8 +125,57 @@ absl::StatusOr<int64_t> Connection::Read(char* data, int64_t bytes) {
   }
 }
 
+// Sends what the kernel takes of records_. True: it took all.
+absl::StatusOr<bool> Connection::SendRecords() {
+  while (records_->sent < records_->bytes.size()) {
+    const ssize_t n = send(fd_.get(), records_->bytes.data() + records_->sent,
+                           records_->bytes.size() - records_->sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n >= 0) {
+      records_->sent += static_cast<size_t>(n);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      return false;
+    } else if (errno != EINTR) {
+      return Broken(std::strerror(errno));
+    }
+  }
+  records_->bytes.clear();
+  records_->sent = 0;
+  return true;
+}
+
+// Makes records of the start of `head` and then of `body`.
+absl::Status Connection::Encrypt(std::span<const char> head, std::span<const char> body) {
+  if (encrypted_ >= key_bytes_ && SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) {
+    encrypted_ = 0;  // the next write tells the other end, and uses a new key
+  }
+  do {
+    const int n = WriteRecord(ssl_.get(), head, body);
+    const int saved = errno;
+    if (n <= 0) return TlsError(SSL_get_error(ssl_.get(), n), saved);
+    untold_ += n;
+    encrypted_ += n;
+    const size_t of_head = std::min(head.size(), static_cast<size_t>(n));
+    head = head.subspan(of_head);
+    body = body.subspan(static_cast<size_t>(n) - of_head);
+  } while (untold_ < kTlsBatchBytes && !(head.empty() && body.empty()));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> Connection::WriteTls(std::span<const char> head,
+                                             std::span<const char> body) {
+  if (records_ == nullptr) {
+    const int n = WriteRecord(ssl_.get(), head, body);
+    if (n > 0) return n;
+    return TlsResult(ssl_.get(), n, errno);
+  }
+  // Bytes whose records the kernel did not take count as not written, so they come again here.
+  if (untold_ == 0) REFITD_RETURN_IF_ERROR(Encrypt(head, body));
+  REFITD_ASSIGN_OR_RETURN(const bool all, SendRecords());
+  return all ? std::exchange(untold_, 0) : 0;
+}
+
 absl::StatusOr<int64_t> Connection::Write(std::span<const char> head, std::span<const char> body) {
-  if (ssl_ != nullptr) return WriteTls(ssl_.get(), head, body);
+  if (ssl_ != nullptr) return WriteTls(head, body);
   std::array<iovec, 2> parts{iovec{const_cast<char*>(head.data()), head.size()},
                              iovec{const_cast<char*>(body.data()), body.size()}};
   msghdr message{};

@@ -5,8 +5,10 @@
 #define REFITD_TRANSPORT_SOCKETS_CONNECTION_H_
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -16,6 +18,14 @@
 
 namespace refitd {
 
+// The most bytes that one Write encrypts before it sends: so many that the calls of the kernel cost
+// little beside the encryption, so few that the records are still in the processor's cache.
+inline constexpr int64_t kTlsBatchBytes = int64_t{256} << 10;
+
+// The bytes that one key encrypts before it is replaced. AES-GCM keeps its promises for 2^24.5
+// records (RFC 8446, 5.5), of 16 KiB at most and most of them of that size: 388 GB.
+inline constexpr int64_t kTlsKeyBytes = int64_t{64} << 30;
+
 class Connection {
  public:
   Connection() = default;
@@ -23,7 +33,11 @@ class Connection {
   Connection(UniqueFd fd, SslPtr ssl) : fd_(std::move(fd)), ssl_(std::move(ssl)) {}
   Connection(Connection&&) noexcept = default;
   Connection& operator=(Connection&& other) noexcept {
-    ssl_ = std::move(other.ssl_);  // before the socket that it is over
+    ssl_ = std::move(other.ssl_);  // before what it is over
+    records_ = std::move(other.records_);
+    untold_ = other.untold_;
+    key_bytes_ = other.key_bytes_;
+    encrypted_ = other.encrypted_;
     fd_ = std::move(other.fd_);
     return *this;
   }
@@ -45,12 +59,29 @@ class Connection {
   // it wrote. 0: the other end takes none now. After that, the same bytes, or more, must be written
   // next.
   absl::StatusOr<int64_t> Write(std::span<const char> head, std::span<const char> body);
+  // Takes another limit in place of kTlsKeyBytes.
+  void SetKeyBytesForTest(int64_t bytes) { key_bytes_ = bytes; }
   // The identity in the other end's certificate; empty without TLS.
   std::string PeerIdentity() const;
 
  private:
+  // Records that OpenSSL made and the kernel has not taken yet.
+  struct Records {
+    std::vector<char> bytes;
+    size_t sent = 0;  // of `bytes`
+  };
+
+  void CollectRecords();
+  absl::StatusOr<bool> SendRecords();
+  absl::Status Encrypt(std::span<const char> head, std::span<const char> body);
+  absl::StatusOr<int64_t> WriteTls(std::span<const char> head, std::span<const char> body);
+
   UniqueFd fd_;
-  SslPtr ssl_;  // destroyed first
+  std::unique_ptr<Records> records_;  // null: OpenSSL writes to the socket
+  int64_t untold_ = 0;                // bytes that are in records_, which Write has yet to return
+  int64_t key_bytes_ = kTlsKeyBytes;
+  int64_t encrypted_ = 0;  // bytes, by the key in use
+  SslPtr ssl_;             // destroyed first
 };
 
 // Begins to connect to `host`. The socket becomes writable when the attempt has ended. `from`: the

@@ -73,7 +73,8 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
                  rank, why);
   };
   if (in.substr(0, kGlooMagic.size()) == kGlooMagic) {
-    return bad("its daemon uses Gloo for the data plane, this one sockets (data.wire)");
+    return bad(
+        "its daemon uses Gloo for the data plane (its data.wire), which this one does not have");
   }
   if (in.substr(0, kAddressMagic.size()) != kAddressMagic) {
     return bad("not a wire address of this version");

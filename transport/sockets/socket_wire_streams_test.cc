@@ -5,7 +5,7 @@
 namespace refitd {
 
 const TestedWire& Tested() {
-  static const TestedWire sockets{[] { return MakeSocketWire({.streams = 3}); }, false};
+  static const TestedWire sockets{[] { return MakeSocketWire({.streams = 3}); }};
   return sockets;
 }
 

@@ -11,7 +11,7 @@
 namespace refitd {
 
 const TestedWire& Tested() {
-  static const TestedWire sockets{[] { return MakeSocketWire({}); }, false};
+  static const TestedWire sockets{[] { return MakeSocketWire({}); }};
   return sockets;
 }
 
@@ -145,7 +145,7 @@ TEST_CASE("addresses that are damaged in any way are refused, and the epoch can 
   for (Result& result : results) CHECK(Get(result) == absl::OkStatus());
 }
 
-TEST_CASE("a daemon with the other wire is told apart by its address") {
+TEST_CASE("an older daemon with Gloo as its wire is told apart by its address") {
   Mesh mesh(2);
   std::vector<std::string> addresses = mesh.Open(kEpoch);
   addresses[1].replace(0, 4, "RFW1");

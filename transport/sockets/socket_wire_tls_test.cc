@@ -49,7 +49,7 @@ std::unique_ptr<Wire> WireWith(SocketWireOptions options) {
 }  // namespace
 
 const TestedWire& Tested() {
-  static const TestedWire sockets{[] { return MakeSocketWire({.certificates = Daemon()}); }, false};
+  static const TestedWire sockets{[] { return MakeSocketWire({.certificates = Daemon()}); }};
   return sockets;
 }
 

@@ -1,0 +1,279 @@
+// A stranger's bytes to the host wire's listener under TLS, while an epoch is open. The first byte
+// chooses what the stranger is:
+//   0 without TLS: the input is all that it says;
+//   1 an attacker between a daemon and the listener, who changes the daemon's side of a handshake:
+//     4 bytes say where and how, the others are what is put there;
+//   2 a holder of a good certificate without the epoch's token: the input is what it says under
+//   TLS.
+// The listener ends each connection, tells nobody a token, and the epoch works on (P4, P9, P10).
+#include <netinet/in.h>
+#include <openssl/err.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
+#include "transport/sockets/frames.h"
+#include "transport/sockets/socket_wire.h"
+#include "transport/sockets/tls_context.h"
+#include "transport/tls/test_certificates.h"
+
+namespace refitd {
+namespace {
+
+constexpr EpochId kOpen{1};
+constexpr size_t kPayload = 64;
+constexpr Duration kTimeout = std::chrono::seconds(5);
+// A handshake's first flight of the listener has its certificate and little else.
+constexpr size_t kMaxFlightBytes = 16 << 10;
+
+WireCertificates MakeCertificates() {
+  const TestAuthority root("fuzz");
+  CertificateRequest request;
+  request.uris = {"spiffe://fuzz/daemon"};
+  const IssuedCertificate issued = root.Issue(request);
+  auto own = std::make_shared<Certificates>();
+  own->certificate = issued.certificate;
+  own->key = issued.key;
+  own->roots = root.root();
+  own->identity = request.uris.front();
+  return [own] { return own; };
+}
+
+// The status of what `submit` is given a callback for.
+template <typename F>
+std::future<absl::Status> Ask(const F& submit) {
+  auto promise = std::make_shared<std::promise<absl::Status>>();
+  auto future = promise->get_future();
+  submit([promise](absl::Status status) { promise->set_value(std::move(status)); });
+  return future;
+}
+
+absl::Status Get(std::future<absl::Status>& future) {
+  REFITD_CHECK(future.wait_for(2 * kTimeout) == std::future_status::ready);
+  return future.get();
+}
+
+// Two ranks that stay connected for the whole run.
+struct Pair {
+  Pair() : certificates(MakeCertificates()), contexts(certificates) {
+    for (auto& wire : wires) {
+      auto made = MakeSocketWire({.certificates = certificates});
+      REFITD_CHECK(made.ok());
+      wire = *std::move(made);
+    }
+    std::vector<std::string> addresses;
+    for (int rank = 0; rank < 2; ++rank) addresses.push_back(*wires[rank]->Open(kOpen, rank, 2));
+    std::array<std::future<absl::Status>, 2> up;
+    for (int rank = 0; rank < 2; ++rank) {
+      up[rank] = Ask([&](auto done) { wires[rank]->Connect(kOpen, addresses, kTimeout, done); });
+    }
+    for (auto& each : up) REFITD_CHECK(Get(each).ok());
+    address = *DecodeSocketAddress(addresses[1], kOpen, 1, 2);
+  }
+
+  void CheckBroadcast() {
+    std::array<std::array<char, kPayload>, 2> memory{};
+    memory[0].fill(static_cast<char>(seq));
+    std::array<std::future<absl::Status>, 2> ended;
+    ++seq;
+    for (int rank = 0; rank < 2; ++rank) {
+      ended[rank] = Ask([&](auto done) {
+        wires[rank]->Submit(
+            WireBroadcast{
+                kOpen, WireSeq(seq), 0, {memory[rank].data(), kPayload, nullptr}, kTimeout},
+            done);
+      });
+    }
+    for (auto& each : ended) REFITD_CHECK(Get(each).ok());
+    REFITD_CHECK(memory[0] == memory[1]);
+  }
+
+  const WireCertificates certificates;
+  TlsContexts contexts;  // of strangers
+  std::array<std::unique_ptr<Wire>, 2> wires;
+  SocketAddress address;  // of rank 1
+  uint64_t seq = 0;
+};
+
+UniqueFd Dial(const SocketAddress& address) {
+  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  socklen_t length = 0;
+  const sockaddr_storage to = address.host.Sockaddr(address.port, &length);
+  REFITD_CHECK(connect(fd.get(), reinterpret_cast<const sockaddr*>(&to), length) == 0);
+  const timeval limit{10, 0};
+  REFITD_CHECK(setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
+  return fd;
+}
+
+void Say(int fd, std::string_view bytes) {
+  // The other end may have closed the connection at an earlier byte.
+  (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+}
+
+// What comes next; empty at the end. The end must come by itself, not by the time limit.
+std::string_view Hear(int fd, std::array<char, 4096>* buffer) {
+  ssize_t n = 0;
+  do {
+    n = recv(fd, buffer->data(), buffer->size(), 0);
+  } while (n < 0 && errno == EINTR);  // libFuzzer's alarm
+  // EPIPE: a reset that came after the listener's orderly end.
+  REFITD_CHECK(n >= 0 || errno == ECONNRESET || errno == EPIPE);
+  return {buffer->data(), n > 0 ? static_cast<size_t>(n) : 0};
+}
+
+// Says no more, and hears the listener to its end.
+void HearTheEnd(int fd) {
+  shutdown(fd, SHUT_WR);
+  std::array<char, 4096> buffer;
+  size_t total = 0;
+  for (std::string_view heard; !(heard = Hear(fd, &buffer)).empty();) total += heard.size();
+  REFITD_CHECK(total <= kMaxFlightBytes);
+}
+
+void FuzzClear(const Pair& pair, std::string_view in) {
+  const UniqueFd fd = Dial(pair.address);
+  Say(fd.get(), in);
+  HearTheEnd(fd.get());
+}
+
+// Changes the bytes that pass, once.
+class Tamper {
+ public:
+  explicit Tamper(std::string_view in) {
+    std::array<uint8_t, 4> head{};
+    for (size_t i = 0; i < head.size() && i < in.size(); ++i) head[i] = static_cast<uint8_t>(in[i]);
+    at_ = static_cast<size_t>(head[0]) << 8 | head[1];
+    how_ = head[2] % 4;
+    count_ = head[3];
+    with_ = in.substr(std::min(in.size(), head.size()));
+  }
+
+  // True: the bytes were changed.
+  bool Change(std::string* flight) {
+    if (at_ >= flight->size()) {
+      at_ -= flight->size();
+      return false;
+    }
+    if (how_ == 0) flight->insert(at_, with_);
+    if (how_ == 1) flight->erase(at_, count_);
+    if (how_ == 2) flight->replace(at_, with_.size(), with_);
+    if (how_ == 3) {
+      for (size_t i = 0; i < with_.size() && at_ + i < flight->size(); ++i) {
+        (*flight)[at_ + i] = static_cast<char>((*flight)[at_ + i] ^ with_[i]);
+      }
+    }
+    return true;
+  }
+
+ private:
+  size_t at_ = 0;
+  int how_ = 0;
+  size_t count_ = 0;
+  std::string with_;
+};
+
+// A daemon's end of TLS, whose bytes this file carries.
+struct Client {
+  explicit Client(Pair& pair) : fd(Dial(pair.address)), ssl(*pair.contexts.Dial(fd.get())) {
+    SSL_set0_rbio(ssl.get(), BIO_new(BIO_s_mem()));
+    SSL_set0_wbio(ssl.get(), BIO_new(BIO_s_mem()));
+  }
+
+  std::string Flight() {
+    std::string bytes(BIO_ctrl_pending(SSL_get_wbio(ssl.get())), '\0');
+    if (!bytes.empty()) {
+      BIO_read(SSL_get_wbio(ssl.get()), bytes.data(), static_cast<int>(bytes.size()));
+    }
+    return bytes;
+  }
+  // Gives what comes next to TLS. False: nothing more comes.
+  bool Feed() {
+    std::array<char, 4096> buffer;
+    const std::string_view heard = Hear(fd.get(), &buffer);
+    if (heard.empty()) return false;
+    BIO_write(SSL_get_rbio(ssl.get()), heard.data(), static_cast<int>(heard.size()));
+    return true;
+  }
+
+  UniqueFd fd;
+  SslPtr ssl;
+};
+
+// Runs the handshake through `tamper`, which may be null. True: the client's end is through it.
+bool Shake(Client* client, Tamper* tamper) {
+  for (;;) {
+    const bool done = SSL_do_handshake(client->ssl.get()) == 1;
+    std::string flight = client->Flight();
+    const bool changed = tamper != nullptr && tamper->Change(&flight);
+    Say(client->fd.get(), flight);
+    if (done) return true;
+    if (changed || !client->Feed()) return false;
+  }
+}
+
+void FuzzHandshake(Pair& pair, std::string_view in) {
+  Client client(pair);
+  Tamper tamper(in);
+  Shake(&client, &tamper);
+  HearTheEnd(client.fd.get());
+}
+
+void FuzzUnderTls(Pair& pair, std::string_view in) {
+  Client client(pair);
+  REFITD_CHECK(Shake(&client, nullptr));
+  if (!in.empty()) {
+    REFITD_CHECK(SSL_write(client.ssl.get(), in.data(), static_cast<int>(in.size())) > 0);
+  }
+  Say(client.fd.get(), client.Flight());
+  shutdown(client.fd.get(), SHUT_WR);
+  std::string heard;
+  for (;;) {
+    std::array<char, 256> plain;
+    const int n = SSL_read(client.ssl.get(), plain.data(), plain.size());
+    if (n > 0) heard.append(plain.data(), static_cast<size_t>(n));
+    if (n <= 0 && !client.Feed()) break;
+  }
+  // No answer, or one that says nothing of an epoch or token.
+  REFITD_CHECK(heard.empty() || heard.size() == kGreetingBytes);
+  if (heard.empty()) return;
+  GreetingBytes bytes;
+  std::copy(heard.begin(), heard.end(), bytes.begin());
+  const auto answer = DecodeGreeting(bytes);
+  REFITD_CHECK(answer.has_value() && answer->kind == GreetingKind::kUnknown &&
+               answer->token == WireToken{});
+}
+
+}  // namespace
+}  // namespace refitd
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static auto* const pair = new refitd::Pair;
+  if (size == 0) return 0;
+  const std::string_view in(reinterpret_cast<const char*>(data) + 1, size - 1);
+  switch (data[0] % 3) {
+    case 0:
+      refitd::FuzzClear(*pair, in);
+      break;
+    case 1:
+      refitd::FuzzHandshake(*pair, in);
+      break;
+    default:
+      refitd::FuzzUnderTls(*pair, in);
+      break;
+  }
+  ERR_clear_error();
+  pair->CheckBroadcast();
+  return 0;
+}
