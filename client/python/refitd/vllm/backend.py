@@ -134,9 +134,11 @@ class RefitdBackend(WeightTransferEngine):
                 self.rank.detach()
 
     def _process(self, delivery: Delivery) -> None:
-        """Brings the arena's tensors into the modules."""
+        """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
         with _versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
+            for entry in delivery.prepacked:
+                _versions.prepack(entry.module, entry.filled)
             if delivery.arena:
                 _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
             else:
