@@ -22,6 +22,8 @@ VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[
 pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM has no endpoint plugins")
 
 PROMPT = "Tell me"
+# vLLM's default would be as many API servers as replicas.
+PARALLEL = ("--data-parallel-size", "2", "--api-server-count", "1")
 # Older versions of vLLM do not label tokens with the version of the weights.
 NATIVE_VERSIONS = VERSION >= (0, 32)
 
@@ -155,7 +157,7 @@ def test_data_parallel_ranks_of_one_server_take_each_version_together(checkpoint
     texts: dict[int, str] = {}
     with testing.daemon() as daemon:
         trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
-        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, "--data-parallel-size", "2") as server:
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, *PARALLEL) as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
             for version in range(1, 5):
