@@ -425,7 +425,6 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
 // DaemonOptions::clear_wire.
 std::string WhyClear(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr) return kNotEncrypted;
-  if (config.data.wire == DataWire::kGloo) return "data.wire is GLOO, which does not encrypt";
   if (config.data.unencrypted) return "data.unencrypted is true";
   return "";
 }

@@ -93,6 +93,13 @@ class Server:
         found = (re.fullmatch(r'refitd_generated_tokens_total\{version="(\d+)"\} (\S+)', line) for line in lines)
         return {int(match[1]): int(float(match[2])) for match in found if match}
 
+    def tokens_by_engine(self) -> dict[str, int]:
+        """vLLM's counter of generated tokens, by data-parallel rank."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = (re.fullmatch(r'vllm:generation_tokens_total\{.*engine="(\d+)".*\} (\S+)', line) for line in lines)
+        return {match[1]: int(float(match[2])) for match in found if match}
+
     def complete(self, prompt: str, tokens: int = 8) -> tuple[str, int]:
         """Text, and the version when the answer began. Raises OSError for any other status than 200."""
         choice, version = self.choice(prompt, tokens)

@@ -13,6 +13,7 @@ import pytest
 import support
 import torch
 import vllm
+from safetensors.torch import load_file
 from support import CheckpointTrainer, EngineFailed, EngineProcess, Sending, check_refused, following, fresh, manifest_of, update
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
@@ -46,6 +47,14 @@ def test_five_versions_where_linear_layers_are_prepacked(name: str, folder: Path
     """With float32 vLLM's linear layers on a CPU keep a prepacked copy, and some leave the parameter empty."""
     delivery = check_five_versions(name, folder, daemon, tmp_path, dtype="float32")
     assert delivery["processed"], "nothing was processed: this processor does not prepack, and the test shows nothing"
+    # No reload for what only prepacks, and memory beside the modules only for parameters that these drop once they are prepacked.
+    assert {"model.layers.0.self_attn.qkv_proj", "model.embed_tokens"} <= set(delivery["prepacked"])
+    reloaded = {parameter.rpartition(".")[0] for parameter in delivery["processed"]} - set(delivery["prepacked"])
+    assert all(module.endswith(".mlp.experts") for module in reloaded), reloaded
+    if name != "qwen3-moe":
+        checkpoint = load_file(models.make(name, folder, 1, "float32") / "model.safetensors")
+        dropped = sum(tensor.nbytes for key, tensor in checkpoint.items() if key.endswith("_proj.weight"))
+        assert delivery["arena_bytes"] == dropped
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-one-kv-head", "qwen3-odd-vocabulary", "qwen3-moe"])

@@ -1,4 +1,5 @@
-"""A real vLLM server in 200 random orders of updates, sleep, waking, kills and requests. REFITD_ENGINES_SEED chooses others."""
+"""A real vLLM server in random orders of updates, sleep, waking, kills and requests: 200 of seed 1, unless `tools/engines --orders N
+--seed N` (REFITD_ENGINES_ORDERS, REFITD_ENGINES_SEED) asks for others. Each order that ran is printed."""
 
 from __future__ import annotations
 
@@ -219,7 +220,7 @@ class World:
         self.server.kill()
 
 
-def test_200_random_orders(tmp_path: Path) -> None:
+def test_random_orders(tmp_path: Path) -> None:
     """The engine answers with the version that it tells, whole, or not at all; and with each next version again."""
     choose = random.Random(SEED)
     checkpoints = [models.make("qwen3", tmp_path, seed) for seed in (1, 2)]

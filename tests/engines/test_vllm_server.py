@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[
 pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM has no endpoint plugins")
 
 PROMPT = "Tell me"
+# vLLM's default would be as many API servers as replicas.
+PARALLEL = ("--data-parallel-size", "2", "--api-server-count", "1")
 # Older versions of vLLM do not label tokens with the version of the weights.
 NATIVE_VERSIONS = VERSION >= (0, 32)
 
@@ -147,6 +150,28 @@ def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: 
             server.until(lambda: ready(server, 4), "version 4")
             assert server.complete(PROMPT) == (second[0], 4)
             trainer.close()
+
+
+def test_data_parallel_ranks_of_one_server_take_each_version_together(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Whichever of two replicas answers, the text is that of the version which the answer tells."""
+    texts: dict[int, str] = {}
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, *PARALLEL) as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            for version in range(1, 5):
+                trainer.send(version, checkpoints[version % 2])
+                server.until(lambda: ready(server, version), f"version {version}")
+                with ThreadPoolExecutor(6) as pool:
+                    answers = list(pool.map(lambda _: server.complete(PROMPT), range(6)))
+                assert len(set(answers)) == 1, answers
+                text, told = answers[0]
+                assert (told, text) == (version, texts.setdefault(version % 2, text))
+            counted = server.tokens_by_engine()
+            trainer.close()
+    assert texts[0] != texts[1], "the two checkpoints give the same text: the test could not fail"
+    assert len(counted) == 2 and min(counted.values()) > 0, counted
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])

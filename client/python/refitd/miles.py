@@ -22,7 +22,13 @@ def init(args: Any) -> None:
 
 
 def install(
-    args: Any, group: str, *, table: Mapping[str, Mapped | None] | None = None, dtype: Any = None, **options: Any
+    args: Any,
+    group: str,
+    *,
+    table: Mapping[str, Mapped | None] | None = None,
+    dtype: Any = None,
+    update_seconds: float = 600.0,
+    **options: Any,
 ) -> None:
     """Makes miles' actor of this process update weights through refitd; arguments and errors are those of refitd.slime.install.
 
@@ -31,7 +37,7 @@ def install(
     mode = getattr(args, "update_weight_transfer_mode", "broadcast")
     if mode != "broadcast":
         raise Unimplemented(f"--update-weight-transfer-mode {mode}: refitd takes the place of broadcast", culprit="update_weight_transfer_mode")
-    slime.install_updater(Updater, args, slime.Settings(group, table, dtype, options))
+    slime.install_updater(Updater, args, slime.Settings(group, table, dtype, update_seconds, options))
 
 
 class Updater(slime.Updater):

@@ -15,11 +15,14 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from .megatron import Mapped, Place, shards, table_of
 from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from ._exports import Ranks
 
 _PREFIX = "module.module."  # of the names of parameters that slime gives
 # Options of slime that are refused, since this way of updating does not know them.
@@ -33,6 +36,7 @@ class Settings:
     group: str
     table: Mapping[str, Mapped | None] | None = None
     dtype: Any = None
+    update_seconds: float = 600.0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,16 +46,23 @@ def init(args: Any) -> None:
 
 
 def install(
-    args: Any, group: str, *, table: Mapping[str, Mapped | None] | None = None, dtype: Any = None, **options: Any
+    args: Any,
+    group: str,
+    *,
+    table: Mapping[str, Mapped | None] | None = None,
+    dtype: Any = None,
+    update_seconds: float = 600.0,
+    **options: Any,
 ) -> None:
     """Makes slime's actor of this process update weights through refitd; every rank calls it, before the actor is set up.
 
     `args`: slime's. `table`: as of refitd.megatron.shards; None: refitd.megatron.table_of the configuration of `args.hf_checkpoint`.
-    `dtype`: as of Trainer.register. `options`: of refitd.Trainer (`socket`, `coordinator`, `device`, ...).
+    `dtype`: as of Trainer.register. `update_seconds`: the longest that a rank waits for the others, and then for the engines.
+    `options`: of refitd.Trainer (`socket`, `coordinator`, `device`, ...).
 
     Raises Unimplemented where slime is told to colocate engines or to offload training.
     """
-    install_updater(Updater, args, Settings(group, table, dtype, options))
+    install_updater(Updater, args, Settings(group, table, dtype, update_seconds, options))
 
 
 def group_of_environment() -> str:
@@ -102,6 +113,7 @@ class Updater:
         self.weight_version = 0
         self._settings = self.settings
         self._trainer: Trainer | None = None
+        self._ranks: Ranks | None = None
         self._metrics: dict[str, float] = {}
 
     def pop_metrics(self) -> dict[str, float]:
@@ -110,7 +122,8 @@ class Updater:
         return metrics
 
     def connect_rollout_engines(self, rollout_engines: Sequence[Any], rollout_engine_lock: Any, **_: Any) -> None:
-        """Attaches this rank and registers its parameters, the first time. Updates wait for as many engines as there are now.
+        """Attaches this rank and registers its parameters, the first time; every rank calls it. Updates wait for as many engines as there
+        are now.
 
         Raises InvalidArgument for a parameter that the table does not know, naming it, and what attaching raises.
         """
@@ -118,7 +131,11 @@ class Updater:
             return
         from torch import distributed
 
+        from ._exports import Ranks
+
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        self._ranks = Ranks(self._settings.update_seconds)
+        self._ranks.join(rank, world_size)
         trainer = Trainer(
             self._settings.group,
             rank=rank,
@@ -141,14 +158,16 @@ class Updater:
             self._trainer = None
 
     def update_weights(self) -> None:
-        """Installs the parameters as version `weight_version` + 1 in every engine; every rank calls it.
+        """Installs the parameters in every engine, as the version after the greatest `weight_version` of all ranks; every rank calls it.
 
-        Raises what Trainer.refit raises, on every rank, and UpdateAborted where no engine was left.
+        Raises DeadlineExceeded, naming the rank, where one does not come within `update_seconds`: nothing was sent then. Raises what
+        Trainer.refit raises, on every rank, and UpdateAborted where no engine was left. The next call takes the next version.
         """
-        if self._trainer is None:
+        if self._trainer is None or self._ranks is None:
             raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
-        self.weight_version += 1
-        result = self._trainer.refit(self.weight_version)
+        self._ranks.meet()
+        self.weight_version = max(self._ranks.gather(self.weight_version)) + 1
+        result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
         if not result.committed:
             raise UpdateAborted(f"version {self.weight_version}: every engine was lost", culprit="instances")
         self._metrics = {"refitd/seconds": result.seconds, "refitd/bytes": float(result.bytes)}

@@ -25,10 +25,10 @@ HIDDEN, FFN, EXPERT_FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, EXPERTS 
 TOKENS = torch.arange(3, 27).reshape(2, 12)
 
 
-def config_of(moe, tied):
+def config_of(moe, tied, vocabulary=VOCABULARY):
     """The configuration of the transformers model, which also makes the table."""
     options = dict(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, rms_norm_eps=1e-6, tie_word_embeddings=tied, max_position_embeddings=64,
     )  # fmt: skip
     if not moe:
@@ -38,7 +38,7 @@ def config_of(moe, tied):
     )
 
 
-def megatron_model(tp, moe, tied, ep=1):
+def megatron_model(tp, moe, tied, ep=1, vocabulary=VOCABULARY):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,7 +57,7 @@ def megatron_model(tp, moe, tied, ep=1):
     )  # fmt: skip
     experts_of_layer = EXPERTS if moe else None
     spec = get_gpt_layer_local_spec(num_experts=experts_of_layer, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
-    rows = -(-VOCABULARY // 8) * 8  # Megatron pads the vocabulary, so that tensor parallelism divides it
+    rows = -(-vocabulary // 8) * 8  # Megatron pads the vocabulary, so that tensor parallelism divides it
     return GPTModel(
         config, spec, vocab_size=rows, max_sequence_length=64, position_embedding_type="rope", rotary_base=10000,
         share_embeddings_and_output_weights=tied, parallel_output=False,

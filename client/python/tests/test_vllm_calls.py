@@ -4,8 +4,9 @@ import asyncio
 import unittest
 from types import SimpleNamespace
 
+from refitd.errors import FailedPrecondition
 from refitd.vllm import _versions
-from refitd.vllm.endpoints import ServerControls
+from refitd.vllm.endpoints import ServerControls, check_api_servers
 
 
 class Engine:
@@ -88,6 +89,12 @@ class Calls(unittest.TestCase):
             return _versions.pause(engine, "wait")
 
         self.assertEqual(self.run_with(Engine, without_core), [("pause_generation", "wait", False)])
+
+    def test_a_server_of_several_api_server_processes_is_refused(self):
+        for parallel in (SimpleNamespace(), SimpleNamespace(_api_process_count=1)):
+            check_api_servers(SimpleNamespace(parallel_config=parallel))
+        with self.assertRaisesRegex(FailedPrecondition, "--api-server-count 1"):
+            check_api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
 
     def test_speculative_decoding_with_weights_of_its_own_is_told(self):
         for method, found in ((None, None), ("ngram", None), ("suffix", None), ("eagle3", "eagle3"), ("draft_model", "draft_model")):

@@ -139,6 +139,11 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     return False
 
 
+def only_prepacks(layer: Any) -> bool:
+    """No layer of SGLang's is processed but by its reload."""
+    return False
+
+
 def is_vocabulary(layer: Any) -> bool:
     """Whether the layer's rows are padded beyond the vocabulary."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
@@ -117,6 +118,34 @@ def _let_experts_prepack(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
             kernels.append((method, method.moe_kernel))
             method.moe_kernel = None
     return kernels
+
+
+def only_prepacks(layer: Any) -> bool:
+    """Whether post-processing on a CPU makes a copy of the layer's parameters for its kernel, and changes nothing else that matters."""
+    return type(getattr(layer, "quant_method", None)).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+def prepack(layer: Any, filled: Mapping[str, Any]) -> None:
+    """Post-processes a layer that only prepacks, as after it was loaded: its kernel then reads a new copy of the parameters `filled`,
+    which are in the loader's format. The layer has the parameters that it had before, also after an exception.
+
+    An embedding whose output layer is another module has a packed copy that nobody reads; where the output layer is the embedding
+    itself, it is read. So embeddings are prepacked when their copy is first read.
+    """
+    if type(layer).__name__ == "VocabParallelEmbedding" and all(layer._parameters[name] is filled[name] for name in filled):
+        layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
+        return
+    own = dict(layer._parameters)
+    try:
+        layer._parameters.update(filled)
+        layer.quant_method.process_weights_after_loading(layer)
+    finally:
+        layer._parameters.update(own)
+
+
+def _prepack_at_first_use(layer: Any, *arguments: Any) -> Any:
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.cpu_linear(*arguments)
 
 
 def is_attention(layer: Any) -> bool:

@@ -28,7 +28,9 @@ from .settings import Settings
 
 @dataclass
 class RefitdInitInfo(WeightTransferInitInfo):
-    """What `init_transfer_engine` is told; the fields of `settings.Settings`, where "" leaves the environment's value."""
+    """What `init_transfer_engine` is told; the fields of `settings.Settings`, where "" leaves the environment's value. `drivers`: ranks
+    without weights that the instance has beside the workers'. `workers`: how many workers' ranks the instance has; 0: what their own
+    configuration says. `dirty`: whether the weights are not one whole version."""
 
     group: str = ""
     instance: str = ""
@@ -39,10 +41,12 @@ class RefitdInitInfo(WeightTransferInitInfo):
     wait_seconds: str | float = ""
     reattach_seconds: str | float = ""
     drivers: int = 0
+    workers: int = 0
     dirty: bool = False
 
     def settings(self) -> Settings:
-        return Settings.of({f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("drivers", "dirty")}).checked()
+        told = ("drivers", "workers", "dirty")
+        return Settings.of({f.name: getattr(self, f.name) for f in fields(self) if f.name not in told}).checked()
 
 
 @dataclass
@@ -83,7 +87,7 @@ class RefitdBackend(WeightTransferEngine):
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
-        rank, world_size, instance = place(self.parallel_config, settings.instance)
+        rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
     def _decide(self, settings: Settings) -> Delivery:
@@ -134,9 +138,11 @@ class RefitdBackend(WeightTransferEngine):
                 self.rank.detach()
 
     def _process(self, delivery: Delivery) -> None:
-        """Brings the arena's tensors into the modules."""
+        """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
         with _versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
+            for entry in delivery.prepacked:
+                _versions.prepack(entry.module, entry.filled)
             if delivery.arena:
                 _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
             else:
@@ -175,11 +181,15 @@ class RefitdBackend(WeightTransferEngine):
         raise NotImplementedError("trainers of the backend refitd use refitd.Trainer")
 
 
-def place(config: Any, instance: str) -> tuple[int, int, str]:
-    """Rank, number of ranks and instance of a worker, without the driver, from vLLM's parallel config."""
+def place(config: Any, instance: str, workers: int = 0) -> tuple[int, int, str]:
+    """Rank, number of ranks and instance of a worker, without the driver, from vLLM's parallel config.
+
+    `workers`: of all replicas of the server together, as its driver knows; 0: the config says. A worker of a dense model does not know
+    of other replicas: vLLM tells it that there is one, and only `data_parallel_index` is its own.
+    """
     if getattr(config, "data_parallel_external_lb", False) or getattr(config, "data_parallel_hybrid_lb", False):
         return config.rank % config.world_size, config.world_size, f"{instance}-dp{config.data_parallel_index}"
-    replicas = config.data_parallel_size
+    replicas = workers // config.world_size if workers else config.data_parallel_size
     index = getattr(config, "data_parallel_index", 0) if replicas > 1 else 0
     return index * config.world_size + config.rank, replicas * config.world_size, instance
 

@@ -3,7 +3,9 @@
 - *direct*: the daemon writes the parameter itself. Only where the evidence (`evidence.py`) says that the module's kernel reads what
   the loader wrote.
 - *processed*: the daemon writes the checkpoint's tensors into an arena, and vLLM's own reload takes them from there: it fills the
-  module in the loader's format, post-processes it, and copies the result into the old storage, module by module.
+  module in the loader's format, post-processes it, and copies the result into the old storage, module by module. Modules that only
+  prepack their parameters (`Prepacked`) need no reload: the daemon writes their parameters in the loader's format, and they prepack
+  these, without the copies in between.
 - *constant*: no checkpoint has it (buffers that the model computes from its configuration).
 
 What is none of them is refused by name, before anything is registered.
@@ -25,12 +27,26 @@ UNPROVED = "is post-processed, and the load format is not 'refitd', which would 
 
 
 @dataclass
+class Prepacked:
+    """A module whose kernel reads a copy that post-processing makes of its parameters, and of nothing else.
+
+    `filled`: by the parameter's name in the module, the tensor in the loader's format that the daemon writes: the module's own
+    parameter where that has this format, else memory beside it. `beside`: the bytes of the latter.
+    """
+
+    name: str
+    module: Any
+    filled: dict[str, Any]
+    beside: int
+
+
+@dataclass
 class Delivery:
     """How a model's weights arrive.
 
     `direct`, `constant`: names of parameters and buffers. `processed`: by name, why. `padded`: parameters whose rows beyond the
     vocabulary no tensor fills. `ignored`: tensors of the checkpoint that the model does not want. `arena`: by name, the
-    checkpoint's tensors that processed modules need, in memory of their own.
+    checkpoint's tensors that processed modules need, in memory of their own; `prepacked`: those processed modules that do without.
     """
 
     direct: list[str]
@@ -42,12 +58,14 @@ class Delivery:
     tensors: list[TensorSpec] = field(repr=False)
     boxes: list[Box] = field(repr=False)
     attention: list[Any] = field(repr=False)
-    modules: dict[str, Any] = field(repr=False)  # by name, the processed ones
+    modules: dict[str, Any] = field(repr=False)  # by name, the processed ones that vLLM's reload must reach
+    prepacked: list[Prepacked] = field(repr=False)
     tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
 
     @property
     def arena_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.arena.values())
+        """The bytes that are there for the delivery alone."""
+        return sum(int(tensor.nbytes) for tensor in self.arena.values()) + sum(entry.beside for entry in self.prepacked)
 
     def summary(self) -> dict[str, Any]:
         """Counts and names, for logs, `GET /refitd/delivery` and tests."""
@@ -57,6 +75,7 @@ class Delivery:
             "constant": sorted(self.constant),
             "padded": sorted(self.padded),
             "ignored": sorted(self.ignored),
+            "prepacked": sorted(entry.name for entry in self.prepacked),
             "arena_bytes": self.arena_bytes,
         }
 
@@ -91,7 +110,36 @@ def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device:
             break
         modules |= more
     captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules)
-    return _conclude(model, manifest, held, captured, modules, names, why, arena_bytes, device, inside)
+    if device.type == "cpu":
+        prepacked = _prepackable(held, captured, sources, modules, inside)
+        names = {name for name in names if sources[name] & (modules - prepacked)}
+    else:
+        prepacked = set()
+    return _conclude(model, manifest, held, captured, modules, prepacked, names, why, arena_bytes, device, inside)
+
+
+def _prepackable(held: Sequence[_Held], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
+    """The processed modules that only prepack parameters, each of which is boxes of tensors that no reloaded module needs."""
+    entries: dict[int, list[_Held]] = {}
+    for entry in held:
+        entries.setdefault(id(entry.module), []).append(entry)
+    found = {
+        module
+        for module in modules
+        if inside.only_prepacks(entries[module][0].module) and all(_is_matrix(captured, entry) for entry in entries[module])
+    }
+    found -= set().union(*(sources[name] for name in captured.cast if name in sources))
+    while True:
+        shared = set().union(*(of for of in sources.values() if of & (modules - found))) & found
+        if not shared:
+            return found
+        found -= shared
+
+
+def _is_matrix(captured: Any, entry: _Held) -> bool:
+    """Whether tensors of the checkpoint fill the parameter, and it is a matrix or a vector: others are not only prepacked."""
+    found = captured.processed.get(entry.name)
+    return found is not None and len(found.shape) <= 2
 
 
 def _held(model: Any) -> list[_Held]:
@@ -222,6 +270,7 @@ def _conclude(
     held: Sequence[_Held],
     captured: Any,
     modules: set[int],
+    prepacked: set[int],
     names: set[str],
     why: dict[str, str],
     arena_bytes: int,
@@ -255,7 +304,9 @@ def _conclude(
                 unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
     _refuse(unfilled, "parameters are filled in part only")
     specs = {spec.name: spec for spec in manifest}
+    packing = _prepacked(model, held, captured, prepacked)
     total = sum(prod(specs[name].shape) * _dtypes.DTYPES[specs[name].dtype].itemsize for name in names)
+    total += sum(entry.beside for entry in packing)
     if total > arena_bytes:
         first = next(iter(processed))
         raise FailedPrecondition(
@@ -275,11 +326,36 @@ def _conclude(
         tensors=[*captured.tensors, *(specs[name] for name in captured.cast)],
         boxes=[],
         attention=attention,
-        modules={name: module for name, module in model.named_modules() if id(module) in modules},
+        modules={name: module for name, module in model.named_modules() if id(module) in modules - prepacked},
+        prepacked=packing,
         tied=_tied_modules(model),
     )
     made.boxes = _boxes(made, captured, direct, held, device)
     return made
+
+
+def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[int]) -> list[Prepacked]:
+    """The modules with ids `prepacked`, with memory for what the daemon writes; pages of it that nobody wrote take no memory."""
+    import torch
+
+    from .. import regions
+    from ..capture import _span
+
+    names = {id(module): name for name, module in model.named_modules()}
+    made: dict[int, Prepacked] = {}
+    for entry in held:
+        module = id(entry.module)
+        if module not in prepacked:
+            continue
+        found = made.setdefault(module, Prepacked(names[module], entry.module, {}, 0))
+        wanted = captured.processed[entry.name]
+        filled = entry.tensor
+        if (_dtypes.resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
+            whole = regions.empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
+            filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
+            found.beside += whole.nbytes
+        found.filled[entry.name.rpartition(".")[2]] = filled
+    return list(made.values())
 
 
 def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
@@ -297,9 +373,11 @@ def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequenc
     from ..capture import _boxes_in
     from ..shards import collect
 
+    filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
-        regions.adopt_tensors([entry.tensor for entry in direct])
+        regions.adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
+    boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
     whole = collect(made.arena, rank=0, tied=False)
     for box in whole.boxes:

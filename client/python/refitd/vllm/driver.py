@@ -258,6 +258,7 @@ class Driver:
                 "wait_seconds": settings.wait_seconds,
                 "reattach_seconds": settings.reattach_seconds,
                 "drivers": 1,
+                "workers": self._world_size,
                 "dirty": dirty,
             }
         )

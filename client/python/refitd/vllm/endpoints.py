@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import parse_qs
 
+from ..errors import FailedPrecondition
 from . import _versions
 from .driver import LEAVE, Driver, check_backend, starts_clean, update_info, world_size_of
 from .routes import add_routes
@@ -50,6 +51,7 @@ class Endpoints:
             logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
             return
         check_backend(config)
+        check_api_servers(config)
         if not settings.instance:
             settings = Settings.of({"instance": f"{socket.gethostname()}-{os.getpid()}"})
         controls = ServerControls(engine_client, asyncio.get_running_loop())
@@ -59,6 +61,16 @@ class Endpoints:
         if not starts_clean(config):
             await engine_client.pause_generation(mode="abort")  # no request may meet random weights
         threading.Thread(target=self.driver.serve, name="refitd-driver", daemon=True).start()
+
+
+def check_api_servers(config: Any) -> None:
+    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know of its own pauses alone."""
+    count = getattr(config.parallel_config, "_api_process_count", 1)
+    if count > 1:
+        raise FailedPrecondition(
+            f"vLLM has {count} API server processes (by default as many as data-parallel ranks): start it with --api-server-count 1",
+            culprit="api_server_count",
+        )
 
 
 class ServerControls:
