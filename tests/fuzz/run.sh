@@ -27,21 +27,20 @@ done
 targets=("$@")
 if (($# == 0)); then mapfile -t targets < <(ls "$here/corpus"); fi
 
-# Each target is cut into as many jobs as there are cores. Cores take jobs of all targets in turn, so that those left over
-# by a fast target help a slow one.
+# Each target is cut into as many jobs as there are cores. Cores take jobs of all targets in turn, so that those left
+# over by a fast target help a slow one.
+findings_in() { find "$1" -name 'crash-*' -o -name 'timeout-*' -o -name 'oom-*' -o -name 'leak-*'; }
 job() {
   local name=$1 number=$2 left=$((end - $(date +%s))) work dictionary=()
-  if ((left <= 0)) || [[ -n $(find "$here/out/$name" -name 'crash-*' -o -name 'timeout-*' -o -name 'oom-*' -o -name 'leak-*') ]]; then
-    return
-  fi
+  if ((left <= 0)) || [[ -n $(findings_in "$here/out/$name") ]]; then return; fi
   work=$here/out/$name/$number
   mkdir -p "$work/corpus"
   if [[ -f $here/fuzz/$name.dict ]]; then dictionary=(-dict="$here/fuzz/$name.dict"); fi
-  "$here/fuzz/$name" -timeout=60 -rss_limit_mb=4096 -max_len=4096 -print_funcs=0 -print_final_stats=1 "${dictionary[@]}" \
-    -runs=$((runs / cores + 1)) -max_total_time="$left" -artifact_prefix="$work/" "$work/corpus" "$here/corpus/$name" \
-    > "$work/log" 2>&1 || echo "$name: job $number failed, see $work" >&2
+  "$here/fuzz/$name" -timeout=60 -rss_limit_mb=4096 -max_len=4096 -print_funcs=0 -print_final_stats=1 \
+    "${dictionary[@]}" -runs=$((runs / cores + 1)) -max_total_time="$left" -artifact_prefix="$work/" \
+    "$work/corpus" "$here/corpus/$name" > "$work/log" 2>&1 || echo "$name: job $number failed, see $work" >&2
 }
-export -f job
+export -f job findings_in
 rm -rf "$here/out"
 for name in "${targets[@]}"; do mkdir -p "$here/out/$name"; done
 begin=$(date +%s)
@@ -56,10 +55,12 @@ printf '%-20s %14s %8s %9s  %s\n' target executions jobs findings coverage
 for name in "${targets[@]}"; do
   mapfile -t logs < <(find "$here/out/$name" -name log)
   executions=$(cat /dev/null "${logs[@]}" | awk '/number_of_executed_units/ { sum += $2 } END { printf "%d", sum }')
-  findings=$(find "$here/out/$name" -name 'crash-*' -o -name 'timeout-*' -o -name 'oom-*' -o -name 'leak-*' | wc -l)
-  coverage=$(cat /dev/null "${logs[@]}" | { grep -aoE 'cov: [0-9]+' || true; } | awk '$2 > most { most = $2 } END { print most + 0 }')
+  findings=$(findings_in "$here/out/$name" | wc -l)
+  coverage=$(cat /dev/null "${logs[@]}" | { grep -aoE 'cov: [0-9]+' || true; } |
+    awk '$2 > most { most = $2 } END { print most + 0 }')
   printf '%-20s %14s %8s %9s  %s\n' "$name" "$executions" "${#logs[@]}" "$findings" "$coverage"
   if ((findings > 0)); then failed=1; fi
 done
-echo "$cores cores, $(($(date +%s) - begin)) s, at most $runs executions each; $(uname -sm), $(grep -m 1 'model name' /proc/cpuinfo | cut -d: -f2-)"
+echo "$cores cores, $(($(date +%s) - begin)) s, at most $runs executions each; $(uname -sm)," \
+  "$(grep -m 1 'model name' /proc/cpuinfo | cut -d: -f2-)"
 exit "$failed"
