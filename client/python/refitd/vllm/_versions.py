@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import FailedPrecondition
@@ -125,22 +126,29 @@ def only_prepacks(layer: Any) -> bool:
     return type(getattr(layer, "quant_method", None)).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
-def prepack(layer: Any, filled: Mapping[str, Any]) -> None:
-    """Post-processes a layer that only prepacks, as after it was loaded: its kernel then reads a new copy of the parameters `filled`,
-    which are in the loader's format. The layer has the parameters that it had before, also after an exception.
+@contextmanager
+def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """Post-processes layers that only prepack, as after they were loaded: their kernels then read a new copy of the parameters, which
+    are given in the loader's format. Within the block the layers have what post-processing left of these, for attention layers that
+    read them; afterwards, also after an exception, the parameters that they had before.
 
     An embedding whose output layer is another module has a packed copy that nobody reads; where the output layer is the embedding
     itself, it is read. So embeddings are prepacked when their copy is first read.
     """
-    if type(layer).__name__ == "VocabParallelEmbedding" and all(layer._parameters[name] is filled[name] for name in filled):
-        layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
-        return
-    own = dict(layer._parameters)
+    before = []
     try:
-        layer._parameters.update(filled)
-        layer.quant_method.process_weights_after_loading(layer)
+        for layer, filled in layers:
+            own = dict(layer._parameters)
+            if type(layer).__name__ == "VocabParallelEmbedding" and all(own[name] is filled[name] for name in filled):
+                layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
+                continue
+            before.append((layer, own))
+            layer._parameters.update(filled)
+            layer.quant_method.process_weights_after_loading(layer)
+        yield
     finally:
-        layer._parameters.update(own)
+        for layer, own in before:
+            layer._parameters.update(own)
 
 
 def _prepack_at_first_use(layer: Any, *arguments: Any) -> Any:

@@ -105,8 +105,7 @@ class RefitdBackend(WeightTransferEngine):
         if not self.rank.clean:
             self._zero_padding(made)
             if made.arena:  # what vLLM's reload passes over is refused now, and not after the first version was committed
-                with _versions.current_config(self._vllm_config):
-                    _versions.reload(self.model, self._vllm_config.model_config, self.device, made.arena.items(), made.modules)
+                self._process(made)
         return made
 
     def _zero_padding(self, made: Delivery) -> None:
@@ -141,12 +140,11 @@ class RefitdBackend(WeightTransferEngine):
         """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
         with _versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
-            for entry in delivery.prepacked:
-                _versions.prepack(entry.module, entry.filled)
-            if delivery.arena:
-                _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
-            else:
-                self._process_attention(delivery)
+            with _versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
+                if delivery.arena:
+                    _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
+                else:
+                    self._process_attention(delivery)
             for layer, before in memories:
                 keep_memory(layer, before)
             for layer in delivery.tied:
