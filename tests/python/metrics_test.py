@@ -13,6 +13,7 @@ import urllib.request
 
 import grpc
 
+from certificates import Authority
 from daemon import CHILD_SECONDS, Child, Daemon, wait_for
 from refitd.v1 import operator_pb2, operator_pb2_grpc, trainer_pb2
 from stub_trainer import MODEL, SECONDS, StubTrainer, elements, unpacked
@@ -29,13 +30,23 @@ scrape_configs:
     static_configs:
       - targets: ["%s"]
 """
+TLS_CONFIG = """
+    scheme: https
+    tls_config:
+      cert_file: %s
+      key_file: %s
+      ca_file: %s
+      min_version: TLS13
+"""
+SCRAPE_RULE = 'rule { who: "spiffe://prod/prometheus" role: OPERATOR_READ group: "*" }'
 
 
 class Metered(Daemon):
-    """A daemon with metrics on a port of its own choice: `metrics` is HOST:PORT."""
+    """A daemon with metrics on a port of its own choice, in the clear unless it has certificates: `metrics` is HOST:PORT."""
 
     def __init__(self, *flags):
-        super().__init__("--metrics-listen", "127.0.0.1:0", "--metrics-insecure", *flags)
+        insecure = () if "--tls-key" in flags else ("--metrics-insecure",)
+        super().__init__("--metrics-listen", "127.0.0.1:0", *insecure, *flags)
         self.metrics = None
 
     def __enter__(self):
@@ -183,27 +194,29 @@ class MetricsTest(unittest.TestCase):
         done = subprocess.run(check, input=text, capture_output=True, text=True, timeout=CHILD_SECONDS)
         self.assertNotEqual(done.returncode, 0)
 
-    def start_prometheus(self, target):
-        """Returns a function that gives the result of an instant query: lists of labels and value."""
+    def start_prometheus(self, target, more=""):
+        """Returns a function that gives the result of an instant query: lists of labels and value.
+
+        `more`: further settings of the scrape.
+        """
         folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")
         self.addCleanup(shutil.rmtree, folder)
         config = os.path.join(folder, "prometheus.yml")
         with open(config, "w") as file:
-            file.write(PROMETHEUS_CONFIG % target)
+            file.write(PROMETHEUS_CONFIG % target + more)
         storage = "--storage.tsdb.path=" + os.path.join(folder, "data")
         listen = "--web.listen-address=127.0.0.1:0"
         prometheus = Child(self, "prometheus", "--config.file=" + config, storage, listen, "--log.format=json")
 
-        def line_that_says(message):
-            while True:
-                line = prometheus.next_line()
-                self.assertIsNotNone(line, "prometheus ended: %s" % prometheus.seen)
-                fields = json.loads(line)
-                if fields.get("msg") == message:
-                    return fields
-
-        address = line_that_says("Listening on")["address"]
-        line_that_says("Server is ready to receive web requests.")
+        # Two of its threads write these lines, in any order.
+        listening, ready = "Listening on", "Server is ready to receive web requests."
+        said = {}
+        while not {listening, ready} <= said.keys():
+            line = prometheus.next_line()
+            self.assertIsNotNone(line, "prometheus ended: %s" % prometheus.seen)
+            fields = json.loads(line)
+            said[fields.get("msg")] = fields
+        address = said[listening]["address"]
 
         def query(expression):
             url = "http://%s/api/v1/query?%s" % (address, urllib.parse.urlencode({"query": expression}))
@@ -226,6 +239,22 @@ class MetricsTest(unittest.TestCase):
                 ('sum(refitd_instances{group="policy"})', 1),
             ):
                 wait_for(self, expression, lambda: [value for _, value in query(expression)] == [expected])
+
+    def test_prometheus_scrapes_over_tls_with_a_certificate_that_a_rule_names(self):
+        folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")
+        self.addCleanup(shutil.rmtree, folder)
+        authority = Authority(folder)
+        certificate, key = authority.issue("refitd", "spiffe://prod/refitd/a")
+        rules = os.path.join(folder, "rules.textproto")
+        with open(rules, "w") as file:
+            file.write(SCRAPE_RULE)
+        tls = ("--tls-certificate", certificate, "--tls-key", key, "--tls-roots", authority.roots)
+        with Metered("--config", rules, *tls) as daemon:
+            for name, up in (("prometheus", 1), ("nobody", 0)):
+                own = authority.issue(name, "spiffe://prod/" + name)
+                query = self.start_prometheus(daemon.metrics, TLS_CONFIG % (*own, authority.roots))
+                wait_for(self, name, lambda q=query, u=up: [value for _, value in q('up{job="refitd"}')] == [u])
+            self.assertEqual(query("refitd_serving"), [])
 
     def test_metrics_are_off_unless_asked_for(self):
         with Daemon() as daemon:
