@@ -246,8 +246,19 @@ void Group::Impl::NoteFailedFill(Instance* instance, const std::string& reason) 
 // The fill was given up. If its digests differed, the next fill has the same givers: leaving out
 // some of them could leave out those that are right.
 void Group::Impl::NoteFailedFills() {
-  if (update->fill->gave_way) return;
-  if (update->give_up.kind != GiveUpClass::kVerification) ++failed_fills;
+  // The loss of a giver's daemon is told before the loss of its ranks.
+  const auto gone = [this](const std::string& giver) {
+    const auto it = instances.find(giver);
+    return it == instances.end() || !Gives(it->second);
+  };
+  group::Fill& fill = *update->fill;
+  fill.gave_way = fill.gave_way || (version.has_value() &&
+                                    std::any_of(fill.givers.begin(), fill.givers.end(), gone));
+  if (fill.gave_way) return;
+  const auto& all = update->participants;
+  const bool by_newcomers =
+      !all.empty() && std::all_of(all.begin(), all.end(), [](const auto& p) { return p.evicted; });
+  if (!by_newcomers && update->give_up.kind != GiveUpClass::kVerification) ++failed_fills;
   const std::string& reason = update->give_up.reason;
   if (update->participants.empty()) {  // it has not been assembled
     for (const std::string& newcomer : Newcomers()) {

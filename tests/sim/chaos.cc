@@ -186,9 +186,10 @@ std::vector<int> World::DaemonsWithoutTrainers(bool joined_only) const {
 // ---- fills ----
 
 bool World::FillRuns(int g) const {
-  return std::any_of(rounds_.begin(), rounds_.end(), [g](const Round& round) {
-    return round.g == g && round.fill && round.outcome == Outcome::kRunning;
-  });
+  const auto& machines =
+      daemons_[static_cast<size_t>(groups_[static_cast<size_t>(g)].home)].machines;
+  const auto home = machines.find(g);
+  return home != machines.end() && home->second.coordinator->fill_running();
 }
 
 void World::HitFill(int g, const Round& round) {
@@ -222,8 +223,8 @@ void World::HitFill(int g, const Round& round) {
 void World::CheckFilled(int d, int g) {
   for (const auto& [id, call] : DaemonAt(d).calls) {
     if (call.g != g || !call.opens || call.since >= now_) continue;
-    return Violate("GIVE", fmt::format("d{} g{}: a fill commits while call {} of pid {} waits", d, g,
-                                       id, call.pid));
+    return Violate("GIVE", fmt::format("d{} g{}: a fill commits while call {} of pid {} waits", d,
+                                       g, id, call.pid));
   }
 }
 

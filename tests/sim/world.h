@@ -122,10 +122,10 @@ struct Result {
   int64_t refits[2][2] = {};
   int64_t exchanges = 0;
   int64_t forwards = 0;  // runs of bytes that a daemon sent on along a chain
-  int64_t fills = 0;      // committed
-  int64_t gave_way = 0;   // fills that were given up for no failure of their own
+  int64_t fills = 0;     // committed
+  int64_t gave_way = 0;  // fills that were given up for no failure of their own
   int64_t fills_failed = 0;
-  int64_t reruns = 0;    // programs that a daemon was told to run again without a lost daemon
+  int64_t reruns = 0;  // programs that a daemon was told to run again without a lost daemon
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -162,7 +162,8 @@ struct Round {
   bool differs = false;                   // a rank was made to differ from its replicas
   std::vector<int> sources;               // pids, by the plan's numbers
   bool fill = false;
-  uint32_t bytes_of = 0;  // the round whose bytes it installs: itself, or, for a fill, an earlier one
+  uint32_t bytes_of =
+      0;  // the round whose bytes it installs: itself, or, for a fill, an earlier one
 };
 
 // A trainer's memory for one registration.
@@ -232,9 +233,9 @@ struct Process {
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
   std::optional<Version> holds;         // the version that it believes to serve
-  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
+  uint64_t origin = 0;          // incarnation in which `holds` was committed; 0: from a file
   std::optional<Version> told;  // the version that it was told committed last; for kTornGiver
-  bool in_doubt = false;  // answered Ready, heard no outcome
+  bool in_doubt = false;        // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -330,7 +331,7 @@ struct Call {
   MemberId member{};
   std::shared_ptr<const Layout> layout{};  // the layout that it registers
   bool refit = false;
-  bool opens = false;  // Begin or Refit
+  bool opens = false;              // Begin or Refit
   std::optional<size_t> answer{};  // the payload that an OK answer must have: index of ReplyPayload
 };
 
@@ -445,7 +446,7 @@ struct Moving {
   StartMoves start;
   std::shared_ptr<Pool> pool;
   std::vector<std::vector<std::vector<Tag>>*> cells;  // by source and its piece
-  std::vector<int> pids;                       // by destination; 0: not touched
+  std::vector<int> pids;                              // by destination; 0: not touched
   std::vector<Run> runs;
   std::vector<Sum> sums;
   std::optional<uint64_t> use;              // of its slot
