@@ -601,7 +601,9 @@ void World::EndMoves(const std::shared_ptr<Moving>& moving) {
     done.status = absl::InternalError("the moves failed");
     done.bytes_written.assign(done.bytes_written.size(), 0);
   } else if (a.verification != Verification::kOff && !moving->runs.empty() &&
-             random_.PerMille(chances_.bytes_damaged)) {
+             random_.PerMille(options_.bug == Bug::kBlindFill && FillRuns(moving->g)
+                                  ? 500
+                                  : chances_.bytes_damaged)) {
     // Damages one element; `transfer` finds it now, `readback` later, and in a slot the receiver
     // does.
     const Moving::Run& run = moving->runs[random_.Index(moving->runs.size())];
