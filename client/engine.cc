@@ -130,6 +130,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     hello->set_held_origin(options.held_origin);
   }
   hello->set_dirty(options.dirty);
+  hello->set_fill(options.fill && options.delivery == Delivery::kRegistered);
   return message;
 }
 

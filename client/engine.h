@@ -72,6 +72,13 @@ struct EngineOptions {
   Delivery delivery = Delivery::kRegistered;
   // Staged delivery: the tensors that must arrive in every update.
   std::optional<std::vector<TensorSpec>> manifest{};
+  // Registered delivery: the rank takes part in fills. If its instance lacks the group's version,
+  // it gets that version from clean instances, by Prepare and its outcome as in any update; so keep
+  // calling Next(). If its instance holds the version, its registered memory is read at any time
+  // and given to others: from Committed to the next Ready, the end of the lease or the next
+  // Register, that memory must be the rank's weights, unchanged. Set false if it is not, as for an
+  // arena that is overwritten or released between updates. Has no effect with staged delivery.
+  bool fill = true;
   // The version that the memory holds, complete and verified, from an earlier lease. Absent: refitd
   // installed no version there.
   std::optional<Version> held_version{};

@@ -443,6 +443,11 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
     options.held_origin = given.held_origin;
   }
   options.dirty = given.dirty != 0;
+  if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
+    return Error(absl::StatusCode::kInvalidArgument, "fill is {}", given.fill);
+  }
+  constexpr size_t kWithFill = offsetof(refit_engine_options, fill) + sizeof(given.fill);
+  options.fill = given.struct_size >= kWithFill && given.fill == REFIT_FILL_DEFAULT;
   return options;
 }
 

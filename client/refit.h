@@ -458,6 +458,8 @@ refit_status refit_update_refit(refit_update* update, refit_commit_result* resul
 /* ---- engine ---- */
 
 enum { REFIT_DELIVERY_REGISTERED = 0, REFIT_DELIVERY_STAGED = 1 };
+/* Whether a rank takes part in fills (refit_engine_options.fill). */
+enum { REFIT_FILL_DEFAULT = 0, REFIT_FILL_NEVER = 1 };
 
 typedef struct refit_engine_options {
   size_t struct_size;
@@ -482,6 +484,14 @@ typedef struct refit_engine_options {
   int32_t dirty;
   /* With held_version: the refit_event.incarnation that came with that version; 0: not known. */
   uint64_t held_origin;
+  /* REFIT_FILL_DEFAULT: with registered delivery the rank takes part in fills. If its instance
+   * lacks the group's version, it gets that version from clean instances, by PREPARE and its
+   * outcome as in any update; so keep asking for events. If its instance holds the version, its
+   * registered memory is read at any time and given to others: from COMMITTED to the next ready,
+   * the end of the lease or the next registration, that memory must be the rank's weights,
+   * unchanged. REFIT_FILL_NEVER: it is not, or events are not asked for between updates. Callers
+   * that were compiled before this field existed take no part. */
+  int32_t fill;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }

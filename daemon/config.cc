@@ -113,6 +113,7 @@ constexpr std::array kSettings = {
     Setting{"cuda-nccl", "cuda.nccl", "load NCCL where there is a GPU, true or false"},
     Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
+    Setting{"fills", "fills", "late instances get the version from clean ones, true or false"},
 };
 
 std::string VariableOf(const Setting& setting) {
@@ -710,6 +711,7 @@ Config FromProto(const RefitdConfig& in) {
                            .nccl = in.cuda().nccl(),
                            .nccl_library = in.cuda().nccl_library()};
   config.default_verification = FromProto(in.default_verification());
+  config.fills = in.fills();
   return config;
 }
 
@@ -756,6 +758,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_cuda()->set_nccl(config.cuda.nccl);
   out.mutable_cuda()->set_nccl_library(config.cuda.nccl_library);
   out.set_default_verification(ToProto(config.default_verification));
+  out.set_fills(config.fills);
   return out;
 }
 

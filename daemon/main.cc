@@ -86,6 +86,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.group.outstanding_buckets = config.limits.outstanding_buckets;
   options.group.compare_every = config.limits.compare_every;
   options.group.default_verification = config.default_verification;
+  options.group.fills = config.fills;
   options.default_slot_bytes = config.staging.slot_bytes;
   options.default_slots = config.staging.slots;
   options.max_pool_bytes = config.staging.max_pool_bytes;

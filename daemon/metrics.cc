@@ -26,6 +26,8 @@ using Labels = std::vector<Label>;
 
 constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "decide"};
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
+// By FillEnd.
+constexpr std::array<std::string_view, 3> kFillEndNames = {"committed", "gave_way", "failed"};
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -123,6 +125,15 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   }
 }
 
+void Metrics::FillEnded(const std::string& group, FillEnd end, int64_t bytes, Duration took) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(group);
+  if (counts == nullptr) return;
+  ++counts->fills[static_cast<size_t>(end)];
+  counts->fill_bytes += Positive(bytes);
+  if (end == FillEnd::kCommitted) counts->fill.Observe(took);
+}
+
 void Metrics::BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) {
   MutexLock lock(&mutex_);
   GroupCounts* counts = Find(group);
@@ -184,6 +195,17 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
                       {{"group", group}, {"move", std::string(kMoveNames[i])}},
                       counts.moved_bytes[i]);
   }
+  for (size_t i = 0; i < kFillEnds; ++i) {
+    families->Counter("refitd_fills_total",
+                      "Fills of late instances from clean ones that have ended, by outcome.",
+                      {{"group", group}, {"result", std::string(kFillEndNames[i])}},
+                      counts.fills[i]);
+  }
+  families->Counter("refitd_fill_bytes_total",
+                    "Tensor data that fills wrote into the instances that they committed.",
+                    {{"group", group}}, counts.fill_bytes);
+  families->Seconds("refitd_fill_seconds", "Start to outcome of fills that were committed.",
+                    {{"group", group}}, counts.fill);
   families->Counter("refitd_integrity_failures_total",
                     "Times that verification found other bytes than were meant.",
                     {{"group", group}}, counts.integrity_failures);

@@ -48,6 +48,7 @@ class Metrics : public NodeObserver {
   explicit Metrics(size_t max_groups);
 
   void UpdateEnded(const UpdateReport& report) override;
+  void FillEnded(const std::string& group, FillEnd end, int64_t bytes, Duration took) override;
   void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) override;
   void IntegrityFailure(const std::string& group) override;
   void InstanceEvicted(const std::string& group, std::string_view reason) override;
@@ -69,14 +70,18 @@ class Metrics : public NodeObserver {
   };
   static constexpr size_t kPhases = 4;
   static constexpr size_t kMoves = 3;
+  static constexpr size_t kFillEnds = 3;
   struct GroupCounts {
     std::array<uint64_t, kUpdateReasons.size()> updates{};    // [0]: committed
     std::array<uint64_t, kUpdateReasons.size()> evictions{};  // [0]: none
     uint64_t update_bytes = 0;
     std::array<uint64_t, kPushMethods.size()> pushed_bytes{};
     std::array<uint64_t, kMoves> moved_bytes{};
+    std::array<uint64_t, kFillEnds> fills{};
+    uint64_t fill_bytes = 0;
     uint64_t integrity_failures = 0;
     Histogram total;
+    Histogram fill;  // of fills that were committed
     std::array<Histogram, kPhases> phases;
   };
   class Families;

@@ -69,6 +69,8 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
   metrics.BytesMoved("policy", MoveKind::kExchange, 7);
   metrics.IntegrityFailure("policy");
+  metrics.FillEnded("policy", FillEnd::kCommitted, 300, seconds(2));
+  metrics.FillEnded("policy", FillEnd::kGaveWay, 0, seconds(1));
   const std::string text = TextOf(metrics);
   INFO(text);
   const auto value = [&](const std::string& series) { return ValueOf(text, series); };
@@ -84,6 +86,11 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="broadcast"})") == "0");
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="exchange"})") == "7");
   CHECK(value(R"(refitd_integrity_failures_total{group="policy"})") == "1");
+  CHECK(value(R"(refitd_fills_total{group="policy",result="committed"})") == "1");
+  CHECK(value(R"(refitd_fills_total{group="policy",result="gave_way"})") == "1");
+  CHECK(value(R"(refitd_fills_total{group="policy",result="failed"})") == "0");
+  CHECK(value(R"(refitd_fill_bytes_total{group="policy"})") == "300");
+  CHECK(value(R"(refitd_fill_seconds_count{group="policy"})") == "1");
   CHECK(value(R"(refitd_update_seconds_count{group="policy"})") == "3");
   CHECK(std::stod(value(R"(refitd_update_seconds_sum{group="policy"})")) == Approx(38.606));
   CHECK(value(R"(refitd_update_seconds_bucket{group="policy",le="5"})") == "2");

@@ -47,13 +47,15 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
     return Error(absl::StatusCode::kInvalidArgument, "duration: {} is not in 0..{}",
                  group::Seconds(e.duration), group::Seconds(limits.max_duration));
   }
+  // A fill gives way, so the call is checked as if none ran.
+  const bool free = update == nullptr || FillRuns();
   const Update none;
-  const Update& u = update == nullptr ? none : *update;
+  const Update& u = free ? none : *update;
   REFITD_RETURN_IF_ERROR(
       CheckTold("tensor_count", e.tensor_count, u.tensor_count, kMaxTensorsPerLayout));
   REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
-  if (update == nullptr) {
-    if (state == GroupState::kDrained) {
+  if (free) {
+    if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
     }
     return CheckGreater(e.version);
@@ -140,6 +142,7 @@ void Group::Impl::On(const BeginEvent& e) {
     Refuse(e.call, std::move(status));
     return;
   }
+  if (FillRuns()) return Defer(e, e.duration);
   if (update == nullptr) Open(e);
   if (update->state == UpdateState::kOpening) {
     TakeBroadcast(*member, e);
@@ -201,6 +204,7 @@ void Group::Impl::Open(const BeginEvent& e) {
 }
 
 std::string Group::Impl::WaitedForToAssemble() const {
+  if (FillRuns()) return "the program to be compiled";
   std::vector<std::string> missing;
   for (int rank = 0; rank < spec.trainer_ranks; ++rank) {
     if (update->trainers.contains(rank)) continue;
@@ -238,10 +242,15 @@ std::string Group::Impl::WaitedForToAssemble() const {
 // Engines stop serving at Prepare, so Prepare waits until all trainer ranks have begun.
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
+  if (FillRuns()) return AssembleFill();
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
   const auto complete = std::count_if(instances.begin(), instances.end(),
                                       [this](const auto& i) { return Available(i.second); });
   if (complete < std::max(spec.min_instances, 1)) return;
+  Assemble();
+}
+
+void Group::Impl::Assemble() {
   absl::Status status = MakeParticipants();
   if (status.ok()) status = DecideBroadcast();
   if (!status.ok()) {
@@ -278,6 +287,10 @@ void Group::Impl::AssembleIfAllHere() {
     }
     update->accepted_bytes += content.bytes;
   }
+  AnnounceAssembled();
+}
+
+void Group::Impl::AnnounceAssembled() {
   Step(&update->state, UpdateTrigger::kAssembled);
   const Duration remaining = update->deadline - now;
   update->ready_deadline = now + std::min(limits.ready_limit, remaining);
@@ -300,7 +313,7 @@ absl::Status Group::Impl::MakeParticipants() {
   std::vector<std::string> names;
   std::vector<Participant> participants;
   for (const auto& [instance_name, instance] : instances) {
-    if (!Available(instance)) continue;
+    if (!TakenIn(instance)) continue;
     Participant& participant = participants.emplace_back();
     participant.instance = instance_name;
     const auto index = static_cast<uint32_t>(names.size());
@@ -314,25 +327,32 @@ absl::Status Group::Impl::MakeParticipants() {
     }
   }
   const std::vector<bool> evicted(names.size());
-  if (catalog == nullptr || catalog->ranks() != ranks || catalog->instances() != names) {
-    REFITD_ASSIGN_OR_RETURN(catalog, Catalog::Make(std::move(ranks), std::move(names), declared));
+  if (FillRuns()) {
+    // The catalog of the trainers' updates is kept: the next of them will need it again.
+    REFITD_ASSIGN_OR_RETURN(update->catalog,
+                            Catalog::Make(std::move(ranks), std::move(names), declared));
+  } else {
+    if (catalog == nullptr || catalog->ranks() != ranks || catalog->instances() != names) {
+      REFITD_ASSIGN_OR_RETURN(catalog, Catalog::Make(std::move(ranks), std::move(names), declared));
+    }
+    update->catalog = catalog;
   }
-  if (const Catalog::Rank* open = catalog->OpenRank(evicted);
+  const Catalog& known = *update->catalog;
+  if (const Catalog::Rank* open = known.OpenRank(evicted);
       open != nullptr && update->tensor_count == 0) {
     return Precondition(
         "tensor_count: 0, but {} takes {} delivery without a manifest: how many tensors it must "
         "get has to be told",
         open->label, Name(open->delivery));
   }
-  update->catalog = catalog;
   // Space is reserved before any bucket comes: growing the map later would hold up other calls of
   // the group.
-  if (update->broadcast.has_value()) update->pushed.reserve(catalog->tensor_count());
+  if (update->broadcast.has_value()) update->pushed.reserve(known.tensor_count());
   update->evicted = evicted;
-  update->skip_destination.resize(catalog->destinations().size());
-  update->bytes_written.resize(catalog->destinations().size());
+  update->skip_destination.resize(known.destinations().size());
+  update->bytes_written.resize(known.destinations().size());
   update->readers.clear();
-  for (const Catalog::Rank& rank : catalog->ranks()) {
+  for (const Catalog::Rank& rank : known.ranks()) {
     if (!ReadsSlots(rank.delivery)) continue;
     update->readers[rank.member].participant = rank.instance;
   }
@@ -348,6 +368,9 @@ absl::Status Group::Impl::MakeParticipants() {
     for (const MemberId id : participant.members) nodes.insert(Find(id)->node);
   }
   for (const auto& [rank, progress] : update->trainers) nodes.insert(Find(progress.member)->node);
+  if (FillRuns()) {
+    for (const MemberId source : update->fill->sources) nodes.insert(Find(source)->node);
+  }
   update->nodes.assign(nodes.begin(), nodes.end());
   return absl::OkStatus();
 }
@@ -434,6 +457,11 @@ void Group::Impl::OpenDataIfReady() {
     for (const auto& request : std::exchange(progress.begins, {})) {
       Finish(request, absl::OkStatus(), MakeBeginReply());
     }
+  }
+  if (FillRuns()) {
+    // Nothing is pushed, and no trainer has to commit.
+    Step(&update->state, UpdateTrigger::kAllCommitted);
+    update->data_ended = now;
   }
   Changed();
   TakeOneCalls();

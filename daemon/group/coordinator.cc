@@ -311,7 +311,7 @@ void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
 }
 
 bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
-  if (group.TrainsOn(id) || !spread->parts.empty()) return false;
+  if (group.SendsFrom(id) || !spread->parts.empty()) return false;
   if (!spread->program.has_value() || spread->program->running.empty()) return true;
   // A second run would drop the digests of buckets that were pushed before it, and daemons with an
   // older protocol run a program only once.
@@ -675,6 +675,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
   if (a.program.has_value()) {
     spread->program.emplace();
     spread->program->use = *a.program;
+    spread->fill = a.program->fill;
   }
   spread->update = a.update;
   spread->version = a.version;
@@ -716,7 +717,7 @@ void Coordinator::Impl::Announce() {
   }
   for (auto& [node, prepare] : prepares) Send(node, std::move(prepare));
   if (spread->program.has_value()) AnnounceProgram();
-  if (search.active()) LeaveOutSuspects();
+  if (search.active() && !spread->fill) LeaveOutSuspects();
   EnsureEpoch();
   // An epoch that came up while the update before was being given up has not been judged.
   if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
@@ -846,7 +847,7 @@ void Coordinator::Impl::End(const UpdateEnded& a) {
   std::set<NodeId> told = ended.nodes;
   told.insert(ended.left.begin(), ended.left.end());
   for (const NodeId node : told) {
-    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason});
+    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason, a.fill});
   }
   if (!epoch.has_value() || epoch->ready) return;
   // The next update starts with a new epoch.
@@ -1249,9 +1250,9 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
     NodeId worst = times.begin()->first;
     for (const auto& [node, count] : times) {
       const int most = times.at(worst);
-      if (count > most || (count == most && !group.TrainsOn(node))) worst = node;
+      if (count > most || (count == most && !group.SendsFrom(node))) worst = node;
     }
-    if (group.TrainsOn(worst)) return std::set<NodeId>();
+    if (group.SendsFrom(worst)) return std::set<NodeId>();
     culprits.insert(worst);
   }
   if (!culprits.empty()) return culprits;
@@ -1297,7 +1298,7 @@ void Coordinator::Impl::EpochFailed(const std::set<NodeId>& culprits, const std:
   CloseEpochEverywhere();
   if (!spread.has_value() || spread->abandoned) return;
   const bool needed = std::any_of(culprits.begin(), culprits.end(),
-                                  [this](NodeId node) { return group.TrainsOn(node); });
+                                  [this](NodeId node) { return group.SendsFrom(node); });
   if (culprits.empty() || needed || spread->data_began) return Fail(reason, kind);
   spread->unreachable.insert(culprits.begin(), culprits.end());
   KeepOut(culprits, {reason, kind});
@@ -1323,7 +1324,7 @@ void Coordinator::Impl::SearchOn() {
   const std::set<NodeId> candidates = Candidates(epoch->ranks);
   CloseEpochEverywhere();
   if (!spread.has_value() || spread->abandoned) return;
-  if (candidates.empty() || spread->data_began) {
+  if (candidates.empty() || spread->data_began || spread->fill) {
     return Fail(search_failure.reason, search_failure.kind);
   }
   const Sharing sharing = HowNodesShare();
@@ -1349,7 +1350,9 @@ void Coordinator::Impl::LeaveOutForTry(const std::set<NodeId>& out) {
 }
 
 void Coordinator::Impl::JudgeSearch() {
-  if (!search.active()) return;
+  // A fill is over few nodes and is tried again, so the search goes on in updates of the trainers
+  // only.
+  if (!search.active() || (spread.has_value() && spread->fill)) return;
   const Sharing sharing = HowNodesShare();
   const std::set<NodeId> broken = search.CameUp(sharing.FirstOf(Candidates(epoch->ranks)));
   if (!broken.empty()) KeepOut(Candidates(sharing.AllOf(broken)), search_failure);
@@ -1537,6 +1540,7 @@ const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
 bool Coordinator::has_members() const { return impl_->group.has_members(); }
 bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
+bool Coordinator::fill_running() const { return impl_->group.fill_running(); }
 std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
 UpdateStatistics Coordinator::Statistics() const { return impl_->group.Statistics(); }
 PastUpdate Coordinator::Past(Version version) const { return impl_->group.Past(version); }
@@ -1547,7 +1551,10 @@ absl::Status Coordinator::CanRegisterLayout(MemberId member) const {
 std::optional<UpdateView> Coordinator::ViewUpdate(TimePoint now) const {
   return impl_->group.ViewUpdate(now);
 }
-std::optional<UpdateMark> Coordinator::MarkUpdate() const { return impl_->group.MarkUpdate(); }
+std::optional<UpdateView> Coordinator::ViewLatest(TimePoint now) const {
+  return impl_->group.ViewLatest(now);
+}
+std::optional<UpdateMark> Coordinator::MarkLatest() const { return impl_->group.MarkLatest(); }
 size_t Coordinator::remote_members() const { return impl_->remotes.size(); }
 
 absl::Status Coordinator::CanJoin(const std::string& daemon_id, const std::string& boot_id,

@@ -52,12 +52,14 @@ class Coordinator : public GroupMachine {
   bool has_members() const override;   // of any daemon
   bool has_trainers() const override;  // of any daemon
   bool update_running() const override;
+  bool fill_running() const override;
   bool is_coordinator() const override { return true; }
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;
   MachineView View(TimePoint now) const override;
   std::optional<UpdateView> ViewUpdate(TimePoint now) const override;
-  std::optional<UpdateMark> MarkUpdate() const override;
+  std::optional<UpdateView> ViewLatest(TimePoint now) const override;
+  std::optional<UpdateMark> MarkLatest() const override;
   UpdateStatistics Statistics() const override;
   PastUpdate Past(Version version) const override;
   const ReadinessBook* readiness() const override;

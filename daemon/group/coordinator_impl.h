@@ -119,6 +119,7 @@ struct Spread {
   std::map<NodeId, std::vector<uint32_t>> destinations;  // the node's index -> the group's
   size_t destination_count = 0;
   TimePoint deadline;            // of the update
+  bool fill = false;             // its sources are engine ranks
   bool data_plane_up = true;     // as the group was told
   std::set<NodeId> unreachable;  // nodes that the next epoch leaves out
   bool announced = false;
@@ -333,7 +334,7 @@ struct Coordinator::Impl {
   std::set<NodeId> Candidates(const Nodes& from) const {
     std::set<NodeId> candidates;
     for (const NodeId node : from) {
-      if (!group.TrainsOn(node)) candidates.insert(node);
+      if (!group.SendsFrom(node)) candidates.insert(node);
     }
     return candidates;
   }

@@ -52,7 +52,7 @@ absl::Status Group::Impl::NotOpen(Version wanted) const {
   for (auto it = past.rbegin(); it != past.rend(); ++it) {
     if (it->version == wanted) return Told(*it);
   }
-  if (update != nullptr) {
+  if (update != nullptr && !FillRuns()) {
     return Precondition("version: {}, but the update that runs is to version {}", wanted,
                         update->version);
   }
@@ -73,7 +73,7 @@ absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
 absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
                                                              UpdateId wanted_update) {
   if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
-  if (update == nullptr || update->version != wanted) return NotOpen(wanted);
+  if (update == nullptr || FillRuns() || update->version != wanted) return NotOpen(wanted);
   if (update->state == UpdateState::kDraining) {
     return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
                  update->give_up.reason);

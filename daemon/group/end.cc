@@ -280,6 +280,7 @@ void Group::Impl::FailInstalled(const Member& member, const EngineFailed& e) {
   if (it == instances.end() || it->second.installed != e.update) return;
   Step(&it->second.state, InstanceTrigger::kMarkDirty);
   NoteStanding(member.instance);
+  look_for_fill = true;
   it->second.reason =
       fmt::format("{} failed after its update had committed: {}", member.label, e.reason);
   Log(LogLine::kWarning, fmt::format("instance {} is dirty: {}", it->first, it->second.reason));
@@ -312,13 +313,14 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   }
   if (const auto it = instances.find(participant.instance); it != instances.end()) {
     it->second.reason = why.reason;
+    if (FillRuns() && why.kind != GiveUpClass::kMemberLost) NoteFailedFill(&it->second, why.reason);
     const auto next = Next(it->second.state, InstanceTrigger::kGiveUp);
     if (next.has_value()) it->second.state = *next;
     NoteStanding(participant.instance);
   }
   Do(LogLine{LogLine::kWarning,
-             fmt::format("instance {} is evicted from the update to version {}: {}",
-                         participant.instance, update->version, why.reason),
+             fmt::format("instance {} is evicted from the {} version {}: {}", participant.instance,
+                         FillRuns() ? "fill with" : "update to", update->version, why.reason),
              participant.instance, update->version, why.kind});
   Changed();
   TellNodesWithNobodyLeft(participant);
@@ -455,6 +457,14 @@ void Group::Impl::On(const AbortEvent& e) {
   if (member == nullptr) return;
   const std::string what = fmt::format("abort of version {}", e.version);
   if (Repeated(member, CallKind::kAbort, e.request_id, what, e.call)) return;
+  if (const std::set<Version> waiting = DeferredOf(e.member); waiting.contains(e.version)) {
+    RefuseDeferred(e.version, Error(absl::StatusCode::kAborted,
+                                    "the update to version {} is lost: {} gave the update up: {}",
+                                    e.version, member->label, e.reason));
+    Finish(Track(member, CallKind::kAbort, e.request_id, what, e.call), absl::OkStatus(),
+           EmptyReply{});
+    return;
+  }
   if (update == nullptr || update->version != e.version || IsAnother(e.update) ||
       !update->trainers.contains(member->rank)) {
     Refuse(e.call,
@@ -494,7 +504,12 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
 
 void Group::Impl::InstallVersion() {
   version = update->version;
-  ++committed_updates;
+  if (FillRuns()) {
+    failed_fills = 0;
+  } else {
+    ++committed_updates;
+    ForgetFailedFills();
+  }
   for (const Participant& participant : update->participants) {
     if (participant.evicted) continue;
     Instance& instance = instances.at(participant.instance);
@@ -502,6 +517,8 @@ void Group::Impl::InstallVersion() {
     NoteStanding(participant.instance);
     instance.reason.clear();
     instance.installed = update->id;
+    instance.failed_fills = 0;
+    instance.fill_failure.clear();
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
@@ -513,7 +530,11 @@ void Group::Impl::InstallVersion() {
 }
 
 void Group::Impl::TearDown() {
-  ++aborted_updates;
+  if (FillRuns()) {
+    NoteFailedFills();
+  } else {
+    ++aborted_updates;
+  }
   for (Participant& participant : update->participants) {
     if (!participant.evicted && !participant.told) TellGivenUp(&participant);
   }
@@ -572,25 +593,37 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   const std::string told =
       committed ? reason : fmt::format("{} ({})", reason, WeightsAfterGivingUp());
   AnswerAll(committed, told, outcomes);
-  last_update = ViewOf(*update);
-  last_update->outcome = outcome;
-  last_update->instances = outcomes;
-  last_update->elapsed = now - update->started;
-  past.push_back({update->id, update->version, PastUpdate{outcome, told}});
-  if (past.size() > kRememberedUpdates) past.pop_front();
+  last_was_fill = FillRuns();
+  std::optional<UpdateView>& last = last_was_fill ? last_fill : last_update;
+  last = ViewOf(*update);
+  last->outcome = outcome;
+  last->instances = outcomes;
+  last->elapsed = now - update->started;
+  if (!last_was_fill) {
+    past.push_back({update->id, update->version, PastUpdate{outcome, told}});
+    if (past.size() > kRememberedUpdates) past.pop_front();
+  }
   UpdateEnded ended = Ended(outcome, reason);
   ended.remains = std::make_shared<decltype(update->pushed)>(std::move(update->pushed));
   Do(std::move(ended));
-  Log(committed ? LogLine::kInfo : LogLine::kWarning,
-      committed ? fmt::format("update committed: version {}, {} bytes in {}", update->version,
-                              update->accepted_bytes, group::Seconds(now - update->started))
-                : fmt::format("update to version {} aborted: {}", update->version, reason));
+  LogEnd(outcome, reason);
   update.reset();
   if (compiling != nullptr) compiling->cancelled->store(true);
   // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
   ledger.EndLimits();
+  look_for_fill = true;
   Step(&state, GroupTrigger::kEnd);
   Changed();
+}
+
+void Group::Impl::LogEnd(Outcome outcome, const std::string& reason) {
+  if (FillRuns()) return LogFillEnd(outcome, reason);
+  if (outcome != Outcome::kCommitted) {
+    return Log(LogLine::kWarning,
+               fmt::format("update to version {} aborted: {}", update->version, reason));
+  }
+  Log(LogLine::kInfo, fmt::format("update committed: version {}, {} bytes in {}", update->version,
+                                  update->accepted_bytes, group::Seconds(now - update->started)));
 }
 
 UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const {
@@ -600,8 +633,10 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const
   ended.version = u.version;
   ended.outcome = outcome;
   ended.reason = reason;
-  ended.bytes = u.accepted_bytes;
-  ended.pushed = bucket_log.Totals();
+  ended.fill = u.fill.has_value();
+  ended.gave_way = ended.fill && u.fill->gave_way;
+  ended.bytes = ended.fill ? FilledBytes() : u.accepted_bytes;
+  if (!ended.fill) ended.pushed = bucket_log.Totals();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
   // A phase that was not reached took no time; a phase that did not end took until now.

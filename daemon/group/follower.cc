@@ -469,7 +469,8 @@ void Follower::Impl::Take(const MemberAction& c) {
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
-  past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
+  // A fill has the version of an update that was committed.
+  if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
 }

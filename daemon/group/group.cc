@@ -36,6 +36,14 @@ Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec 
       declared(std::make_shared<group::TensorTable>(spec.engine_only_tensors)) {}
 
 void Group::Impl::Pump() {
+  GiveUpFillIfGiversChanged();
+  PumpUpdate();
+  TakeDeferred();
+  OpenFillIfDue();
+  ServeLeases();
+}
+
+void Group::Impl::PumpUpdate() {
   if (update != nullptr) AssembleIfAllHere();
   if (update != nullptr) OpenDataIfReady();
   if (update != nullptr) {
@@ -47,7 +55,6 @@ void Group::Impl::Pump() {
     SettleIfDone();
   }
   if (update != nullptr) EndIfQuiet();
-  ServeLeases();
 }
 
 // ---- requests ----
@@ -124,6 +131,8 @@ void Group::Impl::On(const CallGone& e) {
     gone(e.call);
   } else if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
     Refuse(e.call, absl::CancelledError("the caller went away"));
+  } else {
+    RefuseDeferredCall(e.call, absl::CancelledError("the caller went away"));
   }
 }
 
@@ -158,7 +167,7 @@ bool Group::Impl::CallsOutstanding() const {
 // ---- time ----
 
 std::optional<TimePoint> Group::Impl::IdleDeadline() const {
-  if (update == nullptr || CallsOutstanding()) return std::nullopt;
+  if (update == nullptr || update->fill.has_value() || CallsOutstanding()) return std::nullopt;
   switch (update->state) {
     case UpdateState::kOpening:
     case UpdateState::kPreparing:
@@ -196,6 +205,8 @@ void Group::Impl::On(const Tick&) {
   } else if (update != nullptr) {
     TickUpdate();
   }
+  RefuseOverdueDeferred();
+  if (fill_due.has_value() && *fill_due <= now) look_for_fill = true;
   for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
     if (it->deadline > now) {
       ++it;
@@ -237,7 +248,10 @@ void Group::Impl::TickUpdate() {
 // ---- the group's own state ----
 
 void Group::Impl::On(const ReplaceGroup& e) {
-  const std::optional<GroupState> next = Next(state, GroupTrigger::kReplace);
+  // A fill gives way: it ends with its newcomers dirty, as all instances are then.
+  if (FillRuns()) GiveWay("the group is replaced");
+  const std::optional<GroupState> next =
+      FillRuns() ? std::optional(state) : Next(state, GroupTrigger::kReplace);
   if (!next.has_value()) {
     Refuse(e.call, Error(absl::StatusCode::kFailedPrecondition,
                          "group {}: replace: an update to version {} runs", name, update->version));
@@ -248,6 +262,8 @@ void Group::Impl::On(const ReplaceGroup& e) {
   version.reset();
   past.clear();
   last_update.reset();
+  last_fill.reset();
+  look_for_fill = true;
   for (auto& [id, member] : members) member.held.reset();
   for (auto& [instance_name, instance] : instances) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
@@ -262,6 +278,8 @@ void Group::Impl::On(const ReplaceGroup& e) {
 void Group::Impl::On(const DrainEvent&) {
   if (state == GroupState::kDraining || state == GroupState::kDrained) return;
   Step(&state, GroupTrigger::kDrain);
+  look_for_fill = true;
+  if (FillRuns()) GiveWay("the daemon drains");
   for (const auto& [id, member] : members) {
     if (member.state != MemberState::kLeaving) Do(SendDraining{id});
   }
@@ -299,8 +317,12 @@ std::optional<TimePoint> Group::NextDeadline() const {
     if (due.has_value() && (!next.has_value() || *due < *next)) next = due;
   };
   for (const group::LeaseWaiter& waiter : impl_->lease_waiters) consider(waiter.deadline);
+  for (const group::DeferredCall& call : impl_->deferred) consider(call.deadline);
   const group::Update* update = impl_->update.get();
-  if (update == nullptr) return next;
+  if (update == nullptr) {
+    consider(impl_->fill_due);
+    return next;
+  }
   if (update->state == UpdateState::kDraining) {
     if (!update->cleanup_logged) consider(update->cleanup_deadline);
     return next;
@@ -337,6 +359,15 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
   return absl::OkStatus();
 }
 
+bool Group::SendsFrom(NodeId node) const {
+  if (!impl_->FillRuns()) return TrainsOn(node);
+  const std::vector<MemberId>& sources = impl_->update->fill->sources;
+  return std::any_of(sources.begin(), sources.end(), [this, node](MemberId source) {
+    const group::Member* member = std::as_const(*impl_).Find(source);
+    return member != nullptr && member->node == node;
+  });
+}
+
 bool Group::TrainsOn(NodeId node) const {
   return std::any_of(impl_->trainers.begin(), impl_->trainers.end(), [this, node](const auto& t) {
     const group::Member* member = std::as_const(*impl_).Find(t.second);
@@ -350,7 +381,7 @@ std::string Group::KeptOut(NodeId node) const {
 }
 
 PastUpdate Group::Past(Version version) const {
-  if (impl_->update != nullptr && impl_->update->version == version) {
+  if (impl_->update != nullptr && impl_->update->version == version && !impl_->FillRuns()) {
     return {Outcome::kRunning, ""};
   }
   for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {

@@ -58,6 +58,9 @@ inline constexpr int kMaxPartsPerBucket = 4096;
 inline constexpr int kMaxUnwantedPrefixes = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
+// Instances that give at a time in one fill: planning, comparing and the set of daemons that must
+// stay up grow with them, while a newcomer's own link is the limit from a few on.
+inline constexpr int kMaxGivers = 8;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
 // Records of ended buckets that are kept, of the running update or else of the last update.
@@ -110,6 +113,15 @@ struct GroupLimits {
   // one part moves while the next is planned. Operators do not set these limits; tests lower them.
   int64_t direct_part_bytes = int64_t{128} << 20;
   int64_t direct_part_tensors = 64;
+  // Whether instances that lack the group's version are filled by clean instances.
+  bool fills = true;
+  // From the moment at which a fill is possible to its start, so that instances which attach at
+  // about the same time are filled at once.
+  Duration fill_gather = std::chrono::milliseconds(100);
+  // How long an instance whose fill failed is left alone; doubled at each further failure, up to
+  // fill_most_wait.
+  Duration fill_wait = std::chrono::seconds(1);
+  Duration fill_most_wait = std::chrono::seconds(64);
 };
 
 // ---- members ----
@@ -156,6 +168,10 @@ struct EngineIdentity {
   uint64_t held_origin = 0;
   // The rank's memory is on a GPU. Known only of members of the coordinator's own daemon.
   bool on_device = false;
+  // Registered delivery: between two updates the rank's registered memory is its weights,
+  // unchanged, so that it may be given to other instances; and the rank answers Prepare at any
+  // time, so that it may be filled. False for clients and daemons that do not say so.
+  bool fill = false;
 };
 
 // ---- how an update ends ----
@@ -495,6 +511,7 @@ struct ProgramUse {
   std::shared_ptr<const RefitPlan> plan;
   std::vector<NodeId> nodes;      // by the plan's numbers
   std::vector<MemberId> sources;  // the destinations are UpdateAssembled's
+  bool fill = false;              // the sources are engine ranks
 };
 
 // The update is assembled: its participants are known. Comes before its SendPrepare actions.
@@ -647,6 +664,10 @@ struct UpdateEnded {
   int64_t bytes = 0;   // tensor data handed over
   GiveUpClass give_up_class = GiveUpClass::kNone;
   std::vector<BroadcastTotals> pushed{};  // by method
+  // The update was a fill: `version` is the group's, and no trainer took part.
+  bool fill = false;
+  // A fill that is not committed gave way: to an update, to a drain, or since its givers changed.
+  bool gave_way = false;
   // Records that the group needs no more. Freeing those of a large model takes long, so the caller
   // that performs the action frees them where nothing waits.
   std::shared_ptr<const void> remains{};
@@ -703,6 +724,9 @@ struct InstanceView {
   // The incarnation in which `version` was committed; 0: not told, or no version.
   uint64_t origin = 0;
   Readiness readiness{};
+  // For an instance that lacks the group's version and could be filled: what becomes of that. Empty
+  // for others.
+  std::string fill;
 };
 struct UpdateView {
   UpdateId id;
@@ -719,6 +743,8 @@ struct UpdateView {
   Duration remaining{};
   std::vector<InstanceOutcome> instances;
   std::string note;
+  bool fill = false;
+  std::vector<std::string> givers;  // a fill's: the instances that give
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
@@ -739,7 +765,8 @@ struct GroupView {
   std::optional<Version> version;
   std::vector<MemberView> members;
   std::vector<InstanceView> instances;
-  std::optional<UpdateView> update;
+  std::optional<UpdateView> update;  // of the trainers: the running one, or else the last
+  std::optional<UpdateView> fill;    // the running one, or else the last
   std::vector<SlotView> slots;
   int64_t committed = 0;
   int64_t aborted = 0;
@@ -770,20 +797,26 @@ class Group {
   uint64_t incarnation() const;
   const GroupSpec& spec() const;
   bool has_members() const;
-  bool has_trainers() const;  // attached
-  bool update_running() const;
+  bool has_trainers() const;    // attached
+  bool update_running() const;  // fills included
+  bool fill_running() const;
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
   // Whether a trainer rank is attached to that node.
   bool TrainsOn(NodeId node) const;
+  // Whether the running update can't do without that node: a trainer rank is attached to it, or a
+  // rank that gives in the running fill.
+  bool SendsFrom(NodeId node) const;
   // Why the instances of that node take part in no update; empty: they take part.
   std::string KeptOut(NodeId node) const;
   GroupView View(TimePoint now) const;
   // The update that View would show, at the cost of that update's own instances.
   std::optional<UpdateView> ViewUpdate(TimePoint now) const;
-  // Which update ViewUpdate would show and its state; takes no time, so that callers can poll it.
-  std::optional<UpdateMark> MarkUpdate() const;
+  // The running update or fill, or else the one that ended last.
+  std::optional<UpdateView> ViewLatest(TimePoint now) const;
+  // Which update ViewLatest would show and its state; takes no time, so that callers can poll it.
+  std::optional<UpdateMark> MarkLatest() const;
   // The standings of the instances that may have changed since the last call, those of instances
   // that are gone by now included.
   std::vector<InstanceStanding> TakeStandings();

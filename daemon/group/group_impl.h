@@ -6,6 +6,7 @@
 //   begin.cc    Begin, Prepare, Ready
 //   data.cc     slots, buckets, parts, acknowledgements
 //   end.cc      Commit, verification, eviction, giving up
+//   fill.cc     fills: late instances get the version from clean ones
 //   invariants.cc  what must hold after every event
 //
 // Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
@@ -21,6 +22,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -60,6 +62,7 @@ struct Member {
   uint64_t layout_digest = 0;
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   bool on_device = false;           // engines: memory is on a GPU
+  bool fill = false;                // engines: may give, and be filled
   bool updated = false;             // engines: an update was committed to it in this lease
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
@@ -74,6 +77,11 @@ struct Instance {
   std::map<int, MemberId> ranks;      // attached
   std::string reason;                 // why it is dirty or was evicted
   std::optional<UpdateId> installed;  // the last update that committed with it
+  // Fills of the group's version that failed for this instance since it held a version, and when
+  // the next may begin.
+  int failed_fills = 0;
+  TimePoint fill_after;
+  std::string fill_failure;  // why the last one failed
 };
 
 // How the buckets of the running update, or else of the last update, went.
@@ -102,6 +110,13 @@ struct EndedUpdate {
 struct LeaseWaiter {
   CallId call;
   MemberId member;
+  TimePoint deadline;
+};
+
+// A trainer's call that opens an update and came while a fill was running. It is taken when the
+// fill has given way.
+struct DeferredCall {
+  std::variant<BeginEvent, RefitEvent> event;
   TimePoint deadline;
 };
 
@@ -175,6 +190,7 @@ struct Group::Impl {
   void On(const CallGone& e);
   // Takes all steps that the event made possible.
   void Pump();
+  void PumpUpdate();
 
   template <typename Action>
   void Do(Action action) {
@@ -264,6 +280,8 @@ struct Group::Impl {
   void Open(const BeginEvent& e);
   TrainerProgress& Join(Member* member);
   void AssembleIfAllHere();
+  void Assemble();
+  void AnnounceAssembled();
   absl::Status MakeParticipants();
   void OpenDataIfReady();
   void FailUnready();
@@ -334,6 +352,47 @@ struct Group::Impl {
   bool TakeProgramSlots();
   void StartProgram();
 
+  // ---- fill.cc ----
+  bool FillRuns() const { return update != nullptr && update->fill.has_value(); }
+  // Whether every rank of the instance is registered and takes part in fills.
+  bool Fillable(const Instance& instance) const;
+  // Whether the instance holds the group's version, is clean, and may give it.
+  bool Gives(const Instance& instance) const;
+  // Whether the instance lacks the group's version and could be filled.
+  bool LacksVersion(const Instance& instance) const;
+  // The instances of which `test` is true, by name.
+  template <typename Test>
+  std::vector<std::string> InstancesThat(const Test& test) const {
+    std::vector<std::string> found;
+    for (const auto& [instance_name, instance] : instances) {
+      if (test(instance)) found.push_back(instance_name);
+    }
+    return found;
+  }
+  std::vector<std::string> Newcomers() const;
+  std::vector<std::string> ChooseGivers(const std::vector<std::string>& newcomers) const;
+  void FindFillDue();
+  void OpenFillIfDue();
+  void AssembleFill();
+  bool TakenIn(const Instance& instance) const;
+  void GiveUpFillIfGiversChanged();
+  void GiveWay(std::string reason);
+  void Defer(std::variant<BeginEvent, RefitEvent> event, Duration duration);
+  // Refuses the calls that wait for the fill to give way and that would open an update to `wanted`.
+  void RefuseDeferred(Version wanted, const absl::Status& why);
+  // The versions of the updates that waiting calls of the rank would open.
+  std::set<Version> DeferredOf(MemberId member) const;
+  bool RefuseDeferredCall(CallId call, const absl::Status& why);
+  void RefuseOverdueDeferred();
+  void TakeDeferred();
+  void NoteFailedFill(Instance* instance, const std::string& reason);
+  void NoteFailedFills();
+  void ForgetFailedFills();
+  int64_t FilledBytes() const;
+  void LogFillEnd(Outcome outcome, const std::string& reason);
+  std::string FillState(const Instance& instance) const;
+  void CheckFill() const;
+
   // ---- end.cc ----
   absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
   absl::Status CheckCoverageIfLast(const TrainerProgress& progress) const;
@@ -374,6 +433,7 @@ struct Group::Impl {
   void AnswerAll(bool committed, const std::string& reason,
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
+  void LogEnd(Outcome outcome, const std::string& reason);
   UpdateEnded Ended(Outcome outcome, const std::string& reason) const;
   std::optional<uint32_t> ParticipantOf(MemberId member) const;
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
@@ -404,12 +464,21 @@ struct Group::Impl {
   // What engine ranks declare. Each layout and manifest is entered when it comes, so that Begin
   // need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;
-  std::shared_ptr<const Catalog> catalog;             // of the last update
-  std::shared_ptr<group::CompiledProgram> program;    // the newest
-  std::shared_ptr<group::CompiledProgram> compiling;  // being compiled; null: none
+  std::shared_ptr<const Catalog> catalog;                // of the last update
+  std::shared_ptr<group::CompiledProgram> program;       // the newest of an update of the trainers
+  std::shared_ptr<group::CompiledProgram> fill_program;  // the newest of a fill
+  std::shared_ptr<group::CompiledProgram> compiling;     // being compiled; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
-  std::deque<group::EndedUpdate> past;  // newest last; at most kRememberedUpdates
+  std::optional<UpdateView> last_fill;
+  bool last_was_fill = false;
+  std::deque<group::DeferredCall> deferred;  // empty unless a fill runs
+  // A step may have made a fill possible or impossible since fill_due was found.
+  bool look_for_fill = false;
+  std::optional<TimePoint> fill_possible;  // since when
+  std::optional<TimePoint> fill_due;       // when the next fill begins; none: no fill is possible
+  int failed_fills = 0;                    // in a row, of this version
+  std::deque<group::EndedUpdate> past;     // newest last; at most kRememberedUpdates
   int64_t committed_updates = 0;
   int64_t aborted_updates = 0;
 

@@ -100,6 +100,16 @@ class TestGroup {
     Register(id, LayoutOf(tensors, rank, world_size));
     return id;
   }
+  // As Registered, but that the rank takes part in fills.
+  MemberId Fillable(const std::string& instance, const std::vector<TensorSpec>& tensors,
+                    int rank = 0, int world_size = 1, NodeId node = {}) {
+    EngineIdentity who{instance, rank, world_size, DeliveryMode::kRegistered, 2000 + rank, {}, {}};
+    who.fill = true;
+    who.node = node;
+    const MemberId id = AttachEngine(std::move(who));
+    Register(id, LayoutOf(tensors, rank, world_size));
+    return id;
+  }
   MemberId Staged(const std::string& instance,
                   std::optional<std::vector<TensorSpec>> manifest = std::nullopt, int rank = 0,
                   int world_size = 1) {
@@ -408,6 +418,7 @@ class TestGroup {
   std::vector<SendDraining> draining;
   std::vector<UpdateId> overdue;
   std::vector<UpdateId> ended;
+  std::vector<UpdateEnded> fills;
   std::set<MemberId> welcome;
   std::map<MemberId, absl::Status> refused;
   std::set<MemberId> lost;
@@ -451,9 +462,9 @@ class TestGroup {
       }
     }
   }
-  // As the running update, or the last one, shows it.
+  // As the running update or fill, or the last one, shows it.
   bool Evicted(MemberId member) const {
-    const std::optional<UpdateView> view = group.View(now).update;
+    const std::optional<UpdateView> view = group.ViewLatest(now);
     const auto engine = engines.find(member);
     if (!view.has_value() || engine == engines.end()) return true;
     return std::any_of(view->instances.begin(), view->instances.end(),
@@ -601,6 +612,7 @@ class TestGroup {
     CHECK_FALSE(refitting.has_value());
     CHECK_FALSE(comparing.has_value());
     ended.push_back(a.update);
+    if (a.fill) fills.push_back(a);
   }
   void On(const RefuseMember& a) {
     CHECK_FALSE(welcome.contains(a.member));
@@ -626,7 +638,11 @@ class TestGroup {
     CHECK(a.update == UpdateId(updates_));
     CHECK_FALSE(refitting.has_value());
     CHECK_FALSE(comparing.has_value());
-    for (const MemberId source : assembled->program->sources) CheckAlive(source);
+    for (const MemberId source : assembled->program->sources) {
+      CheckAlive(source);
+      // P1: what gives is whole.
+      if (assembled->program->fill) CHECK_FALSE(dirty.contains(engines.at(source).instance));
+    }
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
       if (a.skip_destination[d]) continue;
       CheckAlive(assembled->destinations[d]);

@@ -32,7 +32,9 @@ void Group::Impl::CheckState() const {
   REFITD_CHECK(past.size() <= kRememberedUpdates);
   if (update == nullptr) return;
   REFITD_CHECK(update->state != UpdateState::kCommitted && update->state != UpdateState::kAborted);
-  REFITD_CHECK(!version.has_value() || *version < update->version);  // P3: versions grow
+  // P3: versions grow; a fill installs the group's own.
+  REFITD_CHECK(!version.has_value() || *version < update->version ||
+               (FillRuns() && *version == update->version));
   REFITD_CHECK(update->in_flight >= 0 && update->first_part >= 0);
   REFITD_CHECK(update->first_part <= update->next_start);
   REFITD_CHECK(update->next_start <= update->end_part());
@@ -47,6 +49,7 @@ void Group::Impl::CheckInvariants() const {
   CheckInstances();
   CheckRequests();
   CheckSlots();
+  CheckFill();
   if (update == nullptr) return;
   CheckParticipants();
   CheckParts();
@@ -175,7 +178,7 @@ void Group::Impl::CheckParticipants() const {
     REFITD_CHECK(progress.early.empty() || progress.early.begin()->first > progress.next_seq);
   }
   // P1: nothing is settled before every trainer rank has committed.
-  if (u.state == UpdateState::kSettling || u.state == UpdateState::kVerifying) {
+  if (!FillRuns() && (u.state == UpdateState::kSettling || u.state == UpdateState::kVerifying)) {
     REFITD_CHECK(static_cast<int>(u.trainers.size()) == spec.trainer_ranks);
     for (const auto& [rank, progress] : u.trainers) REFITD_CHECK(progress.committed);
   }

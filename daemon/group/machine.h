@@ -203,15 +203,18 @@ class GroupMachine {
   virtual bool has_members() const = 0;
   // Whether trainers are attached; for a follower: to this daemon.
   virtual bool has_trainers() const = 0;
-  virtual bool update_running() const = 0;
+  virtual bool update_running() const = 0;  // fills included
+  // Whether the update that runs is a fill. A follower does not tell the two apart.
+  virtual bool fill_running() const { return false; }
   virtual bool is_coordinator() const = 0;
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
   virtual MachineView View(TimePoint now) const = 0;
-  // View's update alone, and a mark of its state. A follower does not know the update and has
-  // neither.
+  // View's update alone; the running update or fill, or else the one that ended last; and a mark of
+  // the latter's state. A follower does not know the update and has none of them.
   virtual std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const { return std::nullopt; }
-  virtual std::optional<UpdateMark> MarkUpdate() const { return std::nullopt; }
+  virtual std::optional<UpdateView> ViewLatest(TimePoint /*now*/) const { return std::nullopt; }
+  virtual std::optional<UpdateMark> MarkLatest() const { return std::nullopt; }
   // Known to the coordinator only; a follower's are empty.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;

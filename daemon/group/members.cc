@@ -162,6 +162,7 @@ void Group::Impl::On(const EngineAttached& e) {
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   member.delivery = who.delivery;
   member.on_device = who.on_device;
+  member.fill = who.fill;
   if (who.manifest.has_value()) {
     member.manifest = declared->Shared(*who.manifest);
     declared->Add(member.manifest);
@@ -197,6 +198,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   }
   // A new layout binds other memory, which nobody said holds the version.
   if (member->layout != nullptr) member->held.reset();
+  if (member->engine) look_for_fill = true;
   member->layout = e.layout;
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
@@ -235,13 +237,16 @@ void Group::Impl::LetInIfEmpty(NodeId node) {
   const bool has_members = std::any_of(members.begin(), members.end(), [node](const auto& m) {
     return m.second.node == node && m.second.state != MemberState::kLeaving;
   });
-  if (!has_members) kept_out.erase(node);
+  if (has_members) return;
+  kept_out.erase(node);
+  look_for_fill = true;
 }
 
 void Group::Impl::CompleteIfAllHere(Instance* instance) {
   const std::optional<InstanceState> next = Next(instance->state, InstanceTrigger::kComplete);
   if (!next.has_value() || !Complete(*instance)) return;
   instance->state = *next;
+  look_for_fill = true;
   if (!group::IsDirty(instance->state)) instance->reason.clear();
   Changed();
 }
@@ -302,6 +307,7 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
   it->second.ranks.erase(member->rank);
   NoteStanding(member->instance);
   const bool last = it->second.ranks.empty();
+  look_for_fill = true;
   Step(&it->second.state, last ? InstanceTrigger::kLastLost : InstanceTrigger::kRankLost);
   if (last) instances.erase(it);
   if (update == nullptr) return;
@@ -314,6 +320,15 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
 
 void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
   trainers.erase(member->rank);
+  if (FillRuns()) {
+    // As for an update that the rank has begun: none of its ranks goes on.
+    for (const Version wanted : DeferredOf(member->id)) {
+      RefuseDeferred(wanted, Error(absl::StatusCode::kAborted,
+                                   "the update to version {} is lost: {} was lost: {}", wanted,
+                                   member->label, reason));
+    }
+    return;
+  }
   if (update == nullptr) return;
   Abandon({fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
 }

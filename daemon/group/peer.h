@@ -286,6 +286,7 @@ struct PeerUpdateEnded {
   Version version;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  bool fill = false;  // not an update of the trainers: no answer to GetUpdate
 };
 struct PeerEpochConnect {
   EpochId epoch;

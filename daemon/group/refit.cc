@@ -48,6 +48,7 @@ void Group::Impl::On(const RefitEvent& e) {
     if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
     return;
   }
+  if (FillRuns()) return Defer(e, e.duration);
   if (update == nullptr) Open(BeginOf(e));
   TrainerProgress& progress = Join(member);
   progress.one_call = progress.begins.empty();
@@ -105,6 +106,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     const Member& member = *Find(progress.member);
     if (HasShardsIn(member, progress)) sources.push_back(member.id);
   }
+  if (FillRuns()) sources = update->fill->sources;
   if (sources.empty()) {
     if (std::all_of(update->trainers.begin(), update->trainers.end(),
                     [](const auto& trainer) { return trainer.second.one_call; })) {
@@ -119,10 +121,11 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
                         reader.label, Name(reader.delivery));
   }
   group::ProgramKey key = KeyOf(sources);
-  if (program != nullptr && program->key == key) {
-    REFITD_RETURN_IF_ERROR(program->status);
-    update->compiled = program;
-    update->program = ProgramUse{program->id, program->plan, update->nodes, sources};
+  const std::shared_ptr<group::CompiledProgram>& kept = FillRuns() ? fill_program : program;
+  if (kept != nullptr && kept->key == key) {
+    REFITD_RETURN_IF_ERROR(kept->status);
+    update->compiled = kept;
+    update->program = ProgramUse{kept->id, kept->plan, update->nodes, sources, FillRuns()};
     return true;
   }
   // One program is compiled at a time: by the time the next can start, the update may need another.
@@ -130,8 +133,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   return false;
 }
 
-// The inputs of the program that moves these trainer ranks' shards to the update's registered
-// ranks.
+// The inputs of the program that moves the pieces of these ranks to the update's registered ranks.
 group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const {
   const std::vector<NodeId>& nodes = update->nodes;  // ascending
   const auto number = [&nodes](NodeId node) {
@@ -180,6 +182,9 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
   compile.options.relay_lag = key.relay_lag;
   compile.options.relay_slot_bytes = spec.slot_bytes;
   compile.options.cancelled = compiling->cancelled;
+  compiling->fill = FillRuns();
+  // A giver may hold what a newcomer does not.
+  if (FillRuns()) compile.options.unwanted_allowed = {"*"};
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
@@ -221,11 +226,12 @@ void Group::Impl::On(const ProgramCompiled& e) {
     Changed();
     return;
   }
-  program = std::move(compiling);
-  program->status = e.status;
-  program->plan = e.plan;
-  if (program->status.ok() && program->plan == nullptr) {
-    program->status = absl::InternalError("no plan came");
+  std::shared_ptr<group::CompiledProgram>& kept = compiling->fill ? fill_program : program;
+  kept = std::move(compiling);
+  kept->status = e.status;
+  kept->plan = e.plan;
+  if (kept->status.ok() && kept->plan == nullptr) {
+    kept->status = absl::InternalError("no plan came");
   }
 }
 

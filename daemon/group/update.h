@@ -137,6 +137,7 @@ struct ProgramKey {
 struct CompiledProgram {
   ProgramId id;
   ProgramKey key;
+  bool fill = false;  // its sources are engine ranks
   // Set when the update that asked for the program ends before the program is there, so that
   // planning stops (P4).
   std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
@@ -156,6 +157,13 @@ enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone 
 // The state of the read-back of all registered ranks still in the update.
 enum class Readback : uint8_t { kNone, kRunning, kDone };
 
+// What makes an update a fill: its sources are ranks of clean instances, and no trainer takes part.
+struct Fill {
+  std::vector<std::string> givers;  // instances; set when the fill is assembled
+  std::vector<MemberId> sources;    // their ranks
+  bool gave_way = false;            // given up for a reason that is no failure of its own
+};
+
 struct Update {
   UpdateId id;
   Version version;
@@ -169,6 +177,7 @@ struct Update {
   UpdateState state = UpdateState::kOpening;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
+  std::optional<Fill> fill;  // set: the update installs the group's version in late instances
   // The method of the update's buckets; none: no rank that pushes has begun (Refit names none).
   std::optional<BroadcastMethod> broadcast;
   std::string lacks_slots;     // a rank without slots, or without gain from them; empty: none

@@ -20,6 +20,10 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   view.tensor_count = u.tensor_count;
   view.buckets = u.buckets;
   view.note = u.note;
+  if (u.fill.has_value()) {
+    view.fill = true;
+    view.givers = u.fill->givers;
+  }
   for (const Participant& p : u.participants) {
     view.instances.push_back({p.instance, false, p.reason});
   }
@@ -88,8 +92,10 @@ GroupView Group::View(TimePoint now) const {
     v.attached = static_cast<int>(instance.ranks.size());
     const std::string* kept = g.WhyKeptOut(instance);
     v.reason = kept == nullptr ? instance.reason : *kept;
+    v.fill = g.FillState(instance);
   }
   view.update = ViewUpdate(now);
+  view.fill = g.FillRuns() ? ViewLatest(now) : g.last_fill;
   for (int i = 0; i < g.ledger.slots(); ++i) {
     const SlotIndex index(static_cast<uint32_t>(i));
     view.slots.push_back({index, g.ledger.slot(index).state, g.HolderOf(index)});
@@ -121,17 +127,24 @@ std::vector<InstanceStanding> Group::Standings() const {
 
 std::optional<UpdateView> Group::ViewUpdate(TimePoint now) const {
   const Impl& g = *impl_;
-  if (g.update == nullptr) return g.last_update;
+  if (g.update == nullptr || g.FillRuns()) return g.last_update;
+  return ViewLatest(now);
+}
+
+std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
+  const Impl& g = *impl_;
+  if (g.update == nullptr) return g.last_was_fill ? g.last_fill : g.last_update;
   UpdateView view = g.ViewOf(*g.update);
   view.elapsed = now - g.update->started;
   view.remaining = std::max(g.update->deadline - now, Duration(0));
   return view;
 }
 
-std::optional<UpdateMark> Group::MarkUpdate() const {
+std::optional<UpdateMark> Group::MarkLatest() const {
   const Impl& g = *impl_;
   if (g.update != nullptr) return UpdateMark{g.update->id, Name(g.update->state)};
-  if (g.last_update.has_value()) return UpdateMark{g.last_update->id, g.last_update->state};
+  const std::optional<UpdateView>& last = g.last_was_fill ? g.last_fill : g.last_update;
+  if (last.has_value()) return UpdateMark{last->id, last->state};
   return std::nullopt;
 }
 

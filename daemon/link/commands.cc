@@ -218,6 +218,7 @@ void Put(const PeerUpdateEnded& v, v1::PeerAnswer* wire) {
   out->set_version(v.version.value());
   out->set_outcome(static_cast<v1::UpdateOutcome>(v.outcome));
   out->set_reason(TextToWire(v.reason));
+  out->set_fill(v.fill);
 }
 
 void Put(const OpenEpoch& v, v1::PeerAnswer* wire) {
@@ -576,6 +577,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& wire, const Pee
                                  v1::UPDATE_OUTCOME_ABORTED, "update_ended.outcome"));
   out.outcome = static_cast<Outcome>(wire.outcome());
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "update_ended.reason"));
+  out.fill = wire.fill();
   return out;
 }
 

@@ -41,7 +41,7 @@ FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
 FIELDS(PeerAttach, a, b)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
@@ -91,7 +91,7 @@ FIELDS(PeerProgramBuilt, a, b, c, d)
 FIELDS(PeerCompared, a, b, c)
 FIELDS(PeerRunDone, a, b, c, d, e, f, g)
 FIELDS(PeerAbandon, a)
-FIELDS(PeerUpdateEnded, a, b, c, d)
+FIELDS(PeerUpdateEnded, a, b, c, d, e)
 FIELDS(OpenEpoch, a, b, c)
 FIELDS(PeerEpochConnect, a, b, c)
 FIELDS(CloseEpoch, a)
@@ -375,6 +375,7 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->daemon.clear();
   v->relays = true;
   v->on_device = false;  // known to the own daemon only
+  if (!NeedsLayout(v->delivery)) v->fill = false;
 }
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
 void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }

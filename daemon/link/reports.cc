@@ -63,6 +63,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* wire) {
   if (engine.held_version.has_value()) e->set_held_version(engine.held_version->value());
   e->set_dirty(engine.dirty);
   e->set_held_origin(engine.held_origin);
+  e->set_fill(engine.fill);
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -304,6 +305,10 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
   engine.pid = e.pid();
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
+  engine.fill = e.fill();
+  if (engine.fill && !NeedsLayout(engine.delivery)) {
+    return Invalid("attach.engine.fill: only registered delivery takes part in fills");
+  }
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));

@@ -127,6 +127,7 @@ struct Actions::Performer {
     own->data_plane_.GiveUpEpochs(*group, turn);
     // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
+    if (a.fill) return own->CountFill(*group, a);
     group->broadcasts = false;
     own->identities_.AuditUpdate(*group, a, turn);
     own->Count(*group, a);
@@ -243,6 +244,18 @@ void Actions::ReportRefused(const std::string& name, const PeerLink* link,
     turn.Handle(name, CommandReceived{Reply{layout->call, std::move(status), EmptyReply{}}});
   } else {
     turn.Handle(name, LinkLost{std::move(status)});
+  }
+}
+
+void Actions::CountFill(const GroupRecord& group, const UpdateEnded& ended) const {
+  if (state_.options.observer == nullptr) return;
+  const FillEnd end = ended.outcome == Outcome::kCommitted ? FillEnd::kCommitted
+                      : ended.gave_way                     ? FillEnd::kGaveWay
+                                                           : FillEnd::kFailed;
+  state_.options.observer->FillEnded(group.name(), end,
+                                     end == FillEnd::kCommitted ? ended.bytes : 0, ended.total);
+  if (ended.give_up_class == GiveUpClass::kVerification) {
+    state_.options.observer->IntegrityFailure(group.name());
   }
 }
 

@@ -64,6 +64,7 @@ class FakeWire : public Wire {
 class Moved : public NodeObserver {
  public:
   void UpdateEnded(const UpdateReport& /*report*/) override {}
+  void FillEnded(const std::string&, FillEnd, int64_t, Duration) override {}
   void BytesMoved(const std::string& /*group*/, MoveKind kind, int64_t bytes) override {
     (kind == MoveKind::kCopy ? copied : wired) += bytes;
   }

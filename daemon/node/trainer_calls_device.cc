@@ -196,7 +196,8 @@ void TrainerCalls::BeginOpened(CallId call, const Caller& caller, BeginEvent eve
     event.member = member.id;
     event.slots_on_devices = slots && device_slots_.MissingFor(member).empty();
     GroupRecord* group = state_.groups.Of(member);
-    if (!group->machine->update_running()) group->broadcasts = false;
+    const GroupMachine& machine = *group->machine;
+    if (!machine.update_running() || machine.fill_running()) group->broadcasts = false;
     group->broadcasts = group->broadcasts || event.slots_on_devices;
     return std::move(event);
   };

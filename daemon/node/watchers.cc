@@ -18,7 +18,7 @@ absl::StatusOr<uint64_t> Watchers::Add(Wish wish, std::shared_ptr<UpdateSink> si
   watcher.wish = std::move(wish);
   watcher.sink = std::move(sink);
   for (const GroupMachine* group : all) {
-    const std::optional<UpdateMark> mark = group->MarkUpdate();
+    const std::optional<UpdateMark> mark = group->MarkLatest();
     if (mark.has_value() && !group->update_running()) watcher.told[group->name()] = *mark;
   }
   const uint64_t id = next_++;
@@ -70,13 +70,13 @@ std::optional<TimePoint> Watchers::NextDue() const {
 void Watchers::Tell(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view,
                     bool due, TimePoint now) {
   const std::string& name = group.name();
-  const std::optional<UpdateMark> mark = group.MarkUpdate();
+  const std::optional<UpdateMark> mark = group.MarkLatest();
   if (!mark.has_value()) return;
   const auto told = watcher->told.find(name);
   const bool known = told != watcher->told.end() && told->second == *mark;
   if (known && !(due && group.update_running())) return;
   if (!view->has_value()) {
-    *view = group.ViewUpdate(now);
+    *view = group.ViewLatest(now);
     ++views_;
   }
   watcher->told[name] = *mark;

@@ -33,6 +33,12 @@ std::string MethodWord(v1::BroadcastMethod method) {
 
 std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
 
+// Why the instance is dirty, and what becomes of the version that it lacks.
+std::string ReasonWord(const v1::InstanceStatus& instance) {
+  const bool both = !instance.reason().empty() && !instance.fill().empty();
+  return instance.reason() + (both ? "; " : "") + instance.fill();
+}
+
 // "7", or "7 (of 1a2b)" if another incarnation than the group's committed it.
 std::string HeldWord(const v1::GroupStatus& group, const v1::InstanceStatus& instance) {
   std::string word = VersionWord(instance);
@@ -45,7 +51,7 @@ std::string RenderInstances(const v1::GroupStatus& group) {
   for (const auto& instance : group.instances()) {
     table.Add({"  " + instance.name(), instance.state(), HeldWord(group, instance),
                fmt::format("{}/{}", instance.attached(), instance.world_size()),
-               OrDash(instance.reason())});
+               OrDash(ReasonWord(instance))});
   }
   return table.ToString();
 }
@@ -105,6 +111,10 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
     text += fmt::format("  {}: {}\n", HasEnded(group.update()) ? "last update" : "update",
                         RenderUpdate(group.update(), ProgressMeter()));
   }
+  if (group.has_fill()) {
+    text += fmt::format("  {}: {}\n", HasEnded(group.fill()) ? "last fill" : "fill",
+                        RenderUpdate(group.fill(), ProgressMeter()));
+  }
   return text;
 }
 
@@ -158,9 +168,13 @@ std::string Outcomes(const v1::UpdateStatus& update) {
   return fmt::format("{} of {} instances{}", committed, update.instances_size(), lost);
 }
 
-// "policy v8": the group and the version.
+// "policy v8": the group and the version; of a fill "policy v8 fill from a, b".
 std::string LabelOf(const v1::UpdateStatus& update) {
-  return fmt::format("{} v{}", update.group(), update.version());
+  const std::string label = fmt::format("{} v{}", update.group(), update.version());
+  if (!update.fill()) return label;
+  return fmt::format(
+      "{} fill from {}", label,
+      update.givers().empty() ? "-" : fmt::format("{}", fmt::join(update.givers(), ", ")));
 }
 
 // `line` and the note that a trainer gave: "policy v8 (step 1200)".

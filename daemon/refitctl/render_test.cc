@@ -37,6 +37,27 @@ TEST_CASE("an update's note is shown with its version, while it runs and when it
              Contains("policy v5 (step 1200) committed"));
 }
 
+TEST_CASE("a fill is shown with the instances that give, and a late instance with what it waits for") {
+  v1::UpdateStatus fill = Update(9, 5, 50 << 20, 1);
+  fill.set_fill(true);
+  fill.add_givers("vllm-0");
+  fill.add_givers("vllm-1");
+  CHECK_THAT(RenderUpdate(fill, ProgressMeter()),
+             Contains("policy v5 fill from vllm-0, vllm-1 transferring"));
+  v1::GetStatusResponse status;
+  auto* group = status.add_groups();
+  group->set_name("policy");
+  *group->mutable_fill() = Ended(fill, true);
+  auto* instance = group->add_instances();
+  instance->set_name("late");
+  instance->set_state("dirty");
+  instance->set_reason("rank 1: died");
+  instance->set_fill("waits for a fill");
+  const std::string text = RenderStatus(status);
+  CHECK_THAT(text, Contains("rank 1: died; waits for a fill"));
+  CHECK_THAT(text, Contains("last fill: policy v5 fill from vllm-0, vllm-1 committed"));
+}
+
 TEST_CASE("the status page shows groups, instances, slots and the running update") {
   v1::GetStatusResponse status;
   status.set_daemon_version("1.2.3");

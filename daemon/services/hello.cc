@@ -93,6 +93,10 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                  hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  identity.fill = hello.fill();
+  if (hello.fill() && !NeedsLayout(identity.delivery)) {
+    return absl::InvalidArgumentError("fill: only registered delivery takes part in fills");
+  }
   if (hello.has_manifest()) {
     if (!DeclaresManifest(identity.delivery)) {
       return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");

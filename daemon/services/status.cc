@@ -91,8 +91,10 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
     i->set_ready(instance.readiness.ready);
     if (instance.readiness.lag.has_value()) i->set_lag(*instance.readiness.lag);
     i->set_unready_reason(instance.readiness.reason);
+    i->set_fill(instance.fill);
   }
   if (view.update.has_value()) *status.mutable_update() = ToWire(view.name, *view.update);
+  if (view.fill.has_value()) *status.mutable_fill() = ToWire(view.name, *view.fill);
   for (const SlotView& slot : view.slots) {
     v1::SlotStatus* s = status.add_slots();
     s->set_slot(slot.slot.value());
@@ -186,6 +188,8 @@ v1::UpdateStatus ToWire(const std::string& group, const UpdateView& update) {
   status.set_tensor_count(update.tensor_count);
   status.set_buckets(update.buckets);
   status.set_note(update.note);
+  status.set_fill(update.fill);
+  for (const std::string& giver : update.givers) status.add_givers(giver);
   status.set_elapsed_seconds(Seconds(update.elapsed));
   status.set_remaining_ms(ToMillis(update.remaining));
   for (const InstanceOutcome& outcome : update.instances) {

@@ -187,7 +187,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual((group["state"], group["version"], group["updates_committed"]), ("idle", "1", "1"))
         self.assertEqual(group["spec"]["slot_bytes"], str(SLOT_BYTES))
         self.assertEqual([slot["state"] for slot in group["slots"]], ["free"] * 4)
-        replica = {"name": "replica", "state": "clean", "version": "1", "world_size": 1, "attached": 1, "reason": ""}
+        replica = {"name": "replica", "state": "clean", "version": "1", "world_size": 1, "attached": 1, "reason": "", "fill": ""}
         replica["origin"] = group["incarnation"]
         replica.update(ready=True, lag="0", unready_reason="")
         self.assertEqual(group["instances"], [replica])

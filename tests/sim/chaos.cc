@@ -93,6 +93,10 @@ void World::MakeScenario() {
     group.limits.outstanding_buckets = random_.Int(2, 6);
     group.limits.direct_part_bytes = 64 * random_.Int(1, 8);
     group.limits.direct_part_tensors = 1;
+    group.limits.fills = !random_.Percent(10);
+    group.limits.fill_gather = random_.Millis(1, 60);
+    group.limits.fill_wait = milliseconds(100);
+    group.limits.fill_most_wait = seconds(1);
     group.verification = random_.Percent(50)   ? Verification::kReadback
                          : random_.Percent(70) ? Verification::kTransfer
                                                : Verification::kOff;
@@ -140,6 +144,7 @@ void World::MakeScenario() {
       const bool registered = group.way != GroupWorld::Way::kPush || random_.Percent(60);
       seat.delivery = registered ? DeliveryMode::kRegistered : DeliveryMode::kStaged;
       seat.manifest = seat.delivery == DeliveryMode::kStaged && random_.Percent(50);
+      seat.fill = registered && random_.Percent(75);
       const int first = random_.Int(0, daemons - 1);
       for (int rank = 0; rank < seat.world_size; ++rank) {
         seat.rank = rank;
@@ -176,6 +181,51 @@ std::vector<int> World::DaemonsWithoutTrainers(bool joined_only) const {
     if (!trains && !(home && joined_only)) found.push_back(d);
   }
   return found;
+}
+
+// ---- fills ----
+
+bool World::FillRuns(int g) const {
+  const auto& machines =
+      daemons_[static_cast<size_t>(groups_[static_cast<size_t>(g)].home)].machines;
+  const auto home = machines.find(g);
+  return home != machines.end() && home->second.coordinator->fill_running();
+}
+
+void World::HitFill(int g, const Round& round) {
+  if (healed_ || chances_.chaos_members + chances_.chaos_daemons == 0 || !random_.Percent(40)) {
+    return;
+  }
+  std::vector<int> pids = round.sources;
+  for (const auto& [instance, members] : round.instances) {
+    pids.insert(pids.end(), members.begin(), members.end());
+  }
+  const int pid = pids[random_.Index(pids.size())];
+  const bool daemon = random_.PerMille(1000 * chances_.chaos_daemons /
+                                       (chances_.chaos_members + chances_.chaos_daemons));
+  const int d = random_.Percent(30) ? GroupOf(g).home : SeatOf(ProcessOf(pid)).d;
+  In(random_.Micros(0, 60'000), [this, pid, daemon, d] {
+    if (healed_) return;
+    if (!daemon) {
+      if (ProcessOf(pid).alive) Count(Fault::kMemberKilled);
+      return KillProcess(pid);
+    }
+    if (!DaemonAt(d).up) return;
+    KillDaemon(d, random_.Percent(20));
+    In(random_.Millis(20, 2000), [this, d] {
+      if (!DaemonAt(d).up) StartDaemon(d);
+    });
+  });
+}
+
+// A call at the coordinator's own daemon reaches its group at once, so no call that opens an update
+// is left unanswered by a fill that commits: the fill would have given way to it.
+void World::CheckFilled(int d, int g) {
+  for (const auto& [id, call] : DaemonAt(d).calls) {
+    if (call.g != g || !call.opens || call.since >= now_) continue;
+    return Violate("GIVE", fmt::format("d{} g{}: a fill commits while call {} of pid {} waits", d,
+                                       g, id, call.pid));
+  }
 }
 
 void World::KillOnlyEngines() {

@@ -202,7 +202,9 @@ void World::TryAttach(int pid) {
     who.delivery = s.delivery;
     who.pid = pid;
     who.held_version = holds;
-    if (holds.has_value()) who.held_origin = origin;
+    if (options_.bug == Bug::kTornGiver && q.told.has_value()) who.held_version = q.told;
+    if (who.held_version.has_value()) who.held_origin = origin;
+    who.fill = s.fill;
     if (s.manifest) who.manifest = GroupOf(g).model;
     EngineAttached attached{member, std::move(who)};
     attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kStaged;
@@ -430,11 +432,11 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
     if (seat.trainer) return;
     uint32_t holds = 0;
     if (!rounds_[index].committed_instances.contains(seat.instance) ||
-        !TrueVersion(p, &holds).has_value() || holds != index) {
+        !TrueVersion(p, &holds).has_value() || holds != rounds_[index].bytes_of) {
       return Violate(
           "P1", fmt::format("pid {} is told committed {}, but does not hold it", pid, version));
     }
-    p.holds = version;
+    p.holds = p.told = version;
   } else {
     if (seat.trainer) {
       if (p.phase != Process::Phase::kIdle && GroupOf(seat.g).job.version == version &&
@@ -503,7 +505,9 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
               if constexpr (requires { e.member; }) e.member = member;
             },
             event);
-        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit, AnswerTo(event)};
+        const bool opens =
+            std::holds_alternative<BeginEvent>(event) || std::holds_alternative<RefitEvent>(event);
+        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit, opens, AnswerTo(event)};
         if (refit && it->second.layout != believed) {
           return On(d, g,
                     Reply{call, absl::FailedPreconditionError("another binding"), EmptyReply{}});
@@ -530,8 +534,18 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
             if (DaemonAt(d).calls.contains(call)) Feed(d, g, GroupEvent(CallGone{call}));
           });
         }
+        if (opens && options_.bug == Bug::kStubbornFill) {
+          return FeedWithoutFill(d, g, std::move(event));
+        }
         Feed(d, g, std::move(event));
       });
+}
+
+void World::FeedWithoutFill(int d, int g, GroupEvent event) {
+  if (!FillRuns(g)) return Feed(d, g, std::move(event));
+  InDaemon(d, milliseconds(2), [this, d, g, event = std::move(event)] {
+    if (Find(d, g) != nullptr) FeedWithoutFill(d, g, event);
+  });
 }
 
 void World::CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,

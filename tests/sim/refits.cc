@@ -354,6 +354,11 @@ void World::On(int d, int g, const StartMoves& a) {
     const auto member = daemon.members.find(bound.sources[i]);
     if (member == daemon.members.end()) return fails("a source is gone");
     const std::shared_ptr<const Layout>& layout = bound.source_layouts[i];
+    Process& process = ProcessOf(member->second.pid);
+    if (!SeatOf(process).trainer) {
+      moving->cells.push_back(&process.cells);
+      continue;
+    }
     if (!member->second.lost && member->second.layout != layout) {
       return Violate("P1", fmt::format("{} is bound to an older registration of member {}", what,
                                        bound.sources[i]));
@@ -370,7 +375,7 @@ void World::On(int d, int g, const StartMoves& a) {
       }
     }
     if (a.step == MoveStep::kCompare) shard->compared = true;
-    moving->shards.push_back(std::move(shard));
+    moving->cells.push_back(&shard->cells);
   }
   const bool writes = a.step == MoveStep::kLocal || a.step == MoveStep::kUnpack;
   for (size_t i = 0; i < bound.destinations.size(); ++i) {
@@ -414,9 +419,9 @@ void World::PlanMoves(Moving* moving) {
   const BoundProgram& bound = *a.bound;
   const NodeProgram& program = *bound.program;
   const auto from_shard = [&](Moving::Run* run, uint32_t source, uint32_t piece, const Box& box) {
-    Shard& shard = *moving->shards[source];
-    run->from = &shard.cells[piece];
-    run->from_at = static_cast<size_t>(box.offset[0] - shard.layout->pieces[piece].box.offset[0]);
+    const Layout& layout = *bound.source_layouts[source];
+    run->from = &(*moving->cells[source])[piece];
+    run->from_at = static_cast<size_t>(box.offset[0] - layout.pieces[piece].box.offset[0]);
     run->count = box.extent[0];
   };
   const auto to_engine = [&](Moving::Run* run, uint32_t destination, uint32_t piece,
@@ -446,16 +451,17 @@ void World::PlanMoves(Moving* moving) {
         return Violate("P1", fmt::format("d{} g{}: source {} is compared, but is not here",
                                          moving->d, moving->g, share.source));
       }
-      Shard& shard = *moving->shards[source];
+      std::vector<std::vector<Tag>>& cells = *moving->cells[source];
+      const Layout& layout = *bound.source_layouts[source];
       const std::string& name = bound.plan->tensors[share.tensor].name;
-      for (size_t i = 0; i < shard.cells.size(); ++i) {
-        const Piece& piece = shard.layout->pieces[i];
+      for (size_t i = 0; i < cells.size(); ++i) {
+        const Piece& piece = layout.pieces[i];
         const int64_t at = share.box.offset[0] - piece.box.offset[0];
-        if (shard.layout->tensors[piece.tensor].name != name || at < 0 ||
+        if (layout.tensors[piece.tensor].name != name || at < 0 ||
             at + share.box.extent[0] > piece.box.extent[0]) {
           continue;
         }
-        moving->sums.push_back({&shard.cells[i], static_cast<size_t>(at), share.box.extent[0], {}});
+        moving->sums.push_back({&cells[i], static_cast<size_t>(at), share.box.extent[0], {}});
         break;
       }
     }
@@ -595,7 +601,9 @@ void World::EndMoves(const std::shared_ptr<Moving>& moving) {
     done.status = absl::InternalError("the moves failed");
     done.bytes_written.assign(done.bytes_written.size(), 0);
   } else if (a.verification != Verification::kOff && !moving->runs.empty() &&
-             random_.PerMille(chances_.bytes_damaged)) {
+             random_.PerMille(options_.bug == Bug::kBlindFill && FillRuns(moving->g)
+                                  ? 500
+                                  : chances_.bytes_damaged)) {
     // Damages one element; `transfer` finds it now, `readback` later, and in a slot the receiver
     // does.
     const Moving::Run& run = moving->runs[random_.Index(moving->runs.size())];

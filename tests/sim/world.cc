@@ -584,7 +584,18 @@ void World::On(int d, int g, const UpdateAssembled& a) {
       round.sources.push_back(at->pid);
     }
   }
-  CheckRegistered(g, round);
+  round.bytes_of = static_cast<uint32_t>(rounds_.size());
+  if (a.program.has_value() && a.program->fill) {
+    round.fill = true;
+    for (uint32_t i = 0; i < rounds_.size(); ++i) {
+      const Round& other = rounds_[i];
+      if (other.g != g || other.coordinator != m->nonce || other.version != a.version) continue;
+      if (!other.fill && other.outcome == Outcome::kCommitted) round.bytes_of = i;
+    }
+    HitFill(g, round);
+  } else {
+    CheckRegistered(g, round);
+  }
   rounds_.push_back(std::move(round));
   FillShards(static_cast<uint32_t>(rounds_.size() - 1));
   // The fault comes in the middle of the update.
@@ -603,7 +614,13 @@ void World::On(int d, int g, const UpdateEnded& a) {
   Machine* m = Find(d, g);
   m->sums.erase(a.update);
   if (m->coordinator == nullptr || a.outcome == Outcome::kUnknown) return;
-  if (a.outcome == Outcome::kCommitted) {
+  if (a.fill) {
+    ++(a.outcome == Outcome::kCommitted ? result_.fills
+       : a.gave_way                     ? result_.gave_way
+                                        : result_.fills_failed);
+    if (a.outcome == Outcome::kCommitted) CheckFilled(d, g);
+    if (over_) return;
+  } else if (a.outcome == Outcome::kCommitted) {
     ++result_.committed;
     const uint64_t incarnation = m->machine->incarnation();
     auto& last = GroupOf(g).last_committed;
@@ -621,7 +638,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
   });
   if (round == rounds_.end()) return;  // given up before it was assembled
   round->outcome = a.outcome;
-  CheckRest(g, *round, a);
+  if (!a.fill) CheckRest(g, *round, a);
   if (!over_) CheckKeptOut(g);
   if (over_) return;
   for (const auto& [id, copy] : copies_) {
@@ -637,14 +654,15 @@ void World::On(int d, int g, const UpdateEnded& a) {
     }
   }
   if (a.outcome != Outcome::kCommitted) return;
-  if (round->plan != nullptr) {
+  if (round->plan != nullptr && !a.fill) {
     const bool mixed = GroupOf(g).way == GroupWorld::Way::kMixed;
     ++result_.refits[mixed ? 1 : 0][round->plan->routes.wire_bytes > 0 ? 1 : 0];
   }
-  const uint32_t index = static_cast<uint32_t>(round - rounds_.begin());
+  const uint32_t index = round->bytes_of;
   const MachineView view = m->machine->View(now_);
-  REFITD_CHECK(view.group.update.has_value());
-  for (const InstanceOutcome& outcome : view.group.update->instances) {
+  const std::optional<UpdateView>& shown = a.fill ? view.group.fill : view.group.update;
+  REFITD_CHECK(shown.has_value() && shown->id == a.update);
+  for (const InstanceOutcome& outcome : shown->instances) {
     if (!outcome.committed) continue;
     round->committed_instances.insert(outcome.instance);
     for (const int pid : round->instances[outcome.instance]) {

@@ -14,6 +14,7 @@
 //   LIVE  with all faults gone, an update did not commit
 //   REG   an update left out an instance though every rank of it was told that it is registered and
 //         none was lost
+//   GIVE  a fill committed while a trainer's call that opens an update was waiting
 //   REST  only some engines died, or the data plane of one daemon did not come up, and the update
 //         was given up for the other engines as well
 #ifndef REFITD_TESTS_SIM_WORLD_H_
@@ -67,6 +68,9 @@ enum class Bug : uint8_t {
   kSkippedForward,
   kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
+  kTornGiver,     // an engine always reports the version that was committed to it last
+  kStubbornFill,  // calls that open an update are held up while a fill runs
+  kBlindFill,     // a fill's read-back finds nothing
 };
 
 struct Options {
@@ -118,7 +122,10 @@ struct Result {
   int64_t refits[2][2] = {};
   int64_t exchanges = 0;
   int64_t forwards = 0;  // runs of bytes that a daemon sent on along a chain
-  int64_t reruns = 0;    // programs that a daemon was told to run again without a lost daemon
+  int64_t fills = 0;     // committed
+  int64_t gave_way = 0;  // fills that were given up for no failure of their own
+  int64_t fills_failed = 0;
+  int64_t reruns = 0;  // programs that a daemon was told to run again without a lost daemon
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -154,6 +161,9 @@ struct Round {
   std::shared_ptr<const RefitPlan> plan;  // null: no program
   bool differs = false;                   // a rank was made to differ from its replicas
   std::vector<int> sources;               // pids, by the plan's numbers
+  bool fill = false;
+  uint32_t bytes_of =
+      0;  // the round whose bytes it installs: itself, or, for a fill, an earlier one
 };
 
 // A trainer's memory for one registration.
@@ -195,6 +205,7 @@ struct Seat {  // a place for a process: which member should be attached where
   int world_size = 1;
   DeliveryMode delivery = DeliveryMode::kRegistered;
   bool manifest = false;
+  bool fill = false;  // takes part in fills
   int pid = 0;
 };
 
@@ -222,8 +233,9 @@ struct Process {
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
   std::optional<Version> holds;         // the version that it believes to serve
-  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
-  bool in_doubt = false;  // answered Ready, heard no outcome
+  uint64_t origin = 0;          // incarnation in which `holds` was committed; 0: from a file
+  std::optional<Version> told;  // the version that it was told committed last; for kTornGiver
+  bool in_doubt = false;        // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -319,6 +331,7 @@ struct Call {
   MemberId member{};
   std::shared_ptr<const Layout> layout{};  // the layout that it registers
   bool refit = false;
+  bool opens = false;              // Begin or Refit
   std::optional<size_t> answer{};  // the payload that an OK answer must have: index of ReplyPayload
 };
 
@@ -432,8 +445,8 @@ struct Moving {
   uint64_t nonce = 0;
   StartMoves start;
   std::shared_ptr<Pool> pool;
-  std::vector<std::shared_ptr<Shard>> shards;  // by source
-  std::vector<int> pids;                       // by destination; 0: not touched
+  std::vector<std::vector<std::vector<Tag>>*> cells;  // by source and its piece
+  std::vector<int> pids;                              // by destination; 0: not touched
   std::vector<Run> runs;
   std::vector<Sum> sums;
   std::optional<uint64_t> use;              // of its slot
@@ -705,6 +718,12 @@ class World {
   void Mute();
   void SendWrongPayload();
   // Checks that faults of these kinds cost only the members that they hit.
+  // Kills a giver, a newcomer or a daemon of a fill that has just been assembled, some time later.
+  void HitFill(int g, const Round& round);
+  bool FillRuns(int g) const;
+  // Feeds the event once no fill runs; for kStubbornFill.
+  void FeedWithoutFill(int d, int g, GroupEvent event);
+  void CheckFilled(int d, int g);
   void CheckRest(int g, const Round& round, const UpdateEnded& a);
   void CheckKeptOut(int g);
   // Daemons without a trainer of any group and without a group of their own.

@@ -23,6 +23,8 @@ CUDA_IPC_HANDLE_BYTES = 64
 # refit_engine_options.delivery
 DELIVERY_REGISTERED = 0
 DELIVERY_STAGED = 1
+FILL_DEFAULT = 0
+FILL_NEVER = 1
 
 # refit_event.kind
 EVENT_NOTHING = 0
@@ -175,6 +177,7 @@ class refit_engine_options(ctypes.Structure):
         ("held_version", c_int64),
         ("dirty", c_int32),
         ("held_origin", c_uint64),
+        ("fill", c_int32),
     ]
 
 

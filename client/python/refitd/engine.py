@@ -53,6 +53,7 @@ class Engine(Member):
         held_version: int | None = None,
         held_incarnation: int | None = None,
         dirty: bool = False,
+        fill: bool = True,
         socket: str | None = None,
         coordinator: str | None = None,
         device: str | None = None,
@@ -67,7 +68,11 @@ class Engine(Member):
         `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
         `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
         the memory holds, complete, from an earlier attachment (Committed told both). `dirty`: the memory may hold no whole version;
-        where you don't know, say True.
+        where you don't know, say True. `fill`: without `staged`, the rank takes part in fills. If its instance lacks the group's version,
+        it gets that version from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance
+        holds the version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
+        answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say False
+        where it is not, or where events are taken only when the trainer says so.
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. `device`: where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where
@@ -96,6 +101,7 @@ class Engine(Member):
             world_size=world_size,
             delivery=_abi.DELIVERY_STAGED if staged else _abi.DELIVERY_REGISTERED,
             dirty=int(dirty),
+            fill=_abi.FILL_DEFAULT if fill else _abi.FILL_NEVER,
         )
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)

@@ -240,6 +240,7 @@ class Driver:
             coordinator=settings.coordinator,
             device="host",
             dirty=dirty,
+            fill=False,  # as its ranks
             wait_seconds=ATTACH_SECONDS,
             reattach_seconds=settings.reattach_seconds,
             client="vllm driver",

@@ -60,6 +60,8 @@ class Rank:
             coordinator=settings.coordinator,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
+            # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
+            fill=False,
             wait_seconds=settings.wait_seconds,
             reattach_seconds=settings.reattach_seconds,
             client=self._client,

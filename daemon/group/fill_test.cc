@@ -1,0 +1,430 @@
+// Fills as the group decides them: who gives, who is filled, what they give way to, and how they
+// fail.
+#include <catch2/catch.hpp>
+
+#include "daemon/group/group_test_util.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+using Catch::Matchers::Contains;
+
+const std::vector<TensorSpec> kModel = {Bytes("a", 8), Bytes("b", 16)};
+
+// A trainer rank, and instance x that holds version 1.
+struct Served {
+  explicit Served(GroupLimits limits = {}, GroupSpec spec = TestGroup::DefaultSpec())
+      : g(std::move(spec), limits), trainer(g.AttachTrainer()), giver(g.Fillable("x", kModel)) {
+    g.Shards(trainer, kModel);
+    Install(1);
+  }
+  CallId Install(int64_t version) {
+    const CallId call = g.Refit(trainer, version);
+    if (g.compiling.has_value()) g.FinishCompile();
+    g.ReadyAll();
+    g.FinishRefit();
+    g.FinishVerify();
+    CHECK(g.Code(call) == StatusCode::kOk);
+    return call;
+  }
+  // Lets the fill begin that is due, up to its newcomers' Prepare.
+  void Open() {
+    g.Expire();
+    if (g.compiling.has_value()) g.FinishCompile();
+  }
+  // And up to its copies.
+  void Copy() {
+    Open();
+    g.ReadyAll();
+    if (g.comparing.has_value()) g.FinishCompare();
+    REQUIRE(g.refitting.has_value());
+  }
+  void Fill() {
+    Copy();
+    g.FinishRefit();
+    g.FinishVerify();
+  }
+  std::string FillOf(const std::string& instance) const { return g.Instance(instance).fill; }
+
+  TestGroup g;
+  MemberId trainer;
+  MemberId giver;
+};
+
+TEST_CASE("an instance that attaches late is filled by a clean one, which hears nothing") {
+  Served s;
+  const size_t prepares = s.g.prepares.size();
+  const size_t committed = s.g.committed.size();
+  const MemberId late = s.g.Fillable("y", kModel);
+  CHECK(s.FillOf("y") == "waits for a fill");
+  s.Open();
+  CHECK(s.FillOf("y") == "is filled from instance x");
+  REQUIRE(s.g.prepares.size() == prepares + 1);
+  CHECK(s.g.prepares.back().member == late);
+  CHECK(s.g.prepares.back().version == Version(1));
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{s.giver});
+  CHECK(s.g.assembled->verification == Verification::kReadback);
+  s.g.ReadyAll();
+  CHECK(s.g.Instance("y").state == "dirty_ready");
+  CHECK(s.g.Instance("x").state == "clean");
+  s.g.FinishRefit();
+  CHECK(s.g.committed.size() == committed);  // P1: not before the read-back
+  s.g.FinishVerify();
+  REQUIRE(s.g.committed.size() == committed + 1);
+  CHECK(s.g.committed.back().member == late);
+  CHECK(s.g.Instance("y").version == Version(1));
+  CHECK(s.FillOf("y").empty());
+  REQUIRE(s.g.fills.size() == 1);
+  CHECK(s.g.fills[0].outcome == Outcome::kCommitted);
+  CHECK(s.g.fills[0].bytes == 24);
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  SECTION("and the trainers' next update takes both, with the program that it would have had") {
+    s.Install(2);
+    CHECK(s.g.Instance("y").version == Version(2));
+  }
+}
+
+TEST_CASE("a fill is no update of the trainers") {
+  Served s;
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  CHECK(s.g.group.fill_running());
+  CHECK(s.g.group.Past(Version(1)).outcome == Outcome::kCommitted);
+  const GroupView view = s.g.group.View(s.g.now);
+  CHECK(view.update->outcome == Outcome::kCommitted);
+  CHECK_FALSE(view.update->fill);
+  REQUIRE(view.fill.has_value());
+  CHECK(view.fill->fill);
+  CHECK(view.fill->givers == std::vector<std::string>{"x"});
+  CHECK(view.fill->instances.at(0).instance == "y");
+  // Late calls to version 1 mean the trainers' update.
+  CHECK_THAT(s.g.Text(s.g.Commit(s.trainer, 1, 0)),
+             Contains("registered a layout") || Contains("is committed already"));
+  CHECK(s.g.Code(s.g.Abort(s.trainer, 1)) == StatusCode::kFailedPrecondition);
+  s.g.FinishRefit(absl::InternalError("the copy failed"));
+  CHECK(s.g.group.Past(Version(1)).outcome == Outcome::kCommitted);
+  CHECK(s.g.group.View(s.g.now).committed == 1);
+  CHECK(s.g.group.View(s.g.now).aborted == 0);
+}
+
+TEST_CASE("several newcomers are filled at once, whether dirty, old or empty") {
+  Served s;
+  EngineIdentity old{"y", 0, 1, DeliveryMode::kRegistered, 1, Version(0), {}};
+  old.held_origin = 7;
+  old.fill = true;
+  s.g.Register(s.g.AttachEngine(old), LayoutOf(kModel));
+  EngineIdentity dirty{"z", 0, 1, DeliveryMode::kRegistered, 1, {}, {}};
+  dirty.dirty = dirty.fill = true;
+  const MemberId z = s.g.AttachEngine(dirty);
+  s.g.dirty.insert("z");
+  s.g.Advance(std::chrono::milliseconds(50));
+  s.g.Register(z, LayoutOf(kModel));
+  s.Fill();
+  CHECK(s.g.fills.size() == 1);
+  CHECK(s.g.Instance("y").version == Version(1));
+  CHECK(s.g.Instance("z").version == Version(1));
+}
+
+TEST_CASE("who does not take part neither gives nor is filled") {
+  Served s;
+  s.g.Registered("old_client", kModel);
+  s.g.Staged("staged", kModel);
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  CHECK(s.FillOf("old_client").empty());
+  // Of two ranks only one takes part.
+  s.g.Fillable("half", kModel, 0, 2);
+  s.g.Registered("half", kModel, 1, 2);
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  s.g.Lose(s.giver);
+  s.g.Fillable("late", kModel);
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  CHECK_THAT(s.FillOf("late"), Contains("waits for the next version: no clean instance gives"));
+}
+
+TEST_CASE("fills can be switched off") {
+  GroupLimits limits;
+  limits.fills = false;
+  Served s(limits);
+  s.g.Fillable("y", kModel);
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  CHECK(s.FillOf("y").empty());
+}
+
+TEST_CASE("a group without a version fills nobody") {
+  TestGroup g;
+  g.AttachTrainer();
+  g.Fillable("x", kModel);
+  g.Fillable("y", kModel);
+  CHECK_FALSE(g.group.NextDeadline().has_value());
+}
+
+TEST_CASE("a fill gives way to a trainer's call, which takes the newcomer in") {
+  Served s;
+  const MemberId late = s.g.Fillable("y", kModel);
+  SECTION("while its program is compiled") {
+    s.g.Expire();
+    REQUIRE(s.g.compiling.has_value());
+    const CallId call = s.g.Refit(s.trainer, 2);
+    s.g.FinishCompile(absl::CancelledError("not wanted"));
+    REQUIRE(s.g.compiling.has_value());
+    s.g.FinishCompile();
+    CHECK(s.g.prepared.size() == 2);
+    s.g.ReadyAll();
+    s.g.FinishRefit();
+    s.g.FinishVerify();
+    CHECK(s.g.Code(call) == StatusCode::kOk);
+  }
+  SECTION("before a byte is written") {
+    s.Open();
+    s.g.Refit(s.trainer, 2);
+    CHECK(s.g.aborted.back().member == late);
+    CHECK_FALSE(s.g.aborted.back().dirty);
+    CHECK_FALSE(s.g.group.fill_running());
+  }
+  SECTION("while it copies: the call waits for the copies to end, and no longer") {
+    s.Copy();
+    const CallId call = s.g.Refit(s.trainer, 2);
+    CHECK(s.g.Answer(call) == nullptr);
+    CHECK(s.g.group.fill_running());
+    s.g.FinishRefit(absl::CancelledError("given up"));
+    CHECK_FALSE(s.g.group.fill_running());
+    CHECK(s.g.aborted.back().dirty);
+    CHECK_THAT(s.g.aborted.back().reason, Contains("gives way to the update to version 2"));
+    s.g.FinishCompile();
+    CHECK(s.g.prepared.size() == 2);
+    s.g.ReadyAll();
+    s.g.FinishRefit();
+    s.g.FinishVerify();
+    CHECK(s.g.Code(call) == StatusCode::kOk);
+    CHECK(s.g.Instance("y").version == Version(2));
+  }
+  SECTION("while it reads back") {
+    s.Copy();
+    s.g.FinishRefit();
+    s.g.Begin(s.trainer, 2);
+    CHECK(s.g.group.fill_running());
+    s.g.FinishVerify();
+    CHECK_FALSE(s.g.group.fill_running());
+    CHECK(s.g.Instance("y").version == std::nullopt);
+  }
+  REQUIRE(s.g.fills.size() == 1);
+  CHECK(s.g.fills[0].gave_way);
+}
+
+TEST_CASE("a call that is refused does not end a fill") {
+  Served s;
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  CHECK(s.g.Code(s.g.Refit(s.trainer, 1)) == StatusCode::kFailedPrecondition);
+  CHECK(s.g.Code(s.g.Begin(s.trainer, 1)) == StatusCode::kFailedPrecondition);
+  CHECK(s.g.Code(s.g.Begin(s.trainer, -1)) == StatusCode::kInvalidArgument);
+  CHECK_FALSE(s.g.group.ViewLatest(s.g.now)->state == "draining");
+  s.g.FinishRefit();
+  s.g.FinishVerify();
+  CHECK(s.g.Instance("y").version == Version(1));
+}
+
+TEST_CASE(
+    "a call that waits for a fill has its deadline, and is gone with its caller or its rank") {
+  Served s;
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  BeginEvent begin;
+  begin.member = s.trainer;
+  begin.version = Version(2);
+  begin.duration = std::chrono::seconds(3);
+  const CallId call = s.g.Begin(begin);
+  CHECK(s.g.Answer(call) == nullptr);
+  SECTION("deadline") {
+    s.g.Advance(std::chrono::seconds(2));
+    CHECK(s.g.Answer(call) == nullptr);
+    s.g.Advance(std::chrono::seconds(1));
+    CHECK(s.g.Code(call) == StatusCode::kDeadlineExceeded);
+    CHECK_THAT(s.g.Text(call), Contains("waited for the program"));
+  }
+  SECTION("caller") {
+    s.g.Do(CallGone{call});
+    CHECK(s.g.Code(call) == StatusCode::kCancelled);
+  }
+  SECTION("abort") {
+    CHECK(s.g.Code(s.g.Abort(s.trainer, 2)) == StatusCode::kOk);
+    CHECK(s.g.Code(call) == StatusCode::kAborted);
+  }
+  SECTION("rank") {
+    s.g.Lose(s.trainer);
+    CHECK(s.g.Code(call) == StatusCode::kAborted);
+  }
+  s.g.FinishRefit();
+  CHECK_FALSE(s.g.group.update_running());
+}
+
+TEST_CASE("what a call's fill took of its time does not come back") {
+  Served s;
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  BeginEvent begin;
+  begin.member = s.trainer;
+  begin.version = Version(2);
+  begin.duration = std::chrono::seconds(10);
+  s.g.Begin(begin);
+  s.g.Advance(std::chrono::seconds(4));
+  s.g.FinishRefit();
+  REQUIRE(s.g.group.ViewUpdate(s.g.now)->version == Version(2));
+  CHECK(s.g.group.ViewUpdate(s.g.now)->remaining == std::chrono::seconds(6));
+}
+
+TEST_CASE("givers that leave, register anew or are dirty are replaced") {
+  Served s;
+  const MemberId other = s.g.Fillable("w", kModel);
+  s.Fill();
+  REQUIRE(s.g.Instance("w").version == Version(1));
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other, s.giver});
+  SECTION("left") {
+    s.g.Lose(s.giver);
+    CHECK_FALSE(s.g.released.contains(s.giver));  // P6: the copies still read it
+  }
+  SECTION("dirty") {
+    s.g.Fail(s.giver, s.g.ended.at(0), "the loader failed");
+    CHECK(s.g.Instance("x").state == "dirty");
+  }
+  SECTION("registered anew") { s.g.Register(s.giver, LayoutOf(kModel)); }
+  CHECK(s.g.group.ViewLatest(s.g.now)->state == "draining");
+  s.g.FinishRefit(absl::CancelledError("given up"));
+  CHECK(s.g.aborted.back().dirty);
+  CHECK(s.g.fills.back().gave_way);
+  s.Fill();
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
+  CHECK(s.g.Instance("y").version == Version(1));
+}
+
+TEST_CASE("without a giver that is left, a newcomer waits for the next version") {
+  Served s;
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  s.g.Lose(s.giver);
+  s.g.FinishRefit(absl::CancelledError("given up"));
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  CHECK_THAT(s.FillOf("y"), Contains("waits for the next version"));
+  s.Install(2);
+  CHECK(s.g.Instance("y").version == Version(2));
+}
+
+TEST_CASE("a newcomer that is late or fails costs only itself, and is tried later and later") {
+  Served s;
+  const MemberId good = s.g.Fillable("y", kModel);
+  const MemberId bad = s.g.Fillable("z", kModel);
+  Duration before{};
+  for (int round = 0; round < 9; ++round) {
+    s.Open();
+    REQUIRE(s.g.prepared.size() == (round == 0 ? 2 : 1));
+    if (round == 0) s.g.Ready(good, 1);
+    s.g.prepared.clear();
+    if (round == 0) {
+      s.g.Advance(std::chrono::seconds(30));  // ready_limit
+      if (s.g.comparing.has_value()) s.g.FinishCompare();
+      s.g.FinishRefit();
+      s.g.FinishVerify();
+      CHECK(s.g.Instance("y").version == Version(1));
+    } else {
+      s.g.Do(EngineFailed{bad, s.g.prepares.back().update, "out of memory"});
+    }
+    CHECK_FALSE(s.g.group.fill_running());
+    const Duration wait = *s.g.group.NextDeadline() - s.g.now;
+    CHECK(wait >= before);
+    CHECK(wait <= std::chrono::seconds(64));
+    before = wait;
+    CHECK_THAT(s.FillOf("z"), Contains("is tried again in"));
+  }
+  CHECK(before == std::chrono::seconds(64));
+  s.Install(2);
+}
+
+TEST_CASE("a fill whose digests differ commits nothing") {
+  Served s;
+  const MemberId late = s.g.Fillable("y", kModel);
+  s.Copy();
+  SECTION("of the copies") {
+    s.g.FinishRefit(absl::DataLossError("what b received is not what a sent"));
+  }
+  SECTION("of the read-back") {
+    s.g.FinishRefit();
+    s.g.FinishVerify(absl::DataLossError("tensor a differs"), {0});
+  }
+  CHECK(s.g.aborted.back().member == late);
+  CHECK(s.g.aborted.back().dirty);
+  CHECK(s.g.Instance("y").state == "dirty");
+  CHECK(s.g.fills.back().give_up_class == GiveUpClass::kVerification);
+  CHECK_FALSE(s.g.fills.back().gave_way);
+}
+
+TEST_CASE("after a fill that failed, one instance gives, each time another") {
+  Served s;
+  const MemberId other = s.g.Fillable("w", kModel);
+  s.Fill();
+  s.g.Fillable("y", kModel);
+  std::vector<MemberId> gave;
+  for (int round = 0; round < 3; ++round) {
+    s.Copy();
+    const auto& sources = s.g.assembled->program->sources;
+    REQUIRE(sources.size() == (round == 0 ? 2 : 1));
+    if (round > 0) gave.push_back(sources[0]);
+    s.g.FinishRefit(absl::UnavailableError("no route to host"));
+  }
+  CHECK(gave == std::vector<MemberId>{other, s.giver});
+}
+
+TEST_CASE("what can't be planned is said, and tried again later") {
+  Served s;
+  s.g.Fillable("y", {Bytes("a", 8), Bytes("b", 16), Bytes("c", 4)});
+  s.g.Expire();
+  s.g.FinishCompile(absl::FailedPreconditionError("tensor c: no source holds it"));
+  CHECK_FALSE(s.g.group.fill_running());
+  CHECK_THAT(s.FillOf("y"), Contains("tensor c: no source holds it"));
+  CHECK(s.g.group.NextDeadline() == s.g.now + std::chrono::seconds(1));
+}
+
+TEST_CASE("a drain ends a fill, and a replaced group has nobody left that gives") {
+  Served s;
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  SECTION("drain") { s.g.Do(DrainEvent{}); }
+  SECTION("replace") {
+    s.g.Do(ReplaceGroup{s.g.NewCall(), 8});
+    CHECK(s.g.group.incarnation() == 8);
+    s.g.dirty = {"x", "y"};
+  }
+  s.g.FinishRefit();
+  CHECK_FALSE(s.g.group.update_running());
+  CHECK_FALSE(s.g.Instance("y").version.has_value());
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+}
+
+TEST_CASE("instances on a newcomer's node give first, and no more than the limit") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  TestGroup g(spec);
+  const MemberId trainer = g.AttachTrainer();
+  g.Shards(trainer, kModel);
+  std::vector<MemberId> engines;
+  for (uint32_t i = 0; i < 2 * kMaxGivers; ++i) {
+    engines.push_back(g.Fillable(fmt::format("e{:02}", i), kModel, 0, 1, NodeId(i)));
+  }
+  g.Refit(trainer, 1);
+  g.FinishCompile();
+  g.ReadyAll();
+  g.FinishRefit();
+  g.FinishVerify();
+  g.Fillable("late", kModel, 0, 1, NodeId(11));
+  g.Expire();
+  REQUIRE(g.compiling.has_value());
+  CHECK(g.compiling->sources.size() == kMaxGivers);
+  g.FinishCompile();
+  CHECK(g.assembled->program->sources.front() == engines[11]);
+  CHECK(g.group.SendsFrom(NodeId(11)));
+  CHECK_FALSE(g.group.SendsFrom(NodeId(15)));
+}
+
+}  // namespace
+}  // namespace refitd
