@@ -522,7 +522,7 @@ void Group::Impl::InstallVersion() {
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
-      member->updated = true;
+      member->updated = member->verified = true;
       Step(&member->state, MemberTrigger::kOutcome);
       Do(SendCommitted{id, update->version});
     }

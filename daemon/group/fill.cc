@@ -39,10 +39,13 @@ bool Group::Impl::Fillable(const Instance& instance) const {
 }
 
 // P1: bytes are given only by an instance that holds the version in full, in memory that is at
-// rest.
+// rest, and only where this group itself verified them: what a rank says that it holds when it
+// attaches, or registers another layout, is its own word, on which no other instance should depend.
 bool Group::Impl::Gives(const Instance& instance) const {
+  const auto verified = [this](const auto& rank) { return Find(rank.second)->verified; };
   return instance.state == InstanceState::kClean && Fillable(instance) &&
-         VersionOf(instance) == group::HeldVersion{*version, incarnation};
+         VersionOf(instance) == group::HeldVersion{*version, incarnation} &&
+         std::all_of(instance.ranks.begin(), instance.ranks.end(), verified);
 }
 
 bool Group::Impl::LacksVersion(const Instance& instance) const {

@@ -300,6 +300,25 @@ TEST_CASE("givers that leave, register anew or are dirty are replaced") {
   CHECK(s.g.Instance("y").version == Version(1));
 }
 
+TEST_CASE("an instance gives what was committed to it here, not what it says that it holds (P1)") {
+  Served s;
+  const uint64_t incarnation = s.g.group.View(s.g.now).incarnation;
+  s.g.Lose(s.giver);
+  EngineIdentity again{"x", 0, 1, DeliveryMode::kRegistered, 1, Version(1), {}};
+  again.held_origin = incarnation;
+  again.fill = true;
+  s.g.Register(s.g.AttachEngine(again), LayoutOf(kModel));
+  CHECK(s.g.Instance("x").state == "clean");
+  CHECK(s.g.Instance("x").version == Version(1));
+  s.g.Fillable("y", kModel);
+  CHECK_FALSE(s.g.group.NextDeadline().has_value());
+  // The next version makes its memory known.
+  s.Install(2);
+  s.g.Fillable("z", kModel);
+  s.Fill();
+  CHECK(s.g.Instance("z").version == Version(2));
+}
+
 TEST_CASE("without a giver that is left, a newcomer waits for the next version") {
   Served s;
   s.g.Fillable("y", kModel);
