@@ -80,7 +80,7 @@ class Coordinator : public PeerAcceptor {
     server_->Wait();
   }
 
-  void Hello(v1::PeerHello /*hello*/, std::string /*address*/,
+  void Hello(PeerGreeting /*hello*/, std::string /*address*/,
              std::shared_ptr<PeerSession> session) override {
     LinkUp up;
     up.incarnation = 77;
