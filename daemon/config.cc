@@ -100,6 +100,8 @@ constexpr std::array kSettings = {
     Setting{"data-port", "data.port", "port of the data plane; 0: a free one"},
     Setting{"data-streams", "data.streams", "connections of the data plane between two daemons"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
+    Setting{"failover-ms", "peers.failover_ms",
+            "a candidate for coordinator that does not answer for so long is gone"},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
     Setting{"copy-threads", "host.copy_threads",
             "of the host transport; 0: one a core, at most 16"},
@@ -513,6 +515,8 @@ absl::Status CheckPeers(const RefitdConfig& config) {
   REFITD_RETURN_IF_ERROR(CheckDuration("peers.silence_ms", peers.silence_ms()));
   REFITD_RETURN_IF_ERROR(CheckRange("peers.silence_ms", peers.silence_ms(), ToMillis(kMinSilence),
                                     ToMillis(kMaxLimitDuration)));
+  REFITD_RETURN_IF_ERROR(CheckRange("peers.failover_ms", peers.failover_ms(), ToMillis(kMinSilence),
+                                    ToMillis(kMaxFailover)));
   return CheckDuration("peers.wire_ms", peers.wire_ms());
 }
 
@@ -670,7 +674,8 @@ Config FromProto(const RefitdConfig& in) {
                              .silence = std::chrono::milliseconds(in.peers().silence_ms()),
                              .wire = std::chrono::milliseconds(in.peers().wire_ms()),
                              .listen = {in.peers().listen().begin(), in.peers().listen().end()},
-                             .identity = in.peers().identity()};
+                             .identity = in.peers().identity(),
+                             .failover = std::chrono::milliseconds(in.peers().failover_ms())};
   config.data = DataConfig{
       .wire = in.data().wire() == RefitdConfig::Data::GLOO ? DataWire::kGloo : DataWire::kSockets,
       .unencrypted = in.data().unencrypted(),
@@ -718,6 +723,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_peers()->set_wire_ms(ToMillis(config.peers.wire));
   for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
   out.mutable_peers()->set_identity(config.peers.identity);
+  out.mutable_peers()->set_failover_ms(ToMillis(config.peers.failover));
   out.mutable_data()->set_wire(config.data.wire == DataWire::kGloo ? RefitdConfig::Data::GLOO
                                                                    : RefitdConfig::Data::SOCKETS);
   out.mutable_data()->set_unencrypted(config.data.unencrypted);

@@ -13,6 +13,7 @@
 #include "daemon/link/peer_link.h"
 #include "daemon/node/device_slots.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/joining.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "daemon/node/turn.h"
@@ -21,13 +22,19 @@ namespace refitd {
 
 class Joiners : public PeerAcceptor {
  public:
-  Joiners(DaemonState* state, GroupLife* life, Members* members, const DeviceSlots* slots)
-      : state_(*state), life_(*life), members_(*members), device_slots_(*slots) {}
+  Joiners(DaemonState* state, GroupLife* life, Members* members, const Joining* joining,
+          const DeviceSlots* slots)
+      : state_(*state),
+        life_(*life),
+        members_(*members),
+        joining_(*joining),
+        device_slots_(*slots) {}
 
   void Hello(PeerGreeting hello, std::string peer_address,
              std::shared_ptr<PeerSession> session) override;
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
+  absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) override;
 
   // Called when the group was made: lets in the members and daemons that waited for the group.
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
@@ -35,6 +42,9 @@ class Joiners : public PeerAcceptor {
  private:
   // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
   absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // The same for a group with candidates, which this daemon makes only after a search (Succession).
+  absl::Status TakeCandidatesHello(const Peers::Waiting& peer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // If the group knows a layout that equals the reported layout, makes the report share the known
@@ -45,6 +55,7 @@ class Joiners : public PeerAcceptor {
   DaemonState& state_;
   GroupLife& life_;
   Members& members_;
+  const Joining& joining_;
   const DeviceSlots& device_slots_;
 };
 

@@ -69,6 +69,7 @@ constexpr std::array kSettings = {"listen-unix",
                                   "data-port",
                                   "data-streams",
                                   "peer-silence-ms",
+                                  "failover-ms",
                                   "wire-ms",
                                   "default-verification"};
 
