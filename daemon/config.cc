@@ -99,6 +99,8 @@ constexpr std::array kSettings = {
     Setting{"data-port", "data.port", "port of the data plane; 0: a free one"},
     Setting{"data-streams", "data.streams", "connections of the data plane between two daemons"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
+    Setting{"failover-ms", "peers.failover_ms",
+            "a candidate for coordinator that does not answer for so long is gone"},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
     Setting{"readiness-ms", "peers.readiness_ms",
             "instances' last known readiness counts for so long without the coordinator; 0: none"},
@@ -519,6 +521,8 @@ absl::Status CheckPeers(const RefitdConfig& config) {
                                     ToMillis(kMaxLimitDuration)));
   REFITD_RETURN_IF_ERROR(
       CheckRange("peers.readiness_ms", peers.readiness_ms(), 0, ToMillis(kMaxLimitDuration)));
+  REFITD_RETURN_IF_ERROR(CheckRange("peers.failover_ms", peers.failover_ms(), ToMillis(kMinSilence),
+                                    ToMillis(kMaxFailover)));
   return CheckDuration("peers.wire_ms", peers.wire_ms());
 }
 
@@ -677,7 +681,8 @@ Config FromProto(const RefitdConfig& in) {
                              .wire = std::chrono::milliseconds(in.peers().wire_ms()),
                              .listen = {in.peers().listen().begin(), in.peers().listen().end()},
                              .identity = in.peers().identity(),
-                             .readiness = std::chrono::milliseconds(in.peers().readiness_ms())};
+                             .readiness = std::chrono::milliseconds(in.peers().readiness_ms()),
+                             .failover = std::chrono::milliseconds(in.peers().failover_ms())};
   config.data = DataConfig{.unencrypted = in.data().unencrypted(),
                            .port = static_cast<uint16_t>(in.data().port()),
                            .streams = in.data().streams()};
@@ -725,6 +730,7 @@ RefitdConfig ToProto(const Config& config) {
   for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
   out.mutable_peers()->set_identity(config.peers.identity);
   out.mutable_peers()->set_readiness_ms(ToMillis(config.peers.readiness));
+  out.mutable_peers()->set_failover_ms(ToMillis(config.peers.failover));
   out.mutable_data()->set_unencrypted(config.data.unencrypted);
   out.mutable_data()->set_port(config.data.port);
   out.mutable_data()->set_streams(config.data.streams);

@@ -186,6 +186,8 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--advertise=:7", "peers.advertise");
   refused("--data-interface=a/b", "peers.interface is \"a/b\"");
   refused("--peer-silence-ms=99", "peers.silence_ms");
+  refused("--failover-ms=99", "peers.failover_ms");
+  refused("--failover-ms=600001", "peers.failover_ms");
   refused("--wire-ms=0", "peers.wire_ms");
   refused("--readiness-ms=-1", "peers.readiness_ms is -1");
   refused("--data-port=65536", "data.port");

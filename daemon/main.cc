@@ -77,6 +77,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.peers.peer = config.peers.silence;
   options.peers.wire = config.peers.wire;
   options.keep_readiness = config.peers.readiness;
+  options.failover = config.peers.failover;
   options.group.default_duration = config.limits.default_duration;
   options.group.max_duration = config.limits.max_duration;
   options.group.ready_limit = config.limits.ready;
@@ -276,6 +277,23 @@ PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates
         }
         return PeerLink::Dial(std::move(dial), std::move(callbacks));
       };
+}
+
+// How this daemon probes candidates (P9); null: it may not.
+PeerProber MakeProber(const Config& config, const CertificateStore* certificates) {
+  if (certificates == nullptr && !config.listen.insecure) return nullptr;
+  return [certificates, identity = config.peers.identity](ProbeDial dial, ProbeAnswer answer) {
+    if (certificates == nullptr) {
+      dial.credentials = grpc::InsecureChannelCredentials();
+    } else {
+      const auto refused = [address = dial.address](const std::string& why) {
+        LogOfStrangers(
+            fmt::format("TLS: candidate {} is refused: {} (peers.identity)", address, why));
+      };
+      dial.credentials = TlsChannel(*certificates->Current(), identity, refused);
+    }
+    return StartProbe(std::move(dial), std::move(answer));
+  };
 }
 
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
@@ -657,7 +675,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);
   Daemon daemon(std::move(options), std::move(transport), processes->get(), std::move(wire),
-                MakeDialer(config, certificates->get()));
+                MakeDialer(config, certificates->get()), MakeProber(config, certificates->get()));
 
   PeerTable peers;
   Identities& identities = daemon.identities();

@@ -3,12 +3,12 @@
 #include <fmt/format.h>
 #include <grpc/support/time.h>
 #include <grpcpp/alarm.h>
-#include <grpcpp/create_channel.h>
 #include <grpcpp/grpcpp.h>
 
 #include <utility>
 #include <vector>
 
+#include "daemon/link/channel.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"
@@ -27,50 +27,9 @@ namespace {
 
 using absl::StatusCode;
 
-constexpr int kReconnectMs = 50;
-constexpr int kMaxReconnectMs = 1000;
-// Set only because gRPC sets TCP_USER_TIMEOUT if keepalive is on. A server takes pings that come
-// more often than every 5 minutes for an attack.
-constexpr int kKeepaliveMs = 600'000;
-
 gpr_timespec After(Duration duration) {
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
                       gpr_time_from_nanos(duration.count(), GPR_TIMESPAN));
-}
-
-std::shared_ptr<grpc::Channel> MakeChannel(const PeerDial& dial) {
-  grpc::ChannelArguments arguments;
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, static_cast<int>(ToMillis(kPeerUserTimeout)));
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
-  arguments.SetMaxReceiveMessageSize(static_cast<int>(dial.limits.message_bytes));
-  arguments.SetMaxSendMessageSize(-1);  // checked against the other side's limit
-  return grpc::CreateCustomChannel("dns:///" + dial.address, dial.credentials, arguments);
-}
-
-// gRPC joins its callback threads when the last channel that used them is destroyed, even on one of
-// these threads: a callback that drops the last reference would bring the process down. A channel
-// that is never destroyed, and that had a call, keeps the threads alive. This channel never
-// connects.
-void KeepCallbackThreads() {
-  struct LameCall : grpc::ClientBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
-    void OnDone(const grpc::Status& /*status*/) noexcept override {}
-    grpc::ClientContext context;
-    std::unique_ptr<v1::Peer::Stub> stub =
-        v1::Peer::NewStub(grpc::CreateCustomChannel("", nullptr, {}));
-  };
-  static const auto* const kept = [] {
-    auto* call = new LameCall;
-    call->stub->async()->Link(&call->context, call);
-    call->StartCall();
-    return call;
-  }();
-  (void)kept;
 }
 
 }  // namespace
@@ -92,11 +51,15 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     hello->set_daemon_id(dial_.daemon_id);
     hello->set_boot_id(dial_.boot_id);
     hello->set_message_bytes(dial_.limits.message_bytes);
+    hello->set_candidates(dial_.candidates);
+    hello->set_known_incarnation(dial_.known_incarnation);
+    hello->set_searched_ms(ToMillis(dial_.searched));
 
     MutexLock lock(&mutex_);
     self_ = shared_from_this();
-    stub_ = v1::Peer::NewStub(MakeChannel(dial_));
-    context_.set_wait_for_ready(dial_.wait > Duration(0));
+    stub_ = v1::Peer::NewStub(
+        MakePeerChannel(dial_.address, dial_.credentials, dial_.limits.message_bytes));
+    context_.set_wait_for_ready(dial_.wait > Duration(0) && dial_.candidates.empty());
     stub_->async()->Link(&context_, this);
     AddHold();  // for writes from outside; until `ended_`
     StartRead(&answer_);

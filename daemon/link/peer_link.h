@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/peer.h"
 #include "daemon/link/greeting.h"
@@ -61,6 +62,12 @@ struct PeerDial {
   std::string boot_id;  // kBootIdBytes
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   PeerLinkLimits limits;
+  // The group's candidates as members name them ("a:1,b:1"). Then the link is not waited for at a
+  // coordinator that does not listen, and `wait` holds with a spec too. Empty: there is one
+  // coordinator.
+  std::string candidates{};
+  uint64_t known_incarnation = 0;  // the greatest of the group that this daemon knows of
+  Duration searched{};             // for how long this daemon has searched for a coordinator
 };
 
 struct PeerLinkCallbacks {
@@ -146,6 +153,8 @@ class PeerAcceptor {
                      std::shared_ptr<PeerSession> session) = 0;
   virtual void Report(uint64_t session, PeerReport report) = 0;
   virtual void Gone(uint64_t session, std::string reason) = 0;
+  // The incarnation with which this daemon coordinates the group; 0: it does not.
+  virtual absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) = 0;
 };
 
 }  // namespace refitd

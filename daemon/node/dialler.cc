@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "daemon/link/hello.h"
+#include "daemon/link/probe.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -21,7 +22,7 @@ constexpr Duration kJoinGrace = std::chrono::seconds(10);
 void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   JoinRecord& join = group->join;
   REFITD_CHECK(join.joining && dial_ != nullptr);
-  Waiters::Wish wish = waiters.WishOf(group->name(), join.address, now);
+  Waiters::Wish wish = waiters.WishOf(group->name(), join.named, now);
   PeerDial dial;
   dial.address = join.address;
   dial.group = group->name();
@@ -30,6 +31,13 @@ void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   dial.limits.message_bytes = options_.message_bytes;
   dial.spec = std::move(wish.spec);
   dial.wait = wish.wait;
+  if (group->has_candidates()) {
+    dial.candidates = join.named;
+    dial.known_incarnation = join.known;
+    dial.searched = join.searched;
+    // The candidate searches as well before it makes the group.
+    dial.wait = options_.failover + kProbeLimit;
+  }
   join.redial.reset();
   join.dialled_spec = dial.spec.has_value();
   join.dialled_until = now + dial.wait;
@@ -69,7 +77,7 @@ bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool g
                              fmt::format("group {}: the coordinator at {} could not be joined: {}",
                                          group->name(), join.address, Message(status)));
   const bool waited_for = waiters->Refuse(
-      group->name(), join.address,
+      group->name(), join.named,
       [&](const Waiters::OfGroup& w) {
         return goes_on &&
                ((of_spec && !w.spec.has_value()) || (of_time && w.waits && w.deadline > now));
@@ -92,6 +100,26 @@ bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool g
   return true;
 }
 
+void Dialler::LeaveCandidate(GroupRecord* group, const absl::Status& status, bool goes_on,
+                             Waiters* waiters) {
+  JoinRecord& join = group->join;
+  REFITD_CHECK(join.joining && group->has_candidates());
+  // Neither the spec nor the rights of this daemon change by another try.
+  const bool for_good = absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
+                        absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status) ||
+                        absl::IsResourceExhausted(status);
+  LogInfo("group {}: the candidate at {} did not take this daemon in: {}", group->name(),
+          join.address, Message(status));
+  const absl::Status refusal(status.code(),
+                             fmt::format("group {}: the candidate at {} could not be joined: {}",
+                                         group->name(), join.address, Message(status)));
+  waiters->Refuse(
+      group->name(), join.named,
+      [&](const Waiters::OfGroup& /*member*/) { return goes_on && !for_good; }, refusal);
+  if (join.link != nullptr) join.link->Close();
+  join.link.reset();
+}
+
 void Dialler::RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now) {
   for (const auto& [name, group] : groups.all()) {
     if (group->join.redial.has_value() && *group->join.redial <= now) {
@@ -104,10 +132,12 @@ Waiters::Expiry Dialler::ExpiryOf(const Groups& groups) {
   return [&groups](const Waiters::OfGroup& member) -> std::optional<TimePoint> {
     if (member.coordinator.empty()) return member.deadline;
     const GroupRecord* const group = groups.Find(member.record.group);
-    REFITD_CHECK(group != nullptr && group->join.joining);
+    const bool tries = group != nullptr && group->join.joining;
     // A member that does not wait for the group gets the time that joining takes.
     const TimePoint own = member.waits ? member.deadline : member.deadline + kJoinGrace;
-    if (!group->join.redial.has_value() && group->join.dialled_until <= own) return std::nullopt;
+    if (tries && !group->join.redial.has_value() && group->join.dialled_until <= own) {
+      return std::nullopt;
+    }
     return own;
   };
 }
@@ -116,8 +146,7 @@ absl::Status Dialler::LateStatus(const Waiters::OfGroup& member, const Groups& g
   const std::string& name = member.record.group;
   if (!member.coordinator.empty()) {
     const GroupRecord* const group = groups.Find(name);
-    REFITD_CHECK(group != nullptr);
-    if (!group->join.refusal.ok()) return group->join.refusal;
+    if (group != nullptr && !group->join.refusal.ok()) return group->join.refusal;
     if (member.spec.has_value()) {
       return Error(absl::StatusCode::kDeadlineExceeded,
                    "group '{}': the coordinator at {} was not joined in time", name,

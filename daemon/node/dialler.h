@@ -55,6 +55,8 @@ class Dialler {
     std::string daemon_id;
     std::string boot_id;
     int64_t message_bytes = int64_t{8} << 20;
+    // How long a try waits at a candidate for the group.
+    Duration failover = std::chrono::seconds(3);
   };
   // `dial` null: this daemon joins no others.
   Dialler(Options options, PeerDialer dial, DialHost* host, Mutex* mutex)
@@ -62,8 +64,14 @@ class Dialler {
 
   bool can_join() const { return dial_ != nullptr; }
 
-  // Begins a try to join, for the members that wait. Ends the try before it.
+  // Begins a try to join, for the members that wait. Ends the try before it. If the group has
+  // candidates, the try is for the one at JoinRecord::address, and says what this daemon knows.
   void Dial(GroupRecord* group, const Waiters& waiters, TimePoint now);
+  // Handles a failed try to join a candidate. If another candidate, or the same one later, may take
+  // this daemon in, the members go on waiting and the search for a coordinator goes on; else they
+  // are refused. The group's record goes in either case.
+  static void LeaveCandidate(GroupRecord* group, const absl::Status& status, bool goes_on,
+                             Waiters* waiters);
   // The group's record, if the try is its last; else null.
   static GroupRecord* Current(const DialTry& of, Groups* groups);
   // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
@@ -74,7 +82,8 @@ class Dialler {
   // Begins the tries whose pause is over.
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
-  // When a member that waits for its group is refused; nullopt: the running try to join decides.
+  // When a member that waits for its group is refused; nullopt: the running try to join decides. A
+  // member's own deadline counts while the candidates are searched, and no try runs.
   // `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);
   // Why a member is refused that has waited for as long as it may.

@@ -1,12 +1,12 @@
 #include "daemon/node/group_life.h"
 
-#include <sys/random.h>
-
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "daemon/node/incarnation.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -22,16 +22,15 @@ absl::Status Followed(const GroupRecord& group) {
                group.join.address);
 }
 
-uint64_t NewIncarnation() {
-  uint64_t bits = 0;
-  REFITD_CHECK(getrandom(&bits, sizeof(bits), 0) == sizeof(bits));
-  return bits | 1;  // 0 means "the current one" on the wire
+absl::Status GivenUp(const GroupRecord& group) {
+  return Error(absl::StatusCode::kUnavailable,
+               "group '{}' was given up for another candidate's: attach again", group.name());
 }
 
 absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const GroupSpec& wish,
                                              std::optional<int> trainers,
-                                             const std::string& creator, bool* created,
-                                             Turn& turn) {
+                                             const std::string& creator, bool* created, Turn& turn,
+                                             const Candidacy& candidacy) {
   *created = false;
   REFITD_ASSIGN_OR_RETURN(GroupSpec spec, CheckSpec(wish, state_.spec_limits));
   if (trainers.value_or(spec.trainer_ranks) != spec.trainer_ranks) {
@@ -41,16 +40,19 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
   }
   if (GroupRecord* found = state_.groups.Find(name); found != nullptr) {
     if (found->follower != nullptr) return Followed(*found);
+    if (found->given_up) return GivenUp(*found);
     REFITD_RETURN_IF_ERROR(CheckEqualSpec(name, found->machine->spec(), spec));
     return found;
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
   REFITD_RETURN_IF_ERROR(identities_.AdmitGroup(creator, spec.slots * spec.slot_bytes));
   REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, turn));
+  const Groups::Remembered last = state_.groups.Recall(name, DaemonState::Now());
+  const uint64_t known = std::max(candidacy.known, last.incarnation);
   CoordinatorOptions coordinator;
   coordinator.name = name;
   coordinator.daemon_id = state_.options.daemon_id;
-  coordinator.incarnation = NewIncarnation();
+  coordinator.incarnation = NewIncarnation(known);
   coordinator.spec = std::move(spec);
   coordinator.limits = state_.options.group;
   coordinator.peer_limits = state_.options.peers;
@@ -64,6 +66,8 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
   };
   GroupRecord* const group = state_.groups.Coordinate(std::move(coordinator), DaemonState::Now());
   group->creator = creator;
+  group->candidates = candidacy.candidates;
+  if (!group->candidates.empty()) group->owner = last.owner;
   LogInfo("group {}: created", name);
   state_.timer.Wake();
   *created = true;
@@ -123,6 +127,9 @@ void GroupLife::DropExpired(TimePoint now, Turn& turn) {
 
 void GroupLife::DropFollower(const std::string& name, Turn& turn) {
   std::shared_ptr<GroupRecord> record = state_.groups.Remove(name);
+  if (record->has_candidates() && record->follower->lost_coordinator()) {
+    state_.groups.Remember(*record, 0, DaemonState::Now());
+  }
   data_plane_.CloseAll(record->id);
   LogInfo("group {}: left its coordinator at {}", name, record->join.address);
   state_.readiness.Changed(name, DaemonState::Now());

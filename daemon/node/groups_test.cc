@@ -185,5 +185,33 @@ TEST_CASE("CheckInvariants finds a record of two kinds, and a redial of a joined
   }));
 }
 
+// ---- candidates ----
+
+TEST_CASE("what is remembered of a group with candidates is forgotten after the idle limit (P9)") {
+  World world;
+  GroupRecord* const group = world.Coordinate("a");
+  group->owner = "uid:1";
+  CHECK(world.groups.Recall("a", kNow).owner.empty());
+  world.groups.Remember(*group, 0, kNow);
+  const Groups::Remembered own = world.groups.Recall("a", kNow);
+  CHECK(own.owner == "uid:1");
+  CHECK(own.incarnation == group->machine->incarnation());
+  world.groups.Remember(*group, 99, kNow);
+  CHECK(world.groups.Recall("a", kNow).incarnation == 99);
+  CHECK(world.groups.Recall("a", own.until).owner.empty());
+}
+
+TEST_CASE("a group that was given up goes as soon as nothing of it is left") {
+  World world;
+  GroupRecord* const group = world.Coordinate("a");
+  group->empty_since = kNow;
+  CHECK(world.groups.Expired(kNow).empty());
+  CHECK_FALSE(group->going());
+  group->given_up = true;
+  CHECK(group->going());
+  CHECK(world.groups.NextDeadline() == kNow);
+  CHECK(world.groups.Expired(kNow) == std::vector<std::string>{"a"});
+}
+
 }  // namespace
 }  // namespace refitd

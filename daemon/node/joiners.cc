@@ -1,8 +1,11 @@
 #include "daemon/node/joiners.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
+#include "daemon/checks/candidates.h"
+#include "daemon/node/coordinator_search.h"
 #include "daemon/node/group_spec.h"
 #include "transport/base/status.h"
 
@@ -17,7 +20,9 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
   peer->deadline = DaemonState::Now() + peer->hello.wait;
-  if (peer->hello.spec.has_value()) {
+  if (HasSeveral(peer->hello.candidates)) {
+    REFITD_RETURN_IF_ERROR(TakeCandidatesHello(*peer));
+  } else if (peer->hello.spec.has_value()) {
     REFITD_RETURN_IF_ERROR(
         life_.Make(group, *peer->hello.spec, std::nullopt, /*creator=*/"", created, turn).status());
   }
@@ -25,6 +30,28 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   if (state_.groups.Find(group) != nullptr) return absl::OkStatus();
   if (peer->hello.wait == Duration(0)) return NoGroup(group);
   return state_.peers.AdmitWaiting();
+}
+
+absl::Status Joiners::TakeCandidatesHello(const Peers::Waiting& peer) {
+  const std::string& candidates = peer.hello.candidates;
+  if (peer.hello.spec.has_value()) {
+    REFITD_RETURN_IF_ERROR(CheckSpec(*peer.hello.spec, state_.spec_limits).status());
+  }
+  if (!joining_.OwnPlace(SplitCandidates(candidates)).has_value()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "candidates: '{}': none is this daemon: members must name it as it listens, or as "
+                 "its `advertise` says",
+                 candidates);
+  }
+  GroupRecord* const group = state_.groups.Find(peer.hello.group);
+  if (group == nullptr) return absl::OkStatus();
+  // The other daemon searches again.
+  if (group->given_up) return GivenUp(*group);
+  if (group->coordinator == nullptr) {
+    return Error(absl::StatusCode::kUnavailable, "group '{}' is coordinated by {}", group->name(),
+                 group->join.address);
+  }
+  return joining_.CheckCandidates(group, candidates, peer.hello.spec);
 }
 
 void Joiners::Hello(PeerGreeting hello, std::string peer_address,
@@ -57,6 +84,7 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   GroupRecord* group = state_.groups.Find(name);
   REFITD_CHECK(group != nullptr);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
+  if (group->given_up) return peer.session->End(GivenUp(*group));
   if (absl::Status status =
           group->coordinator->CanJoin(peer.hello.daemon_id, peer.hello.boot_id, peer.address);
       !status.ok()) {
@@ -85,6 +113,24 @@ void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {
     members_.Enter(std::move(w.record), state_.groups.Find(group), std::move(w.attached), turn);
   }
   for (Peers::Waiting& peer : state_.peers.TakeWaiting(group)) Admit(std::move(peer), turn);
+}
+
+absl::StatusOr<uint64_t> Joiners::Probe(const PeerQuestion& question) {
+  const Turn turn(state_.turns);
+  if (question.boot_id == state_.boot_id) {
+    return absl::FailedPreconditionError(
+        "boot_id: the daemon probes itself: members must name it as it listens, or as its "
+        "`advertise` says");
+  }
+  if (state_.draining) return absl::UnavailableError("the daemon is draining");
+  GroupRecord* const group = state_.groups.Find(question.group);
+  if (group == nullptr || group->coordinator == nullptr || group->given_up) return 0;
+  const uint64_t own = group->machine->incarnation();
+  if (!group->candidates.empty() && GivesWay(own, question.incarnation)) {
+    group->outbid = std::max(group->outbid, question.incarnation);
+    state_.timer.Wake();
+  }
+  return own;
 }
 
 void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {

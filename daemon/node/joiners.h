@@ -13,6 +13,7 @@
 #include "daemon/link/peer_link.h"
 #include "daemon/node/device_slots.h"
 #include "daemon/node/group_life.h"
+#include "daemon/node/joining.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "daemon/node/turn.h"
@@ -21,13 +22,19 @@ namespace refitd {
 
 class Joiners : public PeerAcceptor {
  public:
-  Joiners(DaemonState* state, GroupLife* life, Members* members, const DeviceSlots* slots)
-      : state_(*state), life_(*life), members_(*members), device_slots_(*slots) {}
+  Joiners(DaemonState* state, GroupLife* life, Members* members, const Joining* joining,
+          const DeviceSlots* slots)
+      : state_(*state),
+        life_(*life),
+        members_(*members),
+        joining_(*joining),
+        device_slots_(*slots) {}
 
   void Hello(PeerGreeting hello, std::string peer_address,
              std::shared_ptr<PeerSession> session) override;
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
+  absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) override;
 
   // Called when the group was made: lets in the members and daemons that waited for the group.
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
@@ -39,6 +46,9 @@ class Joiners : public PeerAcceptor {
   // Whether this daemon and the joining one can keep the group's bytes encrypted, if its spec
   // demands that.
   absl::Status CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const;
+  // The same for a group with candidates, which this daemon makes only after a search (Succession).
+  absl::Status TakeCandidatesHello(const Peers::Waiting& peer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // If the group knows a layout that equals the reported layout, makes the report share the known
   // object. The two are compared without the mutex, since the time for that grows with the number
@@ -48,6 +58,7 @@ class Joiners : public PeerAcceptor {
   DaemonState& state_;
   GroupLife& life_;
   Members& members_;
+  const Joining& joining_;
   const DeviceSlots& device_slots_;
 };
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "daemon/checks/candidates.h"
 #include "daemon/node/group_spec.h"
 #include "transport/base/status.h"
 
@@ -17,7 +18,8 @@ Joining::Joining(DaemonState* state, PeerDialer dial, const Identities* identiti
       members_(*members),
       dialler_({.daemon_id = state_.options.daemon_id,
                 .boot_id = state_.boot_id,
-                .message_bytes = state_.options.message_bytes},
+                .message_bytes = state_.options.message_bytes,
+                .failover = state_.options.failover},
                std::move(dial), this, &state_.mutex) {}
 
 std::string Joining::CoordinatorOf(const std::string& address) const {
@@ -32,39 +34,89 @@ std::string Joining::CoordinatorOf(const std::string& address) const {
   return address;
 }
 
+absl::Status Joining::CheckCanJoin(const std::string& named) const {
+  if (dialler_.can_join()) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "coordinator: '{}': this daemon joins no others (a link takes tls, or "
+               "listen.insecure)",
+               named);
+}
+
+absl::Status Joining::CheckJoined(const GroupRecord& group, const std::string& named,
+                                  const std::optional<GroupSpec>& spec) const {
+  if (spec.has_value()) {
+    REFITD_RETURN_IF_ERROR(
+        CheckSameSpec(group.name(), *spec, group.machine->spec(), state_.spec_limits));
+  }
+  if (group.join.link != nullptr) return absl::OkStatus();
+  return Error(absl::StatusCode::kUnavailable,
+               "group '{}': the link to {} is lost and being cleaned up: attach again",
+               group.name(), named);
+}
+
+std::optional<size_t> Joining::OwnPlace(const std::vector<std::string>& addresses) const {
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (CoordinatorOf(addresses[i]).empty()) return i;
+  }
+  return std::nullopt;
+}
+
+absl::Status Joining::CheckCandidates(GroupRecord* group, const std::string& named,
+                                      const std::optional<GroupSpec>& spec) const {
+  REFITD_CHECK(!group->join.joining && !group->going());
+  const bool coordinates = group->coordinator != nullptr;
+  const std::vector<std::string> addresses = SplitCandidates(named);
+  const bool one_of_them = coordinates ? OwnPlace(addresses).has_value()
+                                       : std::find(addresses.begin(), addresses.end(),
+                                                   group->join.address) != addresses.end();
+  if (!one_of_them) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "coordinator: '{}', but group '{}' is coordinated by {}, which is none of them",
+                 named, group->name(), coordinates ? "this daemon" : group->join.address);
+  }
+  const std::string& others = coordinates ? group->candidates : group->join.named;
+  // Members that name the coordinator alone may have come first.
+  const bool one = others.empty() || others == group->join.address;
+  if (!one && others != named) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "coordinator: '{}', but other members of group '{}' name '{}'", named,
+                 group->name(), others);
+  }
+  if (!coordinates) return CheckJoined(*group, named, spec);
+  if (spec.has_value()) {
+    REFITD_RETURN_IF_ERROR(
+        CheckSameSpec(group->name(), *spec, group->machine->spec(), state_.spec_limits));
+  }
+  group->candidates = named;
+  return absl::OkStatus();
+}
+
 absl::StatusOr<GroupRecord*> Joining::Follow(const std::string& name, const std::string& address,
                                              const std::optional<GroupSpec>& spec,
                                              const std::string& creator, Turn& turn) {
-  if (!dialler_.can_join()) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "coordinator: '{}': this daemon joins no others (a link takes tls, or "
-                 "listen.insecure)",
-                 address);
-  }
+  REFITD_RETURN_IF_ERROR(CheckCanJoin(address));
   if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec, state_.spec_limits).status());
-  if (GroupRecord* found = state_.groups.Find(name); found != nullptr) {
-    if (found->follower == nullptr) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "coordinator: '{}', but group '{}' is coordinated by this daemon", address,
-                   name);
-    }
-    if (found->join.address != address) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
-                   found->join.address);
-    }
-    if (found->join.joining) return found;
-    if (spec.has_value()) {
-      REFITD_RETURN_IF_ERROR(
-          CheckSameSpec(name, *spec, found->machine->spec(), state_.spec_limits));
-    }
-    if (found->join.link == nullptr) {
-      return Error(absl::StatusCode::kUnavailable,
-                   "group '{}': the link to {} is lost and being cleaned up: attach again", name,
-                   address);
-    }
-    return found;
+  GroupRecord* const found = state_.groups.Find(name);
+  if (found == nullptr) return Make(name, address, creator, turn);
+  if (found->follower == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "coordinator: '{}', but group '{}' is coordinated by this daemon", address, name);
   }
+  // A member that names the coordinator alone enters a group of several candidates once it is
+  // joined.
+  const bool same =
+      found->join.named == address || (!found->join.joining && found->join.address == address);
+  if (!same) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
+                 found->join.named);
+  }
+  if (!found->join.joining) REFITD_RETURN_IF_ERROR(CheckJoined(*found, address, spec));
+  return found;
+}
+
+absl::StatusOr<GroupRecord*> Joining::Make(const std::string& name, const std::string& address,
+                                           const std::string& creator, Turn& turn) {
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
   REFITD_RETURN_IF_ERROR(identities_.AdmitGroup(creator, /*pool_bytes=*/0));
   REFITD_RETURN_IF_ERROR(life_.MakeRoom(name, nullptr, turn));
@@ -76,6 +128,18 @@ absl::StatusOr<GroupRecord*> Joining::Follow(const std::string& name, const std:
   GroupRecord* const group = state_.groups.Follow(std::move(options));
   group->creator = creator;
   return group;
+}
+
+absl::Status Joining::FollowCandidate(const std::string& name, const Found& found,
+                                      const std::string& creator, Turn& turn) {
+  const Groups::Remembered last = state_.groups.Recall(name, DaemonState::Now());
+  REFITD_ASSIGN_OR_RETURN(GroupRecord* const group, Make(name, found.address, creator, turn));
+  group->owner = last.owner;
+  group->join.named = found.named;
+  group->join.searched = found.searched;
+  group->join.known = std::max(found.known, last.incarnation);
+  Dial(group);
+  return absl::OkStatus();
 }
 
 void Joining::LinkIsUp(const DialTry& of, const LinkUp& up) {
@@ -99,7 +163,7 @@ void Joining::TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn) {
   REFITD_CHECK(group->join.joining);
   const std::string name = group->name();
   group->join.joining = false;
-  std::vector<Waiters::OfGroup> admitted = state_.waiters.TakeAll(name, group->join.address);
+  std::vector<Waiters::OfGroup> admitted = state_.waiters.TakeAll(name, group->join.named);
   turn.Handle(name, up);
   for (Waiters::OfGroup& w : admitted) {
     GroupRecord* joined = state_.groups.Find(name);
@@ -156,6 +220,10 @@ void Joining::LinkIsLost(const DialTry& of, absl::Status status) {
 
 void Joining::Failed(GroupRecord* group, const absl::Status& status, Turn& turn) {
   const bool goes_on = !state_.draining && !state_.stopping;
+  if (group->has_candidates()) {
+    Dialler::LeaveCandidate(group, status, goes_on, &state_.waiters);
+    return Stop(group, status, turn);
+  }
   if (!dialler_.TakeFailure(group, status, goes_on, DaemonState::Now(), &state_.waiters)) {
     return Stop(group, status, turn);
   }
@@ -173,7 +241,7 @@ void Joining::Stop(GroupRecord* group, const absl::Status& status, Turn& turn) {
 void Joining::StopIfUnwanted(const std::string& name, Turn& turn) {
   GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr || !group->join.joining) return;
-  const bool wanted = state_.waiters.Any(name, group->join.address);
+  const bool wanted = state_.waiters.Any(name, group->join.named);
   if (!wanted) Stop(group, absl::CancelledError("no member waits for it"), turn);
 }
 

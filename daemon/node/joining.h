@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -35,6 +36,27 @@ class Joining : private DialHost {
                                       const std::optional<GroupSpec>& spec,
                                       const std::string& creator, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // A candidate that the search found, and what the search knows.
+  struct Found {
+    std::string address;
+    std::string named;  // the candidates
+    Duration searched{};
+    uint64_t known = 0;
+  };
+  // Begins to join the group at a candidate. No such group may be here.
+  absl::Status FollowCandidate(const std::string& name, const Found& found,
+                               const std::string& creator, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // The place of this daemon among the addresses; nullopt: it has none.
+  std::optional<size_t> OwnPlace(const std::vector<std::string>& addresses) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // OK: the group, which is here and not being joined, takes a member or a daemon that names these
+  // candidates. A group that this daemon coordinates has candidates from then on.
+  absl::Status CheckCandidates(GroupRecord* group, const std::string& named,
+                               const std::optional<GroupSpec>& spec) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // FAILED_PRECONDITION: this daemon joins no others.
+  absl::Status CheckCanJoin(const std::string& named) const;
   // Begins a try to join, for the members that wait.
   void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Stops joining if no member waits for it any more.
@@ -52,6 +74,14 @@ class Joining : private DialHost {
   void LinkSays(const DialTry& of, PeerCommand command) override;
   void LinkIsLost(const DialTry& of, absl::Status status) override;
 
+  // OK: the group, which this daemon has joined, takes a member that names its coordinator so.
+  absl::Status CheckJoined(const GroupRecord& group, const std::string& named,
+                           const std::optional<GroupSpec>& spec) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Makes the record of a group that this daemon begins to join.
+  absl::StatusOr<GroupRecord*> Make(const std::string& name, const std::string& address,
+                                    const std::string& creator, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Makes the index of a Prepare's destinations without the mutex, since the time for that grows

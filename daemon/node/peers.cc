@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "daemon/checks/candidates.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -31,6 +32,22 @@ std::vector<Peers::Waiting> Peers::TakeWaiting(const std::string& group) {
   }
   waiting_ = std::move(kept);
   return taken;
+}
+
+bool Peers::AnyWaiting(const std::string& group, const std::string& candidates) const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& peer) {
+    return peer.hello.group == group && peer.hello.candidates == candidates;
+  });
+}
+
+void Peers::RefuseOthers(const std::string& group, const std::string& named,
+                         const std::function<absl::Status(const std::string& other)>& refusal) {
+  std::erase_if(waiting_, [&](const Waiting& peer) {
+    const std::string& other = peer.hello.candidates;
+    if (peer.hello.group != group || !HasSeveral(other) || other == named) return false;
+    peer.session->End(refusal(other));
+    return true;
+  });
 }
 
 void Peers::RefuseLate(TimePoint now) {
@@ -71,6 +88,14 @@ std::shared_ptr<PeerSession> Peers::SessionOf(const std::string& group, NodeId n
   if (sessions == sessions_.end()) return nullptr;
   const auto it = sessions->second.find(node);
   return it == sessions->second.end() ? nullptr : it->second;
+}
+
+std::vector<NodeId> Peers::NodesOf(const std::string& group) const {
+  std::vector<NodeId> nodes;
+  const auto sessions = sessions_.find(group);
+  if (sessions == sessions_.end()) return nodes;
+  for (const auto& [node, session] : sessions->second) nodes.push_back(node);
+  return nodes;
 }
 
 bool Peers::Any(const std::string& group) const { return sessions_.contains(group); }

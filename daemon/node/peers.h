@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -51,6 +52,13 @@ class Peers {
   void ForgetEarlier(const Waiting& peer);
   // Daemons that wait for the group, in the order in which they came.
   std::vector<Waiting> TakeWaiting(const std::string& group);
+  // Whether a daemon waits for the group under this list of candidates.
+  bool AnyWaiting(const std::string& group, const std::string& candidates) const;
+  const std::vector<Waiting>& waiting() const { return waiting_; }
+  // Ends the daemons that wait for the group under another list of candidates than `named`, with
+  // what `refusal` makes of their list.
+  void RefuseOthers(const std::string& group, const std::string& named,
+                    const std::function<absl::Status(const std::string& other)>& refusal);
   void RefuseLate(TimePoint now);
   void RefuseAllWaiting(const absl::Status& status);
   // The first deadline of a waiting daemon; nullopt: none waits.
@@ -63,6 +71,8 @@ class Peers {
   std::optional<Joined> Find(uint64_t session) const;
   // Null: that node of the group has left.
   std::shared_ptr<PeerSession> SessionOf(const std::string& group, NodeId node) const;
+  // The nodes of the group that have joined.
+  std::vector<NodeId> NodesOf(const std::string& group) const;
   // Whether a daemon has joined the group.
   bool Any(const std::string& group) const;
   // Ends the node's session. Does nothing if the node has left.

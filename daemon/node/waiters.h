@@ -76,6 +76,10 @@ class Waiters {
   // hold. Returns whether a member stays.
   bool Refuse(const std::string& group, const std::string& coordinator,
               const std::function<bool(const OfGroup&)>& stays, const absl::Status& refusal);
+  // Ends the members that wait for the group under another list of candidates than `named`, with
+  // what `refusal` makes of their list.
+  void RefuseOthers(const std::string& group, const std::string& named,
+                    const std::function<absl::Status(const std::string& other)>& refusal);
   // The time at which a member is refused; nullopt: an event decides, not the time.
   using Expiry = std::function<std::optional<TimePoint>(const OfGroup&)>;
   std::optional<TimePoint> NextExpiry(const Expiry& expiry) const;

@@ -326,8 +326,10 @@ Command AddEngine(CLI::App* app, const GlobalOptions& global) {
          "Fault drill, staged delivery: stop (SIGSTOP) with a part of this version in hand, "
          "so that the process can be killed in mid-update or continued late")
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
-  sub->add_option("--coordinator", options->coordinator,
-                  "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
+  sub->add_option(
+      "--coordinator", options->coordinator,
+      "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
+      "(default: the one at --socket)");
   sub->add_option("--reattach", options->reattach_seconds,
                   "When the daemon goes away, attach again for so many seconds (default 0: end)")
       ->check(CLI::Range(0.0, 86'400.0));

@@ -616,8 +616,10 @@ Command AddPush(CLI::App* app, const GlobalOptions& global) {
                   "Push, and how bytes reach the daemon: region (shared memory; the default), slot "
                   "(its staging), inline")
       ->check(CLI::IsMember({"region", "slot", "inline"}));
-  sub->add_option("--coordinator", options->coordinator,
-                  "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
+  sub->add_option(
+      "--coordinator", options->coordinator,
+      "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
+      "(default: the one at --socket)");
   sub->add_flag("--progress", options->progress, "Show a progress bar on stderr");
   return {sub, [&global, options] { return RunPush(global, *options); }};
 }

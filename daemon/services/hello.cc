@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/checks/candidates.h"
 #include "daemon/checks/fields.h"
 #include "daemon/link/hello.h"
 #include "proto/convert.h"
@@ -15,20 +16,6 @@ namespace {
 
 constexpr size_t kMaxClientBytes = 128;
 constexpr size_t kMaxDeviceBytes = 64;
-constexpr size_t kMaxAddressBytes = 255;
-
-// OK: the address is empty or "HOST:PORT".
-absl::Status CheckCoordinator(std::string_view address) {
-  if (address.empty()) return absl::OkStatus();
-  REFITD_RETURN_IF_ERROR(CheckText(address, kMaxAddressBytes, "coordinator"));
-  const size_t colon = address.rfind(':');
-  const std::string_view port = colon == std::string_view::npos ? "" : address.substr(colon + 1);
-  const bool digits = !port.empty() && port.size() <= 5 &&
-                      port.find_first_not_of("0123456789") == std::string_view::npos;
-  const bool plain = address.find_first_of("/, \t\n") == std::string_view::npos;
-  if (colon != std::string_view::npos && colon > 0 && digits && plain) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "coordinator: '{}' is not HOST:PORT", address);
-}
 
 template <typename Hello>
 absl::Status CheckHello(const Hello& hello) {
@@ -37,7 +24,7 @@ absl::Status CheckHello(const Hello& hello) {
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
-  REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator()));
+  REFITD_RETURN_IF_ERROR(CheckCandidates(hello.coordinator(), "coordinator"));
   if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
     return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
                  hello.world_size(), kMaxEngineRanks);

@@ -105,6 +105,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   status.set_updates_aborted(view.aborted);
   status.set_chain_daemons(static_cast<int>(view.chain_daemons));
   status.set_coordinator(machine.coordinator_address);
+  status.set_candidates(details.candidates);
   for (const NodeView& node : machine.nodes) {
     v1::NodeStatus* n = status.add_nodes();
     n->set_daemon_id(node.daemon_id);

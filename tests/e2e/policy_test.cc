@@ -85,6 +85,7 @@ const std::map<std::string, Expected>& Table() {
        {{"owner", "reader", "writer"}, {"reader", "writer"}}},
       {"refitd.v1.Operator/CheckAccess", {{"owner", "reader", "writer"}, {"reader", "writer"}}},
       {"refitd.v1.Peer/Link", {{"peer"}, {"peer"}}},
+      {"refitd.v1.Peer/Probe", {{"peer"}, {"peer"}}},
       {"grpc.health.v1.Health/Check", {kKnown, kKnown}},
       {"grpc.health.v1.Health/Watch", {kKnown, kKnown}},
       {"grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", {kKnown, kKnown}},
@@ -147,7 +148,7 @@ grpc::ByteBuffer RequestOf(const MethodDescriptor& method, const std::string& gr
   if (const auto* idle = method.input_type()->FindFieldByName("until_idle"); idle != nullptr) {
     message->GetReflection()->SetBool(message.get(), idle, true);
   }
-  if (NameOf(method) == "refitd.v1.Peer/Link") {
+  if (method.service()->name() == "Peer") {
     Set(message.get(), "daemon_id", "p");
     Set(message.get(), "boot_id", std::string(16, 'b'));
   }

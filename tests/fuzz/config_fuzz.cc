@@ -68,6 +68,7 @@ constexpr std::array kSettings = {"listen-unix",
                                   "data-port",
                                   "data-streams",
                                   "peer-silence-ms",
+                                  "failover-ms",
                                   "wire-ms",
                                   "default-verification"};
 
