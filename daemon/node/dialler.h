@@ -74,7 +74,7 @@ class Dialler {
   // Begins the tries whose pause is over.
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
-  // When a member that waits for its group is refused; nullopt: the running try to join decides.
+  // When a member that waits for its group is refused, unless an event decides before (P4).
   // `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);
   // Why a member is refused that has waited for as long as it may.

@@ -76,8 +76,8 @@ class Waiters {
   // hold. Returns whether a member stays.
   bool Refuse(const std::string& group, const std::string& coordinator,
               const std::function<bool(const OfGroup&)>& stays, const absl::Status& refusal);
-  // The time at which a member is refused; nullopt: an event decides, not the time.
-  using Expiry = std::function<std::optional<TimePoint>(const OfGroup&)>;
+  // The time at which a member is refused.
+  using Expiry = std::function<TimePoint(const OfGroup&)>;
   std::optional<TimePoint> NextExpiry(const Expiry& expiry) const;
   std::vector<OfGroup> TakeLate(TimePoint now, const Expiry& expiry);
   const std::vector<OfGroup>& of_group() const { return of_group_; }
