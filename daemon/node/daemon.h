@@ -90,6 +90,8 @@ class Daemon : private TurnHost, private TimerHost {
   int64_t watched_views();
 
  private:
+  friend class DaemonParts;  // for tests of the classes below
+
   void Dispatch(Turn& turn, const std::string& group, MachineEvent& event)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) override;
   void Drained() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) override;

@@ -1,77 +1,22 @@
 // Tests the daemon with real links between daemons of this process; members are sinks.
 #include "daemon/node/daemon.h"
 
-#include <grpcpp/grpcpp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "daemon/node/arrivals.h"
-#include "daemon/node/joiners.h"
-#include "daemon/node/members.h"
-#include "daemon/node/operators.h"
-#include "daemon/node/regions.h"
-#include "daemon/node/trainer_calls.h"
-#include "daemon/services/peer_service.h"
-#include "daemon/test_util.h"
-#include "transport/base/mutex.h"
-#include "transport/base/status.h"
-#include "transport/host/host_transport.h"
+#include "daemon/node/parts_test_util.h"
 
 namespace refitd {
 namespace {
 
 using Catch::Contains;
 using std::chrono::milliseconds;
-
-constexpr Duration kPatience =
-    std::chrono::minutes(1);  // how long members wait; far longer than any step takes
-constexpr int64_t kSlotBytes = 4096;
-
-// A member's stream, as the test sees it.
-class Inbox : public MemberSink {
- public:
-  void Send(MemberNews news) override {
-    MutexLock lock(&mutex_);
-    news_.push_back(std::move(news));
-  }
-  void End(absl::Status status) override {
-    MutexLock lock(&mutex_);
-    end_ = std::move(status);
-  }
-  bool welcomed() { return Last<WelcomeNews>().has_value(); }
-  WelcomeNews welcome() { return *Last<WelcomeNews>(); }
-  // The last news of this kind; nullopt: none came.
-  template <typename News>
-  std::optional<News> Last() {
-    MutexLock lock(&mutex_);
-    std::optional<News> last;
-    for (const MemberNews& news : news_) {
-      if (const auto* found = std::get_if<News>(&news)) last = *found;
-    }
-    return last;
-  }
-  std::optional<absl::Status> end() {
-    MutexLock lock(&mutex_);
-    return end_;
-  }
-  // Waits for the end of the stream and returns its status.
-  absl::Status Ended() {
-    REQUIRE(Eventually([this] { return end().has_value(); }));
-    return *end();
-  }
-
- private:
-  Mutex mutex_;
-  std::vector<MemberNews> news_ ABSL_GUARDED_BY(mutex_);
-  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
-};
 
 class UpdateInbox : public UpdateSink {
  public:
@@ -83,106 +28,11 @@ class UpdateInbox : public UpdateSink {
   std::atomic<int> sent_{0};
 };
 
-GroupSpec Spec(int slots = 2) {
-  GroupSpec spec;
-  spec.slot_bytes = kSlotBytes;
-  spec.slots = slots;
-  return spec;
-}
-
-// A daemon without sockets for members.
-class TestDaemon {
- public:
-  explicit TestDaemon(const std::string& id, DaemonOptions options = {}) {
-    processes_ = *ProcessWatch::Create();
-    options.daemon_id = id;
-    const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
-      dial.credentials = grpc::InsecureChannelCredentials();
-      return PeerLink::Dial(std::move(dial), std::move(callbacks));
-    };
-    const int64_t message_bytes = options.message_bytes;
-    daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport({.threads = 1}),
-                                       processes_.get(), nullptr, dialer);
-    links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
-    grpc::ServerBuilder builder;
-    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
-    builder.RegisterService(links_.get());
-    server_ = builder.BuildAndStart();
-    REFITD_CHECK(server_ != nullptr && port_ != 0);
-  }
-  ~TestDaemon() {
-    daemon_->CheckInvariants();
-    daemon_->Drain();
-    daemon_->Finish(std::chrono::steady_clock::now());
-    daemon_->CheckInvariants();
-    server_->Shutdown(std::chrono::system_clock::now());
-    server_->Wait();
-    daemon_.reset();
-  }
-
-  struct Attached {
-    MemberId id;
-    std::shared_ptr<Inbox> inbox;
-  };
-  // `at`: the coordinator; null: this daemon.
-  Attached AttachTrainer(const std::string& group, std::optional<GroupSpec> spec = Spec(),
-                         const TestDaemon* at = nullptr) {
-    Arrival arrival;
-    arrival.identity = TrainerIdentity();
-    return Attach(std::move(arrival), group, std::move(spec), at, kPatience);
-  }
-  // Attaches an engine rank with staged delivery, by default alone in its instance.
-  Attached AttachEngine(const std::string& group, const std::string& instance,
-                        std::optional<GroupSpec> spec, const TestDaemon* at = nullptr,
-                        Duration wait = kPatience, int rank = 0, int world_size = 1,
-                        const std::vector<std::string>& manifest = {}) {
-    EngineIdentity engine;
-    engine.instance = instance;
-    engine.rank = rank;
-    engine.world_size = world_size;
-    engine.delivery = DeliveryMode::kStaged;
-    if (!manifest.empty()) engine.manifest.emplace();
-    for (const std::string& tensor : manifest) {
-      engine.manifest->push_back({tensor, DType::kFloat32, {1}});
-    }
-    Arrival arrival;
-    arrival.record.engine = true;
-    arrival.record.instance = instance;
-    arrival.record.staged = true;
-    arrival.identity = std::move(engine);
-    return Attach(std::move(arrival), group, std::move(spec), at, wait);
-  }
-  int groups() { return static_cast<int>(daemon_->operators().Groups().size()); }
-  bool Has(const std::string& group) { return daemon_->operators().Group(group).ok(); }
-  int64_t pool_bytes() { return daemon_->operators().Describe().pool_bytes; }
-  std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
-  Daemon& daemon() { return *daemon_; }
-
- private:
-  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec,
-                  const TestDaemon* at, Duration wait) {
-    arrival.record.group = group;
-    arrival.record.device = "host";
-    arrival.spec = std::move(spec);
-    if (at != nullptr) arrival.coordinator = at->address();
-    arrival.wait = wait;
-    auto inbox = std::make_shared<Inbox>();
-    return {daemon_->arrivals().Attach(std::move(arrival), inbox), inbox};
-  }
-
-  std::unique_ptr<ProcessWatch> processes_;
-  std::unique_ptr<Daemon> daemon_;
-  std::unique_ptr<PeerService> links_;
-  int port_ = 0;
-  std::unique_ptr<grpc::Server> server_;
-};
-
 // ---- joining ----
 
 TEST_CASE("A member without a spec that waits at a joined daemon holds up none that brings one") {
-  TestDaemon a("a");
-  TestDaemon b("b");
+  DaemonParts a("a");
+  DaemonParts b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
   CHECK(b.Has("g"));
   CHECK_FALSE(a.Has("g"));
@@ -192,8 +42,8 @@ TEST_CASE("A member without a spec that waits at a joined daemon holds up none t
 }
 
 TEST_CASE("Each member that waits at a joined daemon has its own deadline") {
-  TestDaemon a("a");
-  TestDaemon b("b");
+  DaemonParts a("a");
+  DaemonParts b("b");
   const auto patient = b.AttachEngine("g", "patient", std::nullopt, &a);
   const auto hasty = b.AttachEngine("g", "hasty", std::nullopt, &a, /*wait=*/milliseconds(20));
   CHECK(hasty.inbox->Ended().code() == absl::StatusCode::kNotFound);
@@ -209,8 +59,8 @@ TEST_CASE("Each member that waits at a joined daemon has its own deadline") {
 }
 
 TEST_CASE("A member whose spec is not the group's is refused at a joined daemon, the others stay") {
-  TestDaemon a("a");
-  TestDaemon b("b");
+  DaemonParts a("a");
+  DaemonParts b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
   const auto trainer = b.AttachTrainer("g", Spec(), &a);
   const auto other = b.AttachEngine("g", "other", Spec(3), &a);
@@ -221,8 +71,8 @@ TEST_CASE("A member whose spec is not the group's is refused at a joined daemon,
 }
 
 TEST_CASE("A daemon stops joining when the last member that waited for it goes") {
-  TestDaemon a("a");
-  TestDaemon b("b");
+  DaemonParts a("a");
+  DaemonParts b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
   b.daemon().arrivals().Gone(engine.id, "it left");
   CHECK(Eventually([&] { return b.groups() == 0; }));
@@ -259,12 +109,12 @@ TEST_CASE("A group that demands encryption takes daemons whose data plane encryp
 }
 
 TEST_CASE("A second daemon with a live one's id is refused, and taken in when that one has gone") {
-  TestDaemon a("a");
-  TestDaemon live("b");
+  DaemonParts a("a");
+  DaemonParts live("b");
   const auto engine = live.AttachEngine("g", "i", Spec(), &a);
   REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
 
-  TestDaemon same_id("b");
+  DaemonParts same_id("b");
   const auto hasty = same_id.AttachEngine("g", "j", Spec(), &a, /*wait=*/milliseconds(50));
   const absl::Status refused = hasty.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kAlreadyExists);
@@ -281,8 +131,8 @@ TEST_CASE("A second daemon with a live one's id is refused, and taken in when th
 TEST_CASE("limits.max_members counts members of joined daemons, and refuses them by name") {
   DaemonOptions options;
   options.max_members = 2;
-  TestDaemon a("a", options);
-  TestDaemon b("b");
+  DaemonParts a("a", options);
+  DaemonParts b("b");
   const auto first = b.AttachEngine("g", "first", Spec(), &a);
   const auto second = b.AttachEngine("g", "second", Spec(), &a);
   REQUIRE(Eventually([&] { return first.inbox->welcomed() && second.inbox->welcomed(); }));
@@ -302,8 +152,8 @@ TEST_CASE("limits.max_members counts members of joined daemons, and refuses them
 TEST_CASE("A member whose report does not fit on the link is refused with the limit, others stay") {
   DaemonOptions options;
   options.message_bytes = 1 << 20;
-  TestDaemon a("a", options);
-  TestDaemon b("b");
+  DaemonParts a("a", options);
+  DaemonParts b("b");
   const auto first = b.AttachEngine("g", "first", Spec(), &a);
   REQUIRE(Eventually([&] { return first.inbox->welcomed(); }));
   std::vector<std::string> manifest;
@@ -325,10 +175,10 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
   constexpr int kRanks = 5000;
   DaemonOptions options;
   options.max_members = kRanks + 1;
-  TestDaemon a("a", options);
+  DaemonParts a("a", options);
   const auto trainer = a.AttachTrainer("g");
   REQUIRE(trainer.inbox->welcomed());
-  std::vector<TestDaemon::Attached> ranks;
+  std::vector<Attached> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
     ranks.push_back(a.AttachEngine("g", "i", Spec(), nullptr, Duration(0), rank, kRanks));
   }
@@ -347,7 +197,7 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
       [&begun](const absl::Status& status, const ReplyPayload&) { begun = status.ok(); });
   const int64_t before = a.daemon().watched_views();
   const UpdateId update = ranks[0].inbox->Last<SendPrepare>()->update;
-  for (const TestDaemon::Attached& rank : ranks) {
+  for (const Attached& rank : ranks) {
     a.daemon().members().Happened(rank.id, ReadyEvent{rank.id, update});
   }
   CHECK(begun);
@@ -361,7 +211,7 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
 TEST_CASE("A group is given up some time after its last member left, one with a member is not") {
   DaemonOptions options;
   options.group_idle = std::chrono::milliseconds(20);
-  TestDaemon a("a", options);
+  DaemonParts a("a", options);
   const auto stays = a.AttachTrainer("stays");
   const auto goes = a.AttachTrainer("goes");
   REQUIRE(goes.inbox->welcomed());
@@ -376,7 +226,7 @@ TEST_CASE("A group is given up some time after its last member left, one with a 
 TEST_CASE("A group that was created and never joined is given up as well") {
   DaemonOptions options;
   options.group_idle = std::chrono::milliseconds(20);
-  TestDaemon a("a", options);
+  DaemonParts a("a", options);
   REQUIRE(a.daemon().operators().CreateGroup("g", Spec(), false, "", "uid:1").ok());
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
@@ -384,7 +234,7 @@ TEST_CASE("A group that was created and never joined is given up as well") {
 TEST_CASE("The run beyond max_groups takes the place of the group that was empty for the longest") {
   DaemonOptions options;
   options.max_groups = 2;
-  TestDaemon a("a", options);
+  DaemonParts a("a", options);
   const auto first = a.AttachTrainer("first");
   const auto second = a.AttachTrainer("second");
   const auto refused = a.AttachTrainer("third");
@@ -400,7 +250,7 @@ TEST_CASE("The run beyond max_groups takes the place of the group that was empty
 TEST_CASE("A group without members takes no staging from a run that needs it") {
   DaemonOptions options;
   options.max_pool_bytes = 2 * kSlotBytes;
-  TestDaemon a("a", options);
+  DaemonParts a("a", options);
   const auto first = a.AttachTrainer("first");
   CHECK(a.AttachTrainer("second").inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
   a.daemon().arrivals().Detached(first.id);
@@ -408,8 +258,8 @@ TEST_CASE("A group without members takes no staging from a run that needs it") {
 }
 
 TEST_CASE("An empty group's staging pool is freed at once, and made again when it is needed") {
-  TestDaemon a("a");
-  const auto map = [&a](const TestDaemon::Attached& engine) {
+  DaemonParts a("a");
+  const auto map = [&a](const Attached& engine) {
     Token token{};
     const std::string bytes = engine.inbox->welcome().token;
     REQUIRE(bytes.size() == token.size());

@@ -16,6 +16,9 @@ constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
 // How long a member that does not wait for its group may take to hear whether the group exists,
 // while others wait for it.
 constexpr Duration kJoinGrace = std::chrono::seconds(10);
+// How long after a member's wait a try to join that waits no longer than the member may still run:
+// the time that joining takes, and the time to report the end of the link (P4).
+constexpr Duration kTryGrace = PeerLinkLimits().join + kPeerEndLimit;
 
 }  // namespace
 
@@ -129,14 +132,15 @@ void Dialler::RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoin
 }
 
 Waiters::Expiry Dialler::ExpiryOf(const Groups& groups) {
-  return [&groups](const Waiters::OfGroup& member) -> std::optional<TimePoint> {
+  return [&groups](const Waiters::OfGroup& member) -> TimePoint {
     if (member.coordinator.empty()) return member.deadline;
     const GroupRecord* const group = groups.Find(member.record.group);
     const bool tries = group != nullptr && group->join.joining;
     // A member that does not wait for the group gets the time that joining takes.
     const TimePoint own = member.waits ? member.deadline : member.deadline + kJoinGrace;
+    // A running try that waits no longer than the member ends by itself, and knows why.
     if (tries && !group->join.redial.has_value() && group->join.dialled_until <= own) {
-      return std::nullopt;
+      return member.deadline + kTryGrace;
     }
     return own;
   };

@@ -82,7 +82,7 @@ class Dialler {
   // Begins the tries whose pause is over.
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
-  // When a member that waits for its group is refused; nullopt: the running try to join decides. A
+  // When a member that waits for its group is refused, unless an event decides before (P4). A
   // member's own deadline counts while the candidates are searched, and no try runs.
   // `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);

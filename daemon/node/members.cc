@@ -27,12 +27,12 @@ void Members::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached
   if (absl::Status devices = device_slots_.CheckEntering(*group, record); !devices.ok()) {
     return record.End(std::move(devices));
   }
-  if (record.staged && record.ordinal.has_value() && group->follower != nullptr) {
+  if (record.reads_slots && record.ordinal.has_value() && group->follower != nullptr) {
     // The coordinator tells how many slots and how large; the link may not be up yet.
     std::get<EngineAttached>(attached).awaits_slots = true;
     return Admit(std::move(record), std::move(attached), turn);
   }
-  const bool wants_pool = record.staged || (record.engine && group->wants_pools());
+  const bool wants_pool = record.reads_slots || (record.engine && group->wants_pools());
   if (wants_pool && device_slots_.MissingOf(record).has_value()) {
     return AwaitPool(std::move(record), *group, std::move(attached));
   }
@@ -84,7 +84,7 @@ void Members::EndPooling(MemberId member, absl::Status made) {
   GroupRecord* group = state_.groups.Find(waited.record.group);
   if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
   const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
-  if (!made.ok() && there && !waited.record.staged) {
+  if (!made.ok() && there && !waited.record.reads_slots) {
     // This rank can take part without slots.
     LogWarning("group {}: what is being opened goes without broadcasts: {}", waited.record.group,
                Message(made));

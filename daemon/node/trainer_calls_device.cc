@@ -112,7 +112,8 @@ bool TrainerCalls::CouldGain(const MemberRecord& trainer) const {
   std::set<int> devices;
   std::set<std::string_view> instances;
   for (const auto& [id, member] : state_.leases.all()) {
-    if (!member.engine || member.lost || member.staged || member.group != trainer.group) continue;
+    if (!member.engine || member.lost || member.group != trainer.group) continue;
+    if (member.reads_slots) continue;
     if (!member.ordinal.has_value() || member.ordinal == trainer.ordinal) continue;
     devices.insert(*member.ordinal);
     instances.insert(member.instance);

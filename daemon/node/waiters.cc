@@ -69,17 +69,14 @@ bool Waiters::Refuse(const std::string& group, const std::string& coordinator,
 std::optional<TimePoint> Waiters::NextExpiry(const Expiry& expiry) const {
   std::optional<TimePoint> next;
   for (const OfGroup& w : of_group_) {
-    const std::optional<TimePoint> due = expiry(w);
-    if (due.has_value()) next = std::min(next.value_or(*due), *due);
+    const TimePoint due = expiry(w);
+    next = std::min(next.value_or(due), due);
   }
   return next;
 }
 
 std::vector<Waiters::OfGroup> Waiters::TakeLate(TimePoint now, const Expiry& expiry) {
-  return TakeIf(&of_group_, [&](const OfGroup& w) {
-    const std::optional<TimePoint> due = expiry(w);
-    return due.has_value() && *due <= now;
-  });
+  return TakeIf(&of_group_, [&](const OfGroup& w) { return expiry(w) <= now; });
 }
 
 void Waiters::Wait(OfSlots member) {

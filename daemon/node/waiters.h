@@ -80,8 +80,8 @@ class Waiters {
   // what `refusal` makes of their list.
   void RefuseOthers(const std::string& group, const std::string& named,
                     const std::function<absl::Status(const std::string& other)>& refusal);
-  // The time at which a member is refused; nullopt: an event decides, not the time.
-  using Expiry = std::function<std::optional<TimePoint>(const OfGroup&)>;
+  // The time at which a member is refused.
+  using Expiry = std::function<TimePoint(const OfGroup&)>;
   std::optional<TimePoint> NextExpiry(const Expiry& expiry) const;
   std::vector<OfGroup> TakeLate(TimePoint now, const Expiry& expiry);
   const std::vector<OfGroup>& of_group() const { return of_group_; }

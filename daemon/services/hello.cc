@@ -126,7 +126,7 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   Arrival arrival = CommonArrival(hello, peer);
   arrival.record.engine = true;
   arrival.record.instance = identity.instance;
-  arrival.record.staged = ReadsSlots(identity.delivery);
+  arrival.record.reads_slots = ReadsSlots(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

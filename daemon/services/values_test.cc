@@ -93,7 +93,7 @@ TEST_CASE("an engine's hello becomes an arrival, with the process that the kerne
   const auto& identity = std::get<EngineIdentity>(arrival->identity);
   CHECK(identity.pid == 42);
   CHECK(identity.rank == 1);
-  CHECK(arrival->record.staged);
+  CHECK(arrival->record.reads_slots);
   CHECK(arrival->record.device == "host");
   CHECK(arrival->spec->trainer_ranks == 3);
   CHECK(arrival->wait == Duration(0));

@@ -1,0 +1,76 @@
+#include "daemon/node/layouts.h"
+
+#include <catch2/catch.hpp>
+#include <string>
+#include <utility>
+
+#include "daemon/node/parts_test_util.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Contains;
+
+constexpr int64_t kBytes = 4096;
+
+struct World {
+  World() { region = *parts.Register(engine, memory); }
+  absl::StatusOr<Layouts::Registered> Register(Layout layout, bool as_engine = true) {
+    std::optional<absl::StatusOr<Layouts::Registered>> answer;
+    parts.layouts().Register(
+        parts.daemon().NewCall(), engine.caller(), as_engine, std::move(layout),
+        [&answer](const absl::StatusOr<Layouts::Registered>& reply) { answer = reply; });
+    REQUIRE(answer.has_value());  // the group is this daemon's, which answers at once
+    return *answer;
+  }
+  std::string Refusal(Layout layout) { return Message(Register(std::move(layout)).status()); }
+
+  DaemonParts parts;
+  SharedMemory memory{kBytes};
+  Attached engine = parts.AttachRegistered("g");
+  RegionId region;
+};
+
+TEST_CASE("a layout is registered with its digest and its size") {
+  World world;
+  const Layout layout = LayoutOf(world.region, 100);
+  const absl::StatusOr<Layouts::Registered> registered = world.Register(layout);
+  INFO(registered.status());
+  REQUIRE(registered.ok());
+  CHECK(registered->digest == layout.Digest());
+  CHECK(registered->pieces == 1);
+  CHECK(registered->bytes == 100);
+  const Turn turn(world.parts.state().turns);
+  const MemberRecord* const member = world.parts.state().leases.Find(world.engine.id);
+  REQUIRE(member->layout != nullptr);
+  CHECK(member->layout->tensors == layout.tensors);
+}
+
+TEST_CASE("a layout is replaced by one of a greater generation only") {
+  World world;
+  REQUIRE(world.Register(LayoutOf(world.region, 100, 5)).ok());
+  CHECK_THAT(world.Refusal(LayoutOf(world.region, 100, 5)),
+             Contains("binding_generation: 5 is not greater than the registered 5"));
+  CHECK(world.Register(LayoutOf(world.region, 200, 6)).ok());
+}
+
+TEST_CASE("a layout must lie in the member's own regions (P10)") {
+  World world;
+  CHECK_THAT(world.Refusal(LayoutOf(RegionId(999), 100)), Contains("999"));
+  CHECK_FALSE(world.Register(LayoutOf(world.region, kBytes + 1)).ok());
+  CHECK(world.Register(LayoutOf(world.region, kBytes)).ok());
+}
+
+TEST_CASE("an engine rank pushes no tensors, and a trainer's lease registers no engine's layout") {
+  World world;
+  Layout pushes = LayoutOf(world.region, 100);
+  pushes.pushed_tensors = {0};
+  CHECK_THAT(world.Refusal(pushes), Contains("an engine rank pushes none"));
+  CHECK(world.Register(LayoutOf(world.region, 100), /*as_engine=*/false).status().code() ==
+        absl::StatusCode::kFailedPrecondition);
+  CHECK(world.parts.layouts().CheckLease(world.engine.caller(), /*engine=*/true).ok());
+  CHECK_FALSE(world.parts.layouts().CheckLease(world.engine.caller(), /*engine=*/false).ok());
+}
+
+}  // namespace
+}  // namespace refitd
