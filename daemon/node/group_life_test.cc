@@ -88,11 +88,5 @@ TEST_CASE("members are counted against limits.max_members") {
   CHECK_THAT(Message(room()), Contains("daemon a has 2 members") && Contains("takes 2"));
 }
 
-TEST_CASE("an incarnation is never 0, and no two are alike") {
-  const uint64_t first = NewIncarnation();
-  CHECK(first != 0);
-  CHECK(NewIncarnation() != first);
-}
-
 }  // namespace
 }  // namespace refitd
