@@ -85,12 +85,12 @@ TEST_CASE("A group that demands encryption takes daemons whose data plane encryp
   encrypting.clear_wire = "";
   GroupSpec demanding = Spec();
   demanding.encrypted_data = true;
-  TestDaemon a("a", encrypting);
-  TestDaemon b("b", encrypting);
+  DaemonParts a("a", encrypting);
+  DaemonParts b("b", encrypting);
   const auto joined = b.AttachEngine("g", "i", demanding, &a);
   CHECK(Eventually([&] { return joined.inbox->welcomed(); }));
 
-  TestDaemon clear("c");
+  DaemonParts clear("c");
   const auto refused = clear.AttachEngine("g", "j", demanding, &a);
   CHECK(refused.inbox->Ended().code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(refused.inbox->Ended()),

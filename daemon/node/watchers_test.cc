@@ -28,13 +28,13 @@ class Machine : public GroupMachine {
   absl::Status CanRegisterLayout(MemberId /*member*/) const override { return absl::OkStatus(); }
   std::optional<Version> version() const override { return std::nullopt; }
   MachineView View(TimePoint /*now*/) const override { return {}; }
-  std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const override {
+  std::optional<UpdateView> ViewLatest(TimePoint /*now*/) const override {
     UpdateView view;
     view.id = mark->id;
     view.state = mark->state;
     return view;
   }
-  std::optional<UpdateMark> MarkUpdate() const override { return mark; }
+  std::optional<UpdateMark> MarkLatest() const override { return mark; }
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version /*version*/) const override { return {}; }
   const ReadinessBook* readiness() const override { return nullptr; }

@@ -94,6 +94,7 @@ class Coordinator : public PeerAcceptor {
     if (const auto* opened = std::get_if<EpochOpened>(&report)) taken_.push_back(opened->address);
   }
   void Gone(uint64_t /*session*/, std::string /*reason*/) override {}
+  absl::StatusOr<uint64_t> Probe(const PeerQuestion& /*question*/) override { return 0; }
 
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   std::vector<std::string> taken() {

@@ -176,7 +176,8 @@ TEST_CASE("an instance that misses versions stays ready up to max_lag") {
     REQUIRE(trainer.Commit(version, 1).ok());
     CHECK(HealthAt(a, "good") == "SERVING");
     CHECK(HealthAt(a, "late") == (version == 2 ? "SERVING" : "NOT_SERVING"));
-    for (const v1::InstanceStatus& instance : a.Group("g").instances()) {
+    const v1::GroupStatus group = a.Group("g");
+    for (const v1::InstanceStatus& instance : group.instances()) {
       CHECK(instance.lag() == (instance.name() == "late" ? version - 1 : 0));
       CHECK(instance.ready() == instance.unready_reason().empty());
     }
