@@ -270,7 +270,8 @@ TEST_CASE("A joined daemon, which does not know the instances, shows none") {
     status.mutable_groups(0)->set_coordinator("10.0.0.1:7411");
     return status;
   });
-  CHECK(SeriesNaming(text, "refitd_instance") == 0);
+  CHECK(SeriesNaming(text, "refitd_instance_") == 0);
+  CHECK(SeriesNaming(text, "refitd_instances_ready") == 0);
 }
 
 TEST_CASE("Evictions are counted by cause") {
