@@ -2,9 +2,7 @@
 // to its listening socket; and from a peer that showed the token, in the middle of an operation.
 // The first byte chooses. Accepted values encode to the bytes that they came from; a stranger costs
 // an open epoch nothing; memory changes only behind the right frame (P4, P5, P10).
-#include <netinet/in.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 
 #include <array>
 #include <cerrno>
@@ -17,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tests/fuzz/stranger.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/frames.h"
@@ -54,21 +53,6 @@ std::future<absl::Status> Ask(const F& submit) {
 absl::Status Get(std::future<absl::Status>& future) {
   REFITD_CHECK(future.wait_for(2 * kTimeout) == std::future_status::ready);
   return future.get();
-}
-
-UniqueFd Dial(const SocketAddress& address) {
-  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  socklen_t length = 0;
-  const sockaddr_storage to = address.host.Sockaddr(address.port, &length);
-  REFITD_CHECK(connect(fd.get(), reinterpret_cast<const sockaddr*>(&to), length) == 0);
-  const timeval limit{10, 0};
-  REFITD_CHECK(setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
-  return fd;
-}
-
-void Say(int fd, std::string_view bytes) {
-  // The other end may have closed the connection at an earlier byte.
-  (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
 }
 
 // Two ranks that stay connected for the whole run.

@@ -6,10 +6,8 @@
 //   2 a holder of a good certificate without the epoch's token: the input is what it says under
 //   TLS.
 // The listener ends each connection, tells nobody a token, and the epoch works on (P4, P9, P10).
-#include <netinet/in.h>
 #include <openssl/err.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 
 #include <array>
 #include <cerrno>
@@ -22,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/fuzz/stranger.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/frames.h"
@@ -106,21 +105,6 @@ struct Pair {
   SocketAddress address;  // of rank 1
   uint64_t seq = 0;
 };
-
-UniqueFd Dial(const SocketAddress& address) {
-  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  socklen_t length = 0;
-  const sockaddr_storage to = address.host.Sockaddr(address.port, &length);
-  REFITD_CHECK(connect(fd.get(), reinterpret_cast<const sockaddr*>(&to), length) == 0);
-  const timeval limit{10, 0};
-  REFITD_CHECK(setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
-  return fd;
-}
-
-void Say(int fd, std::string_view bytes) {
-  // The other end may have closed the connection at an earlier byte.
-  (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-}
 
 // What comes next; empty at the end. The end must come by itself, not by the time limit.
 std::string_view Hear(int fd, std::array<char, 4096>* buffer) {
