@@ -472,14 +472,14 @@ struct Group::Impl {
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
   std::optional<UpdateView> last_fill;
-  bool last_was_fill = false;
   std::deque<group::DeferredCall> deferred;  // empty unless a fill runs
+  std::optional<TimePoint> fill_possible;    // since when
+  std::optional<TimePoint> fill_due;         // when the next fill begins; none: no fill is possible
+  int failed_fills = 0;                      // in a row, of this version
+  bool last_was_fill = false;
   // A step may have made a fill possible or impossible since fill_due was found.
   bool look_for_fill = false;
-  std::optional<TimePoint> fill_possible;  // since when
-  std::optional<TimePoint> fill_due;       // when the next fill begins; none: no fill is possible
-  int failed_fills = 0;                    // in a row, of this version
-  std::deque<group::EndedUpdate> past;     // newest last; at most kRememberedUpdates
+  std::deque<group::EndedUpdate> past;  // newest last; at most kRememberedUpdates
   int64_t committed_updates = 0;
   int64_t aborted_updates = 0;
 

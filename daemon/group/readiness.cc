@@ -56,18 +56,15 @@ std::optional<Readiness> ReadinessBook::Of(const std::string& instance, int64_t 
   if (known.standing != Standing::kClean && known.standing != Standing::kUpdating) {
     readiness.lag.reset();
     readiness.reason = fmt::format("it is {}", Name(known.standing));
-  } else if (!version_.has_value()) {
-    readiness.ready = true;
-  } else if (!readiness.lag.has_value()) {
+  } else if (version_.has_value() && !readiness.lag.has_value()) {
     readiness.reason =
         fmt::format("it has no version to compare with the group's version {}", *version_);
-  } else if (*readiness.lag > max_lag) {
+  } else if (readiness.lag.has_value() && *readiness.lag > max_lag) {
     readiness.reason =
         fmt::format("its version {} is {} behind the group's version {}, where max_lag is {}",
                     *known.version, *readiness.lag, *version_, max_lag);
-  } else {
-    readiness.ready = true;
   }
+  readiness.ready = readiness.reason.empty();
   return readiness;
 }
 

@@ -177,11 +177,11 @@ struct Update {
   UpdateState state = UpdateState::kOpening;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
-  std::optional<Fill> fill;  // set: the update installs the group's version in late instances
+  bool through_slots = false;  // from Preparing on: buckets may be broadcast through slots
   // The method of the update's buckets; none: no rank that pushes has begun (Refit names none).
   std::optional<BroadcastMethod> broadcast;
-  std::string lacks_slots;     // a rank without slots, or without gain from them; empty: none
-  bool through_slots = false;  // from Preparing on: buckets may be broadcast through slots
+  std::string lacks_slots;   // a rank without slots, or without gain from them; empty: none
+  std::optional<Fill> fill;  // set: the update installs the group's version in late instances
 
   std::map<int, TrainerProgress> trainers;  // by rank
   TimePoint last_call;                      // last call of a trainer rank, or answer to one

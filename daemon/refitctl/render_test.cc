@@ -37,7 +37,7 @@ TEST_CASE("an update's note is shown with its version, while it runs and when it
              Contains("policy v5 (step 1200) committed"));
 }
 
-TEST_CASE("a fill is shown with the instances that give, and a late instance with what it waits for") {
+TEST_CASE("a fill is shown with its givers, and a late instance with what it waits for") {
   v1::UpdateStatus fill = Update(9, 5, 50 << 20, 1);
   fill.set_fill(true);
   fill.add_givers("vllm-0");

@@ -222,7 +222,7 @@ class ConnectedWire {
 // Adds broadcasts and exchanges of all bytes by one wire. `clear`: the name of the wire without
 // TLS, or empty.
 void AddWire(const std::string& name, const std::string& clear, SocketWireOptions options,
-             MemorySpan slot, Rank* self, std::vector<Case>* cases) {
+             const MemorySpan& slot, Rank* self, std::vector<Case>* cases) {
   auto wire = std::make_shared<ConnectedWire>(MakeSocketWire(std::move(options)), self);
   const auto add = [&](const std::string& what, auto make) {
     cases->push_back({name + what,
