@@ -4,7 +4,7 @@
 
 namespace refitd {
 
-// As the REFIT_..._INIT macros, which are C.
+// A structure of zeros that has its size: what the REFIT_..._INIT macros, which are C, make.
 template <typename T>
 T Initialised() {
   T value{};

@@ -138,7 +138,7 @@ class EpochWire : public Wire {
   explicit EpochWire(const std::string& thread);
   ~EpochWire() override;
 
-  // As Wire::Open, for the epoch that `make` makes.
+  // Does what Wire::Open does, for the epoch that `make` makes.
   absl::StatusOr<std::string> OpenEpoch(EpochId id, int rank, int size, const std::string& thread,
                                         const std::function<std::shared_ptr<WireEpoch>()>& make);
   // Closes every epoch, and waits for the end of their threads.

@@ -45,7 +45,7 @@ absl::Status Placer::operator()(const std::vector<std::string_view>& chunks) {
   }
   if (packed()) {
     const std::string_view chunk = chunks[0];
-    // As in a region, bytes after the last tensor are ignored: packers pad their buffers.
+    // Bytes after the last tensor are ignored, as they are in a region: packers pad their buffers.
     if (chunk.size() < static_cast<size_t>(received.packing->bytes)) {
       return Error(StatusCode::kInvalidArgument,
                    "bucket.inline_bytes.chunks[0] has {} bytes where the packed tensors end at {}",
@@ -184,7 +184,7 @@ absl::Status Placer::operator()(const std::vector<DeviceRef>& handles) {
       const int64_t needed = packed() ? received.packing->bytes : BytesOf(i);
       REFITD_RETURN_IF_ERROR(CheckHandle(handle, index, needed, block.bytes));
     }
-    // As in a region, implied offsets may be unaligned.
+    // Implied offsets may be unaligned, as they may be in a region.
     if (r == i || received.packing->explicit_offsets) {
       REFITD_RETURN_IF_ERROR(CheckAlignment("cuda_ipc.handles", static_cast<size_t>(index),
                                             handle.byte_offset, bucket().tensors[i]));

@@ -153,8 +153,8 @@ class Worker {
   // What an index of the command's destinations is made of, so that the caller can make it without
   // the daemon's mutex (PeerPrepare::index). Empty: the worker has that index, or needs none.
   std::vector<std::shared_ptr<const Layout>> LayoutsToIndex(const PeerPrepare& command) const;
-  // As DestinationIndex::Make, with the labels that the worker gives. Takes as long as there are
-  // tensors in the layouts of all destinations.
+  // Does what DestinationIndex::Make does, with the labels that the worker gives. Takes as long as
+  // there are tensors in the layouts of all destinations.
   static absl::StatusOr<std::shared_ptr<const DestinationIndex>> MakeIndex(
       const std::vector<MemberId>& destinations,
       std::vector<std::shared_ptr<const Layout>> layouts);

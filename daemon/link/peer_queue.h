@@ -28,7 +28,7 @@ class PeerQueue {
     queued_bytes_ += bytes;
     entries_.push_back({std::move(message), bytes});
   }
-  // As Push, with the next sequence number. `bytes` includes kPeerNumberingBytes.
+  // Does what Push does, with the next sequence number. `bytes` includes kPeerNumberingBytes.
   void PushNumbered(Message message, size_t bytes, uint64_t incarnation) {
     message.set_sequence(++sequence_);
     message.set_incarnation(incarnation);

@@ -26,7 +26,7 @@ namespace refitd {
 struct Peer {
   std::optional<PeerCredentials> credentials;
   std::string identity{};  // of the certificate; empty: no TLS
-  // As a trainer it may enter the group that it named though another identity owns the group.
+  // Whether it may be a trainer of the group that it named though another identity owns the group.
   bool any_owner = false;
 };
 

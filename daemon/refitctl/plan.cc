@@ -161,7 +161,7 @@ absl::StatusOr<Ranks> MakeRanks(const PlanFlags& flags) {
   return ranks;
 }
 
-// As in a group of the default number of slots.
+// The lag, in rounds, of chains in a group of the default number of slots.
 constexpr uint32_t kRelayLag = 2;
 
 absl::StatusOr<RoutePlan> MakePlan(const PlanFlags& flags) {

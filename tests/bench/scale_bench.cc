@@ -236,7 +236,8 @@ class Bench {
       auto* peer = std::get_if<PeerAction>(&outer);
       auto* send = peer == nullptr ? nullptr : std::get_if<SendCommand>(peer);
       if (send == nullptr) continue;
-      // As in PeerSession::Queue: commands are encoded and written later, without the mutex.
+      // PeerSession::Queue does the same: commands are encoded and written later, without the
+      // mutex.
       sent.emplace_back(send->node, std::move(send->command));
     }
     (void)coordinator_.NextDeadline();
@@ -249,7 +250,7 @@ class Bench {
     for (auto& [node, command] : sent) ToNode(node, std::move(command));
   }
 
-  // As Joiners::ShareLayout, which holds no mutex while it compares.
+  // Does what Joiners::ShareLayout does, which holds no mutex while it compares.
   void ShareLayout(MachineEvent* event) const {
     auto* peer = std::get_if<PeerEvent>(event);
     auto* received = peer == nullptr ? nullptr : std::get_if<ReportReceived>(peer);
@@ -425,7 +426,8 @@ class Bench {
       if (auto* received = std::get_if<CommandReceived>(peer)) {
         if (auto* prepare = std::get_if<PeerPrepare>(&received->command)) {
           row = "joined daemon: Prepare";
-          // As Joining::IndexDestinations, which holds no mutex while it makes the index.
+          // Does what Joining::IndexDestinations does, which holds no mutex while it makes the
+          // index.
           auto layouts = follower_->LayoutsToIndex(*prepare);
           if (!layouts.empty()) {
             prepare->index = Must(Follower::MakeIndex(prepare->destinations, std::move(layouts)));

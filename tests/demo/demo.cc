@@ -510,10 +510,10 @@ class Demo {
   EventLog events_;
   std::vector<std::string> started_;  // for their logs
 
-  // Of the watcher's thread.
+  // The watcher's thread uses these alone.
   ProgressMeter meter_;
   uint64_t metered_update_ = 0;
-  // Shared with it.
+  // The watcher's thread and the demo share these.
 
   // Destroyed from the last to the first: watcher, engines, daemon, then their files.
   std::unique_ptr<WorkFolder> work_;

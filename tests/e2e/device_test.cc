@@ -880,7 +880,7 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
   }));
 }
 
-// As above through the C interface: an engine in VMM memory, a trainer in a block.
+// The same through the C interface: an engine in VMM memory, a trainer in a block.
 TEST_CASE("compiled refits between GPUs through the C interface") {
   LocalDaemon daemon;
   const Model model = MixedModel();

@@ -20,7 +20,7 @@ from refitd import testing
 from server import Server
 from support import CheckpointTrainer
 
-# As of Qwen3-0.6B.
+# The sizes of Qwen3-0.6B.
 models.ARCHITECTURES["qwen3-0.6b"] = (
     "Qwen3",
     dict(

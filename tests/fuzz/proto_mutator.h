@@ -14,7 +14,7 @@
 
 namespace refitd {
 
-// As libFuzzer specifies LLVMFuzzerCustomMutator and LLVMFuzzerCustomCrossOver; `scratch` and
+// What libFuzzer asks of LLVMFuzzerCustomMutator and LLVMFuzzerCustomCrossOver; `scratch` and
 // `other` are empty messages of the target's type.
 size_t MutateProto(uint8_t* data, size_t size, size_t max_size, unsigned seed,
                    google::protobuf::Message* scratch);

@@ -930,7 +930,7 @@ void World::CommitAttempt(int pid, bool ahead) {
     }
     Conclude(pid, status.ok());
   };
-  // Of two equal commits ahead, one may be refused for a bucket that the other then waits for.
+  // Two equal commits may be ahead: one may be refused for a bucket that the other then waits for.
   if (ahead) {
     CallDaemon(pid, Duration(0), e, nullptr, answered);
   } else {

@@ -27,7 +27,7 @@ class CallWatch {
   // thread.
   CallWatch(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost,
             std::function<std::string(int)> name, std::function<void()> looked = nullptr);
-  // As Stop.
+  // Calls Stop.
   ~CallWatch();
   CallWatch(const CallWatch&) = delete;
   CallWatch& operator=(const CallWatch&) = delete;

@@ -199,7 +199,7 @@ TEST_CASE("handles that the driver refuses are refused, and leave nothing open")
   CHECK(code(2, handle) == absl::StatusCode::kInvalidArgument);
   CHECK(code(-1, handle) == absl::StatusCode::kInvalidArgument);
   CHECK(code(0, std::string(64, '\xff')) == absl::StatusCode::kFailedPrecondition);
-  // Of another device.
+  // The handle is opened as if it were of another device.
   const auto other = memory->OpenLegacy(1, handle).status();
   CHECK(other.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(other.message()), Contains("device 0, not on device 1"));

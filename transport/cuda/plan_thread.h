@@ -37,7 +37,8 @@ class PlanJob {
   virtual void Start() = 0;
   // Called after Plan, or without it.
   virtual void Fail(const absl::Status& status) = 0;
-  // As Fail, but called on another thread while Plan hangs, so memory that Plan uses must stay.
+  // Does what Fail does, but is called on another thread while Plan hangs, so memory that Plan uses
+  // must stay.
   virtual void GiveUp(const absl::Status& status) = 0;
 };
 

@@ -47,7 +47,7 @@ class RelayQueue {
   // when no memory is touched any more. Errors: UNAVAILABLE: a device can't reach the next; those
   // of device_queue.h.
   void Submit(Relay relay, std::function<void(absl::Status)> done);
-  // As DeviceQueue::Stop.
+  // Stops all relays as DeviceQueue::Stop stops a queue.
   void Stop(std::chrono::steady_clock::time_point deadline);
 
  private:

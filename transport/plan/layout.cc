@@ -100,7 +100,7 @@ std::string Printable(std::string_view name) {
   return name.size() > kPrinted ? text + "..." : text;
 }
 
-// As Utf8SequenceBytes, but 0 for control characters.
+// Utf8SequenceBytes of the text, but 0 for control characters.
 size_t Utf8Length(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const size_t length = Utf8SequenceBytes(text);

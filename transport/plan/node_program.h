@@ -175,7 +175,7 @@ class NodeProgram {
   // a big model together are gigabytes. Chains are closed over nodes that are gone; streams without
   // a chain keep their legs.
   std::vector<RoundLeg> Round(int64_t round, const Gone& gone = {}) const;
-  // As Round, but without the moves.
+  // The legs of Round, without their moves.
   std::vector<ExchangeLeg> Legs(int64_t round, const Gone& gone = {}) const;
 
   // The two ends of what one node sends to another over the wire, whatever nodes it passes: the

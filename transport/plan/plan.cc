@@ -333,7 +333,7 @@ class Planner {
 
   // ---- moves ----
 
-  // As Emit, for a box of which destinations may want only parts.
+  // Does what Emit does, for a box of which destinations may want only parts.
   void EmitSole(const Held& from, const Box& box, const BoxIndex& wanted) {
     if (sources_.size() > 1) {
       for (const Box& part : WantedOf(box, wanted)) {
@@ -452,7 +452,7 @@ class Planner {
   absl::flat_hash_set<std::string_view> uncovered_allowed_;
   PlanWork work_;
 
-  // Of the tensor that is being planned.
+  // These fields are about the tensor that is being planned.
   std::vector<Wanted> wanted_;
   std::vector<const Box*> wanted_boxes_;
   int64_t element_bytes_ = 0;

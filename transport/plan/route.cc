@@ -1046,7 +1046,7 @@ class Router {
       set.bytes += bytes;
       for (const uint32_t node : nodes) sends[node] += bytes;
     }
-    // Of sets that matter little, few orders carry all: each order is a stream of every node.
+    // A set that matters little gets few orders, since each order is one more stream of every node.
     int64_t least = options_.split_bytes;
     for (const int64_t bytes : sends) least = std::max(least, bytes / kLoadParts);
     const auto most = [](const std::vector<int64_t>& loads) {
@@ -1280,7 +1280,7 @@ class Router {
   int64_t stored_ = 0;
   PlanWork work_;
 
-  // Of the tensor that is being planned.
+  // These fields are about the tensor that is being planned.
   int64_t element_bytes_ = 0;
   Ids first_entry_;  // per destination layout
   std::vector<Wanted> wanted_;

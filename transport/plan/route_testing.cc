@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// As torch.chunk: slices of one dimension, the last of them smaller or empty.
+// Slices of one dimension, the last of them smaller or empty: those of torch.chunk.
 std::vector<Box> Slices(const Dims& shape, size_t dim, int64_t ways) {
   std::vector<Box> boxes;
   const int64_t step = (shape[dim] + ways - 1) / ways;
@@ -204,7 +204,7 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
         links.matrix[to * nodes + to] += bytes;
         continue;
       }
-      // Of a chain, only the first node costs the source something.
+      // The source sends to the first node of a chain only.
       (from == source_node ? links.rank_supplies[route.source] : links.node_forwards[from]) +=
           bytes;
       links.matrix[from * nodes + to] += bytes;

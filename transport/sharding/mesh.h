@@ -50,8 +50,8 @@ class Mesh {
 };
 
 enum class ShardRule : uint8_t {
-  // As torch.chunk and DTensor: every shard has ceil(n / shards) elements while elements are left;
-  // the last shards may be short or empty. 10 over 4: 3, 3, 3, 1.
+  // The rule of torch.chunk and DTensor: every shard has ceil(n / shards) elements while elements
+  // are left; the last shards may be short or empty. 10 over 4: 3, 3, 3, 1.
   kChunk,
   // Sizes differ by at most one, larger shards first. 10 over 4: 3, 3, 2, 2.
   kBalanced,

@@ -15,7 +15,7 @@ absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
 }
 
 constexpr int64_t kQwen3Vocabulary = 151'936;
-// Of one dimension of a model; no model comes near it.
+// The limit of one dimension; no model comes near it.
 constexpr int64_t kMaxSize = int64_t{1} << 24;
 
 ModelConfig Qwen3(std::string name, int64_t hidden, int64_t layers, int64_t heads,

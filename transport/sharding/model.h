@@ -87,7 +87,7 @@ enum class Role : uint8_t {
   kEmbedding,
   kFinalNorm,
   kLmHead,
-  // Of a layer.
+  // Each layer has those that follow.
   kInputNorm,
   kPostAttentionNorm,
   kQ,
@@ -110,7 +110,7 @@ enum class Role : uint8_t {
   kSharedGate,
   kSharedUp,
   kSharedDown,
-  // Of an expert of a layer.
+  // Each expert of a layer has those that follow.
   kExpertGate,
   kExpertUp,
   kExpertDown,

@@ -32,7 +32,7 @@ from typing import Any
 
 MIB = 1 << 20
 REFIT_BYTES = MIB
-# Of each of the doctor's own calls: a machine that needs longer is not well.
+# The limit of each call that the doctor makes: a machine that needs longer is not well.
 CALL_SECONDS = 30.0
 
 # Distributions that refitd works with, by the names that pip knows. None is imported.
@@ -41,7 +41,7 @@ _PACKAGES = (
     "ray",
 )  # fmt: skip
 
-# As cuda.h numbers them.
+# The numbers that cuda.h gives to these attributes and to this error.
 _CUDA_ATTRIBUTES = {"vmm": 102, "vmm_descriptors": 103}
 _CUDA_NO_DEVICE = 100
 

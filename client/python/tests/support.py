@@ -15,7 +15,7 @@ class DaemonTest(unittest.TestCase):
     """Tests with a daemon of their class's own. `self.group` is another group in each test."""
 
     flags = ("--slot-bytes=65536", "--slots=4")
-    # Of the tests' members, also where another test has used CUDA in this process; None: as the package finds it.
+    # The device of the tests' members, also where another test has used CUDA in this process; None: the package finds it.
     device = "host"
 
     @classmethod

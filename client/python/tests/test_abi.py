@@ -11,7 +11,7 @@ from pathlib import Path
 
 from refitd import _abi, _dtypes, errors, events, update
 
-# Of the checkout, or where the test runner put it.
+# The C header lies in the checkout, or where the test runner put it.
 HEADER = Path(os.environ.get("REFIT_HEADER", Path(__file__).resolve().parents[2] / "refit.h"))
 ARGUMENTS = {  # ctypes' type: what C's type may look like
     ctypes.c_int32: {"int32_t", "int", "refit_status"},

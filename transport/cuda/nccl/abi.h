@@ -49,7 +49,7 @@ inline constexpr int kNcclPolicyDefault = 0;          // NCCL_CTA_POLICY_DEFAULT
 inline constexpr int kNcclPolicyZero = 2;             // NCCL_CTA_POLICY_ZERO
 inline constexpr int kNcclRevokeDefault = 0;          // NCCL_REVOKE_DEFAULT
 
-// As NCCL counts: 10000 * major + 100 * minor + patch.
+// NCCL's way to number versions: 10000 * major + 100 * minor + patch.
 inline constexpr int kNcclDeclaredVersion = 22809;
 
 // ncclConfig_t; older libraries read its start, as far as they know it.

@@ -342,7 +342,7 @@ TEST_CASE("a broadcast does not wait for smaller scratch that is given back") {
   REQUIRE(small.Wait().ok());
   CHECK(small.Arrived());
   CHECK(rig.cuda.Count().allocations == 1);
-  // As if it waited behind another group's collective.
+  // The call hangs as it would behind another group's collective.
   rig.cuda.Block("cuMemFree");
   const auto next = ThreeRuns(&rig, 1);
   next->Submit();

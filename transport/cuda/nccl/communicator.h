@@ -91,8 +91,8 @@ class Communicator {
       const std::vector<std::shared_ptr<const CudaRegion>>& regions, Clock::time_point deadline);
   // Frees a window that no unfinished work uses. INVALID_ARGUMENT: no such window.
   absl::Status DeregisterWindow(WindowId window, Clock::time_point deadline);
-  // As DeregisterWindow, after all earlier calls and without waiting for the result. If freeing the
-  // window fails, the communicator is poisoned.
+  // Does what DeregisterWindow does, after all earlier calls and without waiting for the result. If
+  // freeing the window fails, the communicator is poisoned.
   void DeregisterLater(WindowId window, Clock::time_point deadline);
 
   struct BroadcastCall {
@@ -115,14 +115,15 @@ class Communicator {
     int64_t bytes = 0;  // of each share
     std::vector<CUstream> streams;
   };
-  // As Broadcast. INVALID_ARGUMENT: also outside of the window, or unaligned.
+  // Issues an all-gather; its end and its errors are those of Broadcast. INVALID_ARGUMENT also: the
+  // shares lie outside of the window, or are unaligned.
   absl::Status AllGather(const AllGatherCall& call, Clock::time_point deadline);
 
   // Frees the communicator, which must have no unfinished work. If that can't be done by the
   // deadline, it is reported as a loss of the GPUs.
   absl::Status Close(Clock::time_point deadline);
-  // As Close, after all earlier calls and without waiting for the result. The communicator must not
-  // be used after this.
+  // Does what Close does, after all earlier calls and without waiting for the result. The
+  // communicator must not be used after this.
   void CloseLater(Clock::time_point deadline);
   // Poisons the communicator for this reason, and begins to free it even while its devices run its
   // work: they end NCCL's work with wrong bytes. Does not wait.

@@ -52,11 +52,11 @@ struct DeviceEpochStatus {
   absl::Status status;  // why it was lost; OK if it was not lost
 };
 
-// As Wire; thread-safe.
+// A wire between GPUs. Thread-safe.
 class DeviceWire : public EpochWire {
  public:
-  // As Wire::Open, with the device (ordinal) of the communicator. INVALID_ARGUMENT also if there is
-  // no such device. Takes some 100 ms the first time.
+  // Does what Wire::Open does, for a communicator on the device with this ordinal. INVALID_ARGUMENT
+  // also: there is no such device. Takes some 100 ms the first time.
   virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
   // On device 0.
   absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {

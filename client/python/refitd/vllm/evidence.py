@@ -17,7 +17,7 @@ from typing import Any
 
 # The attribute of a model that has its evidence: {module: reasons}.
 ATTRIBUTE = "_refitd_evidence"
-# That of vLLM's configuration, which backends of vLLM until 0.24 are not given.
+# The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
 CONFIGURATION = "_refitd_vllm_config"
 # Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
 MAX_OBJECTS = 4096
