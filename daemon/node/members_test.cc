@@ -1,5 +1,8 @@
 #include "daemon/node/members.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <catch2/catch.hpp>
 #include <memory>
 #include <string>
@@ -91,6 +94,10 @@ TEST_CASE("a member whose process dies loses its lease, though its stream is ope
   Arrival arrival = DaemonParts::Trainer();
   arrival.record.peer.credentials.emplace();
   arrival.record.peer.credentials->pid = child.pid();
+  // Credentials without a pidfd would say that the process had ended when it was let in.
+  const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, child.pid(), 0));
+  REQUIRE(pidfd >= 0);
+  arrival.record.peer.credentials->pidfd = std::make_shared<const UniqueFd>(pidfd);
   const Attached trainer = parts.Attach(std::move(arrival), "g", Spec(), nullptr, kPatience);
   REQUIRE(trainer.inbox->welcomed());
   CHECK_FALSE(trainer.inbox->end().has_value());
