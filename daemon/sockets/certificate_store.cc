@@ -22,7 +22,7 @@ absl::StatusOr<std::shared_ptr<const Certificates>> Load(const TlsFiles& files) 
 }  // namespace
 
 std::string Describe(const Certificates& certificates) {
-  const std::time_t expires = std::chrono::system_clock::to_time_t(certificates.expires);
+  const std::time_t expires = certificates.expires.time_since_epoch().count();
   std::tm parts{};
   gmtime_r(&expires, &parts);
   std::array<char, 32> until{};

@@ -50,8 +50,10 @@ TEST_CASE("Certificates are described by who, until when, and how many roots") {
   Certificates some;
   some.identity = "dns:a.example";
   some.root_count = 2;
-  some.expires = std::chrono::system_clock::from_time_t(86'400);
+  some.expires = std::chrono::sys_seconds(std::chrono::seconds(86'400));
   CHECK(Describe(some) == "dns:a.example, valid until 1970-01-02T00:00:00Z, 2 roots");
+  some.expires = std::chrono::sys_seconds(std::chrono::seconds(253'402'300'799));
+  CHECK(Describe(some) == "dns:a.example, valid until 9999-12-31T23:59:59Z, 2 roots");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -47,6 +48,7 @@ void FuzzFiles(std::string_view rest) {
   for (const std::string& path : {files.certificate, files.key, files.roots}) {
     Write(path, Next(&rest));
   }
+  const auto now = std::chrono::floor<std::chrono::seconds>(std::chrono::system_clock::now());
   const auto loaded = LoadCertificates(files);
   if (!loaded.ok()) {
     REFITD_CHECK(!loaded.status().message().empty());
@@ -56,6 +58,7 @@ void FuzzFiles(std::string_view rest) {
   CheckIdentity(taken.identity);
   REFITD_CHECK(taken.identity == IdentityOfPem(taken.certificate));
   REFITD_CHECK(taken.root_count > 0);
+  REFITD_CHECK(taken.expires >= now);
   std::array<int, 2> ends{};
   REFITD_CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
   const UniqueFd here(ends[0]);

@@ -74,10 +74,10 @@ KeyPtr KeyOf(std::string_view pem) {
   return key;
 }
 
-std::chrono::system_clock::time_point TimeOf(const ASN1_TIME* time) {
+std::chrono::sys_seconds TimeOf(const ASN1_TIME* time) {
   std::tm parts{};
   if (ASN1_TIME_to_tm(time, &parts) != 1) return {};
-  return std::chrono::system_clock::from_time_t(timegm(&parts));
+  return std::chrono::sys_seconds(std::chrono::seconds(timegm(&parts)));
 }
 
 std::string Day(const ASN1_TIME* time) {
@@ -112,10 +112,15 @@ absl::Status CheckUsable(const std::vector<X509Ptr>& chain, EVP_PKEY* key,
 absl::Status CheckTimes(const X509* certificate, const std::string& path) {
   const ASN1_TIME* from = X509_get0_notBefore(certificate);
   const ASN1_TIME* until = X509_get0_notAfter(certificate);
-  if (X509_cmp_current_time(from) > 0) {
+  const int begins = X509_cmp_current_time(from);  // 0: it is no date
+  const int ends = X509_cmp_current_time(until);
+  if (begins == 0 || ends == 0) {
+    return Error(kInvalid, "{}: the certificate's dates are malformed", path);
+  }
+  if (begins > 0) {
     return Error(kInvalid, "{}: the certificate is not valid before {}", path, Day(from));
   }
-  if (X509_cmp_current_time(until) < 0) {
+  if (ends < 0) {
     return Error(kInvalid, "{}: the certificate expired at {}", path, Day(until));
   }
   return absl::OkStatus();

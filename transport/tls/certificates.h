@@ -47,13 +47,15 @@ struct Certificates {
   std::string roots;
   std::string identity;  // of the certificate, see IdentityOf; empty: the certificate has none
   int root_count = 0;
-  std::chrono::system_clock::time_point expires;
+  // In whole seconds, since nanoseconds in 64 bits end in the year 2262, and certificates without
+  // an end have the year 9999.
+  std::chrono::sys_seconds expires;
   bool operator==(const Certificates&) const = default;
 };
 
 // NOT_FOUND, PERMISSION_DENIED: a file can't be read. INVALID_ARGUMENT: a file is not PEM or too
-// large, the key is not the certificate's, the certificate is not valid yet or not any more. The
-// message names the file.
+// large, the key is not the certificate's, the certificate is not valid yet or not any more, or has
+// no date there. The message names the file.
 absl::StatusOr<std::shared_ptr<const Certificates>> LoadCertificates(const TlsFiles& files);
 
 // The subject alternative names of a certificate name its holder: "spiffe://..." if they

@@ -1,6 +1,8 @@
 #include "transport/tls/certificates.h"
 
 #include <catch2/catch.hpp>
+#include <chrono>
+#include <ctime>
 #include <fstream>
 
 #include "transport/base/status.h"
@@ -81,6 +83,32 @@ TEST_CASE("A certificate that is not valid now is refused") {
   WriteTlsFiles(files, authority.Issue({.from_seconds = 100, .until_seconds = 200}),
                 authority.root());
   RequireRefused(files, files.certificate + ": the certificate is not valid before 20");
+}
+
+// A certificate without an end has the year 9999 (RFC 5280, 4.1.2.5).
+TEST_CASE("The end of a certificate beyond the year 2262 overflowed to a date in the past") {
+  const TempFolder folder;
+  const TestAuthority authority("root");
+  const TlsFiles files = TlsFilesIn(folder / "", "own");
+  constexpr long kYear9999 = 253'370'764'800;  // its first second
+  const long ahead = kYear9999 - std::time(nullptr);
+  WriteTlsFiles(files, authority.Issue({.uris = {kTrainer}, .until_seconds = ahead}),
+                authority.root());
+  const auto loaded = LoadCertificates(files);
+  REQUIRE(loaded.ok());
+  const std::chrono::sys_seconds year_9999{std::chrono::seconds(kYear9999)};
+  CHECK((*loaded)->expires >= year_9999);
+  CHECK((*loaded)->expires < year_9999 + std::chrono::hours(1));
+}
+
+// OpenSSL compares such a date with the current time as neither earlier nor later.
+TEST_CASE("A certificate whose date is no date was taken as valid") {
+  const TempFolder folder;
+  const TestAuthority authority("root");
+  const TlsFiles files = TlsFilesIn(folder / "", "own");
+  WriteTlsFiles(files, authority.Issue({.uris = {kTrainer}, .until_text = "20269999999999Z"}),
+                authority.root());
+  RequireRefused(files, files.certificate + ": the certificate's dates are malformed");
 }
 
 TEST_CASE("All three files are named, or none") {

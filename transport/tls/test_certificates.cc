@@ -93,6 +93,13 @@ TestAuthority::~TestAuthority() = default;
 IssuedCertificate TestAuthority::Issue(const CertificateRequest& request) const {
   EVP_PKEY* key = request.weak_key ? EVP_RSA_gen(1024) : EVP_EC_gen("P-256");
   X509* certificate = NewCertificate(key, request.from_seconds, request.until_seconds);
+  if (!request.until_text.empty()) {
+    ASN1_STRING* const until = ASN1_STRING_type_new(V_ASN1_GENERALIZEDTIME);
+    REFITD_CHECK(until != nullptr && ASN1_STRING_set(until, request.until_text.data(),
+                                                     static_cast<int>(request.until_text.size())));
+    X509_set1_notAfter(certificate, until);
+    ASN1_STRING_free(until);
+  }
   SetName(certificate, "member");
   X509_set_issuer_name(certificate, X509_get_subject_name(impl_->root));
   Extend(certificate, impl_->root, NID_basic_constraints, "critical,CA:FALSE");

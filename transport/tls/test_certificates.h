@@ -16,7 +16,8 @@ struct CertificateRequest {
   std::vector<std::string> addresses{"127.0.0.1"};
   long from_seconds = -3600;  // from now
   long until_seconds = 3600;
-  bool weak_key = false;  // RSA of 1,024 bits
+  std::string until_text{};  // in place of until_seconds: a GeneralizedTime, which may be malformed
+  bool weak_key = false;     // RSA of 1,024 bits
 };
 
 struct IssuedCertificate {
