@@ -259,6 +259,7 @@ void Group::Impl::On(const ReplaceGroup& e) {
   }
   state = *next;
   incarnation = e.incarnation;
+  had_version = had_version || version.has_value();
   version.reset();
   past.clear();
   last_update.reset();

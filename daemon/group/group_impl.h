@@ -253,6 +253,8 @@ struct Group::Impl {
   InstanceStanding StandingOf(const std::string& instance_name) const;
   // Called where the instance's state, ranks or version change.
   void NoteStanding(const std::string& instance_name) { restood.insert(instance_name); }
+  // Called when a rank brings a version that an earlier incarnation of the group committed.
+  void NoteEarlierVersion();
   absl::Status CheckHeld(const EngineIdentity& who) const;
   // Why a complete instance takes part in no update: the node of one of its ranks is kept out.
   // Null: it takes part.
@@ -449,6 +451,9 @@ struct Group::Impl {
 
   GroupState state = GroupState::kIdle;
   std::optional<Version> version;  // last committed in this incarnation
+  // A version was committed in an earlier incarnation: a rank brought it, or the group was
+  // replaced.
+  bool had_version = false;
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name

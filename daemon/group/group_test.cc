@@ -2019,6 +2019,43 @@ TEST_CASE("an engine that reports an absurd version holds up no Begin") {
   }
 }
 
+TEST_CASE("an instance without weights is not ready beside one that holds an earlier version") {
+  TestGroup g(SpecOf(1, 1));
+  const auto standing = [&g](const std::string& name) {
+    for (const InstanceStanding& each : g.group.Standings()) {
+      if (each.instance == name) return each.standing;
+    }
+    return Standing::kGone;
+  };
+  g.Registered("first", kModel);
+  g.Staged("second", kModel);
+  // All engines of a group that never had a version start with the same weights.
+  CHECK(standing("first") == Standing::kClean);
+  g.group.TakeStandings();
+  const uint64_t origin = GENERATE(uint64_t{0}, uint64_t{0x55});
+  const MemberId holder = AttachHolding(&g, "holder", 0, 1, 4, origin);
+  CHECK(standing("holder") == Standing::kClean);
+  CHECK(standing("first") == Standing::kEmpty);
+  CHECK(standing("second") == Standing::kEmpty);
+  CHECK(g.group.TakeStandings().size() == 3);  // all daemons are told
+  // That stays so while the holder is written to, and after it has left.
+  g.Lose(holder);
+  CHECK(standing("first") == Standing::kEmpty);
+  g.Registered("late", kModel);
+  CHECK(standing("late") == Standing::kEmpty);
+  const MemberId trainer = g.AttachTrainer();
+  g.Begin(trainer, 1);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, kModel);
+  g.Settle();
+  g.Commit(trainer, 1, 1);
+  g.Settle();
+  for (const char* const name : {"first", "second", "late"}) {
+    CAPTURE(name);
+    CHECK(standing(name) == Standing::kClean);
+  }
+}
+
 TEST_CASE("replacing a group marks every instance dirty and starts versions anew") {
   OneToOne g(5);
   const CallId refused = g.NewCall();

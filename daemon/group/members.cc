@@ -112,7 +112,8 @@ void Group::Impl::Admit(Member member) {
 }
 
 // A rank may claim a version of this incarnation only if the group committed it. Claims about other
-// incarnations can't be checked; they are believed, since they decide nothing.
+// incarnations can't be checked; they are believed, since all that they decide is that instances
+// which hold no version are not ready.
 absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
   if (!who.held_version.has_value() || who.held_origin != incarnation) return absl::OkStatus();
   if (version.has_value() && *who.held_version <= *version) return absl::OkStatus();
@@ -167,7 +168,10 @@ void Group::Impl::On(const EngineAttached& e) {
     member.manifest = declared->Shared(*who.manifest);
     declared->Add(member.manifest);
   }
-  if (who.held_version.has_value()) member.held = {*who.held_version, who.held_origin};
+  if (who.held_version.has_value()) {
+    member.held = {*who.held_version, who.held_origin};
+    if (who.held_origin != incarnation) NoteEarlierVersion();
+  }
   Instance& instance = instances[who.instance];
   instance.name = who.instance;
   instance.world_size = who.world_size;
@@ -209,6 +213,13 @@ void Group::Impl::On(const LayoutRegistered& e) {
   declared->Add(member->layout);
   const auto it = instances.find(member->instance);
   if (it != instances.end()) CompleteIfAllHere(&it->second);
+}
+
+// Instances without a version were ready until now, as in a group that never had one.
+void Group::Impl::NoteEarlierVersion() {
+  if (had_version) return;
+  had_version = true;
+  for (const auto& [instance_name, instance] : instances) NoteStanding(instance_name);
 }
 
 bool Group::Impl::Complete(const Instance& instance) const {
@@ -281,6 +292,9 @@ InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const
   }
   // Versions of other incarnations can't be compared with the group's.
   const std::optional<group::HeldVersion> held = VersionOf(instance);
+  const bool whole =
+      standing.standing == Standing::kClean || standing.standing == Standing::kUpdating;
+  if (whole && had_version && !held.has_value()) standing.standing = Standing::kEmpty;
   if (held.has_value() && held->origin == incarnation) standing.version = held->version;
   return standing;
 }

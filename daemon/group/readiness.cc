@@ -8,8 +8,8 @@
 namespace refitd {
 
 std::string_view Name(Standing standing) {
-  constexpr std::array<std::string_view, kStandings> kNames = {"gone", "forming", "dirty", "clean",
-                                                               "updating"};
+  constexpr std::array<std::string_view, kStandings> kNames = {"gone",  "forming",  "dirty",
+                                                               "clean", "updating", "empty"};
   return kNames[static_cast<size_t>(standing)];
 }
 
@@ -53,7 +53,10 @@ std::optional<Readiness> ReadinessBook::Of(const std::string& instance, int64_t 
   if (version_.has_value() && known.version.has_value()) {
     readiness.lag = version_->value() - known.version->value();
   }
-  if (known.standing != Standing::kClean && known.standing != Standing::kUpdating) {
+  if (known.standing == Standing::kEmpty) {
+    readiness.lag.reset();
+    readiness.reason = "it holds no version, and the group had one before";
+  } else if (known.standing != Standing::kClean && known.standing != Standing::kUpdating) {
     readiness.lag.reset();
     readiness.reason = fmt::format("it is {}", Name(known.standing));
   } else if (version_.has_value() && !readiness.lag.has_value()) {

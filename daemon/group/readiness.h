@@ -4,7 +4,9 @@
 // GroupSpec::max_lag behind it. The coordinator decides what each instance stands at and tells the
 // daemons that joined (PeerReadiness), so that every daemon of the group can answer for every
 // instance. An instance without a version of the group's incarnation can't be compared with the
-// group: it is ready only while the group has committed no version. An instance whose update has
+// group: it is ready only while the group has committed no version. Even then it is not ready if it
+// holds no version at all while the group is known to have had one: another instance brought a
+// version of an earlier incarnation, or the group was replaced. An instance whose update has
 // written nothing yet still holds its version and stays ready; from the first byte to the commit
 // it is dirty (P2), hence not ready.
 //
@@ -34,8 +36,12 @@ enum class Standing : uint8_t {
   kDirty = 2,     // its weights are dirty or in doubt
   kClean = 3,     // complete, and not dirty
   kUpdating = 4,  // clean, and in an update that has not written to it yet
+  kEmpty = 5,     // complete, but it holds no version in a group that had one before
 };
-inline constexpr int kStandings = 5;
+inline constexpr int kStandings = 6;
+// The standings below this number have a number on the wire. kEmpty is told as kForming, which
+// joined daemons of every release know and do not count as ready.
+inline constexpr int kWireStandings = 5;
 std::string_view Name(Standing standing);
 
 struct InstanceStanding {

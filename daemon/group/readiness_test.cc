@@ -46,6 +46,17 @@ TEST_CASE("an instance that can't be compared is ready only while the group has 
   CHECK_FALSE(book.Of("i", 1000)->lag.has_value());
 }
 
+TEST_CASE("an instance that holds nothing is not ready in a group that had a version before") {
+  for (const auto version : {std::optional<int64_t>(), std::optional<int64_t>(7)}) {
+    ReadinessBook book = Book(version, {"i", Standing::kEmpty, std::nullopt});
+    CHECK_FALSE(book.Of("i", 1000)->ready);
+    CHECK_FALSE(book.Of("i", 1000)->lag.has_value());
+    CHECK(book.Of("i", 0)->reason == "it holds no version, and the group had one before");
+    book.LoseCoordinator();
+    CHECK_FALSE(book.Of("i", 1000)->ready);
+  }
+}
+
 TEST_CASE(
     "an instance that is not written to yet stays ready, and is in doubt without coordinator") {
   ReadinessBook book = Book(7, {"i", Standing::kUpdating, Version(7)});

@@ -257,7 +257,9 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* wire) {
   if (v.version.has_value()) out->set_version(v.version->value());
   for (const InstanceStanding& standing : v.instances) {
     out->add_instances(standing.instance);
-    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(standing.standing) + 1));
+    const bool empty = standing.standing == Standing::kEmpty;
+    const Standing told = empty ? Standing::kForming : standing.standing;
+    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(told) + 1));
     out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
   }
 }
@@ -623,7 +625,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& wire, const PeerB
     InstanceStanding standing{.instance = wire.instances(i), .version = std::nullopt};
     REFITD_RETURN_IF_ERROR(CheckName(standing.instance, fmt::format("readiness.instances[{}]", i)));
     REFITD_RETURN_IF_ERROR(
-        InRange(wire.standings(i), 1, kStandings, fmt::format("readiness.standings[{}]", i)));
+        InRange(wire.standings(i), 1, kWireStandings, fmt::format("readiness.standings[{}]", i)));
     standing.standing = static_cast<Standing>(wire.standings(i) - 1);
     if (wire.versions(i) != kNoVersion) {
       REFITD_ASSIGN_OR_RETURN(
