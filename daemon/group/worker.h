@@ -54,13 +54,13 @@ struct Job {
   // The program failed or was given up: no new step is started.
   bool stopped = false;
   bool done = false;  // PeerRunDone was sent
+  // A move failed, or rounds ended out of order: the program can't go on from a round.
+  bool broken = false;
   PeerRunDone result;
   // Nodes that left before the run began, its first round, and what earlier attempts have stored.
   NodeProgram::Course course;
   // Rounds before this one were packed, in this attempt or earlier ones that were gone on with.
   int64_t packed_before = 0;
-  // A move failed, or rounds ended out of order: the program can't go on from a round.
-  bool broken = false;
   // Sums of the digests of each section, by outgoing or incoming stream, over all attempts that
   // were gone on with. A step counts once, however often it was sent.
   std::map<uint32_t, std::vector<uint64_t>> sent;
