@@ -24,10 +24,12 @@ namespace refitd {
 // V3: compiled refits along chains (PeerPlan.relay_lag).
 // V4: joined daemons are told the readiness of all instances (PeerReadiness);
 // GroupSpec.encrypted_data.
-enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4 };
+// V5: a program goes on from a round after the loss of a daemon (PeerRun.resume,
+// PeerRunDone.lacks).
+enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4, kV5 = 5 };
 
 inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this
-inline constexpr Protocol kProtocol = Protocol::kV4;
+inline constexpr Protocol kProtocol = Protocol::kV5;
 
 struct AgreedProtocol {
   Protocol protocol = kProtocol;

@@ -240,11 +240,11 @@ class Binder {
     transfer.destinations.resize(1);
     transfer.readback_now = {true};
     transfer.want_source_digests = start_.verification != Verification::kOff;
-    const std::vector<RoundLeg> round = program_.Round(start_.round, start_.skip_peer);
-    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round, start_.skip_peer);
+    const std::vector<RoundLeg> round = program_.Round(start_.round, start_.course);
+    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round, start_.course);
     std::vector<BoundPiece> pieces;  // whole pieces
     for (size_t i = 0; i < round.size(); ++i) {
-      if (round[i].bytes_out == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
+      if (round[i].bytes_out == 0 || Skipped(start_.course.gone, round[i].peer)) continue;
       REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].out_offset, legs[i].bytes_out));
       for (const ChunkMove& move : round[i].pack) {
         const ChunkBox& sent = round[i].sent[move.chunk_box];
@@ -318,10 +318,10 @@ class Binder {
     ResizeDestinations();
     Transfer& transfer = result_.transfer;
     transfer.want_source_digests = start_.verification != Verification::kOff;
-    const std::vector<RoundLeg> round = program_.Round(start_.round, start_.skip_peer);
-    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round, start_.skip_peer);
+    const std::vector<RoundLeg> round = program_.Round(start_.round, start_.course);
+    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round, start_.course);
     for (size_t i = 0; i < round.size(); ++i) {
-      if (round[i].bytes_in == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
+      if (round[i].bytes_in == 0 || Skipped(start_.course.gone, round[i].peer)) continue;
       REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].in_offset, legs[i].bytes_in));
       const auto first = static_cast<uint32_t>(transfer.source.size());
       for (const ChunkBox& received : round[i].received) {

@@ -624,7 +624,7 @@ TEST_CASE("Engines and peers that are gone are left out") {
     }
     for (const MoveStep step : {MoveStep::kPack, MoveStep::kUnpack}) {
       StartMoves start = daemon->Step(step, Verification::kTransfer);
-      start.skip_peer.assign(cluster->daemons.size(), true);
+      start.course.gone.assign(cluster->daemons.size(), true);
       const MovesDone done = daemon->Run(start);
       CHECK(done.status.ok());
       CHECK(done.sections.empty());

@@ -177,6 +177,7 @@ void Coordinator::Impl::Tick() {
   FindNodesDue();
   if (!spread.has_value() || spread->abandoned) return;
   if (spread->wire_verdict.has_value() && now >= spread->wire_verdict->due) {
+    if (FindCulprit()) return DropCulprit();
     Judge().IgnoreError();
     return;
   }
@@ -294,7 +295,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
 }
 
 // The loss of a node without trainers costs only the node's own instances. The other nodes get a
-// new epoch, and if the program was running, they run it again from its beginning. The writes that
+// new epoch, and if the program was running, they go on with it (RunAgainIfEnded). The writes that
 // the lost node owed do not matter, since its instances are evicted (P1). If a pushed part is under
 // way, the update is given up, because the part would have to be sent again to some of its readers
 // only.
@@ -302,17 +303,16 @@ void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
   if (spread->abandoned) return;
   if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost);
   spread->wire_verdict.reset();
-  if (!spread->program.has_value() || spread->program->running.empty()) return;
+  if (!ProgramRuns()) return;
   spread->program->again = true;
   Do(GroupAction(LogLine{LogLine::kWarning,
-                         fmt::format("the update to version {} goes on without a daemon, and moves "
-                                     "its bytes again: {}",
+                         fmt::format("the update to version {} goes on without a daemon: {}",
                                      spread->version, reason)}));
 }
 
 bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
   if (group.SendsFrom(id) || !spread->parts.empty()) return false;
-  if (!spread->program.has_value() || spread->program->running.empty()) return true;
+  if (!ProgramRuns()) return true;
   // A second run would drop the digests of buckets that were pushed before it, and daemons with an
   // older protocol run a program only once.
   return !spread->pushed && std::all_of(spread->nodes.begin(), spread->nodes.end(),
@@ -321,8 +321,7 @@ bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
 
 bool Coordinator::Impl::NeedsWire() const {
   if (!spread->program.has_value()) return true;
-  const ProgramJob& job = *spread->program;
-  return !job.sent || !job.running.empty();  // the program is the last part
+  return !spread->program->complete;  // the program is the last part
 }
 
 // In the data phase the node stays: others wait for its end of the communicator, which its daemon
@@ -945,6 +944,67 @@ void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
   verdict->words.push_back({node, std::move(named), Told(node, status, true)});
 }
 
+// Ranks that waited say more than ranks whose connection broke, since the end of one run breaks the
+// connections of others. A node that said nothing itself is to blame before one that did, then the
+// node that more of the others name.
+std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
+  const std::vector<coordinator::WireVerdict::Word>& words = spread->wire_verdict->words;
+  const auto waited = [](const auto& word) {
+    return word.status.code() == absl::StatusCode::kDeadlineExceeded;
+  };
+  const bool any_waited = std::any_of(words.begin(), words.end(), waited);
+  std::map<NodeId, std::set<NodeId>> complaints;  // by whom it is about
+  for (const auto& word : words) {
+    if (any_waited && !waited(word)) continue;
+    for (const NodeId named : word.named) {
+      if (named != word.node) complaints[named].insert(word.node);
+    }
+  }
+  const auto rank_of = [&](NodeId node) {
+    const bool silent = std::none_of(words.begin(), words.end(),
+                                     [node](const auto& word) { return word.node == node; });
+    return std::pair(silent, complaints.at(node).size());
+  };
+  std::optional<NodeId> worst;
+  for (const auto& [node, by] : complaints) {
+    const bool same = worst.has_value() && rank_of(node) == rank_of(*worst);
+    if (!worst.has_value() || rank_of(node) > rank_of(*worst) ||
+        (same && !group.SendsFrom(node) && node != kCoordinatorNode)) {
+      worst = node;
+    }
+  }
+  return worst;
+}
+
+bool Coordinator::Impl::FindCulprit() {
+  if (!ProgramRuns() || !spread->wire_verdict.has_value()) return false;
+  const std::optional<NodeId> node = WireCulprit();
+  if (!node.has_value() || *node == kCoordinatorNode || !nodes.contains(*node)) return false;
+  const bool others = std::any_of(
+      spread->destinations.begin(), spread->destinations.end(),
+      [&](const auto& d) { return d.first != *node && spread->nodes.contains(d.first); });
+  if (!others || !CanGoOnWithout(*node)) return false;
+  const auto& words = spread->wire_verdict->words;
+  const auto names = [&node](const auto& word) {
+    return word.node != *node &&
+           std::find(word.named.begin(), word.named.end(), *node) != word.named.end();
+  };
+  const auto word = std::find_if(words.begin(), words.end(), names);
+  spread->culprit.emplace(*node, fmt::format("its data plane failed: {}", Message(word->status)));
+  spread->wire_verdict.reset();
+  spread->program->again = true;
+  return true;
+}
+
+void Coordinator::Impl::DropCulprit() {
+  const auto [node, reason] = *std::exchange(spread->culprit, std::nullopt);
+  Do(PeerAction(DropNode{node, absl::UnavailableError(reason)}));
+  LoseNode(node, reason);
+  if (spread.has_value() && spread->program.has_value() && spread->program->again) {
+    RunAgainIfEnded();
+  }
+}
+
 // The node to blame is named by others and has reported nothing itself. A report that names only
 // such nodes says more than a report that also names a node which waited itself.
 absl::Status Coordinator::Impl::Judge() {
@@ -1025,6 +1085,7 @@ void Coordinator::Impl::StartReadback(const StartVerify& a) {
     return;
   }
   spread->verify = a;
+  spread->verify_owed = true;
   spread->verify_status = absl::OkStatus();
   spread->verify_failed.clear();
   std::map<NodeId, PeerVerify> commands;
@@ -1076,7 +1137,9 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
 
 void Coordinator::Impl::CompleteVerifyIfDone() {
   if (spread->program.has_value() && spread->program->again) return RunAgainIfEnded();
-  if (!spread->verifying.empty()) return;
+  // As long as the program runs, a node may be lost, and all are read back once more.
+  if (!spread->verifying.empty() || !spread->verify_owed || ProgramRuns()) return;
+  spread->verify_owed = false;
   VerifyDone done{spread->update, spread->verify_status, spread->verify_failed};
   Feed(done);
 }

@@ -86,6 +86,10 @@ struct ProgramJob {
   // A node was lost while the program ran. The other nodes run the program again when all of them
   // have ended this attempt and its read-back.
   bool again = false;
+  // What each node lacks, as it said at the end of this attempt; nullopt: unknown.
+  std::map<NodeId, std::optional<int64_t>> lacks;
+  std::optional<int64_t> resume;  // the round from which this attempt goes on
+  bool complete = false;          // the group was told how the program ended
   bool sent = false;
   bool wired = false;
   bool issued = false;
@@ -130,6 +134,9 @@ struct Spread {
   std::optional<ProgramJob> program;
   std::deque<PartSeq> to_issue;  // wired, in order; the program comes last
   std::optional<WireVerdict> wire_verdict;
+  // A node whose wire failed while its link holds, and why it is dropped.
+  std::optional<std::pair<NodeId, std::string>> culprit;
+  bool verify_owed = false;  // the group waits for the read-back
   std::set<NodeId> verifying;
   std::optional<StartVerify> verify;  // that the nodes were sent
   absl::Status verify_status;
@@ -257,6 +264,10 @@ struct Coordinator::Impl {
   void RunEnded(NodeId node, const PeerRunDone& r);
   void CompleteRunIfDone();
   void RunAgainIfEnded();
+  // Whether the program was sent and the group waits for its end.
+  bool ProgramRuns() const;
+  // The round from which all remaining nodes can go on; nullopt: they run from the beginning.
+  std::optional<int64_t> FirstLacked() const;
   void SendPlans();
   void AttachPlan(NodeId node, PeerProgram* command) const;
   void AbandonProgram();
@@ -296,16 +307,24 @@ struct Coordinator::Impl {
     const bool failed = !r.status.ok();
     if (failed && r.wire_failed && !spread->abandoned) {
       HearOfWire(node, what, r.status);
-      if (job->running.empty()) job->status = Judge();
+      if (job->running.empty() && !FindCulprit()) job->status = Judge();
       return;
     }
     if (failed && !job->running.empty()) FailForOthers(what, absl::Status(job->status));
     if (wired && failed) CloseEpochEverywhere();
-    if (job->running.empty() && spread.has_value() && spread->wire_verdict.has_value()) {
+    if (job->running.empty() && spread.has_value() && spread->wire_verdict.has_value() &&
+        !FindCulprit()) {
       job->status = Judge();
     }
   }
   void HearOfWire(NodeId node, const std::string& what, const absl::Status& status);
+  // The node whose wire failed, by what the others said of it; nullopt: nobody was named, or the
+  // update can't go on without that node.
+  std::optional<NodeId> WireCulprit() const;
+  // Whether the program goes on without the node whose wire failed. Then that node is to be dropped
+  // (DropCulprit) once the event that told of it is handled.
+  bool FindCulprit();
+  void DropCulprit();
   // Closes the epoch and fails the update. Returns the status of a node that waited only for nodes
   // that reported nothing themselves, else the status that came first.
   absl::Status Judge();

@@ -190,6 +190,7 @@ void Coordinator::Impl::RunIfAgreed() {
   run.update = spread->update;
   run.part = job.run->part;
   run.attempt = job.attempt;
+  run.resume = job.resume;
   // If only one daemon is left, the bytes for the others are sent nowhere.
   run.wired = job.wired = job.use.plan->routes.wire_bytes > 0 && spread->nodes.size() > 1;
   if (run.wired && !spread->abandoned && epoch.has_value()) {
@@ -233,16 +234,24 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
   ProgramJob& job = *spread->program;
   if (r.attempt != job.attempt || job.running.erase(node) == 0) return;
+  job.lacks[node] = r.lacks;
   if (job.again) return RunAgainIfEnded();
   job.run_ends.Tell(job.commands.at(node).node, r.streams);
   HearEnd(node, r, "the refit", job.wired, &job);
-  if (spread.has_value() && spread->program.has_value()) CompleteRunIfDone();
+  if (!spread.has_value() || !spread->program.has_value()) return;
+  if (spread->culprit.has_value()) return DropCulprit();
+  CompleteRunIfDone();
+}
+
+bool Coordinator::Impl::ProgramRuns() const {
+  return spread->program.has_value() && spread->program->sent && !spread->program->complete;
 }
 
 void Coordinator::Impl::CompleteRunIfDone() {
   ProgramJob& job = *spread->program;
   if (job.again) return RunAgainIfEnded();
-  if (!job.running.empty()) return;
+  if (!job.running.empty() || job.complete) return;
+  job.complete = true;
   if (job.status.ok() && spread->verification != Verification::kOff) {
     if (const auto differ = job.run_ends.FirstDifference(); differ.has_value()) {
       job.status = Error(absl::StatusCode::kDataLoss, "what {} received is not what {} sent",
@@ -255,14 +264,37 @@ void Coordinator::Impl::CompleteRunIfDone() {
   done.bytes_written = job.bytes_written;
   done.failed_destination = job.failed_destination;
   Feed(std::move(done));
+  if (spread.has_value()) CompleteVerifyIfDone();
+}
+
+std::optional<int64_t> Coordinator::Impl::FirstLacked() const {
+  const ProgramJob& job = *spread->program;
+  std::optional<int64_t> first;
+  for (const auto& [node, command] : job.commands) {
+    if (!spread->nodes.contains(node)) continue;
+    const auto lacks = job.lacks.find(node);
+    const bool told = lacks != job.lacks.end() && lacks->second.has_value();
+    if (!told || !Speaks(node, Protocol::kV5)) return std::nullopt;
+    first = std::min(first.value_or(*lacks->second), *lacks->second);
+  }
+  return first;
 }
 
 // Begins the next attempt when all remaining nodes have ended the one before, and their read-backs.
-// The next attempt moves all bytes again, and counts them from 0 (P1).
+// It goes on from the first round that one of them lacks, or moves all bytes again. Nodes report
+// the sums over what counts: over all attempts, or over the next one alone (P1).
 void Coordinator::Impl::RunAgainIfEnded() {
   ProgramJob& job = *spread->program;
   if (!job.running.empty() || !spread->verifying.empty()) return;
   ++job.attempt;
+  job.resume = FirstLacked();
+  job.lacks.clear();
+  Do(GroupAction(LogLine{
+      LogLine::kInfo,
+      job.resume.has_value()
+          ? fmt::format("the update to version {} goes on from round {} of {}", spread->version,
+                        *job.resume, job.built.empty() ? 0 : job.built.begin()->second.rounds)
+          : fmt::format("the update to version {} moves its bytes again", spread->version)}));
   job.again = job.sent = job.issued = false;
   job.status = absl::OkStatus();
   job.failed_destination = -1;

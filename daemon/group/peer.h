@@ -152,6 +152,10 @@ struct PeerRunDone {
   // off.
   std::vector<PeerStream> streams;
   uint32_t attempt = 0;  // PeerRun's
+  // The first step that this node has not stored of one of its incoming streams, in all attempts
+  // that were gone on with; the program's rounds if it has stored all. nullopt: unknown, so that
+  // the program can only run again from its beginning.
+  std::optional<int64_t> lacks;
 };
 
 // The events of Group among the reports are its members', and VerifyDone, whose destinations are
@@ -273,8 +277,11 @@ struct PeerRun {
   std::vector<uint32_t> ranks;   // wired: the epoch's rank by node of the plan; kNoRank: gone
   std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
   std::vector<bool> skip;        // by destination; true: evicted since
-  // Grows each time the program runs again from its beginning, without a node that was lost.
+  // Grows each time the program runs again, without a node that was lost.
   uint32_t attempt = 0;
+  // An attempt after the first goes on from this round: nodes keep what they have stored, and its
+  // digests. nullopt: the program runs from its beginning.
+  std::optional<int64_t> resume;
 };
 // The update is given up: the node starts no part that was not issued, and still answers every
 // announced part by PeerPartDone.

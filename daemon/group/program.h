@@ -71,10 +71,10 @@ struct StartMoves {
   UpdateId update;  // the worker's
   Version version;
   MoveStep step = MoveStep::kLocal;
-  int64_t round = 0;            // pack and unpack only
-  SlotIndex slot;               // pack and unpack only
-  SlotIndex received;           // pack only: has what an earlier round received
-  std::vector<bool> skip_peer;  // pack and unpack only; by node of the plan, true: the node is gone
+  int64_t round = 0;           // pack and unpack only
+  SlotIndex slot;              // pack and unpack only
+  SlotIndex received;          // pack only: has what an earlier round received
+  NodeProgram::Course course;  // pack and unpack only
   std::shared_ptr<const BoundProgram> bound;
   std::vector<bool> skip_destination;  // by program->destinations
   Verification verification = Verification::kOff;

@@ -529,8 +529,11 @@ void Worker::VerifyIfWritten(Update* update, const Output& out) {
   const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
   VerifyDone verified;
   verified.update = command.update;
-  if (update->abandoned) {
-    verified.status = absl::CancelledError("the update was given up");
+  // After a run that was cut, more is stored before anything counts as whole.
+  const bool cut = update->job.has_value() && update->job->result.wire_failed;
+  if (update->abandoned || cut) {
+    verified.status = absl::CancelledError(cut ? "the data plane failed before all was stored"
+                                               : "the update was given up");
     out.reports->push_back(std::move(verified));
     return;
   }

@@ -36,6 +36,7 @@ struct Round {
   bool on_wire = false;
   bool unpacking = false;
   bool ended = false;
+  bool unpacked = false;  // something was stored
 };
 // One update's program on this daemon.
 struct Job {
@@ -53,9 +54,15 @@ struct Job {
   // The program failed or was given up: no new step is started.
   bool stopped = false;
   bool done = false;  // PeerRunDone was sent
+  // A move failed, or rounds ended out of order: the program can't go on from a round.
+  bool broken = false;
   PeerRunDone result;
-  std::vector<bool> gone;  // by node of the plan: it left before the run began
-  // Sums of the digests of each section, by outgoing or incoming stream.
+  // Nodes that left before the run began, its first round, and what earlier attempts have stored.
+  NodeProgram::Course course;
+  // Rounds before this one were packed, in this attempt or earlier ones that were gone on with.
+  int64_t packed_before = 0;
+  // Sums of the digests of each section, by outgoing or incoming stream, over all attempts that
+  // were gone on with. A step counts once, however often it was sent.
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
@@ -239,6 +246,9 @@ class Worker {
   void CancelBuildIfUnwanted();
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
   void BeginRun(Update* update, const PeerRun& command);
+  static absl::Status CheckResume(const Job& job, const PeerRun& command);
+  static void Resume(Job* job, const PeerRun& command);
+  static void NoteHeld(Job* job);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);

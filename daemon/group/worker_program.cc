@@ -254,22 +254,54 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
     out.reports->push_back(std::move(done));
     return;
   }
+  const absl::Status resume = CheckResume(*update->job, command);
   BeginRun(update, command);
   Job& job = *update->job;
   if (update->abandoned) {
     StopRun(&job, GivenUp());
+  } else if (!resume.ok()) {
+    job.broken = true;
+    StopRun(&job, resume);
   } else if (absl::Status status = CheckSlots(job); !status.ok()) {
     StopRun(&job, status);
   }
   AdvanceRun(update, now, out);
 }
 
-// A run after the first begins anew: the executor gets another id of the update, so that the
-// digests that it keeps for the read-back are those of this run alone (P1).
+// P1: a run that goes on from a round after one that this node lacks would leave a gap.
+absl::Status Worker::CheckResume(const Job& job, const PeerRun& command) {
+  if (!command.resume.has_value()) return absl::OkStatus();
+  const int64_t lacks = job.run.has_value() ? job.bound->program->FirstLacking(job.course) : 0;
+  if (!job.broken && *command.resume >= 0 && *command.resume <= lacks) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "the program can't go on from round {}: this daemon lacks round {}{}",
+               *command.resume, lacks, job.broken ? ", and its moves failed" : "");
+}
+
+// Keeps what was stored, and the digests of it and of what was sent: both ends count each step of a
+// stream once (P1). A step that is sent again is read again, so if its source has changed, its
+// receivers' digests differ from what counted for the source.
+void Worker::Resume(Job* job, const PeerRun& command) {
+  job->issued = job->stopped = job->done = false;
+  job->rounds.clear();
+  job->first_round = *command.resume;
+  job->course.gone.clear();
+  job->course.first = *command.resume;
+  PeerRunDone result;
+  result.bytes_written = std::move(job->result.bytes_written);
+  job->result = std::move(result);
+}
+
+// A run after the first goes on from a round, or begins anew. Then the executor gets another id of
+// the update, so that the digests that it keeps for the read-back are those of this run alone (P1).
 void Worker::BeginRun(Update* update, const PeerRun& command) {
   Job& job = *update->job;
   if (job.run.has_value()) {
     REFITD_CHECK(job.done && !Running(job) && !update->verifying);
+  }
+  if (job.run.has_value() && command.resume.has_value()) {
+    Resume(&job, command);
+  } else if (job.run.has_value()) {
     Job again;
     again.command = std::move(job.command);
     again.reported = job.reported;
@@ -283,7 +315,7 @@ void Worker::BeginRun(Update* update, const PeerRun& command) {
   job.result.update = update->id;
   job.result.attempt = command.attempt;
   job.result.bytes_written.resize(update->destinations.size());
-  for (const uint32_t rank : command.ranks) job.gone.push_back(rank == kNoRank);
+  for (const uint32_t rank : command.ranks) job.course.gone.push_back(rank == kNoRank);
 }
 
 absl::Status Worker::CheckSlots(const Job& job) {
@@ -330,7 +362,7 @@ void Worker::BeginRounds(Update* update, const Output& out) {
                              std::min(end, job.first_round + pairs)) {
     const int64_t number = job.first_round + static_cast<int64_t>(job.rounds.size());
     Round& round = job.rounds[number];
-    const std::vector<ExchangeLeg> legs = program.Legs(number, job.gone);
+    const std::vector<ExchangeLeg> legs = program.Legs(number, job.course);
     const bool sends = std::any_of(legs.begin(), legs.end(),
                                    [](const ExchangeLeg& leg) { return leg.bytes_out > 0; });
     if (!sends) {
@@ -348,8 +380,8 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
   Round& round = job.rounds.at(number);
   StartExchange start;
   start.epoch = run.epoch;
-  start.seq = WireSeq(run.wire_seq.value() + static_cast<uint64_t>(number));
-  for (const ExchangeLeg& leg : job.bound->program->Legs(number, job.gone)) {
+  start.seq = WireSeq(run.wire_seq.value() + static_cast<uint64_t>(number - job.course.first));
+  for (const ExchangeLeg& leg : job.bound->program->Legs(number, job.course)) {
     const uint32_t rank = leg.peer < run.ranks.size() ? run.ranks[leg.peer] : kNoRank;
     if (rank == kNoRank) continue;
     start.legs.push_back({rank, leg.bytes_out, leg.out_offset, leg.bytes_in, leg.in_offset});
@@ -391,7 +423,7 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
       start.slot = job.run->slots[2 * pair + (step == MoveStep::kUnpack ? 1 : 0)].slot;
       start.received = job.run->slots[2 * pair + 1].slot;
     }
-    start.skip_peer = job.gone;
+    start.course = job.course;
   }
   out.actions->push_back(PeerAction(std::move(start)));
 }
@@ -413,6 +445,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
     job.result.bytes_written[d] += done.bytes_written[d];
   }
   if (!done.status.ok()) {
+    job.broken = true;
     if (job.result.failed_destination < 0 && !job.stopped) {
       job.result.failed_destination = done.failed_destination;
     }
@@ -428,12 +461,12 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
       if (round == job.rounds.end()) return;
       round->second.packing = false;
       round->second.packed = true;
-      Add(done.sections, program.outgoing, &job.sent);
+      if (done.round >= job.packed_before) Add(done.sections, program.outgoing, &job.sent);
       break;
     case MoveStep::kUnpack:
       if (round == job.rounds.end()) return;
       round->second.unpacking = false;
-      round->second.ended = true;
+      round->second.ended = round->second.unpacked = true;
       Add(done.sections, program.incoming, &job.received);
       break;
     case MoveStep::kCompare:
@@ -449,7 +482,8 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
     if (!update.job.has_value() || !update.job->run.has_value()) continue;
     Job& job = *update.job;
     if (job.run->epoch != done.epoch || done.seq < job.run->wire_seq) continue;
-    const auto number = static_cast<int64_t>(done.seq.value() - job.run->wire_seq.value());
+    const auto number =
+        job.course.first + static_cast<int64_t>(done.seq.value() - job.run->wire_seq.value());
     const auto round = job.rounds.find(number);
     if (round == job.rounds.end() || !round->second.on_wire) continue;
     const UpdateId update_id = id;
@@ -458,10 +492,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
       job.result.wire_failed = true;
       StopRun(&job, done.status);
     } else if (!job.stopped) {
-      const std::vector<ExchangeLeg> legs = job.bound->program->Legs(number, job.gone);
-      const bool receives = std::any_of(legs.begin(), legs.end(),
-                                        [](const ExchangeLeg& leg) { return leg.bytes_in > 0; });
-      if (receives) {
+      if (job.bound->program->Unpacks(number, job.course)) {
         round->second.unpacking = true;
         StartStep(&update, MoveStep::kUnpack, number, out);
       } else {
@@ -501,6 +532,8 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   const int64_t rounds = job.run->wired ? program.rounds : 0;
   if (!job.stopped && (!job.local_begun || job.first_round < rounds)) return;
   job.done = true;
+  NoteHeld(&job);
+  if (!job.broken) job.result.lacks = program.FirstLacking(job.course);
   job.rounds.clear();
   if (job.result.status.ok() && update->verification != Verification::kOff) {
     const auto fold = [](const std::map<uint32_t, std::vector<uint64_t>>& all) {
@@ -516,6 +549,17 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   }
   out.reports->push_back(job.result);
   VerifyIfWritten(update, out);
+}
+
+// Takes note of what the run has stored, when none of its steps runs.
+void Worker::NoteHeld(Job* job) {
+  if (!job->run->wired) return;
+  job->bound->program->Hold(job->first_round, &job->course);
+  job->packed_before =
+      std::max(job->packed_before, job->first_round + static_cast<int64_t>(job->rounds.size()));
+  // The digests of such a round were counted, and it would be stored once more.
+  job->broken |= std::any_of(job->rounds.begin(), job->rounds.end(),
+                             [](const auto& r) { return r.second.unpacked; });
 }
 
 void Worker::Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,

@@ -12,6 +12,7 @@
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
+#include "transport/plan/node_program.h"
 
 namespace refitd {
 namespace {
@@ -206,6 +207,7 @@ void Put(const PeerRun& v, v1::PeerAnswer* wire) {
   for (const SlotGrant& slot : v.slots) SetSlot(slot, out->add_slots());
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
   out->set_attempt(v.attempt);
+  if (v.resume.has_value()) out->set_resume(*v.resume);
 }
 
 void Put(const PeerAbandon& v, v1::PeerAnswer* wire) {
@@ -568,6 +570,10 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& wire, const PeerBounds&
   }
   REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "run.skip"));
   out.attempt = wire.attempt();
+  if (wire.has_resume()) {
+    REFITD_RETURN_IF_ERROR(InRange(wire.resume(), 0, kMaxRounds, "run.resume"));
+    out.resume = wire.resume();
+  }
   return out;
 }
 

@@ -85,11 +85,11 @@ FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
 FIELDS(ReplicaPart, a, b)
 FIELDS(PeerCompare, a, b)
-FIELDS(PeerRun, a, b, c, d, e, f, g, h, i)
+FIELDS(PeerRun, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerStream, a, b, c)
 FIELDS(PeerProgramBuilt, a, b, c, d)
 FIELDS(PeerCompared, a, b, c)
-FIELDS(PeerRunDone, a, b, c, d, e, f, g)
+FIELDS(PeerRunDone, a, b, c, d, e, f, g, h)
 FIELDS(PeerAbandon, a)
 FIELDS(PeerUpdateEnded, a, b, c, d, e)
 FIELDS(OpenEpoch, a, b, c)
@@ -391,6 +391,8 @@ void Agree(Rng& rng, PeerPartDone* v) {
 }
 void Agree(Rng& rng, PeerRunDone* v) {
   v->failed_destination = static_cast<int>(Between(rng, -1, 5));
+  v->lacks.reset();
+  if (Between(rng, 0, 1) == 1) v->lacks = Between(rng, 0, kMaxRounds);
 }
 void Agree(Rng& rng, PeerProgram* v) {
   v->node = static_cast<uint32_t>(Between(rng, 0, 1));
@@ -400,6 +402,8 @@ void Agree(Rng& rng, PeerProgram* v) {
   v->replicas = nullptr;
 }
 void Agree(Rng& rng, PeerRun* v) {
+  v->resume.reset();
+  if (Between(rng, 0, 1) == 1) v->resume = Between(rng, 0, kMaxRounds);
   if (Between(rng, 0, 1) == 1) v->ranks.push_back(kNoRank);
   v->slots.clear();
   const int64_t slots = v->wired ? 2 * Between(rng, 1, 2) : 0;
@@ -580,12 +584,14 @@ TEST_CASE("The highest version that both sides speak is agreed, and none in comm
   CHECK(agree(1, 3)->protocol == Protocol::kV3);
   CHECK(agree(1, 4)->protocol == Protocol::kV4);
   CHECK_FALSE(agree(1, 4)->newer);
-  CHECK(agree(2, 5)->protocol == Protocol::kV4);
-  CHECK(agree(2, 5)->newer);
-  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {5, 0}, {5, 6}, {2, 1}, {-1, 5}}) {
+  CHECK(agree(1, 5)->protocol == Protocol::kV5);
+  CHECK_FALSE(agree(1, 5)->newer);
+  CHECK(agree(2, 6)->protocol == Protocol::kV5);
+  CHECK(agree(2, 6)->newer);
+  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {6, 0}, {6, 7}, {2, 1}, {-1, 6}}) {
     const absl::Status status = agree(lowest, highest).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 4"));
+    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 5"));
   }
 }
 
@@ -599,10 +605,10 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
   CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
-  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(5));
+  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(6));
   CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
   answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
-  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(5));
+  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(6));
   CHECK(AcceptedFromWire(answer)->newer);
 }
 
@@ -813,7 +819,7 @@ TEST_CASE("A malformed hello is refused with field and value") {
   CHECK_THAT(error("pong {}"), Contains("must be hello"));
   CHECK_THAT(
       error("hello { group: 'g' }"),
-      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 4"));
+      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 5"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));

@@ -14,6 +14,7 @@
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
+#include "transport/plan/node_program.h"
 
 namespace refitd {
 namespace {
@@ -239,6 +240,7 @@ void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
   }
   SetStreams(v.streams, out);
   out->set_attempt(v.attempt);
+  if (v.lacks.has_value()) out->set_lacks(*v.lacks);
 }
 
 void Put(const EpochOpened& v, v1::PeerMessage* wire) {
@@ -569,6 +571,10 @@ absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
   }
   REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "run_done.streams"));
   out.attempt = wire.attempt();
+  if (wire.has_lacks()) {
+    REFITD_RETURN_IF_ERROR(InRange(wire.lacks(), 0, kMaxRounds, "run_done.lacks"));
+    out.lacks = wire.lacks();
+  }
   return out;
 }
 

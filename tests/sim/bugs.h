@@ -17,7 +17,7 @@ struct Planted {
   uint64_t within;            // seeds that are tried
 };
 
-inline constexpr std::array<Planted, 23> kPlanted = {{
+inline constexpr std::array<Planted, 25> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -38,6 +38,8 @@ inline constexpr std::array<Planted, 23> kPlanted = {{
     {Bug::kSkippedForward, "skipped-forward", "P1", 500},
     {Bug::kEarlyForward, "early-forward", "P1", 500},
     {Bug::kHalfRerun, "half-rerun", "P1 REST", 2000},
+    {Bug::kSkippedRound, "skipped-round", "P1 REST", 4000},
+    {Bug::kWrongResume, "wrong-resume", "P1 REST", 4000},
     {Bug::kTornGiver, "torn-giver", "P1 P2", 1000},
     {Bug::kStubbornFill, "stubborn-fill", "GIVE", 1000},
     {Bug::kBlindFill, "blind-fill", "P1", 1000},

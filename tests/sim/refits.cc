@@ -469,11 +469,11 @@ void World::PlanMoves(Moving* moving) {
   }
   const bool pack = a.step == MoveStep::kPack;
   std::vector<Tag>* slot = &moving->pool->slots[a.slot.value()];
-  const std::vector<RoundLeg> round = program.Round(a.round, a.skip_peer);
-  const std::vector<ExchangeLeg> legs = program.Legs(a.round, a.skip_peer);
+  const std::vector<RoundLeg> round = program.Round(a.round, a.course);
+  const std::vector<ExchangeLeg> legs = program.Legs(a.round, a.course);
   for (size_t i = 0; i < round.size(); ++i) {
     const RoundLeg& leg = round[i];
-    if (leg.peer < a.skip_peer.size() && a.skip_peer[leg.peer]) continue;
+    if (leg.peer < a.course.gone.size() && a.course.gone[leg.peer]) continue;
     if (pack) {
       const size_t chunk = Cells(legs[i].out_offset);
       for (const ChunkMove& move : leg.pack) {
@@ -529,14 +529,22 @@ void World::PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* 
   }
 }
 
+bool World::WritesNothing(Machine& m, const StartMoves& a) const {
+  if (a.step != MoveStep::kUnpack) return false;
+  const bool went_on = !a.course.held.empty();
+  if (options_.bug == Bug::kHalfRerun) return went_on || m.first_runs[a.version] != a.update;
+  if (options_.bug != Bug::kSkippedRound || !went_on) return false;
+  int64_t first = a.course.first;
+  while (first < a.round && !a.bound->program->Unpacks(first, a.course)) ++first;
+  return first == a.round;
+}
+
 // Performs the first half of the moves, or all.
 void World::RunMoves(const Moving& moving, bool end) {
   Machine* m = Find(moving.d, moving.g);
   const bool sums = end && m != nullptr && m->nonce == moving.nonce &&
                     moving.start.verification == Verification::kReadback;
-  const bool writes_nothing = options_.bug == Bug::kHalfRerun && m != nullptr &&
-                              moving.start.step == MoveStep::kUnpack &&
-                              m->first_runs[moving.start.version] != moving.start.update;
+  const bool writes_nothing = m != nullptr && WritesNothing(*m, moving.start);
   for (const Moving::Run& run : moving.runs) {
     if (writes_nothing && run.to == nullptr) continue;
     const int64_t stop = end ? run.count : run.count / 2;

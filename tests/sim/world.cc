@@ -788,6 +788,7 @@ void World::On(int d, int g, const SendCommand& a) {
     record = known(run->update);
     record->run = *run;
     result_.reruns += run->attempt > 0 ? 1 : 0;
+    result_.resumes += run->resume.value_or(0) > 0 ? 1 : 0;
     if (one_daemon_ == OneDaemon::kLost && random_.Percent(30)) {
       In(random_.Millis(0, 25), [this] { LoseDaemon(); });
     }
@@ -797,6 +798,10 @@ void World::On(int d, int g, const SendCommand& a) {
   }
   Letter letter;
   letter.command = a.command;
+  if (auto* run = std::get_if<PeerRun>(&*letter.command);
+      options_.bug == Bug::kWrongResume && run != nullptr && run->resume.has_value()) {
+    ++*run->resume;
+  }
   Post(index, true, std::move(letter));
   if (record != nullptr && options_.bug == Bug::kEarlyRounds) {
     Letter early;

@@ -68,6 +68,9 @@ enum class Bug : uint8_t {
   kSkippedForward,
   kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
+  // The first thing that a daemon receives, and lacks, after a program went on is not written.
+  kSkippedRound,
+  kWrongResume,   // a joined daemon is told to go on one round after the one that is lacking
   kTornGiver,     // an engine always reports the version that was committed to it last
   kStubbornFill,  // calls that open an update are held up while a fill runs
   kBlindFill,     // a fill's read-back finds nothing
@@ -125,7 +128,8 @@ struct Result {
   int64_t fills = 0;     // committed
   int64_t gave_way = 0;  // fills that were given up for no failure of their own
   int64_t fills_failed = 0;
-  int64_t reruns = 0;  // programs that a daemon was told to run again without a lost daemon
+  int64_t reruns = 0;   // programs that a daemon was told to run again without a lost daemon
+  int64_t resumes = 0;  // those of them that went on from a later round than the first
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -657,6 +661,8 @@ class World {
   // Plans the runs that a pack takes from the slot of an earlier round, for the leg whose chunk
   // begins at cell `chunk`.
   void PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* slot, size_t chunk);
+  // Whether a planted bug keeps an unpacking from writing.
+  bool WritesNothing(Machine& m, const StartMoves& a) const;
   void RunMoves(const Moving& moving, bool end);
   MovesDone ResultOf(const Moving& moving) const;
   void EndMoves(const std::shared_ptr<Moving>& moving);

@@ -574,6 +574,10 @@ Neighbours NeighboursIn(const std::vector<uint32_t>& chain, uint32_t node,
   return found;
 }
 
+bool IsHeld(const NodeProgram::Course& course, uint32_t stream, int64_t step) {
+  return stream < course.held.size() && step < course.held[stream];
+}
+
 }  // namespace
 
 uint64_t Stream::Digest() const {
@@ -610,7 +614,8 @@ uint64_t NodeProgram::Digest() const {
 struct NodeProgram::Placed {
   uint32_t stream = 0;  // index into outgoing, or incoming
   uint32_t peer = 0;    // the node that it goes to, or comes from, in this hop
-  int64_t begin = 0;    // bytes of the stream
+  int64_t step = 0;
+  int64_t begin = 0;  // bytes of the stream
   int64_t bytes = 0;
   int64_t leg_offset = 0;  // from the start of the chunk of that peer and direction
 };
@@ -624,16 +629,17 @@ struct NodeProgram::Places {
 
 // Both ends of a leg have its streams in one order: the stream without a chain, then those along
 // chains by the source's node and the chain.
-NodeProgram::Places NodeProgram::Place(int64_t round, const Gone& gone) const {
+NodeProgram::Places NodeProgram::Place(int64_t round, const Course& course) const {
+  const Gone& gone = course.gone;
   Places places;
   const auto add = [&](const std::vector<Stream>& list, uint32_t s, uint32_t peer, int64_t begun,
                        int64_t ExchangeLeg::*direction, std::vector<Placed>* to) {
     const Stream& stream = list[s];
-    if (round < begun) return;
+    if (round < begun + course.first) return;
     const int64_t bytes = stream.BytesOf(round - begun);
     if (bytes == 0) return;
     int64_t& leg = places.legs[peer].*direction;
-    to->push_back({s, peer, stream.Begin(round - begun), bytes, leg});
+    to->push_back({s, peer, round - begun, stream.Begin(round - begun), bytes, leg});
     leg += bytes;
   };
   uint32_t in = 0;
@@ -673,8 +679,8 @@ NodeProgram::Places NodeProgram::Place(int64_t round, const Gone& gone) const {
   return places;
 }
 
-std::vector<RoundLeg> NodeProgram::Round(int64_t round, const Gone& gone) const {
-  const Places places = Place(round, gone);
+std::vector<RoundLeg> NodeProgram::Round(int64_t round, const Course& course) const {
+  const Places places = Place(round, course);
   std::map<uint32_t, RoundLeg> legs;
   for (const auto& [peer, leg] : places.legs) {
     legs[peer].peer = peer;
@@ -682,8 +688,10 @@ std::vector<RoundLeg> NodeProgram::Round(int64_t round, const Gone& gone) const 
     legs[peer].bytes_in = leg.bytes_in;
   }
   for (const Placed& placed : places.sends) AddPack(placed, &legs[placed.peer]);
-  if (!places.forwards.empty()) AddForwards(places, Place(round - lag, gone), &legs);
-  for (const Placed& placed : places.receives) AddUnpack(placed, &legs[placed.peer]);
+  if (!places.forwards.empty()) AddForwards(places, Place(round - lag, course), &legs);
+  for (const Placed& placed : places.receives) {
+    if (!IsHeld(course, placed.stream, placed.step)) AddUnpack(placed, &legs[placed.peer]);
+  }
   std::vector<RoundLeg> list;
   list.reserve(legs.size());
   for (auto& [peer, leg] : legs) list.push_back(std::move(leg));
@@ -748,12 +756,37 @@ void NodeProgram::AddUnpack(const Placed& placed, RoundLeg* leg) const {
              });
 }
 
-std::vector<ExchangeLeg> NodeProgram::Legs(int64_t round, const Gone& gone) const {
-  const Places places = Place(round, gone);
+std::vector<ExchangeLeg> NodeProgram::Legs(int64_t round, const Course& course) const {
+  const Places places = Place(round, course);
   std::vector<ExchangeLeg> list;
   list.reserve(places.legs.size());
   for (const auto& [peer, leg] : places.legs) list.push_back(leg);
   return list;
+}
+
+bool NodeProgram::Unpacks(int64_t round, const Course& course) const {
+  const Places places = Place(round, course);
+  return std::any_of(places.receives.begin(), places.receives.end(), [&](const Placed& placed) {
+    return !IsHeld(course, placed.stream, placed.step);
+  });
+}
+
+void NodeProgram::Hold(int64_t round, Course* course) const {
+  course->held.resize(incoming.size());
+  for (size_t s = 0; s < incoming.size(); ++s) {
+    const int64_t hops = NeighboursIn(incoming[s].chain, node, course->gone).hops;
+    const int64_t steps = std::min(round - lag * hops, incoming[s].Rounds());
+    course->held[s] = std::max(course->held[s], steps);
+  }
+}
+
+int64_t NodeProgram::FirstLacking(const Course& course) const {
+  int64_t first = rounds;
+  for (size_t s = 0; s < incoming.size(); ++s) {
+    const int64_t held = s < course.held.size() ? course.held[s] : 0;
+    if (held < incoming[s].Rounds()) first = std::min(first, held);
+  }
+  return first;
 }
 
 std::map<uint32_t, std::vector<uint32_t>> NodeProgram::StreamsByReceiver() const {

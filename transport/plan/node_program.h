@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -147,6 +148,23 @@ struct ExchangeLeg {
   int64_t in_offset = 0;
 };
 
+// Nodes of a plan that are gone, by number. Empty: none.
+using GoneNodes = std::vector<bool>;
+
+// How a run goes through the rounds of a program. All nodes have the same `gone` and `first` in a
+// run.
+struct RunCourse {
+  RunCourse() = default;
+  RunCourse(GoneNodes nodes) : gone(std::move(nodes)) {}  // NOLINT(google-explicit-constructor)
+  GoneNodes gone;
+  // The run's first round. Sources send from there on, and chains fill anew: no step of a stream
+  // before this one is sent, received or forwarded.
+  int64_t first = 0;
+  // By incoming stream: the node has stored the steps before this one in an earlier run. They are
+  // received, for the nodes behind this node in a chain, and not unpacked. Empty: none.
+  std::vector<int64_t> held;
+};
+
 class NodeProgram {
  public:
   uint32_t node = 0;
@@ -169,14 +187,21 @@ class NodeProgram {
   // stream, then of each incoming one.
   uint64_t Digest() const;
 
-  // Nodes that are gone, by number. Empty: none.
-  using Gone = std::vector<bool>;
+  using Gone = GoneNodes;
+  using Course = RunCourse;
   // One leg for each peer with bytes in that round, ascending peers. Made on demand: all rounds of
   // a big model together are gigabytes. Chains are closed over nodes that are gone; streams without
   // a chain keep their legs.
-  std::vector<RoundLeg> Round(int64_t round, const Gone& gone = {}) const;
+  std::vector<RoundLeg> Round(int64_t round, const Course& course = {}) const;
   // The legs of Round, without their moves.
-  std::vector<ExchangeLeg> Legs(int64_t round, const Gone& gone = {}) const;
+  std::vector<ExchangeLeg> Legs(int64_t round, const Course& course = {}) const;
+  // Whether the node unpacks anything that it receives in that round.
+  bool Unpacks(int64_t round, const Course& course) const;
+  // Adds to course.held what the rounds before `round` brought. They must have ended.
+  void Hold(int64_t round, Course* course) const;
+  // The first step that the node has not stored of one of its incoming streams; `rounds` if it has
+  // all of them.
+  int64_t FirstLacking(const Course& course) const;
 
   // The two ends of what one node sends to another over the wire, whatever nodes it passes: the
   // sender's list of its streams that reach the peer, and the receiver's list of its streams from
@@ -187,7 +212,7 @@ class NodeProgram {
  private:
   struct Placed;
   struct Places;
-  Places Place(int64_t round, const Gone& gone) const;
+  Places Place(int64_t round, const Course& course) const;
   void AddPack(const Placed& placed, RoundLeg* leg) const;
   void AddForwards(const Places& places, const Places& earlier,
                    std::map<uint32_t, RoundLeg>* legs) const;
