@@ -148,10 +148,20 @@ TEST_CASE(
 
 // ---- a proxy that tampers ----
 
-enum class Tamper { kNothing, kFlip, kDrop, kReplay };
+enum class Tamper { kNothing, kFlip, kDrop, kReplay, kTruncate, kReorder };
+
+// The TLS records of the direction in which a proxy truncates or reorders.
+struct Records {
+  std::string partial;  // the start of a record whose end has not arrived
+  std::string held;     // the record that goes after the next one
+  int64_t start = 0;    // bytes of the records before `partial`
+  bool ended = false;
+};
 
 // Passes bytes between each connection to the proxy and `target`, and tampers with the bytes from
-// `offset` on in one direction. Handles one connection at a time.
+// `offset` on in one direction. kTruncate ends the direction before the TLS record that holds
+// `offset`, kReorder passes that record after the next: both keep every record whole, so that only
+// what TLS says about their order and end can tell. Handles one connection at a time.
 class Proxy {
  public:
   Proxy(SocketAddress target, Tamper tamper, bool answers, int64_t offset)
@@ -187,6 +197,7 @@ class Proxy {
 
   void Pass(int near, int far) {
     int64_t passed[2] = {0, 0};
+    Records records;
     while (!stop_) {
       pollfd entries[2] = {{near, POLLIN, 0}, {far, POLLIN, 0}};
       if (poll(entries, 2, 10) <= 0) continue;
@@ -198,8 +209,16 @@ class Proxy {
         bytes.resize(static_cast<size_t>(n));
         const int64_t start = passed[from];
         passed[from] += n;
-        if ((from == 1) == answers_) Change(start, &bytes);
-        if (!Say(from == 0 ? far : near, bytes)) return;
+        const int to = from == 0 ? far : near;
+        if ((from == 1) == answers_) {
+          if (tamper_ == Tamper::kTruncate || tamper_ == Tamper::kReorder) {
+            bytes = ByRecord(bytes, &records);
+          } else {
+            Change(start, &bytes);
+          }
+        }
+        if (!bytes.empty() && !Say(to, bytes)) return;
+        if ((from == 1) == answers_ && records.ended) shutdown(to, SHUT_WR);
       }
     }
   }
@@ -213,6 +232,33 @@ class Proxy {
     if (tamper_ == Tamper::kReplay) bytes->insert(index, bytes->substr(index));
   }
 
+  // Returns the bytes to pass on now that `bytes` have arrived.
+  std::string ByRecord(const std::string& bytes, Records* records) const {
+    constexpr size_t kHeader = 5;  // type, version (2), length of the rest (2, big endian)
+    std::string out;
+    std::string& partial = records->partial;
+    partial += bytes;
+    while (partial.size() >= kHeader) {
+      const size_t size =
+          kHeader + static_cast<uint8_t>(partial[3]) * 256U + static_cast<uint8_t>(partial[4]);
+      if (partial.size() < size) break;
+      const std::string record = partial.substr(0, size);
+      partial.erase(0, size);
+      const int64_t start = records->start;
+      records->start += static_cast<int64_t>(size);
+      const bool hit = start <= offset_ && offset_ < records->start;
+      if (hit && tamper_ == Tamper::kTruncate) records->ended = true;
+      if (records->ended) continue;
+      if (hit) {
+        records->held = record;
+        continue;
+      }
+      out += record + records->held;
+      records->held.clear();
+    }
+    return out;
+  }
+
   const SocketAddress target_;
   const Tamper tamper_;
   const bool answers_;
@@ -223,8 +269,11 @@ class Proxy {
   std::thread thread_;
 };
 
-TEST_CASE("bytes that are flipped, dropped or replayed on the way are errors, never wrong bytes") {
-  const Tamper tamper = GENERATE(Tamper::kNothing, Tamper::kFlip, Tamper::kDrop, Tamper::kReplay);
+TEST_CASE(
+    "bytes that are flipped, dropped, replayed, cut off or reordered on the way are errors, never "
+    "wrong bytes") {
+  const Tamper tamper = GENERATE(Tamper::kNothing, Tamper::kFlip, Tamper::kDrop, Tamper::kReplay,
+                                 Tamper::kTruncate, Tamper::kReorder);
   const bool answers = GENERATE(false, true);
   const int root = GENERATE(0, 1);
   const int64_t offset = GENERATE(5, 700, 2'100, 2'500, 70'000, 1'000'000);
