@@ -108,13 +108,13 @@ struct MetricsConfig {
 struct PeersConfig {
   std::string advertise;         // HOST:PORT; empty: the address it listens on
   std::string interface = "lo";  // of the data plane; trusted (P9)
-  Duration silence = std::chrono::seconds(10);
+  Duration silence = std::chrono::seconds(5);
   Duration wire = std::chrono::seconds(30);
   std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
   std::string identity;             // a pattern (CheckIdentityPattern); empty: any
   // How long the readiness that was known last counts without the coordinator; 0: not at all.
   Duration readiness = std::chrono::minutes(10);
-  Duration failover = std::chrono::seconds(3);  // until a candidate that does not answer is gone
+  Duration failover = std::chrono::seconds(2);  // until a candidate that does not answer is gone
   bool operator==(const PeersConfig&) const = default;
 };
 

@@ -46,6 +46,15 @@ TEST_CASE("Without file, variables and flags every setting has its documented de
   CHECK(loaded->config == expected);
 }
 
+TEST_CASE("By default a lost coordinator is noticed and passed over within 10 s") {
+  const auto loaded = Load({});
+  REQUIRE(loaded.ok());
+  // Each of two probes may run into its limit.
+  const auto probes = 2 * std::chrono::seconds(1);
+  const PeersConfig& peers = loaded->config.peers;
+  CHECK(peers.silence + peers.failover + probes < std::chrono::seconds(10));
+}
+
 TEST_CASE("Flags win over variables and variables over the file") {
   const TempFolder folder;
   const std::string file = WriteFile(folder, R"(

@@ -201,6 +201,14 @@ static bool InTheClear(const std::vector<std::string>& flags) {
   });
 }
 
+// Tests run beside each other on machines that are busy with compilers and sanitizers, so a test
+// that is not about silence allows twice the default.
+static constexpr char kTestSilence[] = "--peer-silence-ms=10000";
+static bool SaysSilence(const std::vector<std::string>& flags) {
+  return std::any_of(flags.begin(), flags.end(),
+                     [](const std::string& flag) { return flag.starts_with("--peer-silence-ms"); });
+}
+
 Daemon::Daemon(std::vector<std::string> flags, std::vector<std::string> launcher)
     : socket_(folder_ / "refitd.sock"), flags_(std::move(flags)), launcher_(std::move(launcher)) {
   Start();
@@ -219,6 +227,7 @@ void Daemon::Start() {
   argv.insert(argv.end(), {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_});
   argv.insert(argv.end(), flags_.begin(), flags_.end());
   if (InTheClear(flags_)) argv.push_back("--insecure");
+  if (!SaysSilence(flags_)) argv.push_back(kTestSilence);
   process_ = std::make_unique<Process>(argv);
   const std::shared_ptr<grpc::Channel> channel = Connect();
   operator_ = v1::Operator::NewStub(channel);

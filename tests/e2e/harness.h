@@ -80,8 +80,9 @@ class TempFolder {
 class Daemon {
  public:
   // Starts and waits until the daemon answers; throws std::runtime_error with its log if it does
-  // not. Adds --insecure unless a flag is about TLS or says --insecure itself. `launcher`: a
-  // command, with options, that ends by executing the command line after it (nsenter, prlimit).
+  // not. Adds --insecure unless a flag is about TLS or says --insecure itself, and a limit of
+  // silence of 10 s unless a flag sets it. `launcher`: a command, with options, that ends by
+  // executing the command line after it (nsenter, prlimit).
   explicit Daemon(std::vector<std::string> flags = {}, std::vector<std::string> launcher = {});
 
   const std::string& socket() const { return socket_; }
