@@ -486,7 +486,7 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Add(UniqueFd vmm, int64_t bytes
                  bytes, vmm.get());
   }
   RegionSource source;
-  source.kind = RegionKind::kCudaVmm;
+  source.kind = RegionKind::kDevice;
   source.fd = std::move(vmm);
   source.bytes = bytes;
   return Share(std::move(source), nullptr);

@@ -51,7 +51,7 @@ class DeviceBuffer final : public JoinBuffer {
 
 class DeviceSlots final : public SlotMemory {
  public:
-  DeviceSlots(std::shared_ptr<CudaMemory> cuda, std::shared_ptr<const CudaRegion> region)
+  DeviceSlots(std::shared_ptr<CudaMemory> cuda, std::shared_ptr<const DeviceRegion> region)
       : SlotMemory(region->data(), region->bytes()),
         cuda_(std::move(cuda)),
         region_(std::move(region)) {}
@@ -63,7 +63,7 @@ class DeviceSlots final : public SlotMemory {
 
  private:
   const std::shared_ptr<CudaMemory> cuda_;
-  const std::shared_ptr<const CudaRegion> region_;
+  const std::shared_ptr<const DeviceRegion> region_;
 };
 
 // Loads each driver once and keeps it for the life of the process, as its contexts are kept.
@@ -103,8 +103,8 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
   const auto map = [&]() -> absl::StatusOr<std::shared_ptr<const SlotMemory>> {
     REFITD_ASSIGN_OR_RETURN(std::shared_ptr<CudaMemory> cuda, LoadCuda(library));
     REFITD_ASSIGN_OR_RETURN(const int ordinal, cuda->DeviceOf(device));
-    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> region,
-                            cuda->ImportVmm(ordinal, std::move(fd), bytes));
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceRegion> region,
+                            cuda->ImportDescriptor(ordinal, std::move(fd), bytes));
     return std::make_shared<const DeviceSlots>(std::move(cuda), std::move(region));
   };
   auto mapped = map();

@@ -51,6 +51,7 @@
 #include "transport/base/status.h"
 #include "transport/cuda/cuda_transport.h"
 #include "transport/cuda/nccl/nccl.h"
+#include "transport/cuda/nccl/wire.h"
 #include "transport/host/host_transport.h"
 #include "transport/sockets/socket_wire.h"
 #include "transport/tls/grpc_credentials.h"
@@ -189,13 +190,13 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
     cuda->detail += "; " + Message(transport.status());
     return MakeHostTransport(host);
   }
-  cuda->memory = *std::move(memory);
+  cuda->memory = *memory;
   cuda->detail += "; " + found;
-  cuda->nccl = nccl;
+  cuda->collectives = CollectivesOf(nccl);
   cuda->no_wire = found;
   if (nccl.api != nullptr) {
     absl::StatusOr<std::unique_ptr<DeviceWire>> wire =
-        MakeNcclWire(nccl.api, cuda->memory, {.limit = options.limit, .lost = options.lost});
+        MakeNcclWire(nccl.api, *memory, {.limit = options.limit, .lost = options.lost});
     if (wire.ok()) {
       cuda->wire = *std::move(wire);
     } else {
@@ -672,8 +673,8 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   std::unique_ptr<Wire> wire = HostWireOf(config, certificates->get());
   options.clear_wire = WhyClear(config, certificates->get());
   const auto loss = std::make_shared<DeviceLoss>();
-  std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
-  LogInfo("cuda: {}", options.cuda.detail);
+  std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.devices);
+  LogInfo("cuda: {}", options.devices.detail);
   Daemon daemon(std::move(options), std::move(transport), processes->get(), std::move(wire),
                 MakeDialer(config, certificates->get()), MakeProber(config, certificates->get()));
 

@@ -39,6 +39,12 @@ std::string_view BroadcastMethodName(BroadcastMethod method) {
   return "unknown";
 }
 
+bool BroadcastsThroughSlots(const Transport& transport) {
+  return transport.CanBroadcast(BroadcastMethod::kChain).ok() ||
+         transport.CanBroadcast(BroadcastMethod::kSymmetric).ok() ||
+         transport.CanBroadcast(BroadcastMethod::kNccl).ok();
+}
+
 BroadcastMethod FastestBroadcast(const BroadcastLoad& load, const Transport& transport) {
   if (load.direct_bytes.empty() || !transport.CanBroadcast(BroadcastMethod::kChain).ok()) {
     return BroadcastMethod::kDirect;

@@ -13,6 +13,9 @@ namespace refitd {
 // "auto", "direct", "chain", "symmetric", "nccl".
 std::string_view BroadcastMethodName(BroadcastMethod method);
 
+// Whether the transport can move a bucket through slots, by any method.
+bool BroadcastsThroughSlots(const Transport& transport);
+
 // The bytes of one bucket, or of a part of one.
 struct BroadcastLoad {
   int64_t packed_bytes = 0;  // in a slot

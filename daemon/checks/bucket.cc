@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "transport/base/status.h"
-#include "transport/cuda/memory.h"
+#include "transport/device_memory.h"
 
 namespace refitd {
 namespace {
@@ -226,17 +226,17 @@ absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::
   std::vector<int> indices;
   for (int i = 0; i < static_cast<int>(handles.size()); ++i) {
     const DeviceRef& handle = handles[static_cast<size_t>(i)];
-    if (handle.gpu_uuid == uuid) {
-      if (handle.handle.size() != kCudaIpcHandleBytes) {
+    if (handle.device == uuid) {
+      if (handle.handle.size() != kBlockHandleBytes) {
         return Error(StatusCode::kInvalidArgument,
                      "bucket.cuda_ipc.handles[{}].handle has {} bytes, a CUDA IPC handle {}", i,
-                     handle.handle.size(), kCudaIpcHandleBytes);
+                     handle.handle.size(), kBlockHandleBytes);
       }
       indices.push_back(i);
     } else if (!packed) {
       return Error(StatusCode::kFailedPrecondition,
                    "bucket.cuda_ipc.handles[{}].gpu_uuid is \"{}\", the lease's device is \"{}\"",
-                   i, Shorten(handle.gpu_uuid, kMaxUuidInMessage), uuid);
+                   i, Shorten(handle.device, kMaxUuidInMessage), uuid);
     }
   }
   if (!packed || indices.size() == 1) return indices;
@@ -245,7 +245,7 @@ absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::
         StatusCode::kFailedPrecondition,
         "bucket.cuda_ipc.handles: none of {} is of the lease's device \"{}\"; the first is "
         "of \"{}\"",
-        handles.size(), uuid, Shorten(handles[0].gpu_uuid, kMaxUuidInMessage));
+        handles.size(), uuid, Shorten(handles[0].device, kMaxUuidInMessage));
   }
   return Error(StatusCode::kInvalidArgument,
                "bucket.cuda_ipc.handles has {} of device \"{}\" where a packed bucket needs 1",

@@ -124,17 +124,17 @@ absl::Status Arrivals::CheckSpans(const Arrival& arrival) const {
   return Error(absl::StatusCode::kFailedPrecondition,
                "device.name: '{}' with coordinator '{}': device memory moves within this daemon "
                "only: {}",
-               record.device, arrival.coordinator, state_.options.cuda.no_wire);
+               record.device, arrival.coordinator, state_.options.devices.no_wire);
 }
 
 absl::StatusOr<std::optional<int>> Arrivals::DeviceOf(const MemberRecord& record) const {
   if (record.device == "host") return std::nullopt;
-  if (state_.options.cuda.memory == nullptr) {
+  if (state_.options.devices.memory == nullptr) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "device.name: '{}': this daemon has no transport for it ({})", record.device,
-                 state_.options.cuda.detail);
+                 state_.options.devices.detail);
   }
-  const absl::StatusOr<int> ordinal = state_.options.cuda.memory->DeviceOf(record.device);
+  const absl::StatusOr<int> ordinal = state_.options.devices.memory->DeviceOf(record.device);
   if (!ordinal.ok()) {
     return Error(ordinal.status().code(), "device.name: {}", Message(ordinal.status()));
   }

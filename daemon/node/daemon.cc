@@ -26,7 +26,7 @@ constexpr Duration kNoWakeLimit = std::chrono::hours(1);
 
 // The wire belongs to the data plane.
 DaemonOptions WithoutWire(DaemonOptions options) {
-  options.cuda.wire.reset();
+  options.devices.wire.reset();
   return options;
 }
 
@@ -39,17 +39,17 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
   TurnHost* const host = this;
   device_slots_ = std::make_unique<DeviceSlots>(
       DeviceSlots::Options{.daemon_id = state->options.daemon_id,
-                           .memory = state->options.cuda.memory,
-                           .has_wire = options.cuda.wire != nullptr,
-                           .no_wire = state->options.cuda.no_wire,
+                           .memory = state->options.devices.memory,
+                           .has_wire = options.devices.wire != nullptr,
+                           .no_wire = state->options.devices.no_wire,
                            .thread = state->regions_thread},
       host, &state->mutex,
       DeviceSlots::State{&state->groups, &state->leases, &state->waiters, &state->peers});
   data_plane_ = std::make_unique<DataPlane>(
       DataPlane::Options{.transport = std::move(transport),
                          .wire = std::move(wire),
-                         .device_wire = std::move(options.cuda.wire),
-                         .no_device_wire = state->options.cuda.no_wire,
+                         .device_wire = std::move(options.devices.wire),
+                         .no_device_wire = state->options.devices.no_wire,
                          .observer = state->options.observer},
       state->turns,
       DataPlane::State{&state->groups, &state->leases, &state->calls, device_slots_.get()});

@@ -39,7 +39,7 @@
 #include "daemon/process/observer.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
-#include "transport/cuda/nccl/wire.h"
+#include "transport/device_wire.h"
 #include "transport/transport.h"
 #include "transport/wire.h"
 

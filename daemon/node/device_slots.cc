@@ -115,11 +115,11 @@ absl::StatusOr<GroupRecord*> DeviceSlots::Lacking(const Missing& missing) const 
 
 // The last reference to slots may be dropped anywhere, even under the mutex, and giving memory back
 // waits for the driver, so that is a job of the thread.
-Pools::Device DeviceSlots::Share(CudaPool made) const {
-  auto held = std::make_shared<CudaPool>(std::move(made));
+Pools::Device DeviceSlots::Share(DevicePool made) const {
+  auto held = std::make_shared<DevicePool>(std::move(made));
   Pools::Device pool;
   pool.descriptor = held->descriptor.get();
-  const CudaPool* const raw = held.get();
+  const DevicePool* const raw = held.get();
   pool.memory = {
       raw->region->data(), raw->region->bytes(),
       std::shared_ptr<const void>(raw, [closer = options_.thread, memory = options_.memory,
@@ -144,7 +144,7 @@ absl::Status DeviceSlots::MakeNow(const Missing& missing) {
     }
     bytes = lacking->pool_bytes();
   }
-  absl::StatusOr<CudaPool> made = options_.memory->MakePool(missing.ordinal, bytes);
+  absl::StatusOr<DevicePool> made = options_.memory->MakePool(missing.ordinal, bytes);
   if (!made.ok()) {
     return Error(made.status().code(), "group '{}': staging slots: {}", missing.group,
                  Message(made.status()));

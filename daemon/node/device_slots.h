@@ -29,7 +29,7 @@
 #include "daemon/node/turn.h"
 #include "daemon/node/waiters.h"
 #include "transport/base/mutex.h"
-#include "transport/cuda/memory.h"
+#include "transport/device_memory.h"
 
 namespace refitd {
 
@@ -37,9 +37,9 @@ class DeviceSlots : public WireSlots {
  public:
   struct Options {
     std::string daemon_id;
-    std::shared_ptr<CudaMemory> memory;  // null: no member is on a GPU
-    bool has_wire = false;               // bytes of GPUs can cross to other daemons
-    std::string no_wire;                 // why they can't; for people
+    std::shared_ptr<DeviceMemory> memory;  // null: no member is on a GPU
+    bool has_wire = false;                 // bytes of GPUs can cross to other daemons
+    std::string no_wire;                   // why they can't; for people
     // The thread that makes slots and gives them back. Slots share the thread, since they may be
     // destroyed later than this object.
     std::shared_ptr<JobThreads> thread;
@@ -95,7 +95,7 @@ class DeviceSlots : public WireSlots {
   // The group's record, if it still lacks the slots; null: it has them. NOT_FOUND: the group is
   // gone.
   absl::StatusOr<GroupRecord*> Lacking(const Missing& missing) const;
-  Pools::Device Share(CudaPool made) const;
+  Pools::Device Share(DevicePool made) const;
   void MakeWire(const Missing& missing, const Then& then);
   void Drop(GroupRecord* group, int ordinal);
 

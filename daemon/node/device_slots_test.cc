@@ -15,10 +15,10 @@ namespace {
 
 using Catch::Contains;
 
-class Region : public CudaRegion {
+class Region : public DeviceRegion {
  public:
   Region(int device, std::vector<char> memory)
-      : CudaRegion(device, memory.data(), static_cast<int64_t>(memory.size())),
+      : DeviceRegion(device, memory.data(), static_cast<int64_t>(memory.size())),
         memory_(std::move(memory)) {}
   absl::StatusOr<char*> On(int /*device*/) const override { return data(); }
 
@@ -27,39 +27,31 @@ class Region : public CudaRegion {
 };
 
 // GPUs in name only. What is made is counted until it is given back.
-class FakeMemory : public CudaMemory {
+class FakeMemory : public DeviceMemory {
  public:
-  const std::vector<CudaDevice>& devices() const override { return devices_; }
-  absl::StatusOr<int> DeviceOf(std::string_view /*uuid*/) const override { return 0; }
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> OpenLegacy(
+  absl::StatusOr<int> DeviceOf(std::string_view /*name*/) const override { return 0; }
+  std::string NameOf(int device) const override { return "GPU-" + std::to_string(device); }
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> OpenBlock(
       int /*device*/, std::string_view /*handle*/) override {
     return absl::UnimplementedError("");
   }
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int /*device*/, UniqueFd /*fd*/,
-                                                              int64_t /*bytes*/) override {
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> ImportDescriptor(int /*device*/,
+                                                                       UniqueFd /*fd*/,
+                                                                       int64_t /*bytes*/) override {
     return absl::UnimplementedError("");
   }
-  absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) override {
+  absl::StatusOr<DevicePool> MakePool(int device, int64_t bytes) override {
     MutexLock lock(&mutex_);
     ++asked_;
     if (!can_make.ok()) return can_make;
     ++open_;
-    return CudaPool{std::make_shared<Region>(device, std::vector<char>(static_cast<size_t>(bytes))),
-                    UniqueFd()};
+    return DevicePool{
+        std::make_shared<Region>(device, std::vector<char>(static_cast<size_t>(bytes))),
+        UniqueFd()};
   }
-  void GiveBack(CudaPool /*pool*/) override {
+  void GiveBack(DevicePool /*pool*/) override {
     MutexLock lock(&mutex_);
     --open_;
-  }
-  void WatchPools(const void* /*watcher*/,
-                  std::function<void(const CudaRegion&)> /*let_go*/) override {}
-  void UnwatchPools(const void* /*watcher*/) override {}
-  absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int /*device*/,
-                                                         int64_t /*bytes*/) override {
-    return absl::UnimplementedError("");
-  }
-  std::shared_ptr<const CudaRegion> Find(const char* /*data*/, int64_t /*bytes*/) const override {
-    return nullptr;
   }
   int asked() {
     MutexLock lock(&mutex_);
@@ -72,7 +64,6 @@ class FakeMemory : public CudaMemory {
   absl::Status can_make;
 
  private:
-  std::vector<CudaDevice> devices_;
   Mutex mutex_;
   int asked_ = 0;
   int open_ = 0;

@@ -132,12 +132,12 @@ void Operators::DescribeEpochs(DaemonDetails* details) const {
 DaemonDetails Operators::Describe() {
   DaemonDetails details;
   details.uptime = DaemonState::Now() - state_.started;
-  const bool gpus = state_.options.cuda.memory != nullptr;
+  const bool has_devices = state_.options.devices.memory != nullptr;
   const auto* const owner = dynamic_cast<const CommunicatorsOwner*>(&data_plane_.transport());
-  if (gpus && owner != nullptr) details.communicators = owner->Communicators();
+  if (has_devices && owner != nullptr) details.communicators = owner->Communicators();
   details.moved = data_plane_.TotalStats();
   const Turn turn(state_.turns);
-  if (gpus && data_plane_.device_wire() != nullptr) DescribeEpochs(&details);
+  if (has_devices && data_plane_.device_wire() != nullptr) DescribeEpochs(&details);
   details.listeners = state_.listeners;
   details.serving = !state_.draining;
   details.members = static_cast<int64_t>(state_.leases.size());

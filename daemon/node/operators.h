@@ -21,8 +21,7 @@
 #include "daemon/node/joiners.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
-#include "transport/cuda/nccl/nccl.h"
-#include "transport/cuda/nccl/wire.h"
+#include "transport/device_wire.h"
 
 namespace refitd {
 

@@ -13,9 +13,8 @@
 #include "daemon/process/audit_log.h"
 #include "daemon/process/observer.h"
 #include "transport/base/ids.h"
-#include "transport/cuda/memory.h"
-#include "transport/cuda/nccl/nccl.h"
-#include "transport/cuda/nccl/wire.h"
+#include "transport/device_memory.h"
+#include "transport/device_wire.h"
 #include "transport/host/memory.h"
 
 namespace refitd {
@@ -23,9 +22,9 @@ namespace refitd {
 // The GPUs that this daemon serves.
 struct DeviceOptions {
   // Null: no GPUs are served. Otherwise the transport moves memory that this object has opened.
-  std::shared_ptr<CudaMemory> memory;
+  std::shared_ptr<DeviceMemory> memory;
   std::string detail = "not asked for";   // versions found, or why no GPUs are served; for people
-  NcclReport nccl;                        // the transport's NCCL; meaningless without memory
+  CollectivesReport collectives;          // of the transport; meaningless without memory
   std::shared_ptr<DeviceWire> wire;       // between daemons; null: none
   std::string no_wire = "not asked for";  // why there is no wire; for people
 };
@@ -58,7 +57,7 @@ struct DaemonOptions {
   // (vm.max_map_count).
   int max_regions = 16'384;
   std::string descriptor_socket;  // its path, which members are told
-  DeviceOptions cuda;
+  DeviceOptions devices;
   // Why the data plane over host memory does not encrypt, for people; empty: it encrypts.
   std::string clear_wire = kNotEncrypted;
   NodeObserver* observer = nullptr;  // outlives the daemon; null: none

@@ -42,7 +42,7 @@ absl::StatusOr<RegionId> Regions::RegisterRegion(const Token& token, const PeerC
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, state_.options.max_region_bytes);
   }
-  if (kind == RegionKind::kCudaVmm) return RegisterVmm(token, peer, std::move(fd), bytes);
+  if (kind == RegionKind::kDevice) return RegisterVmm(token, peer, std::move(fd), bytes);
   if (kind != RegionKind::kMemfd) {
     return Error(absl::StatusCode::kUnimplemented,
                  "region_kind: {}: this daemon maps sealed memfds and CUDA's VMM memory only",
@@ -169,8 +169,8 @@ absl::StatusOr<PoolHandle> Regions::MapPool(const Token& token, const PeerCreden
 
 // Closing waits for the driver, and the last reference may be dropped anywhere, even under the
 // mutex.
-RegionRecord Regions::DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const {
-  const CudaRegion* const raw = region.get();
+RegionRecord Regions::RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine) const {
+  const DeviceRegion* const raw = region.get();
   std::shared_ptr<const void> kept(
       raw, [closer = state_.regions_thread, held = std::move(region)](const void*) mutable {
         closer->Submit([closed = std::move(held)]() mutable { closed.reset(); });
@@ -193,14 +193,14 @@ void Regions::AnswerClosed(std::function<void()> answer) {
 absl::StatusOr<Regions::DeviceHandle> Regions::CheckHandle(const Caller& caller, bool engine,
                                                            const IpcBlock& block) {
   REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, members_.Authenticate(caller, engine));
-  if (state_.options.cuda.memory == nullptr) {
+  if (state_.options.devices.memory == nullptr) {
     return Error(absl::StatusCode::kUnimplemented, "this daemon has no cuda transport: {}",
-                 state_.options.cuda.detail);
+                 state_.options.devices.detail);
   }
-  if (block.handle.size() != kCudaIpcHandleBytes) {
+  if (block.handle.size() != kBlockHandleBytes) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "cuda_ipc.handle has {} bytes, a CUDA IPC handle {}", block.handle.size(),
-                 kCudaIpcHandleBytes);
+                 kBlockHandleBytes);
   }
   if (block.byte_offset != 0) {
     return Error(absl::StatusCode::kInvalidArgument,
@@ -211,20 +211,20 @@ absl::StatusOr<Regions::DeviceHandle> Regions::CheckHandle(const Caller& caller,
     return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}, less than 0",
                  block.bytes);
   }
-  if (!member->ordinal.has_value() || block.gpu_uuid != member->device) {
+  if (!member->ordinal.has_value() || block.device != member->device) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "cuda_ipc.gpu_uuid is '{}', the lease's device is '{}'",
-                 Shorten(block.gpu_uuid, kMaxUuidInMessage), member->device);
+                 Shorten(block.device, kMaxUuidInMessage), member->device);
   }
   REFITD_RETURN_IF_ERROR(Admit(caller.token, caller.peer, "").status());
   return DeviceHandle{*member->ordinal, engine, block.bytes, block.handle};
 }
 
 absl::StatusOr<RegionRecord> Regions::OpenDevice(const DeviceHandle& handle) const {
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> opened =
-      state_.options.cuda.memory->OpenLegacy(handle.ordinal, handle.handle);
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> opened =
+      state_.options.devices.memory->OpenBlock(handle.ordinal, handle.handle);
   if (!opened.ok()) return In("cuda_ipc.handle", opened.status());
-  RegionRecord region = DeviceRegion(*std::move(opened), handle.engine);
+  RegionRecord region = RecordOf(*std::move(opened), handle.engine);
   if (handle.bytes > region.memory.bytes) {
     return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}: the block has {}",
                  handle.bytes, region.memory.bytes);
@@ -274,10 +274,10 @@ absl::StatusOr<RegionId> Regions::RegisterVmm(const Token& token, const PeerCred
   {
     const Turn turn(state_.turns);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, ""));
-    if (state_.options.cuda.memory == nullptr) {
+    if (state_.options.devices.memory == nullptr) {
       return Error(absl::StatusCode::kUnimplemented,
                    "region_kind: 2: this daemon has no cuda transport: {}",
-                   state_.options.cuda.detail);
+                   state_.options.devices.detail);
     }
     if (!member->ordinal.has_value()) {
       return Error(absl::StatusCode::kFailedPrecondition,
@@ -286,9 +286,10 @@ absl::StatusOr<RegionId> Regions::RegisterVmm(const Token& token, const PeerCred
     ordinal = *member->ordinal;
     engine = member->engine;
   }
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> imported,
-                          state_.options.cuda.memory->ImportVmm(ordinal, std::move(fd), bytes));
-  RegionRecord region = DeviceRegion(std::move(imported), engine);
+  REFITD_ASSIGN_OR_RETURN(
+      std::shared_ptr<const DeviceRegion> imported,
+      state_.options.devices.memory->ImportDescriptor(ordinal, std::move(fd), bytes));
+  RegionRecord region = RecordOf(std::move(imported), engine);
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.memory.Add(member, std::move(region));
@@ -302,12 +303,12 @@ absl::StatusOr<DeviceSource> Regions::OpenSource(const std::vector<DeviceRef>& h
     const std::string_view handle = handles[static_cast<size_t>(index)].handle;
     auto block = open.find(handle);
     if (block == open.end()) {
-      absl::StatusOr<std::shared_ptr<const CudaRegion>> opened =
-          state_.options.cuda.memory->OpenLegacy(ordinal, handle);
+      absl::StatusOr<std::shared_ptr<const DeviceRegion>> opened =
+          state_.options.devices.memory->OpenBlock(ordinal, handle);
       if (!opened.ok()) {
         return In(fmt::format("bucket.cuda_ipc.handles[{}]", index), opened.status());
       }
-      block = open.emplace(handle, DeviceRegion(*std::move(opened), false).memory).first;
+      block = open.emplace(handle, RecordOf(*std::move(opened), false).memory).first;
     }
     source.blocks.push_back(block->second);
   }

@@ -24,14 +24,14 @@
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "daemon/sockets/descriptor_socket.h"
-#include "transport/cuda/memory.h"
+#include "transport/device_memory.h"
 
 namespace refitd {
 
 // A block of device memory that another process shares, unchecked.
 struct IpcBlock {
   std::string handle;
-  std::string gpu_uuid;
+  std::string device;  // its name
   int64_t byte_offset = 0;
   int64_t bytes = 0;  // 0: all of the block
 };
@@ -92,7 +92,7 @@ class Regions : public DescriptorHandler {
   absl::StatusOr<RegionRecord> OpenDevice(const DeviceHandle& handle) const;
   // Makes device memory a region. Its mapping is closed on the thread for regions, wherever the
   // region is destroyed.
-  RegionRecord DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const;
+  RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine) const;
   absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
                                        int64_t bytes);
   // Removes the region from the records, unless it is in use. The region is unmapped when the

@@ -49,7 +49,7 @@ TEST_CASE("memory that can't be mapped safely is refused by name (P6, P10)") {
              Contains("bytes: 8193 is more than max_region_bytes 8192"));
   CHECK(refusal(copy(), static_cast<RegionKind>(9), 4096).code() ==
         absl::StatusCode::kUnimplemented);
-  CHECK_FALSE(refusal(copy(), RegionKind::kCudaVmm, 4096).ok());
+  CHECK_FALSE(refusal(copy(), RegionKind::kDevice, 4096).ok());
   UniqueFd shrinks(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   REQUIRE(ftruncate(shrinks.get(), 4096) == 0);
   CHECK(refusal(std::move(shrinks), RegionKind::kMemfd, 4096).code() ==

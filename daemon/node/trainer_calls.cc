@@ -102,7 +102,7 @@ void TrainerCalls::Refit(CallId call, const Caller& caller, absl::StatusOr<Refit
 void TrainerCalls::PushBucket(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
                               ReplyFunction reply) {
   if (push.ok() && push->received.bucket->source == CheckedBucket::Source::kDevice &&
-      state_.options.cuda.memory != nullptr) {
+      state_.options.devices.memory != nullptr) {
     return PushFromDevice(call, caller, *std::move(push), std::move(reply));
   }
   PushOpened(call, caller, std::move(push), std::move(reply), {});

@@ -102,13 +102,7 @@ absl::Status TrainerCalls::CheckBroadcast(const MemberRecord& trainer,
 // One instance alone gains nothing: its ranks hold shards, so no byte goes to two of them.
 bool TrainerCalls::CouldGain(const MemberRecord& trainer) const {
   if (!trainer.ordinal.has_value() || device_slots_.Spans(*state_.groups.Of(trainer))) return false;
-  const auto can = [this](BroadcastMethod method) {
-    return data_plane_.transport().CanBroadcast(method).ok();
-  };
-  if (!can(BroadcastMethod::kChain) && !can(BroadcastMethod::kSymmetric) &&
-      !can(BroadcastMethod::kNccl)) {
-    return false;
-  }
+  if (!BroadcastsThroughSlots(data_plane_.transport())) return false;
   std::set<int> devices;
   std::set<std::string_view> instances;
   for (const auto& [id, member] : state_.leases.all()) {

@@ -17,18 +17,11 @@ constexpr int64_t kMaxWatchMs = 3'600'000;
 
 double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
 
-std::string UuidOf(const CudaMemory& memory, int ordinal) {
-  for (const CudaDevice& device : memory.devices()) {
-    if (device.ordinal == ordinal) return device.uuid;
-  }
-  return "";
-}
-
-v1::WireEpochStatus ToWire(const DaemonDetails::Epoch& epoch, const CudaMemory& memory) {
+v1::WireEpochStatus ToWire(const DaemonDetails::Epoch& epoch, const DeviceMemory& memory) {
   v1::WireEpochStatus out;
   out.set_group(epoch.group);
   if (epoch.id.has_value()) out.set_epoch(epoch.id->value());
-  out.set_gpu_uuid(UuidOf(memory, epoch.status.device));
+  out.set_gpu_uuid(memory.NameOf(epoch.status.device));
   out.set_rank(epoch.status.rank);
   out.set_ranks(epoch.status.size);
   out.set_state(std::string(epoch.status.state));
@@ -39,16 +32,16 @@ v1::WireEpochStatus ToWire(const DaemonDetails::Epoch& epoch, const CudaMemory& 
 }
 
 // The loaded NCCL, and what is made with it.
-void Fill(const DeviceOptions& cuda, const DaemonDetails& details, v1::NcclStatus* status) {
-  status->set_library(cuda.nccl.library);
-  if (cuda.nccl.version != 0) status->set_version(NcclVersionText(cuda.nccl.version));
-  status->set_problem(cuda.nccl.problem);
-  status->set_no_symmetric(cuda.nccl.no_symmetric);
+void Fill(const DeviceOptions& devices, const DaemonDetails& details, v1::NcclStatus* status) {
+  status->set_library(devices.collectives.library);
+  status->set_version(devices.collectives.version);
+  status->set_problem(devices.collectives.problem);
+  status->set_no_symmetric(devices.collectives.no_symmetric);
   for (const CommunicatorStatus& communicator : details.communicators) {
     v1::CommunicatorStatus* const out = status->add_communicators();
     out->set_epoch(communicator.epoch);
     for (const int device : communicator.devices) {
-      out->add_gpu_uuids(UuidOf(*cuda.memory, device));
+      out->add_gpu_uuids(devices.memory->NameOf(device));
     }
     out->set_copy_engines(communicator.copy_engines);
     out->set_windows(communicator.windows);
@@ -56,7 +49,7 @@ void Fill(const DeviceOptions& cuda, const DaemonDetails& details, v1::NcclStatu
     out->set_error(Message(communicator.status));
   }
   for (const DaemonDetails::Epoch& epoch : details.epochs) {
-    *status->add_epochs() = ToWire(epoch, *cuda.memory);
+    *status->add_epochs() = ToWire(epoch, *devices.memory);
   }
   status->set_abandoned_epochs(details.abandoned_epochs);
 }
@@ -212,9 +205,9 @@ v1::GetStatusResponse StatusOf(Daemon* daemon) {
   host->set_detail("sealed memfd regions, threaded copies");
   v1::TransportStatus* cuda = response.add_transports();
   cuda->set_name("cuda");
-  cuda->set_available(options.cuda.memory != nullptr);
-  cuda->set_detail(options.cuda.detail);
-  if (cuda->available()) Fill(options.cuda, details, cuda->mutable_nccl());
+  cuda->set_available(options.devices.memory != nullptr);
+  cuda->set_detail(options.devices.detail);
+  if (cuda->available()) Fill(options.devices, details, cuda->mutable_nccl());
   response.set_daemon_id(options.daemon_id);
   v1::ResourceStatus* resources = response.mutable_resources();
   resources->set_wire_bytes_sent(details.moved.bytes_sent);

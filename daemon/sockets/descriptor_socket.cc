@@ -164,7 +164,7 @@ struct DescriptorSocket::Request {
       case DescriptorRequestKind::kRegisterRegion:
         REFITD_RETURN_IF_ERROR(CheckDescriptors(1));
         if (wire.bytes <= 0) return Error(kInvalid, "bytes {}, must be positive", wire.bytes);
-        if (wire.region_kind != RegionKind::kMemfd && wire.region_kind != RegionKind::kCudaVmm) {
+        if (wire.region_kind != RegionKind::kMemfd && wire.region_kind != RegionKind::kDevice) {
           return Error(kInvalid, "unknown region kind {}", static_cast<uint32_t>(wire.region_kind));
         }
         return absl::OkStatus();

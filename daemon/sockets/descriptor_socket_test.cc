@@ -242,7 +242,7 @@ TEST_CASE_METHOD(Fixture, "The handler's status becomes code and message") {
   release.region_id = 99;
   RequireRefused(release, {}, absl::StatusCode::kNotFound, "region 99");
   DescriptorRequest cuda = RegisterRequest();
-  cuda.region_kind = RegionKind::kCudaVmm;
+  cuda.region_kind = RegionKind::kDevice;
   RequireRefused(cuda, {memfd.get()}, absl::StatusCode::kUnimplemented, "cuda");
   RequireRefused(RegisterRequest(kRegionBytes + 1), {memfd.get()},
                  absl::StatusCode::kInvalidArgument, "");

@@ -958,7 +958,7 @@ TEST_CASE("the descriptor socket refuses what it can't trust, and keeps nothing 
       "max_region_bytes");
   ask(as_is, {}, kInvalid, "descriptors");
   ask(as_is, {memory.fd.get(), memory.fd.get()}, kInvalid, "descriptors");
-  ask([](auto* r) { r->region_kind = RegionKind::kCudaVmm; }, {memory.fd.get()},
+  ask([](auto* r) { r->region_kind = RegionKind::kDevice; }, {memory.fd.get()},
       StatusCode::UNIMPLEMENTED, "2");
   ask([](auto* r) { r->region_kind = static_cast<RegionKind>(7); }, {memory.fd.get()}, kInvalid,
       "kind 7");

@@ -90,26 +90,26 @@ class LocalDaemon {
     options.group.direct_part_bytes = 16 << 10;
     options.group.direct_part_tensors = 2;
     options.descriptor_socket = socket() + std::string(kDescriptorSocketSuffix);
-    options.cuda.detail = "the test has none";
+    options.devices.detail = "the test has none";
     std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1});
     if (gpus) {
       fake().Devices(devices);
-      options.cuda.memory = *CudaMemory::Create(FakeCuda::Path());
-      options.cuda.detail = "fakes";
-      for (const CudaDevice& device : options.cuda.memory->devices()) uuids_.push_back(device.uuid);
+      const std::shared_ptr<CudaMemory> memory = *CudaMemory::Create(FakeCuda::Path());
+      options.devices.memory = memory;
+      options.devices.detail = "fakes";
+      for (const CudaDevice& device : memory->devices()) uuids_.push_back(device.uuid);
       CudaTransportOptions cuda;
       cuda.limit = limit;
       if (!id.empty()) {
         if (machine_->nccl == nullptr) machine_->nccl = std::make_unique<FakeNccl>();
-        options.cuda.nccl = FindNccl(FakeNccl::Path());
-        cuda.nccl = options.cuda.nccl.api;
-        options.cuda.wire = MakeNcclWire(cuda.nccl, options.cuda.memory, {}).value();
+        cuda.nccl = FindNccl(FakeNccl::Path()).api;
+        options.devices.wire = MakeNcclWire(cuda.nccl, memory, {}).value();
       }
       cuda.lost = [this](const absl::Status& why) {
         MutexLock lock(&mutex_);
         lost_ = why;
       };
-      transport = *MakeCudaTransport(options.cuda.memory, std::move(transport), cuda, "an image");
+      transport = *MakeCudaTransport(memory, std::move(transport), cuda, "an image");
     }
     const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
       dial.credentials = grpc::InsecureChannelCredentials();
@@ -415,7 +415,7 @@ TEST_CASE("VMM memory comes over the descriptor socket") {
   daemon.fake().ExportVmm(1, 4 * kMiB, &raw);
   const UniqueFd fd(raw);
   DescriptorRequest request = trainer.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
-  request.region_kind = RegionKind::kCudaVmm;
+  request.region_kind = RegionKind::kDevice;
   request.bytes = 4 * kMiB;
   const auto registered = trainer.descriptors().Ask(request, {fd.get()});
   REQUIRE(registered.has_value());
@@ -432,7 +432,7 @@ TEST_CASE("VMM memory comes over the descriptor socket") {
   RawTrainer host(daemon.Connect(), RawTrainer::Hello("other"));
   REQUIRE(host.attached().ok());
   request = host.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
-  request.region_kind = RegionKind::kCudaVmm;
+  request.region_kind = RegionKind::kDevice;
   request.bytes = 4 * kMiB;
   const auto refused = host.descriptors().Ask(request, {fd.get()});
   REQUIRE(refused.has_value());
@@ -1393,7 +1393,8 @@ TEST_CASE(
     REQUIRE(reply->code == 0);
     CHECK(daemon.fake().Count().created == 1);
     CHECK(reply->slot_bytes == 65'536);
-    auto pool = (*CudaMemory::Create(FakeCuda::Path()))->ImportVmm(1, std::move(fd), reply->bytes);
+    auto pool =
+        (*CudaMemory::Create(FakeCuda::Path()))->ImportDescriptor(1, std::move(fd), reply->bytes);
     INFO(pool.status());
     REQUIRE(pool.ok());
     const std::string bytes = BytesOf(model, 1)[0];
@@ -2051,7 +2052,7 @@ TEST_CASE("a daemon whose GPU hangs ends, and with it what the GPU would still w
   const std::string before = EmptyImage(held.region_bytes);
   std::memcpy(memory, before.data(), before.size());
   DescriptorRequest request = engine.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
-  request.region_kind = RegionKind::kCudaVmm;
+  request.region_kind = RegionKind::kDevice;
   request.bytes = bytes;
   const auto registered = engine.descriptors().Ask(request, {fd.get()});
   REQUIRE(registered.has_value());
@@ -2098,7 +2099,7 @@ TEST_CASE("a daemon whose driver never opens a region ends, and says what it wai
   fake.ExportVmm(0, 2 * kMiB, &raw);
   const UniqueFd fd(raw);
   DescriptorRequest request = engine.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
-  request.region_kind = RegionKind::kCudaVmm;
+  request.region_kind = RegionKind::kDevice;
   request.bytes = 2 * kMiB;
   const auto registered = engine.descriptors().Ask(request, {fd.get()});
   CHECK((!registered.has_value() || registered->code != 0));

@@ -36,7 +36,7 @@ namespace {
 
 using Catch::Matchers::Contains;
 using Clock = Communicator::Clock;
-using Regions = std::vector<std::shared_ptr<const CudaRegion>>;
+using Regions = std::vector<std::shared_ptr<const DeviceRegion>>;
 
 constexpr auto kWait = std::chrono::seconds(60);
 constexpr int64_t kKiB = int64_t{1} << 10;

@@ -257,7 +257,7 @@ Transfer Matrices(int64_t bytes, int64_t each, int from, int to) {
   Transfer transfer;
   const auto region_on = [&](int device) {
     const int64_t room = bytes + count * kGap;
-    const auto region = memory->OpenLegacy(device, child->Allocate(device, room));
+    const auto region = memory->OpenBlock(device, child->Allocate(device, room));
     INFO(region.status().ToString());
     REQUIRE(region.ok());
     transfer.keep_alive.push_back(*region);
@@ -363,7 +363,7 @@ std::vector<int> Receivers() {
 
 // A part from device 0 through one slot of each pool into each receiver's memory.
 Transfer PartThrough(const Parts& parts, const std::vector<int>& receivers,
-                     const std::vector<CudaPool>& pools, int slot) {
+                     const std::vector<DevicePool>& pools, int slot) {
   Transfer transfer = Matrices(parts.slot_bytes, parts.tensor_bytes, 0, receivers[0]);
   Broadcast broadcast{.method = BroadcastMethod::kChain, .slots = {}, .byte_offsets = {}};
   for (size_t i = 0; i < transfer.source.size(); ++i) {
@@ -394,7 +394,7 @@ Transfer PartThrough(const Parts& parts, const std::vector<int>& receivers,
 double BroadcastRate(Transport* transport, const Parts& of, int count) {
   const int slots = of.slots;
   const std::vector<int> receivers = Receivers();
-  std::vector<CudaPool> pools;
+  std::vector<DevicePool> pools;
   for (const int device : receivers) {
     auto pool = memory->MakePool(device, of.slot_bytes * slots);
     REQUIRE(pool.ok());

@@ -248,7 +248,7 @@ class Addresses : public CopyAddresses {
   }
 
   // P4: the call is watched, because it may hang if the device hangs.
-  absl::StatusOr<char*> OnDevice(const CudaRegion& region, int device) {
+  absl::StatusOr<char*> OnDevice(const DeviceRegion& region, int device) {
     const CallWatch::Call call(engine_->planner()->calls(), device, "opening a region");
     return region.On(device);
   }
@@ -1042,7 +1042,7 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
         host_(std::move(host)) {
     if (nccl_ == nullptr) return;
     engine_->memory().WatchPools(this,
-                                 [nccl = nccl_](const CudaRegion& pool) { nccl->LetGo(pool); });
+                                 [nccl = nccl_](const DeviceRegion& pool) { nccl->LetGo(pool); });
   }
 
   ~CudaTransport() override {

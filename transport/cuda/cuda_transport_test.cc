@@ -294,7 +294,7 @@ struct BroadcastCase {
 
   void GiveBack(CudaMemory* memory) {
     transfer = {};
-    for (CudaPool& pool : pools.pools) memory->GiveBack(std::move(pool));
+    for (DevicePool& pool : pools.pools) memory->GiveBack(std::move(pool));
   }
 
   // The fake's device memory can be read.
@@ -442,7 +442,7 @@ struct PairBroadcast {
   }
   void GiveBack(CudaMemory* memory) {
     transfer = {};
-    for (CudaPool& pool : pools.pools) memory->GiveBack(std::move(pool));
+    for (DevicePool& pool : pools.pools) memory->GiveBack(std::move(pool));
   }
   World world;
   BroadcastPools pools;

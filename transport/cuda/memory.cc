@@ -53,13 +53,13 @@ absl::Status Refused(const absl::Status& status, std::string_view what) {
 // that had it is being destroyed.
 class RegionIndex {
  public:
-  void Add(const std::shared_ptr<const CudaRegion>& region) {
+  void Add(const std::shared_ptr<const DeviceRegion>& region) {
     const std::unique_lock lock(mutex_);
     by_address_[region->data()].push_back({region, region.get(), region->bytes()});
   }
 
   // `region` is being destroyed.
-  void Remove(const CudaRegion* region) {
+  void Remove(const DeviceRegion* region) {
     const std::unique_lock lock(mutex_);
     const auto it = by_address_.find(region->data());
     if (it == by_address_.end()) return;
@@ -67,7 +67,7 @@ class RegionIndex {
     if (it->second.empty()) by_address_.erase(it);
   }
 
-  std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const {
+  std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const {
     const std::shared_lock lock(mutex_);
     auto it = by_address_.upper_bound(data);
     if (it == by_address_.begin()) return nullptr;
@@ -83,8 +83,8 @@ class RegionIndex {
 
  private:
   struct Entry {
-    std::weak_ptr<const CudaRegion> region;
-    const CudaRegion* raw = nullptr;
+    std::weak_ptr<const DeviceRegion> region;
+    const DeviceRegion* raw = nullptr;
     int64_t bytes = 0;
   };
   // Read for every piece, but written only once per registration, hence a shared mutex; Mutex
@@ -140,11 +140,11 @@ absl::StatusOr<int64_t> BlockBytes(const WatchedDriver& driver, int device, cons
   return static_cast<int64_t>(base + bytes - opened.address);
 }
 
-class LegacyRegion final : public CudaRegion {
+class LegacyRegion final : public DeviceRegion {
  public:
   LegacyRegion(WatchedDriver driver, std::shared_ptr<RegionIndex> index, int device,
                const CUipcMemHandle& handle, const Opened& opened, int64_t bytes)
-      : CudaRegion(device, Pointer(opened.address), bytes),
+      : DeviceRegion(device, Pointer(opened.address), bytes),
         driver_(std::move(driver)),
         index_(std::move(index)),
         handle_(handle),
@@ -369,10 +369,10 @@ void KeepForever(std::unique_ptr<VmmMapping> mapping) {
   kept->push_back(std::move(mapping));
 }
 
-class VmmRegion final : public CudaRegion {
+class VmmRegion final : public DeviceRegion {
  public:
   VmmRegion(std::shared_ptr<RegionIndex> index, int device, std::unique_ptr<VmmMapping> mapping)
-      : CudaRegion(device, Pointer(mapping->address()), mapping->bytes()),
+      : DeviceRegion(device, Pointer(mapping->address()), mapping->bytes()),
         index_(std::move(index)),
         mapping_(std::move(mapping)) {}
   ~VmmRegion() override { index_->Remove(this); }  // then the mapping is undone
@@ -480,8 +480,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
                  Shorten(uuid, kMaxUuidInMessage), have);
   }
 
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> OpenLegacy(int device,
-                                                               std::string_view bytes) override {
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> OpenBlock(int device,
+                                                                std::string_view bytes) override {
     REFITD_RETURN_IF_ERROR(CheckDevice(device));
     if (bytes.size() != kCudaIpcHandleBytes) {
       return Error(absl::StatusCode::kInvalidArgument, "a CUDA IPC handle has {} bytes, this {}",
@@ -492,20 +492,20 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     MutexLock lock(&mutex_);
     const auto open = open_.find(key);
     if (open != open_.end()) {
-      std::shared_ptr<const CudaRegion> region = open->second.lock();
+      std::shared_ptr<const DeviceRegion> region = open->second.lock();
       if (region != nullptr) return region;
     }
     CUipcMemHandle handle = {};
     static_assert(sizeof(handle) == kCudaIpcHandleBytes);
     std::memcpy(&handle, bytes.data(), bytes.size());
-    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> region, Open(device, handle));
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceRegion> region, Open(device, handle));
     DropClosed();
     open_[key] = region;
     return region;
   }
 
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
-                                                              int64_t bytes) override {
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> ImportDescriptor(int device, UniqueFd fd,
+                                                                       int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckDevice(device));
     // P10: check before any address space is reserved.
     if (bytes <= 0 || bytes > DeviceBytes(device)) {
@@ -522,11 +522,11 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return Adopt(device, std::move(mapping));
   }
 
-  absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) override {
+  absl::StatusOr<DevicePool> MakePool(int device, int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
     REFITD_RETURN_IF_ERROR(lost_->status());
     auto mapping = std::make_unique<VmmMapping>(driver_, device);
-    CudaPool pool;
+    DevicePool pool;
     const absl::Status made = mapping->MapNew(bytes, limit_, &pool.descriptor);
     if (absl::IsDeadlineExceeded(made)) {
       KeepForever(std::move(mapping));
@@ -538,14 +538,14 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return pool;
   }
 
-  void GiveBack(CudaPool pool) override {
+  void GiveBack(DevicePool pool) override {
     {
       MutexLock lock(&watchers_mutex_);
       for (const auto& [watcher, let_go] : watchers_) let_go(*pool.region);
     }
     pool.region.reset();
   }
-  void WatchPools(const void* watcher, std::function<void(const CudaRegion&)> let_go) override {
+  void WatchPools(const void* watcher, std::function<void(const DeviceRegion&)> let_go) override {
     MutexLock lock(&watchers_mutex_);
     watchers_[watcher] = std::move(let_go);
   }
@@ -561,7 +561,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return made;
   }
 
-  std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const override {
+  std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const override {
     return index_->Find(data, bytes);
   }
 
@@ -582,8 +582,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return std::to_string(ordinal);
   }
 
-  std::shared_ptr<const CudaRegion> Adopt(int device, std::unique_ptr<VmmMapping> mapping) {
-    std::shared_ptr<const CudaRegion> region =
+  std::shared_ptr<const DeviceRegion> Adopt(int device, std::unique_ptr<VmmMapping> mapping) {
+    std::shared_ptr<const DeviceRegion> region =
         std::make_shared<VmmRegion>(index_, device, std::move(mapping));
     index_->Add(region);
     return region;
@@ -613,7 +613,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return 0;
   }
 
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> Open(int device, const CUipcMemHandle& handle) {
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> Open(int device,
+                                                           const CUipcMemHandle& handle) {
     const absl::StatusOr<Opened> opened = OpenHandle(driver_, device, handle);
     if (!opened.ok()) {
       return Refused(opened.status(),
@@ -624,7 +625,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
       CloseHandle(driver_, device, *opened);
       return Refused(bytes.status(), "the memory of a CUDA IPC handle");
     }
-    std::shared_ptr<const CudaRegion> region =
+    std::shared_ptr<const DeviceRegion> region =
         std::make_shared<LegacyRegion>(driver_, index_, device, handle, *opened, *bytes);
     index_->Add(region);
     return region;
@@ -643,10 +644,10 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
   Mutex mutex_;
-  std::map<std::pair<int, std::string>, std::weak_ptr<const CudaRegion>> open_
+  std::map<std::pair<int, std::string>, std::weak_ptr<const DeviceRegion>> open_
       ABSL_GUARDED_BY(mutex_);
   Mutex watchers_mutex_;
-  std::map<const void*, std::function<void(const CudaRegion&)>> watchers_
+  std::map<const void*, std::function<void(const DeviceRegion&)>> watchers_
       ABSL_GUARDED_BY(watchers_mutex_);
 };
 

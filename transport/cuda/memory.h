@@ -5,7 +5,7 @@
 // BoundPiece carry. A kernel or copy that runs on another device may need another address: a legacy
 // CUDA IPC handle is opened once for each device that works on it (an opened handle serves only the
 // device that was current; enabling peers is not enough), whereas a VMM mapping has one address for
-// all devices. CudaRegion::On gives the address.
+// all devices. DeviceRegion::On gives the address.
 //
 // Legacy handles (cudaIpcGetMemHandle) name a whole block of cudaMalloc, whatever address in it
 // they were made from. A handle that is open already is not opened again: both users hold the same
@@ -35,38 +35,12 @@
 #include "absl/status/statusor.h"
 #include "transport/base/unique_fd.h"
 #include "transport/cuda/driver.h"
+#include "transport/device_memory.h"
 
 namespace refitd {
 
-inline constexpr size_t kCudaIpcHandleBytes = 64;  // CUipcMemHandle, cudaIpcMemHandle_t
-
-// A region of GPU memory. Immutable. Destroying it closes all its mappings.
-class CudaRegion {
- public:
-  virtual ~CudaRegion() = default;
-  int device() const { return device_; }  // ordinal in this process
-  char* data() const { return data_; }    // on that device; not to be dereferenced by the host
-  int64_t bytes() const { return bytes_; }
-  // The address at which kernels and copies of `device` reach data(); mapped at the first call.
-  // UNAVAILABLE says why the device can't reach it.
-  virtual absl::StatusOr<char*> On(int device) const = 0;
-
- protected:
-  CudaRegion(int device, char* data, int64_t bytes) : device_(device), data_(data), bytes_(bytes) {}
-
- private:
-  const int device_;
-  char* const data_;
-  const int64_t bytes_;
-};
-
-// Memory that this process made, for other processes to import: by ImportVmm with a duplicate of
-// `descriptor` and region->bytes(). The memory is freed when the region, every descriptor and every
-// import of it are gone.
-struct CudaPool {
-  std::shared_ptr<const CudaRegion> region;
-  UniqueFd descriptor;
-};
+// The size of a CUipcMemHandle and of a cudaIpcMemHandle_t.
+inline constexpr size_t kCudaIpcHandleBytes = kBlockHandleBytes;
 
 // Memory of one device that only this process uses. Used by one thread at a time; freed when
 // destroyed.
@@ -95,45 +69,34 @@ struct CudaMemoryOptions {
   std::function<void(absl::Status)> lost{};
 };
 
-class CudaMemory {
+// Blocks are those of cudaMalloc, by their legacy handle; descriptors export memory of cuMemCreate.
+// Pools are made by cuMemCreate too, in units of the driver's granularity of 2 MiB. DeviceOf takes
+// a UUID, and its error names the devices that exist.
+class CudaMemory : public DeviceMemory {
  public:
   // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
   // in.
   static absl::StatusOr<std::shared_ptr<CudaMemory>> Create(
       const std::string& library = "libcuda.so.1", const CudaMemoryOptions& options = {});
-  virtual ~CudaMemory() = default;
 
   virtual const std::vector<CudaDevice>& devices() const = 0;
-  // The ordinal of the device. FAILED_PRECONDITION: no device has this UUID; the message names the
-  // devices that exist.
-  virtual absl::StatusOr<int> DeviceOf(std::string_view uuid) const = 0;
+  std::string NameOf(int device) const final {
+    for (const CudaDevice& each : devices()) {
+      if (each.ordinal == device) return each.uuid;
+    }
+    return "";
+  }
 
-  // Opens the block that a legacy handle names; it must lie on `device`. INVALID_ARGUMENT: the
-  // handle does not have kCudaIpcHandleBytes. FAILED_PRECONDITION: the driver refuses it (stale, of
-  // this process, of another device, not of cudaMalloc).
-  virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> OpenLegacy(int device,
-                                                                       std::string_view handle) = 0;
-  // Maps `bytes` of memory of cuMemCreate, exported as a POSIX descriptor, for every device that
-  // can reach `device`. FAILED_PRECONDITION: the driver refuses it, or it is not of `device`;
-  // INVALID_ARGUMENT: `bytes` is not the allocation's size.
-  virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
-                                                                      int64_t bytes) = 0;
-  // Makes new memory by cuMemCreate on `device`: `bytes`, rounded up to the driver's granularity of
-  // 2 MiB, all zeros, accessible to every device that can reach `device`. INVALID_ARGUMENT: `bytes`
-  // is not between 1 and the device's memory; RESOURCE_EXHAUSTED: too little memory is free;
-  // DEADLINE_EXCEEDED: a device hung, now or before.
-  virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
-  // Drops a pool that nothing uses any more, and calls the watchers, which let go of it at once or
-  // soon. The pool's memory is freed when the last of them has let go.
-  virtual void GiveBack(CudaPool pool) = 0;
-  // GiveBack calls `let_go` on its own thread; never again after UnwatchPools returned.
-  virtual void WatchPools(const void* watcher, std::function<void(const CudaRegion&)> let_go) = 0;
+  // GiveBack calls the watchers, which let go of the pool at once or soon; the pool's memory is
+  // freed when the last of them has let go. It calls `let_go` on its own thread; never again after
+  // UnwatchPools returned.
+  virtual void WatchPools(const void* watcher, std::function<void(const DeviceRegion&)> let_go) = 0;
   virtual void UnwatchPools(const void* watcher) = 0;
   // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: as MakePool.
   virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
   // The open region that holds [data, data + bytes), by the addresses of the region's own device;
   // null if there is none. Fast, because it is called for every piece.
-  virtual std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const = 0;
+  virtual std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const = 0;
 };
 
 }  // namespace refitd

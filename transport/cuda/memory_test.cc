@@ -43,8 +43,9 @@ std::shared_ptr<CudaMemory> MakeMemory() {
   return *std::move(memory);
 }
 
-std::shared_ptr<const CudaRegion> Open(CudaMemory* memory, int device, const std::string& handle) {
-  auto region = memory->OpenLegacy(device, handle);
+std::shared_ptr<const DeviceRegion> Open(CudaMemory* memory, int device,
+                                         const std::string& handle) {
+  auto region = memory->OpenBlock(device, handle);
   INFO(region.status().ToString());
   REQUIRE(region.ok());
   return *std::move(region);
@@ -91,8 +92,8 @@ TEST_CASE("a device that does not answer is no reason to refuse the others") {
   REQUIRE(memory->devices().size() == 1);
   std::string handle;
   fake.Export(0, kMiB, &handle);
-  REQUIRE(memory->OpenLegacy(0, handle).ok());
-  REQUIRE(memory->OpenLegacy(1, handle).status().code() == absl::StatusCode::kInvalidArgument);
+  REQUIRE(memory->OpenBlock(0, handle).ok());
+  REQUIRE(memory->OpenBlock(1, handle).status().code() == absl::StatusCode::kInvalidArgument);
 }
 
 TEST_CASE("a legacy handle maps the whole block, with the driver's size") {
@@ -192,7 +193,7 @@ TEST_CASE("handles that the driver refuses are refused, and leave nothing open")
   std::string handle;
   char* const exported = fake.Export(0, kMiB, &handle);
   const auto code = [&](int device, std::string_view bytes) {
-    return memory->OpenLegacy(device, bytes).status().code();
+    return memory->OpenBlock(device, bytes).status().code();
   };
   CHECK(code(0, "short") == absl::StatusCode::kInvalidArgument);
   CHECK(code(0, handle + "x") == absl::StatusCode::kInvalidArgument);
@@ -200,7 +201,7 @@ TEST_CASE("handles that the driver refuses are refused, and leave nothing open")
   CHECK(code(-1, handle) == absl::StatusCode::kInvalidArgument);
   CHECK(code(0, std::string(64, '\xff')) == absl::StatusCode::kFailedPrecondition);
   // The handle is opened as if it were of another device.
-  const auto other = memory->OpenLegacy(1, handle).status();
+  const auto other = memory->OpenBlock(1, handle).status();
   CHECK(other.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(other.message()), Contains("device 0, not on device 1"));
   for (const char* call : {"cuPointerGetAttribute", "cuMemGetAddressRange"}) {
@@ -219,7 +220,7 @@ TEST_CASE("VMM memory has one address for all devices that reach it") {
   const auto memory = MakeMemory();
   int fd = -1;
   char* const exported = fake.ExportVmm(1, 4 * kMiB, &fd);
-  auto region = memory->ImportVmm(1, UniqueFd(fd), 4 * kMiB);
+  auto region = memory->ImportDescriptor(1, UniqueFd(fd), 4 * kMiB);
   INFO(region.status().ToString());
   REQUIRE(region.ok());
   REQUIRE((*region)->device() == 1);
@@ -239,7 +240,7 @@ TEST_CASE("VMM memory is for those devices only that the driver sees as peers") 
   fake.Peers(false);
   int fd = -1;
   fake.ExportVmm(0, 2 * kMiB, &fd);
-  const auto region = memory->ImportVmm(0, UniqueFd(fd), 2 * kMiB);
+  const auto region = memory->ImportDescriptor(0, UniqueFd(fd), 2 * kMiB);
   REQUIRE(region.ok());
   REQUIRE((*region)->On(0).ok());
   REQUIRE((*region)->On(1).status().code() == absl::StatusCode::kUnavailable);
@@ -251,7 +252,7 @@ TEST_CASE("VMM memory that is not what was said is refused, and leaves nothing o
   const auto import = [&](int device, int64_t bytes) {
     int fd = -1;
     fake.ExportVmm(0, 4 * kMiB, &fd);
-    return memory->ImportVmm(device, UniqueFd(fd), bytes).status().code();
+    return memory->ImportDescriptor(device, UniqueFd(fd), bytes).status().code();
   };
   CHECK(import(1, 4 * kMiB) == absl::StatusCode::kFailedPrecondition);
   CHECK(import(2, 4 * kMiB) == absl::StatusCode::kInvalidArgument);
@@ -260,9 +261,9 @@ TEST_CASE("VMM memory that is not what was said is refused, and leaves nothing o
     INFO(bytes);
     CHECK(import(0, bytes) == absl::StatusCode::kInvalidArgument);
   }
-  CHECK(memory->ImportVmm(0, UniqueFd(dup(0)), 2 * kMiB).status().code() ==
+  CHECK(memory->ImportDescriptor(0, UniqueFd(dup(0)), 2 * kMiB).status().code() ==
         absl::StatusCode::kFailedPrecondition);
-  CHECK(memory->ImportVmm(0, UniqueFd(), 2 * kMiB).status().code() ==
+  CHECK(memory->ImportDescriptor(0, UniqueFd(), 2 * kMiB).status().code() ==
         absl::StatusCode::kFailedPrecondition);
   for (const char* call :
        {"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationGranularity",
@@ -275,9 +276,9 @@ TEST_CASE("VMM memory that is not what was said is refused, and leaves nothing o
   CHECK(import(0, 4 * kMiB) == absl::StatusCode::kOk);
 }
 
-std::shared_ptr<const CudaRegion> Import(CudaMemory* memory, const CudaPool& pool) {
-  auto region = memory->ImportVmm(pool.region->device(), UniqueFd(dup(pool.descriptor.get())),
-                                  pool.region->bytes());
+std::shared_ptr<const DeviceRegion> Import(CudaMemory* memory, const DevicePool& pool) {
+  auto region = memory->ImportDescriptor(
+      pool.region->device(), UniqueFd(dup(pool.descriptor.get())), pool.region->bytes());
   INFO(region.status());
   REQUIRE(region.ok());
   return *std::move(region);
@@ -378,7 +379,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
   fake.ExportVmm(0, 2 * kMiB, &exported);
   const UniqueFd fd(exported);
   const auto import = [&] {
-    return memory->ImportVmm(0, UniqueFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)), 2 * kMiB);
+    return memory->ImportDescriptor(0, UniqueFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)), 2 * kMiB);
   };
   using Held = std::shared_ptr<const void>;
   struct Case {
@@ -389,9 +390,9 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
   };
   const auto let_go = [](Held held) { held.reset(); };
   const Case hanging = GENERATE_REF(values<Case>({
-      {"cuIpcOpenMemHandle", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); },
+      {"cuIpcOpenMemHandle", nullptr, [&](const auto&) { (void)memory->OpenBlock(0, handle); },
        "opening a CUDA IPC handle"},
-      {"cuPointerGetAttribute", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); },
+      {"cuPointerGetAttribute", nullptr, [&](const auto&) { (void)memory->OpenBlock(0, handle); },
        "asking for the size of a block"},
       {"cuIpcCloseMemHandle", [&] { return Open(memory.get(), 0, handle); }, let_go,
        "closing a CUDA IPC handle"},
@@ -456,7 +457,7 @@ TEST_CASE("a buffer is written when Store returns, and is nobody's region") {
 TEST_CASE("regions are found by any range inside them, and by no other") {
   FakeCuda fake;
   const auto memory = MakeMemory();
-  std::vector<std::shared_ptr<const CudaRegion>> regions;
+  std::vector<std::shared_ptr<const DeviceRegion>> regions;
   for (int i = 0; i < 5; ++i) {
     std::string handle;
     fake.Export(i % 2, (i + 1) * kMiB, &handle);
@@ -503,7 +504,7 @@ TEST_CASE("threads that open, find and close the same memory leave nothing open"
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&] {
       for (int round = 0; round < 300; ++round) {
-        const auto region = memory->OpenLegacy(0, handle);
+        const auto region = memory->OpenBlock(0, handle);
         if (!region.ok() || !(*region)->On(1).ok()) {
           ++wrong;
           continue;
@@ -524,7 +525,7 @@ TEST_CASE("a lost context is told from a refused handle") {
   std::string handle;
   fake.Export(0, kMiB, &handle);
   fake.FailAt("cuIpcOpenMemHandle", 1, 700);
-  const auto lost = memory->OpenLegacy(0, handle).status();
+  const auto lost = memory->OpenBlock(0, handle).status();
   CHECK(lost.code() == absl::StatusCode::kInternal);
   CHECK_THAT(std::string(lost.message()),
              Contains("cuIpcOpenMemHandle: an illegal memory access was encountered (error 700)"));

@@ -44,7 +44,7 @@ struct Block {
   std::vector<char> model;  // what the memory holds if the host transport does the work
   int device = kHost;
   size_t exported = 0;  // number of the exporter's block
-  std::shared_ptr<const CudaRegion> region;
+  std::shared_ptr<const DeviceRegion> region;
   int64_t used = 0;
 
   char* data() { return region != nullptr ? region->data() : model.data(); }
@@ -70,7 +70,7 @@ class World {
     if (device == kHost) return block;
     const std::string handle = exporter_->Export(device, block->model);
     block->exported = exported_++;
-    auto region = memory_->OpenLegacy(device, handle);
+    auto region = memory_->OpenBlock(device, handle);
     REQUIRE(region.ok());
     block->region = *std::move(region);
     return block;
@@ -238,7 +238,7 @@ inline void FillSimply(World* world, int source, const std::vector<int>& destina
 // The model's transfer on devices, through one slot on each of `slots_on`: pools that stay as long
 // as `pools` keeps them. Its sources must be dense and on one device.
 struct BroadcastPools {
-  std::vector<CudaPool> pools;
+  std::vector<DevicePool> pools;
   int64_t slot_bytes = 0;
 };
 inline Transfer Broadcasting(World* world, CudaMemory* memory, Rng* random,
@@ -254,7 +254,7 @@ inline Transfer Broadcasting(World* world, CudaMemory* memory, Rng* random,
   }
   pools->slot_bytes = at + 256;
   for (const int device : slots_on) {
-    absl::StatusOr<CudaPool> pool = memory->MakePool(device, 2 * pools->slot_bytes);
+    absl::StatusOr<DevicePool> pool = memory->MakePool(device, 2 * pools->slot_bytes);
     REQUIRE(pool.ok());
     const auto& region = pool->region;
     // Use the pool's second slot, so that the slot begins at an offset.

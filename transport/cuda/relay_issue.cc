@@ -45,14 +45,14 @@ absl::StatusOr<RelayStream*> RelayIssue::Using(absl::StatusOr<RelayStream*> stre
   return stream;
 }
 
-absl::StatusOr<std::shared_ptr<const CudaRegion>> RelayIssue::RegionOf(const char* data) const {
+absl::StatusOr<std::shared_ptr<const DeviceRegion>> RelayIssue::RegionOf(const char* data) const {
   auto region = memory_->Find(data, 1);
   if (region == nullptr) return absl::InternalError("a slot is no mapped device memory");
   return region;
 }
 
 absl::StatusOr<char*> RelayIssue::Reach(char* data, int device) const {
-  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaRegion> region, RegionOf(data));
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<const DeviceRegion> region, RegionOf(data));
   REFITD_ASSIGN_OR_RETURN(char* const reached, region->On(device));
   return reached + (data - region->data());
 }

@@ -79,7 +79,7 @@ class RelayIssue {
 
   // The region that holds `data`; and the address at which `device` reaches `data`. UNAVAILABLE:
   // the device can't reach it.
-  absl::StatusOr<std::shared_ptr<const CudaRegion>> RegionOf(const char* data) const;
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> RegionOf(const char* data) const;
   absl::StatusOr<char*> Reach(char* data, int device) const;
 
   // Copies runs into a slot; `slot` is the slot's address for the stream's device.

@@ -24,7 +24,7 @@ enum class DescriptorRequestKind : uint32_t {
   kMapPool = 3,  // the reply carries the group's pool: writable for trainers, read-only for engines
 };
 
-enum class RegionKind : uint32_t { kMemfd = 1, kCudaVmm = 2 };
+enum class RegionKind : uint32_t { kMemfd = 1, kDevice = 2 };
 
 struct DescriptorRequest {
   uint32_t magic = kDescriptorMagic;

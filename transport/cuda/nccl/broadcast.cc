@@ -119,7 +119,7 @@ absl::Status NcclBroadcasts::MakeRoom() {
 }
 
 absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(Held* held, const Pools& pools) {
-  std::vector<const CudaRegion*> key;
+  std::vector<const DeviceRegion*> key;
   for (const auto& pool : pools) key.push_back(pool.get());
   {
     MutexLock lock(&mutex_);
@@ -133,7 +133,7 @@ absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(Held* held, cons
   return window;
 }
 
-void NcclBroadcasts::LetGo(const CudaRegion& pool) {
+void NcclBroadcasts::LetGo(const DeviceRegion& pool) {
   AllScratch unused;
   {
     MutexLock lock(&mutex_);
@@ -253,7 +253,7 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue,
   Pools pools;
   for (const Relay::Slot& slot : relay.slots) {
     devices.push_back(slot.device);
-    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> pool, issue->RegionOf(slot.data));
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceRegion> pool, issue->RegionOf(slot.data));
     pools.push_back(std::move(pool));
   }
   std::sort(devices.begin(), devices.end());
@@ -316,7 +316,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue,
   Communicator::AllGatherCall call;
   std::vector<const RelayStream*> onward;
   for (const Relay::Slot& slot : receivers) {
-    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> pool, issue->RegionOf(slot.data));
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceRegion> pool, issue->RegionOf(slot.data));
     REFITD_ASSIGN_OR_RETURN(char* const at, issue->Reach(slot.data, relay.source));
     REFITD_ASSIGN_OR_RETURN(const RelayStream* const stream, issue->Onward(slot.device));
     devices.push_back(slot.device);

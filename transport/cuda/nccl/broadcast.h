@@ -66,19 +66,19 @@ class NcclBroadcasts {
   // Closes the windows of a pool that is about to be given back and that no broadcast uses. Waits
   // for nothing: NCCL closes the windows after its other calls, and they hold their pools until
   // then (P6).
-  void LetGo(const CudaRegion& pool);
+  void LetGo(const DeviceRegion& pool);
   // Closes all communicators. To be called when nothing runs any more.
   void Close(Clock::time_point deadline);
   std::vector<CommunicatorStatus> Describe() const { return communicators_.Describe(); }
 
  private:
-  using Pools = std::vector<std::shared_ptr<const CudaRegion>>;
+  using Pools = std::vector<std::shared_ptr<const DeviceRegion>>;
   struct Held {
     std::shared_ptr<Communicator> communicator;  // shared with the broadcasts that run
     // Each window by the pools that it is made of, which it holds.
-    std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
+    std::map<std::vector<const DeviceRegion*>, Communicator::WindowId> windows;
     // Pools in which its broadcasts filled slots; empty: it is idle.
-    std::set<const CudaRegion*> pools;
+    std::set<const DeviceRegion*> pools;
     uint64_t last_use = 0;
   };
   // Scratch memory on a source's device. Pieces are packed into its two halves in turns, on a

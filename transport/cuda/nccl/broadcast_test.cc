@@ -60,7 +60,7 @@ class Rig {
     relays = std::make_unique<RelayQueue>(
         memory, dynamic_cast<const CudaContextsOwner&>(*memory).contexts(),
         RelayQueue::Options{.limit = limit, .lost = lost, .nccl = broadcasts});
-    memory->WatchPools(this, [this](const CudaRegion& pool) { broadcasts->LetGo(pool); });
+    memory->WatchPools(this, [this](const DeviceRegion& pool) { broadcasts->LetGo(pool); });
     Random random(kSeed);
     for (int device = 0; device < devices; ++device) {
       sources.push_back(memory->MakePool(device, kSourceBytes)->region);
@@ -85,8 +85,8 @@ class Rig {
   std::shared_ptr<CudaMemory> memory;
   std::shared_ptr<NcclBroadcasts> broadcasts;
   std::unique_ptr<RelayQueue> relays;
-  std::vector<std::shared_ptr<const CudaRegion>> sources;  // no byte is 0
-  std::vector<CudaPool> pools;
+  std::vector<std::shared_ptr<const DeviceRegion>> sources;  // no byte is 0
+  std::vector<DevicePool> pools;
 };
 
 // A broadcast into one slot of these devices.
@@ -100,7 +100,7 @@ class Bucket {
     relay_.slot_bytes = kSlotBytes;
     relay_.chunk_bytes = kSlotBytes;
     for (const int device : devices) {
-      const CudaPool& pool = rig->pools[static_cast<size_t>(device)];
+      const DevicePool& pool = rig->pools[static_cast<size_t>(device)];
       relay_.slots.push_back({device, pool.region->data() + slot * kSlotBytes});
       relay_.keep_alive.push_back(pool.region);
     }
@@ -316,7 +316,7 @@ TEST_CASE(
   rig.nccl.Block("ncclCommWindowDeregister");
   std::atomic<bool> given_back = false;
   std::thread giver([&] {
-    for (CudaPool& pool : rig.pools) rig.memory->GiveBack(std::move(pool));
+    for (DevicePool& pool : rig.pools) rig.memory->GiveBack(std::move(pool));
     given_back = true;
   });
   CHECK(Eventually([&] { return given_back.load(); }));

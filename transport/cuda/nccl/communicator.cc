@@ -222,7 +222,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return WarmUp(deadline);
   }
 
-  absl::Status Register(const std::vector<std::shared_ptr<const CudaRegion>>& regions,
+  absl::Status Register(const std::vector<std::shared_ptr<const DeviceRegion>>& regions,
                         Clock::time_point deadline, WindowId* id) {
     if (windows_.size() >= kMaxCommunicatorWindows) {
       return Error(absl::StatusCode::kResourceExhausted, "it has {} windows already",
@@ -284,7 +284,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   absl::Status Issue(const AllGatherCall& call, Clock::time_point deadline) {
     const auto it = windows_.find(call.window);
     if (it == windows_.end()) return NoWindow(call.window);
-    const std::vector<std::shared_ptr<const CudaRegion>>& regions = it->second.regions;
+    const std::vector<std::shared_ptr<const DeviceRegion>>& regions = it->second.regions;
     const auto ranks = static_cast<int64_t>(ranks_.size());
     const int64_t size = regions[0]->bytes();
     if (call.byte_offset > size || call.bytes > (size - call.byte_offset) / ranks) {
@@ -307,7 +307,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     NcclComm comm = nullptr;
   };
   struct Window {
-    std::vector<std::shared_ptr<const CudaRegion>> regions;  // P6: held until NCCL let go of them
+    std::vector<std::shared_ptr<const DeviceRegion>> regions;  // P6: held until NCCL let go of them
     std::vector<NcclWindow> handles;
   };
 
@@ -528,7 +528,7 @@ absl::Status Communicator::Close(Clock::time_point deadline) { return state_->Cl
 void Communicator::CloseLater(Clock::time_point deadline) { state_->CloseLater(deadline); }
 
 absl::StatusOr<Communicator::WindowId> Communicator::RegisterWindow(
-    const std::vector<std::shared_ptr<const CudaRegion>>& regions, Clock::time_point deadline) {
+    const std::vector<std::shared_ptr<const DeviceRegion>>& regions, Clock::time_point deadline) {
   if (!state_->symmetric()) {
     return Error(absl::StatusCode::kUnimplemented, "symmetric memory needs NCCL {}: this is {}",
                  NcclVersionText(kNcclSymmetricFloor), NcclVersionText(state_->api_version()));

@@ -84,11 +84,11 @@ class Communicator {
   CommunicatorStatus Describe() const;
 
   // Makes a window over whole regions, one for each rank, all of the same size. They must come from
-  // CudaMemory::MakePool or ImportVmm and be in no other window of this communicator; else
+  // CudaMemory::MakePool or ImportDescriptor and be in no other window of this communicator; else
   // INVALID_ARGUMENT. UNIMPLEMENTED: this NCCL, or these devices, have no symmetric memory; the
   // communicator stays usable. RESOURCE_EXHAUSTED: kMaxCommunicatorWindows.
   absl::StatusOr<WindowId> RegisterWindow(
-      const std::vector<std::shared_ptr<const CudaRegion>>& regions, Clock::time_point deadline);
+      const std::vector<std::shared_ptr<const DeviceRegion>>& regions, Clock::time_point deadline);
   // Frees a window that no unfinished work uses. INVALID_ARGUMENT: no such window.
   absl::Status DeregisterWindow(WindowId window, Clock::time_point deadline);
   // Does what DeregisterWindow does, after all earlier calls and without waiting for the result. If

@@ -34,7 +34,7 @@ TEST_CASE("where CUDA is not compiled in there are no communicators") { SUCCEED(
 
 using Catch::Matchers::Contains;
 using Clock = Communicator::Clock;
-using Regions = std::vector<std::shared_ptr<const CudaRegion>>;
+using Regions = std::vector<std::shared_ptr<const DeviceRegion>>;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int kDevices = 2;
@@ -389,7 +389,7 @@ TEST_CASE("memory that NCCL can't map into a window poisons the communicator, no
   for (int device = 0; device < kDevices; ++device) {
     std::string handle;
     host.cuda()->Export(device, kMiB, &handle);
-    regions.push_back(Ok(host.memory()->OpenLegacy(device, handle)));
+    regions.push_back(Ok(host.memory()->OpenBlock(device, handle)));
   }
   const auto window = communicator->RegisterWindow(regions, Plenty());
   CHECK(window.status().code() == absl::StatusCode::kUnavailable);

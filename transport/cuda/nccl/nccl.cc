@@ -208,6 +208,13 @@ std::string NcclVersionText(int version) {
   return fmt::format("{}.{}.{}", version / 10000, version % 10000 / 100, version % 100);
 }
 
+CollectivesReport CollectivesOf(const NcclReport& report) {
+  return {.library = report.library,
+          .version = report.version != 0 ? NcclVersionText(report.version) : "",
+          .problem = report.problem,
+          .no_symmetric = report.no_symmetric};
+}
+
 std::string Describe(const NcclReport& report) {
   if (report.version == 0) return "no NCCL: " + report.problem;
   std::string text =

@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "transport/device_wire.h"
 
 namespace refitd {
 
@@ -43,24 +44,6 @@ struct NcclReport {
   std::string problem;                 // why there is none; empty if there is one
   // Why NCCL has no symmetric memory; empty if it has, or if there is no NCCL.
   std::string no_symmetric;
-};
-
-// A communicator over GPUs of this process (communicator.h), for people and status calls.
-struct CommunicatorStatus {
-  uint64_t epoch = 0;
-  std::vector<int> devices;   // ordinals, by rank
-  bool copy_engines = false;  // copy engines do its all-gathers
-  int windows = 0;            // open
-  int64_t window_bytes = 0;   // of each rank, all windows
-  absl::Status status;        // why it is no longer usable
-};
-
-// Implemented by transports that have communicators (that of MakeCudaTransport).
-class CommunicatorsOwner {
- public:
-  virtual ~CommunicatorsOwner() = default;
-  // Oldest first. Waits for nothing.
-  virtual std::vector<CommunicatorStatus> Communicators() const = 0;
 };
 
 // The places where NCCL is searched for, in order: files that exist, then "libnccl.so.2".
@@ -106,6 +89,9 @@ NcclEnvironment CleanNcclEnvironment(
 
 // "2.28.9".
 std::string NcclVersionText(int version);
+
+// What status calls tell of the report.
+CollectivesReport CollectivesOf(const NcclReport& report);
 
 // In one line for people: "NCCL 2.28.9 from PATH", "NCCL 2.20.5 from PATH, without symmetric
 // memory: ...", "no NCCL: ...".

@@ -27,49 +27,15 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/cuda/memory.h"
-#include "transport/wire_epochs.h"
+#include "transport/device_wire.h"
 
 namespace refitd {
 
 struct NcclApi;  // of FindNccl (nccl.h)
-
-// This daemon's end of an epoch, for people and status calls.
-struct DeviceEpochStatus {
-  EpochId epoch;
-  int device = 0;  // ordinal
-  int rank = 0;
-  int size = 0;
-  // "open", "connecting", "connected", "lost": as transport/wire.h says; "closing": closed, but not
-  // freed yet.
-  std::string_view state;
-  WireStats moved;
-  absl::Status status;  // why it was lost; OK if it was not lost
-};
-
-// A wire between GPUs. Thread-safe.
-class DeviceWire : public EpochWire {
- public:
-  // Does what Wire::Open does, for a communicator on the device with this ordinal. INVALID_ARGUMENT
-  // also: there is no such device. Takes some 100 ms the first time.
-  virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
-  // On device 0.
-  absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
-    return OpenOn(0, epoch, rank, size);
-  }
-  // Describes the epochs that are open or not yet freed. Waits for nothing.
-  virtual std::vector<DeviceEpochStatus> Describe() const = 0;
-  // The number of epochs since the start in which this daemon was rank 0 and that never connected.
-  virtual int64_t Abandoned() const = 0;
-
- protected:
-  using EpochWire::EpochWire;
-};
 
 struct NcclWireOptions {
   // If NCCL or a device does not end within this time after an abort, it hangs, and `lost` is

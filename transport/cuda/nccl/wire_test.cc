@@ -114,7 +114,7 @@ class Daemons {
   FakeCuda cuda;
   std::unique_ptr<FakeNccl> nccl;
   std::vector<std::unique_ptr<DeviceWire>> wires;
-  std::vector<CudaPool> pools;
+  std::vector<DevicePool> pools;
   std::atomic<int> losses = 0;
 
  private:

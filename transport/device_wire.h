@@ -1,0 +1,79 @@
+// The wire over the memory of devices, and the communicators of a transport that has such memory:
+// how the daemon opens epochs there, and what it tells people of them. `transport/cuda/nccl/`
+// implements it.
+#ifndef REFITD_TRANSPORT_DEVICE_WIRE_H_
+#define REFITD_TRANSPORT_DEVICE_WIRE_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/wire_epochs.h"
+
+namespace refitd {
+
+// The library that carries out collectives on devices, for people and status calls.
+struct CollectivesReport {
+  std::string library;  // the file that was loaded; empty: none
+  std::string version;  // empty: none
+  std::string problem;  // why there is none; empty if there is one
+  // Why the library has no symmetric memory; empty if it has, or if there is no library.
+  std::string no_symmetric;
+};
+
+// A communicator over devices of this process, for people and status calls.
+struct CommunicatorStatus {
+  uint64_t epoch = 0;
+  std::vector<int> devices;   // ordinals, by rank
+  bool copy_engines = false;  // copy engines do its all-gathers
+  int windows = 0;            // open
+  int64_t window_bytes = 0;   // of each rank, all windows
+  absl::Status status;        // why it is no longer usable
+};
+
+// Implemented by transports that have communicators.
+class CommunicatorsOwner {
+ public:
+  virtual ~CommunicatorsOwner() = default;
+  // Oldest first. Waits for nothing.
+  virtual std::vector<CommunicatorStatus> Communicators() const = 0;
+};
+
+// This daemon's end of an epoch, for people and status calls.
+struct DeviceEpochStatus {
+  EpochId epoch;
+  int device = 0;  // ordinal
+  int rank = 0;
+  int size = 0;
+  // "open", "connecting", "connected", "lost": as transport/wire.h says; "closing": closed, but not
+  // freed yet.
+  std::string_view state;
+  WireStats moved;
+  absl::Status status;  // why it was lost; OK if it was not lost
+};
+
+// A wire over the memory of devices. Thread-safe.
+class DeviceWire : public EpochWire {
+ public:
+  // Does what Wire::Open does, for a communicator on the device with this ordinal. INVALID_ARGUMENT
+  // also: there is no such device. Takes some 100 ms the first time.
+  virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
+  // On device 0.
+  absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
+    return OpenOn(0, epoch, rank, size);
+  }
+  // Describes the epochs that are open or not yet freed. Waits for nothing.
+  virtual std::vector<DeviceEpochStatus> Describe() const = 0;
+  // The number of epochs since the start in which this daemon was rank 0 and that never connected.
+  virtual int64_t Abandoned() const = 0;
+
+ protected:
+  using EpochWire::EpochWire;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_DEVICE_WIRE_H_
