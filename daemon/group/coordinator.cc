@@ -1675,6 +1675,7 @@ MachineView Coordinator::View(TimePoint now) const {
     if (!impl_->remotes.contains(member.id)) ++self.members;
   }
   self.kept_out = impl_->group.KeptOut(kCoordinatorNode);
+  impl_->ShowRun(kCoordinatorNode, &self);
   view.nodes.push_back(std::move(self));
   for (const auto& [id, node] : impl_->nodes) {
     NodeView& v = view.nodes.emplace_back();
@@ -1686,6 +1687,7 @@ MachineView Coordinator::View(TimePoint now) const {
     v.silent = now - node.heard;
     v.kept_out = impl_->group.KeptOut(id);
     v.protocol = node.protocol;
+    impl_->ShowRun(id, &v);
   }
   if (impl_->epoch.has_value()) {
     view.epoch = impl_->epoch->id;

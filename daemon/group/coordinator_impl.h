@@ -94,10 +94,24 @@ struct ProgramJob {
   bool wired = false;
   bool issued = false;
   std::set<NodeId> running;
+  TimePoint started;                // when the nodes were told to run
+  std::map<NodeId, Duration> took;  // of the nodes that have ended their share
   absl::Status status;
   int failed_destination = -1;
   std::vector<int64_t> bytes_written;
   StreamEnds run_ends;  // by what their streams carried
+};
+// What the nodes sent in the last run over several nodes that ended well.
+struct LastRun {
+  ProgramId program;
+  struct Share {
+    std::vector<std::pair<NodeId, int64_t>> sends;  // the most bytes first, at most kMaxShownSends
+    int64_t sent = 0;
+    int64_t forwarded = 0;
+    int64_t received = 0;
+    Duration took{};
+  };
+  std::map<NodeId, Share> shares;
 };
 // The failure of a collective while it is open which node is to blame. In a chain, all nodes behind
 // the one that stopped time out at about the same moment and may be heard in any order.
@@ -262,6 +276,8 @@ struct Coordinator::Impl {
   void CompleteCompareIfDone();
   void RunIfAgreed();
   void RunEnded(NodeId node, const PeerRunDone& r);
+  void NoteRun(const ProgramJob& job);
+  void ShowRun(NodeId id, NodeView* view) const;
   void CompleteRunIfDone();
   void RunAgainIfEnded();
   // Whether the program was sent and the group waits for its end.
@@ -443,6 +459,7 @@ struct Coordinator::Impl {
   std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
   std::map<uint64_t, std::weak_ptr<const Layout>> shared_layouts;  // of remote engines, by digest
   int64_t layouts_compared = 0;
+  std::optional<coordinator::LastRun> last_run;
   std::map<NodeId, ProgramId> known_programs;  // the program whose plan the node has
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;

@@ -185,6 +185,8 @@ void Coordinator::Impl::RunIfAgreed() {
   if (!job.run.has_value() || job.sent) return;
   if (!spread->abandoned && !job.agreed) return;
   job.sent = true;
+  job.started = now;
+  job.took.clear();
   job.bytes_written.resize(spread->destination_count);
   PeerRun run;
   run.update = spread->update;
@@ -236,6 +238,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   if (r.attempt != job.attempt || job.running.erase(node) == 0) return;
   job.lacks[node] = r.lacks;
   if (job.again) return RunAgainIfEnded();
+  job.took[node] = now - job.started;
   job.run_ends.Tell(job.commands.at(node).node, r.streams);
   HearEnd(node, r, "the refit", job.wired, &job);
   if (!spread.has_value() || !spread->program.has_value()) return;
@@ -258,6 +261,7 @@ void Coordinator::Impl::CompleteRunIfDone() {
                          Name(job.use.nodes[differ->second]), Name(job.use.nodes[differ->first]));
     }
   }
+  if (job.status.ok() && job.wired) NoteRun(job);
   RefitDone done;
   done.update = spread->update;
   done.status = job.status;
@@ -265,6 +269,55 @@ void Coordinator::Impl::CompleteRunIfDone() {
   done.failed_destination = job.failed_destination;
   Feed(std::move(done));
   if (spread.has_value()) CompleteVerifyIfDone();
+}
+
+// Reads the plan's matrix once a program, since it has a number for each pair of nodes.
+void Coordinator::Impl::NoteRun(const ProgramJob& job) {
+  const std::vector<NodeId>& ids = job.use.nodes;
+  const LinkBytes& links = job.use.plan->routes.links;
+  // The plan counts no node behind the last one with a part in it.
+  const size_t count = job.use.plan->routes.nodes;
+  REFITD_CHECK(count <= ids.size() && links.matrix.size() == count * count);
+  if (!last_run.has_value() || last_run->program != job.use.program) {
+    last_run.emplace();
+    last_run->program = job.use.program;
+    for (size_t from = 0; from < count; ++from) {
+      coordinator::LastRun::Share& share = last_run->shares[ids[from]];
+      share.sent = links.node_sends[from];
+      share.forwarded = links.node_forwards[from];
+      share.received = links.node_receives[from];
+      for (size_t to = 0; to < count; ++to) {
+        const int64_t bytes = links.matrix[from * count + to];
+        if (to != from && bytes > 0) share.sends.emplace_back(ids[to], bytes);
+      }
+      std::stable_sort(share.sends.begin(), share.sends.end(),
+                       [](const auto& a, const auto& b) { return a.second > b.second; });
+      if (share.sends.size() > kMaxShownSends) share.sends.resize(kMaxShownSends);
+    }
+  }
+  for (auto& [node, share] : last_run->shares) {
+    const auto took = job.took.find(node);
+    share.took = took == job.took.end() ? Duration(0) : took->second;
+  }
+}
+
+void Coordinator::Impl::ShowRun(NodeId id, NodeView* view) const {
+  if (!last_run.has_value()) return;
+  const auto found = last_run->shares.find(id);
+  if (found == last_run->shares.end() || found->second.took == Duration(0)) return;
+  const coordinator::LastRun::Share& share = found->second;
+  for (const auto& [to, bytes] : share.sends) {
+    const auto node = nodes.find(to);
+    if (to == kCoordinatorNode) {
+      view->sends.push_back({options.daemon_id, bytes});
+    } else if (node != nodes.end()) {
+      view->sends.push_back({node->second.daemon_id, bytes});
+    }
+  }
+  view->bytes_sent = share.sent;
+  view->bytes_forwarded = share.forwarded;
+  view->bytes_received = share.received;
+  view->data_took = share.took;
 }
 
 std::optional<int64_t> Coordinator::Impl::FirstLacked() const {

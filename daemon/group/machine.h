@@ -166,7 +166,19 @@ struct NodeView {
   Protocol protocol = kProtocol;  // the version spoken with it
   // Why its instances take part in no update; empty: they take part.
   std::string kept_out;
+  // The daemon's share of the last run of a program over several daemons (coordinator only).
+  struct Send {
+    std::string to;  // daemon_id
+    int64_t bytes = 0;
+  };
+  std::vector<Send> sends;  // the most bytes first, at most kMaxShownSends
+  int64_t bytes_sent = 0;
+  int64_t bytes_forwarded = 0;  // of bytes_sent
+  int64_t bytes_received = 0;
+  Duration data_took{};  // from the command to run until its report; 0: it had no part
 };
+// A group of a thousand daemons has a million pairs, too many for a status message.
+inline constexpr size_t kMaxShownSends = 16;
 struct MachineView {
   GroupView group;
   bool coordinator = true;

@@ -83,6 +83,21 @@ std::vector<std::string> NodeCells(const v1::NodeStatus& node) {
           fmt::format("{}", node.members()), silent};
 }
 
+// The node's share of the last refit over several nodes.
+std::vector<std::string> RunCells(const v1::NodeStatus& node) {
+  std::vector<std::string> to;
+  for (const auto& send : node.sends()) {
+    to.push_back(fmt::format("{} ({})", send.daemon_id(), HumanBytes(send.bytes())));
+  }
+  const auto rate = [&node](int64_t bytes) {
+    return HumanBytes(static_cast<int64_t>(static_cast<double>(bytes) / node.data_seconds()));
+  };
+  return {OrDash(node.daemon_id()),          OrDash(fmt::format("{}", fmt::join(to, ", "))),
+          HumanBytes(node.bytes_sent()),     HumanBytes(node.bytes_forwarded()),
+          HumanBytes(node.bytes_received()), HumanSeconds(node.data_seconds()),
+          rate(node.bytes_sent()),           rate(node.bytes_received())};
+}
+
 std::string RenderGroupNodes(const v1::GroupStatus& group) {
   Table table({"  NODE", "ADDRESS", "STATE", "MEMBERS", "SILENT"},
               {false, false, false, true, true});
@@ -282,6 +297,10 @@ std::string RenderBuckets(const v1::GetUpdateStatisticsResponse& statistics) {
 std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {
   Table nodes({"GROUP", "NODE", "ADDRESS", "STATE", "MEMBERS", "SILENT"},
               {false, false, false, false, true, true});
+  Table runs({"GROUP", "NODE", "SENDS TO", "SENT", "FORWARDED", "RECEIVED", "TIME", "SENT/s",
+              "RECEIVED/s"},
+             {false, false, false, true, true, true, true, true, true});
+  bool ran = false;
   Table links({"GROUP", "COORDINATOR", "EPOCH", "STATE", "SENT", "RECEIVED"},
               {false, false, true, false, true, true});
   for (const auto& group : groups) {
@@ -289,13 +308,18 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
       std::vector<std::string> cells = NodeCells(node);
       cells.insert(cells.begin(), group.name());
       nodes.Add(std::move(cells));
+      if (node.data_seconds() <= 0) continue;
+      ran = true;
+      cells = RunCells(node);
+      cells.insert(cells.begin(), group.name());
+      runs.Add(std::move(cells));
     }
     links.Add({group.name(), group.coordinator().empty() ? "this daemon" : group.coordinator(),
                group.has_epoch() ? fmt::format("{}", group.epoch()) : "-",
                OrDash(group.epoch_state()), HumanBytes(group.wire_bytes_sent()),
                HumanBytes(group.wire_bytes_received())});
   }
-  return nodes.ToString() + "\n" + links.ToString();
+  return nodes.ToString() + "\n" + links.ToString() + (ran ? "\n" + runs.ToString() : "");
 }
 
 std::string RenderStatus(const v1::GetStatusResponse& status) {

@@ -211,6 +211,28 @@ TEST_CASE("the nodes page lists every node of every group, and every link") {
   CHECK_THAT(text, Contains("\nalone   10.0.0.9:7411      -  -           0 B       0 B\n"));
 }
 
+TEST_CASE("the nodes page shows who sent to whom in the last refit, and at what rates") {
+  v1::ListGroupsResponse groups;
+  v1::GroupStatus* const group = groups.add_groups();
+  *group = OnTwoDaemons();
+  CHECK_THAT(RenderNodes(groups.groups()), !Contains("SENDS TO"));
+  v1::NodeStatus* const self = group->mutable_nodes(0);
+  v1::NodeSend* const send = self->add_sends();
+  send->set_daemon_id("node-b");
+  send->set_bytes(64 << 20);
+  self->set_bytes_sent(64 << 20);
+  self->set_data_seconds(0.5);
+  v1::NodeStatus* const other = group->mutable_nodes(1);
+  other->set_bytes_received(64 << 20);
+  other->set_data_seconds(0.25);
+  const std::string text = RenderNodes(groups.groups());
+  INFO(text);
+  CHECK_THAT(text, Contains("policy  node-a  node-b (64.00 MiB)  64.00 MiB        0 B        0 B  "
+                            "500 ms  128.00 MiB         0 B\n"));
+  CHECK_THAT(text, Contains("policy  node-b  -                         0 B        0 B  64.00 MiB  "
+                            "250 ms         0 B  256.00 MiB\n"));
+}
+
 TEST_CASE("the buckets page says what went by each method, then every bucket") {
   v1::GetUpdateStatisticsResponse statistics;
   CHECK(RenderBuckets(statistics) == "no update yet\n");

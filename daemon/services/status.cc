@@ -108,6 +108,15 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
     n->set_silent_seconds(Seconds(node.silent));
     n->set_kept_out(node.kept_out);
     n->set_protocol(static_cast<int>(node.protocol));
+    for (const NodeView::Send& send : node.sends) {
+      v1::NodeSend* const s = n->add_sends();
+      s->set_daemon_id(send.to);
+      s->set_bytes(send.bytes);
+    }
+    n->set_bytes_sent(node.bytes_sent);
+    n->set_bytes_forwarded(node.bytes_forwarded);
+    n->set_bytes_received(node.bytes_received);
+    n->set_data_seconds(Seconds(node.data_took));
   }
   if (machine.epoch.has_value()) {
     status.set_epoch(machine.epoch->value());

@@ -226,6 +226,7 @@ class RefitctlTest(unittest.TestCase):
 
             table = ask(a, "nodes")
             self.assertRegex(table, r"\AGROUP +NODE +ADDRESS +STATE +MEMBERS +SILENT\nfar +a +- +self +0 +-\nfar +b +127\.")
+            self.assertRegex(table, r"\nGROUP +NODE +SENDS TO +SENT +FORWARDED .*\nfar +a +b \(.+\) .*\nfar +b +- +0 B +0 B ")
             self.assertRegex(table, r"\nGROUP +COORDINATOR +EPOCH +STATE +SENT +RECEIVED\nfar +this daemon +\d+ +up +")
             near, far = (json.loads(ask(daemon, "nodes", "-o", "json")) for daemon in (a, b))
             self.assertEqual((near["daemon_id"], far["daemon_id"]), ("a", "b"))
@@ -234,7 +235,13 @@ class RefitctlTest(unittest.TestCase):
             shown = [(node["daemon_id"], node["state"], node["members"]) for node in near["nodes"]]
             self.assertEqual(shown, [("a", "self", 0), ("b", "joined", 1)])
             self.assertEqual([(node["daemon_id"], node["state"]) for node in far["nodes"]], [("a", "joined")])
+            source, sink = near["nodes"]
             # One copy of the model, and the gaps that align its tensors.
+            moved = int(source["bytes_sent"])
+            self.assertTrue(pushed["bytes"] <= moved <= pushed["bytes"] + TENSORS * 512, moved)
+            self.assertEqual(source["sends"], [{"daemon_id": "b", "bytes": str(moved)}])
+            self.assertEqual((int(sink["bytes_received"]), sink["sends"]), (moved, []))
+            self.assertTrue(source["data_seconds"] > 0 and sink["data_seconds"] > 0)
             sent = int(near["wire_bytes_sent"])
             self.assertTrue(pushed["bytes"] <= sent <= pushed["bytes"] + TENSORS * 512, sent)
             self.assertEqual((int(far["wire_bytes_received"]), far["epoch"]), (sent, near["epoch"]))
