@@ -38,7 +38,7 @@ inline constexpr std::array<Planted, 23> kPlanted = {{
     {Bug::kSkippedForward, "skipped-forward", "P1", 500},
     {Bug::kEarlyForward, "early-forward", "P1", 500},
     {Bug::kHalfRerun, "half-rerun", "P1 REST", 2000},
-    {Bug::kTornGiver, "torn-giver", "P1 P2", 1000},
+    {Bug::kTornGiver, "torn-giver", "P1", 1000},
     {Bug::kStubbornFill, "stubborn-fill", "GIVE", 1000},
     {Bug::kBlindFill, "blind-fill", "P1", 1000},
 }};

@@ -68,7 +68,7 @@ enum class Bug : uint8_t {
   kSkippedForward,
   kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
-  kTornGiver,     // an engine always reports the version that was committed to it last
+  kTornGiver,     // an engine loses some of its weights when a fill begins, and goes on giving
   kStubbornFill,  // calls that open an update are held up while a fill runs
   kBlindFill,     // a fill's read-back finds nothing
 };
@@ -233,9 +233,9 @@ struct Process {
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
   std::optional<Version> holds;         // the version that it believes to serve
-  uint64_t origin = 0;          // incarnation in which `holds` was committed; 0: from a file
-  std::optional<Version> told;  // the version that it was told committed last; for kTornGiver
-  bool in_doubt = false;        // answered Ready, heard no outcome
+  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
+  bool torn = false;      // it lost a part of `holds` and hides that; for kTornGiver
+  bool in_doubt = false;  // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -720,6 +720,8 @@ class World {
   // Checks that faults of these kinds cost only the members that they hit.
   // Kills a giver, a newcomer or a daemon of a fill that has just been assembled, some time later.
   void HitFill(int g, const Round& round);
+  // For kTornGiver: damages an element of a rank that gives, which no machine hears of.
+  void TearGiver(const Round& round);
   bool FillRuns(int g) const;
   // Feeds the event once no fill runs; for kStubbornFill.
   void FeedWithoutFill(int d, int g, GroupEvent event);
