@@ -1,6 +1,8 @@
 """One trainers' node and many engine nodes over links of equal rate: the time of a refit and of a push.
 
 usage: tools/bench fleet [--json] [--nodes 1,2,4,8] [--mib 64] [--rate 40] [--rounds 3] [--way refit,push]
+       tools/bench fleet --fill 1,2,4 [--givers 4] [...]
+       tools/bench fleet --way giver [--givers 4] [...]
 
 Every node is a daemon in a network namespace of this process's own, joined to the others by a bridge in one more
 namespace. What a node sends and what it receives is limited to RATE MB/s each by `tc` (a token bucket filter at either
@@ -9,7 +11,18 @@ are `refitctl engine`, one instance a node, which compare their memory with the 
 the median over rounds of what the commit says it took; the first version, for which the program is compiled, is left out.
 
 Two figures stand beside each time: what one engine node took, and the time of one link at its rate, which no way of
-sending can beat. Needs root, or a user who may make network namespaces, and iproute2.
+sending can beat.
+
+With --fill, GIVERS engine nodes hold a version, and LATE others start their engines at the same moment: the group fills
+them. A figure is the time from the start of their processes, which comes before they attach, until the last of them has
+committed; each then compares its memory with the checkpoint. Beside it stand the bytes that crossed the busiest link
+meanwhile, in one direction and with all headers, against the size of one newcomer's weights.
+
+With --way giver, one late node is filled while a process reads memory as fast as it can: its rate in fills against its
+rate before and after them. All nodes share this host's processors, so the loss includes what all daemons take, not only
+those of the givers.
+
+Needs root, or a user who may make network namespaces, and iproute2.
 """
 
 import argparse
@@ -28,6 +41,12 @@ import time
 SECONDS = 300  # for any answer; only what hangs reaches it
 TENSORS = 16
 GROUP = "fleet"
+COORDINATOR = "10.78.0.1:7411"
+POLL = 0.005  # seconds between two looks at the engines' events
+FILL_LIMIT = (1.3, 0.3)  # of the link's time, and seconds on top
+LINK_LIMIT = 1.1  # bytes on the busiest link, of one newcomer's
+READER_LIMIT = 0.95  # of the rate without fills
+READER_SECONDS = 2.0  # of reading before and after each fill
 
 
 def fail(what: str) -> None:
@@ -58,6 +77,15 @@ class Namespace:
         self.holder.wait()
 
 
+def link_columns(namespace: Namespace) -> list[int]:
+    """The kernel's counters of a node's link: [0] bytes received, [8] bytes sent."""
+    done = subprocess.run(
+        namespace.enter(["cat", "/proc/net/dev"]), capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    line = next(line for line in done.stdout.splitlines() if line.strip().startswith("v0:"))
+    return [int(column) for column in line.split(":")[1].split()]
+
+
 class Network:
     """Namespaces of `nodes` nodes around a bridge. Node i is 10.78.0.(i + 1)."""
 
@@ -83,11 +111,16 @@ class Network:
 
     def sent(self, node: int) -> int:
         """What a node has sent on its link, in bytes with all headers."""
-        done = subprocess.run(
-            self.nodes[node].enter(["cat", "/proc/net/dev"]), capture_output=True, text=True, timeout=SECONDS, check=True
-        )
-        line = next(line for line in done.stdout.splitlines() if line.strip().startswith("v0:"))
-        return int(line.split(":")[1].split()[8])
+        return link_columns(self.nodes[node])[8]
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes with all headers by link and direction, such as "node 2 sends"."""
+        counted = {}
+        for node, namespace in enumerate(self.nodes):
+            columns = link_columns(namespace)
+            counted["node %d receives" % node] = columns[0]
+            counted["node %d sends" % node] = columns[8]
+        return counted
 
     def end(self) -> None:
         for namespace in [self.switch, *self.nodes]:
@@ -113,15 +146,17 @@ def write_checkpoint(folder: str, mib: int) -> int:
 
 
 class Fleet:
-    """Daemons, engines and the trainer's checkpoint. Node 0 is the trainers'."""
+    """Daemons, engines and the trainer's checkpoint. Node 0 is the trainers', the next `engines` have an engine each, and
+    the last `spare` have a daemon alone until an engine is started there."""
 
-    def __init__(self, engines: int, checkpoint: str, options: argparse.Namespace) -> None:
+    def __init__(self, engines: int, checkpoint: str, options: argparse.Namespace, spare: int = 0) -> None:
         self.folder = tempfile.mkdtemp(prefix="fleet-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.options = options
         self.checkpoint = checkpoint
         self.engines = engines
-        self.network = Network(engines + 1, options.rate)
+        self.spare = spare
+        self.network = Network(engines + spare + 1, options.rate)
         try:
             self.start()
         except BaseException:
@@ -131,28 +166,42 @@ class Fleet:
     def socket(self, node: int) -> str:
         return os.path.join(self.folder, "%d.sock" % node)
 
-    def spawn(self, node: int, argv: list[str]) -> None:
-        log = open(os.path.join(self.folder, "log"), "ab")
-        self.processes.append(
-            subprocess.Popen(self.network.nodes[node].enter(argv), stdout=log, stderr=log, start_new_session=True)
-        )
+    def spawn(self, node: int, argv: list[str]) -> "subprocess.Popen[bytes]":
+        with open(os.path.join(self.folder, "log"), "ab") as log:
+            process = subprocess.Popen(self.network.nodes[node].enter(argv), stdout=log, stderr=log, start_new_session=True)
+        self.processes.append(process)
+        return process
+
+    def start_engine(self, node: int, instance: str) -> "subprocess.Popen[bytes]":
+        engine = ["--socket", self.socket(node), "engine", "--group", GROUP, "--instance", instance]
+        engine += ["--checkpoint", self.checkpoint, "--coordinator", COORDINATOR, "--status-file", self.status(instance)]
+        return self.spawn(node, [self.options.refitctl, *engine])
+
+    def status(self, instance: str) -> str:
+        return os.path.join(self.folder, instance + ".events")
+
+    def events(self, instance: str) -> list[str]:
+        """Names of what has happened to an engine so far."""
+        try:
+            with open(self.status(instance), encoding="utf-8") as lines:
+                return [json.loads(line)["event"] for line in lines]
+        except FileNotFoundError:
+            return []
 
     def start(self) -> None:
-        coordinator = "10.78.0.1:7411"
-        for node in range(self.engines + 1):
+        nodes = range(self.engines + self.spare + 1)
+        for node in nodes:
             flags = ["--daemon-id=n%d" % node, "--data-interface=v0", "--listen-unix=" + self.socket(node), "--insecure"]
             if node == 0:
-                flags += ["--listen-tcp=" + coordinator]
+                flags += ["--listen-tcp=" + COORDINATOR]
             self.spawn(node, [self.options.refitd, *flags])
         deadline = time.monotonic() + SECONDS
-        while not all(os.path.exists(self.socket(node)) for node in range(self.engines + 1)):
+        while not all(os.path.exists(self.socket(node)) for node in nodes):
             if time.monotonic() > deadline:
                 fail("the daemons do not start: " + self.log())
             time.sleep(0.05)
         for node in range(1, self.engines + 1):
-            engine = ["--socket", self.socket(node), "engine", "--group", GROUP, "--instance", "i%d" % node]
-            engine += ["--checkpoint", self.checkpoint, "--coordinator", coordinator]
-            self.spawn(node, [self.options.refitctl, *engine])
+            self.start_engine(node, "i%d" % node)
 
     def push(self, way: str) -> float:
         """Installs one version; returns its seconds."""
@@ -169,6 +218,52 @@ class Fleet:
             fail("%s: %s" % (way, done.stdout.strip()))
         return float(answer["seconds"])
 
+    def fill(self, late: int, number: int) -> "Fill":
+        """Has `late` engines start at the spare nodes, waits until each is filled, and ends them."""
+        instances = {self.engines + 1 + i: "late%d-%d" % (number, i) for i in range(late)}
+        before = self.network.traffic()
+        began = time.monotonic()
+        started = {instance: self.start_engine(node, instance) for node, instance in instances.items()}
+        attached: dict[str, float] = {}
+        committed: dict[str, float] = {}
+        verified: set[str] = set()
+        traffic = before
+        while len(verified) < late:
+            now = time.monotonic()
+            for instance in started:
+                events = self.events(instance)
+                if "mismatch" in events or "lost" in events or now > began + SECONDS:
+                    fail("the fill of %s: %s\n%s" % (instance, events, self.log()))
+                if "attached" in events:
+                    attached.setdefault(instance, now)
+                if "committed" in events and instance not in committed:
+                    committed[instance] = now
+                    if len(committed) == late:
+                        traffic = self.network.traffic()
+                if "verified" in events:
+                    verified.add(instance)
+            time.sleep(POLL)
+        last = max(committed.values())
+        fill = Fill(began, last, last - min(attached.values()), {k: traffic[k] - before[k] for k in before})
+        for process in started.values():
+            process.kill()
+            process.wait()
+        self.await_instances(self.engines)
+        return fill
+
+    def await_instances(self, number: int) -> None:
+        """Waits until the group has so many instances with all their ranks."""
+        argv = [self.options.refitctl, "--socket", self.socket(0), "-o", "json", "groups"]
+        deadline = time.monotonic() + SECONDS
+        while True:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=True)
+            groups = json.loads(done.stdout)["groups"]
+            if sum(i.get("attached", 0) > 0 for group in groups for i in group["instances"]) == number:
+                return
+            if time.monotonic() > deadline:
+                fail("the group does not come to %d instances: %s" % (number, done.stdout))
+            time.sleep(0.05)
+
     def log(self) -> str:
         with open(os.path.join(self.folder, "log"), encoding="utf-8", errors="replace") as text:
             lines = text.read().splitlines()
@@ -181,6 +276,121 @@ class Fleet:
             process.wait()
         self.network.end()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Fill:
+    """A fill's times (`began`, `ended`: of time.monotonic) and bytes by link and direction."""
+
+    def __init__(self, began: float, ended: float, since_attached: float, traffic: dict[str, int]) -> None:
+        self.began, self.ended, self.since_attached, self.traffic = began, ended, since_attached, traffic
+        self.busiest = max(traffic, key=lambda link: traffic[link])
+
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def bench_fills(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
+    """Prints a row for each number of late nodes. False: a goal was missed."""
+    link = size / (options.rate * 1e6)
+    limit = FILL_LIMIT[0] * link + FILL_LIMIT[1]
+    numbers = [int(n) for n in options.fill.split(",")]
+    reached = True
+    fleet = Fleet(options.givers, checkpoint, options, spare=max(numbers))
+    try:
+        fleet.push("refit")
+        number = 0
+        for late in numbers:
+            fills = []
+            for _ in range(options.rounds):
+                number += 1
+                fills.append(fleet.fill(late, number))
+            seconds = statistics.median(fill.seconds() for fill in fills)
+            since = statistics.median(fill.since_attached for fill in fills)
+            worst = max(fills, key=lambda fill: fill.traffic[fill.busiest])
+            share = worst.traffic[worst.busiest] / size
+            reached = reached and seconds <= limit and share <= LINK_LIMIT
+            if options.json:
+                row = {"bench": "fleet", "case": "fill of %d" % late, "value": seconds, "unit": "s", "goal": limit}
+                row.update({"since_attached": since, "of_link": link / seconds, "busiest": worst.busiest, "busiest_bytes": share})
+                print(json.dumps(row), flush=True)
+                continue
+            print("fill of %2d by %2d  %8.2f s (goal %.2f)   %5.2f s since attached   %5.2f of the link   busiest link: %s %5.2f of a "
+                  "newcomer (goal %.2f)" % (late, options.givers, seconds, limit, since, link / seconds, worst.busiest, share, LINK_LIMIT),
+                  flush=True)
+    finally:
+        fleet.end()
+    return reached
+
+
+# Searches memory for a byte that is not there, and prints when each pass ended.
+READER = """
+import sys, time
+memory = bytearray(%d << 20)
+while True:
+    if memory.find(1) >= 0: sys.exit(1)
+    print(time.monotonic(), flush=True)
+"""
+READER_MIB = 64  # far more than caches hold
+
+
+class Reader:
+    """A process that reads memory as fast as it can."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "passes")
+        with open(self.path, "wb") as passes:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", READER % READER_MIB], stdout=passes, start_new_session=True
+            )
+
+    def rate(self, began: float, ended: float) -> float:
+        """GB/s of the passes that lie in this time."""
+        with open(self.path, encoding="utf-8") as passes:
+            ends = [float(line) for line in passes.read().split("\n")[:-1]]
+        ends = [end for end in ends if began <= end <= ended]
+        if len(ends) < 2:
+            fail("the reader made %d passes in %.2f s" % (len(ends), ended - began))
+        return (len(ends) - 1) * (READER_MIB << 20) / (ends[-1] - ends[0]) / 1e9
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def bench_giver(checkpoint: str, options: argparse.Namespace) -> bool:
+    """Prints what a reader beside the givers loses. False: more than the goal allows."""
+    fleet = Fleet(options.givers, checkpoint, options, spare=1)
+    try:
+        fleet.push("refit")
+        reader = Reader(fleet.folder)
+        kept, rates = [], []
+        try:
+            time.sleep(READER_SECONDS)
+            for number in range(options.rounds):
+                start = time.monotonic()
+                time.sleep(READER_SECONDS)
+                fill = fleet.fill(1, number)
+                quiet = time.monotonic()
+                time.sleep(READER_SECONDS)
+                # The time since the newcomer attached, without the start of its process.
+                during = reader.rate(fill.ended - fill.since_attached, fill.ended)
+                beside = (reader.rate(start, start + READER_SECONDS) + reader.rate(quiet, time.monotonic())) / 2
+                kept.append(during / beside)
+                rates.append((beside, during))
+        finally:
+            reader.end()
+    finally:
+        fleet.end()
+    share = statistics.median(kept)
+    beside, during = (statistics.median(pair[i] for pair in rates) for i in (0, 1))
+    if options.json:
+        row = {"bench": "fleet", "case": "reader beside givers", "value": share, "unit": "of its rate", "goal": READER_LIMIT}
+        row.update({"without": beside, "with": during, "least": min(kept), "most": max(kept)})
+        print(json.dumps(row), flush=True)
+    else:
+        print("reader beside %d givers  %5.2f GB/s, in a fill %5.2f GB/s: %5.3f of it (goal %.2f), %.3f to %.3f over %d fills"
+              % (options.givers, beside, during, share, READER_LIMIT, min(kept), max(kept), options.rounds), flush=True)
+    return share >= READER_LIMIT
 
 
 class Row:
@@ -226,7 +436,9 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=64, help="size of the model")
     parser.add_argument("--rate", type=float, default=40, help="of each link and direction, in MB/s")
     parser.add_argument("--rounds", type=int, default=3, help="medians of so many")
-    parser.add_argument("--way", default="refit,push")
+    parser.add_argument("--way", default="refit,push", help="refit, push, or both; giver: a reader beside engines that give")
+    parser.add_argument("--fill", help="numbers of late engine nodes to be filled, instead of refits and pushes")
+    parser.add_argument("--givers", type=int, default=4, help="engine nodes that hold the version that late ones are filled with")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="fleet-model-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
@@ -235,6 +447,10 @@ def main() -> int:
         checkpoint = os.path.join(folder, "checkpoint")
         size = write_checkpoint(checkpoint, options.mib)
         link = size / (options.rate * 1e6)
+        if options.fill is not None:
+            return 0 if bench_fills(checkpoint, size, options) else 1
+        if options.way == "giver":
+            return 0 if bench_giver(checkpoint, options) else 1
         first: dict[str, float] = {}
         for engines in [int(n) for n in options.nodes.split(",")]:
             for way, (seconds, sent) in measure(engines, checkpoint, size, options).items():

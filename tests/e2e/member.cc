@@ -2,7 +2,8 @@
 //
 //   member trainer|engine SOCKET [group=G] [rank=R] [world=W] [trainers=T] [instances=I]
 //          [slot_bytes=B] [slots=S] [instance=NAME] [delivery=registered|staged] [uid=U]
-//          [token=HEX] [coordinator=HOST:PORT] [auto=1] [matrices=M rows=N columns=K]
+//          [token=HEX] [coordinator=HOST:PORT] [auto=1] [fill=1]
+//          [matrices=M rows=N columns=K]
 //
 // Reads commands from stdin, one a line, and answers each with one line: "ok ..." or "error CODE
 // MESSAGE". The model is MixedModel(), or PlainModel(M, N, K); its bytes are BytesOf(version).
@@ -300,6 +301,7 @@ class EngineMember {
         settings_.Text("group", "g"), settings_.Text("instance", "i"), rank, world,
         staged ? v1::DELIVERY_STAGED : v1::DELIVERY_REGISTERED, settings_.GroupSpec());
     hello.set_coordinator(settings_.Text("coordinator", ""));
+    hello.set_fill(settings_.Number("fill", 0) != 0);
     const bool by_itself = settings_.Number("auto", 0) != 0;
     const EngineOptions by_hand{.auto_ready = by_itself, .auto_ack = by_itself};
     if (staged) {

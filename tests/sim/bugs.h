@@ -40,7 +40,7 @@ inline constexpr std::array<Planted, 25> kPlanted = {{
     {Bug::kHalfRerun, "half-rerun", "P1 REST", 2000},
     {Bug::kSkippedRound, "skipped-round", "P1 REST", 4000},
     {Bug::kWrongResume, "wrong-resume", "P1 REST", 4000},
-    {Bug::kTornGiver, "torn-giver", "P1 P2", 1000},
+    {Bug::kTornGiver, "torn-giver", "P1", 1000},
     {Bug::kStubbornFill, "stubborn-fill", "GIVE", 1000},
     {Bug::kBlindFill, "blind-fill", "P1", 1000},
 }};

@@ -218,6 +218,16 @@ void World::HitFill(int g, const Round& round) {
   });
 }
 
+void World::TearGiver(const Round& round) {
+  Process& giver = ProcessOf(round.sources[0]);
+  for (auto& cells : giver.cells) {
+    if (cells.empty()) continue;
+    cells[0] |= kDamageBit;
+    giver.torn = true;
+    return;
+  }
+}
+
 // A call at the coordinator's own daemon reaches its group at once, so no call that opens an update
 // is left unanswered by a fill that commits: the fill would have given way to it.
 void World::CheckFilled(int d, int g) {

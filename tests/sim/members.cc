@@ -202,7 +202,6 @@ void World::TryAttach(int pid) {
     who.delivery = s.delivery;
     who.pid = pid;
     who.held_version = holds;
-    if (options_.bug == Bug::kTornGiver && q.told.has_value()) who.held_version = q.told;
     if (who.held_version.has_value()) who.held_origin = origin;
     who.fill = s.fill;
     if (s.manifest) who.manifest = GroupOf(g).model;
@@ -436,7 +435,8 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
       return Violate(
           "P1", fmt::format("pid {} is told committed {}, but does not hold it", pid, version));
     }
-    p.holds = p.told = version;
+    p.holds = version;
+    p.torn = false;
   } else {
     if (seat.trainer) {
       if (p.phase != Process::Phase::kIdle && GroupOf(seat.g).job.version == version &&

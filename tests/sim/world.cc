@@ -431,7 +431,8 @@ void World::AfterCoordinator(int d, int g) {
     for (const MemberView& member : view.group.members) {
       if (!member.engine || member.instance != instance.name) continue;
       const Process& p = ProcessOf(member.pid);
-      if (!p.alive || TrueVersion(p, nullptr) == instance.version) continue;
+      // Nobody can tell the group of a giver that hides what it lost.
+      if (!p.alive || p.torn || TrueVersion(p, nullptr) == instance.version) continue;
       Violate("P2", fmt::format("g{}: instance {} is shown at version {}, but rank {} (pid {}) "
                                 "does not hold it",
                                 g, instance.name, *instance.version, member.rank, member.pid));
@@ -592,6 +593,7 @@ void World::On(int d, int g, const UpdateAssembled& a) {
       if (other.g != g || other.coordinator != m->nonce || other.version != a.version) continue;
       if (!other.fill && other.outcome == Outcome::kCommitted) round.bytes_of = i;
     }
+    if (options_.bug == Bug::kTornGiver) TearGiver(round);
     HitFill(g, round);
   } else {
     CheckRegistered(g, round);

@@ -71,7 +71,7 @@ enum class Bug : uint8_t {
   // The first thing that a daemon receives, and lacks, after a program went on is not written.
   kSkippedRound,
   kWrongResume,   // a joined daemon is told to go on one round after the one that is lacking
-  kTornGiver,     // an engine always reports the version that was committed to it last
+  kTornGiver,     // an engine loses some of its weights when a fill begins, and goes on giving
   kStubbornFill,  // calls that open an update are held up while a fill runs
   kBlindFill,     // a fill's read-back finds nothing
 };
@@ -237,9 +237,9 @@ struct Process {
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
   std::optional<Version> holds;         // the version that it believes to serve
-  uint64_t origin = 0;          // incarnation in which `holds` was committed; 0: from a file
-  std::optional<Version> told;  // the version that it was told committed last; for kTornGiver
-  bool in_doubt = false;        // answered Ready, heard no outcome
+  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
+  bool torn = false;      // it lost a part of `holds` and hides that; for kTornGiver
+  bool in_doubt = false;  // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -726,6 +726,8 @@ class World {
   // Checks that faults of these kinds cost only the members that they hit.
   // Kills a giver, a newcomer or a daemon of a fill that has just been assembled, some time later.
   void HitFill(int g, const Round& round);
+  // For kTornGiver: damages an element of a rank that gives, which no machine hears of.
+  void TearGiver(const Round& round);
   bool FillRuns(int g) const;
   // Feeds the event once no fill runs; for kStubbornFill.
   void FeedWithoutFill(int d, int g, GroupEvent event);
