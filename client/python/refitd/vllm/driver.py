@@ -49,7 +49,8 @@ class Controls(Protocol):
 
     def sleep(self, level: int) -> None: ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Wakes the engine up, and leaves it paused (P2): the driver resumes it when its weights are whole."""
 
 
 class Driver:
