@@ -55,6 +55,12 @@ class Program:
         found: dict[str, Any] = self.weights.driver.status()
         return found
 
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake_up(self) -> None:
+        self.llm.wake_up()
+
     def attach(self, init_info: dict[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 

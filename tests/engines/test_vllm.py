@@ -130,6 +130,37 @@ def test_stale_prefix_cache_after_an_update(folder: Path, daemon: Any, tmp_path:
         trainer.close()
 
 
+def test_random_weights_generated_from_after_sleep_of_level_2(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """An offline engine whose weights sleep discarded refuses to generate until the next version, as before the first one. After
+    sleep of level 1 it generates from the weights that it kept."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    refused = "not one whole version"
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engine:
+            engine.started()
+            with pytest.raises(EngineFailed, match=refused):
+                engine.call("generate")
+            tokens = []
+            for version, checkpoint in enumerate(checkpoints, 1):
+                update(engine, trainer, version, checkpoint)
+                tokens.append(engine.call("generate"))
+            assert tokens[0] != tokens[1], "the two checkpoints give the same tokens: the test could not fail"
+            for level in (1, 2):
+                engine.call("sleep", level)
+                with pytest.raises(EngineFailed, match=refused):
+                    engine.call("generate")
+                engine.call("wake_up")
+                if level == 1:
+                    assert engine.call("generate") == tokens[1]
+            with pytest.raises(EngineFailed, match=refused):
+                engine.call("generate")
+            update(engine, trainer, 3, checkpoints[0])
+            assert engine.call("generate") == tokens[0]
+    finally:
+        trainer.close()
+
+
 def test_memory_growing_per_update(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """Over 200 updates neither the engine's memory nor the number of its tensors grows, where modules are processed."""
     checkpoints = [models.make("qwen3-moe", folder, seed, "float32") for seed in (1, 2)]

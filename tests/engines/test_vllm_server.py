@@ -16,12 +16,14 @@ import vllm
 from refitd import testing
 from refitd.vllm.tokens import MAX_VERSIONS
 from server import Load, Server, percentile
-from support import CheckpointTrainer, Sending
+from support import CALL_SECONDS, CheckpointTrainer, Sending
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM has no endpoint plugins")
 
 PROMPT = "Tell me"
+# How long an engine that must not answer is listened to.
+SILENCE_SECONDS = 2.0
 # vLLM's default would be as many API servers as replicas.
 PARALLEL = ("--data-parallel-size", "2", "--api-server-count", "1")
 # Older versions of vLLM do not label tokens with the version of the weights.
@@ -229,6 +231,33 @@ def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
             trainer.send(2, checkpoints[0])
             server.until(lambda: ready(server, 2), "version 2")
+            assert server.complete(PROMPT) == (first[0], 2)
+            trainer.close()
+
+
+def test_random_weights_served_after_sleep_of_level_2(checkpoints: list[Path], tmp_path: Path) -> None:
+    """vLLM's wake_up resumes the scheduler. An engine whose weights sleep discarded gives no token all the same, neither to a request
+    that came while it slept nor to a later one, until a version is committed."""
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, VLLM_SERVER_DEV_MODE="1") as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            trainer.send(1, checkpoints[0])
+            server.until(lambda: ready(server, 1), "version 1")
+            first = server.complete(PROMPT)
+            assert server.post("/sleep?level=2") == 200
+            with ThreadPoolExecutor(1) as pool:
+                early = pool.submit(server.complete, PROMPT)
+                assert server.gives_no_token(PROMPT, SILENCE_SECONDS)
+                assert server.post("/wake_up") == 200
+                assert server.gives_no_token(PROMPT, SILENCE_SECONDS)
+                assert not early.done()
+                assert server.get("/refitd/ready")[0] == 503
+                server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
+                trainer.send(2, checkpoints[0])
+                server.until(lambda: ready(server, 2), "version 2")
+                assert early.result(CALL_SECONDS)[0] == first[0]
             assert server.complete(PROMPT) == (first[0], 2)
             trainer.close()
 

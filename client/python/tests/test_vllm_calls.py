@@ -1,8 +1,10 @@
 """The calls to vLLM around an update, in their order, on an engine that notes them."""
 
 import asyncio
+import sys
 import unittest
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 from refitd.errors import FailedPrecondition
 from refitd.vllm import _versions
@@ -80,6 +82,38 @@ class Calls(unittest.TestCase):
             return controls._unregister()
 
         self.assertEqual(self.run_with(Labels, detached), [("finish",), ("label", "7"), ("shutdown",)])
+
+    def test_an_engine_core_that_wakes_up_stays_paused_where_that_is_asked_for(self):
+        class Core:
+            def __init__(self):
+                self.calls = []
+
+            def resume_scheduler(self):
+                self.calls.append("resume")
+
+            def wake_up(self, tags=None):
+                self.calls.append(tags)
+                self.resume_scheduler()
+                return True
+
+        modules = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core")}
+        modules["vllm.v1.engine.core"].EngineCore = Core
+        with mock.patch.dict(sys.modules, modules):
+            _versions.let_wake_up_stay_paused()
+            _versions.let_wake_up_stay_paused()
+        core = Core()
+        self.assertTrue(core.wake_up([_versions.STAY_PAUSED]))
+        self.assertEqual(core.calls, [None])
+        core.wake_up([_versions.STAY_PAUSED, "weights"])
+        self.assertEqual(core.calls, [None, ["weights"]])
+        core.wake_up()
+        self.assertEqual(core.calls, [None, ["weights"], None, "resume"])
+
+    def test_an_engine_core_that_does_not_know_how_to_wake_up_paused_is_told(self):
+        _versions.check_awake(True)
+        _versions.check_awake(None)
+        with self.assertRaisesRegex(FailedPrecondition, "VLLM_PLUGINS"):
+            _versions.check_awake(False)
 
     def test_a_pause_goes_past_the_sleep_of_pause_generation(self):
         self.assertEqual(self.run_with(Engine, lambda engine, controls: _versions.pause(engine, "keep")), [("pause", "keep", False)])

@@ -219,10 +219,18 @@ class World:
         raise Broken(f"paused for good: {self.machine.state}, {self.machine.reason}, generates {self.generates}")
 
 
-def search(make, orders):
+class ResumesAtWake(World):
+    """vLLM's own wake_up."""
+
+    def act_Wake(self, action):
+        super().act_Wake(action)
+        self.generates = True
+
+
+def search(make, orders, kind=World):
     """The first order that breaks an invariant, as (its number, the error); None."""
     for order in range(orders):
-        world = World(random.Random(f"{SEED}-{order}"), make)
+        world = kind(random.Random(f"{SEED}-{order}"), make)
         try:
             world.run(STEPS)
         except Broken as error:
@@ -299,6 +307,8 @@ class RandomOrders(unittest.TestCase):
         for bug in PLANTED:
             with self.subTest(bug.__name__):
                 self.assertIsNotNone(search(bug, 2000), "no order found it")
+        with self.subTest(ResumesAtWake.__name__):
+            self.assertIsNotNone(search(Lifecycle, 2000, ResumesAtWake), "no order found it")
 
 
 class Steps(unittest.TestCase):

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Adds the backend and the load format `refitd` to vLLM in this process; a repeated call changes nothing."""
+    """Adds the backend and the load format `refitd` to vLLM in this process, and lets its engine core wake up paused; a repeated call
+    changes nothing."""
     from . import _versions
 
     _versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
     _versions.register_load_format()
+    _versions.let_wake_up_stay_paused()
 
 
 def follow(llm: Any, **options: Any) -> Follower:

@@ -18,6 +18,43 @@ def register_backend(name: str, module: str, class_name: str) -> None:
         Factory.register_engine(name, module, class_name)
 
 
+# A tag for `wake_up` of vLLM's, which then leaves the scheduler paused.
+STAY_PAUSED = "refitd:stay-paused"
+
+
+def let_wake_up_stay_paused() -> None:
+    """Teaches vLLM's engine core, in the process that runs it, the tag STAY_PAUSED: its `wake_up` resumes the scheduler by itself, also
+    over weights that sleep of level 2 discarded. A pause that is sent beside the call may come before it, or a step too late."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.wake_up
+    if hasattr(original, "__wrapped__"):  # vLLM may load plugins more than once
+        return
+
+    @functools.wraps(original)
+    def wake_up(core: Any, tags: list[str] | None = None) -> Any:
+        if tags is None or STAY_PAUSED not in tags:
+            return original(core, tags)
+        core.resume_scheduler = _do_nothing  # until the call returns, in place of the method of the class
+        try:
+            return original(core, [tag for tag in tags if tag != STAY_PAUSED] or None)
+        finally:
+            del core.resume_scheduler
+
+    EngineCore.wake_up = wake_up
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def check_awake(awake: Any) -> None:
+    """Raises FailedPrecondition unless `wake_up` with STAY_PAUSED, which returned `awake`, woke the engine. Versions whose `wake_up`
+    tells nothing return None."""
+    if awake is False:
+        raise FailedPrecondition("vLLM's engine core did not wake up: the plugin refitd is not loaded in its process (VLLM_PLUGINS)")
+
+
 def register_load_format() -> None:
     from vllm.model_executor import model_loader
 

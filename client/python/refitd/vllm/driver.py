@@ -49,7 +49,8 @@ class Controls(Protocol):
 
     def sleep(self, level: int) -> None: ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Wakes the engine up, and leaves it paused (P2): the driver resumes it when its weights are whole."""
 
 
 class Driver:
@@ -82,6 +83,10 @@ class Driver:
     @property
     def version(self) -> int | None:
         return self.machine.version
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
 
     def status(self) -> dict[str, Any]:
         machine = self.machine
@@ -336,13 +341,16 @@ class Follower:
         """`options`: fields of refitd.vllm.settings.Settings; else the environment says them. Waits for daemon and group.
 
         Raises what attaching raises: FailedPrecondition, naming the parameter that can't be delivered, Unavailable, ...
+        From now on `llm.generate` raises FailedPrecondition while the weights are not one whole version, and `llm.sleep` and
+        `llm.wake_up` detach and attach.
         An engine that generates for another thread meanwhile would read weights that change: don't let it.
         """
         config = llm.llm_engine.vllm_config
         check_backend(config)
-        self._begin(
-            Driver(OfflineControls(llm), Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config), patient=False)
-        )
+        controls = OfflineControls(llm)
+        driver = Driver(controls, Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config), patient=False)
+        controls.stand_before_sleep(driver)
+        self._begin(driver)
 
     @classmethod
     def of(cls, driver: Driver) -> Follower:
@@ -375,16 +383,45 @@ class Follower:
 
 
 class OfflineControls:
-    """Of a vllm.LLM, which generates only while `generate` runs: there is nothing to pause."""
+    """Of a vllm.LLM, which generates only while `generate` runs: while it is paused, it takes no request (P2)."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._paused = False
+        self._sleep, self._wake_up = llm.sleep, llm.wake_up
+        add_request = llm.llm_engine.add_request
+
+        def add_request_unless_paused(*arguments: Any, **options: Any) -> Any:
+            if self._paused:
+                raise FailedPrecondition("the engine's weights are not one whole version: call Follower.wait before generate")
+            return add_request(*arguments, **options)
+
+        llm.llm_engine.add_request = add_request_unless_paused
+
+    def stand_before_sleep(self, driver: Driver) -> None:
+        """From now on `sleep` and `wake_up` of the LLM tell the driver, which detaches before and attaches anew afterwards."""
+
+        def sleep(level: int = 1, *arguments: Any, **options: Any) -> None:
+            if driver.closed or level < 1:  # level 0 keeps all memory
+                self._sleep(level, *arguments, **options)
+            else:
+                driver.sleep(level)
+
+        def wake_up(tags: list[str] | None = None) -> Any:
+            if driver.closed or driver.machine.state is not lifecycle.State.ASLEEP:
+                return self._wake_up(tags)
+            if tags is not None:
+                raise FailedPrecondition("the engine sleeps and wakes as a whole, without tags")
+            driver.wake()
+            return True
+
+        self._llm.sleep, self._llm.wake_up = sleep, wake_up
 
     def pause(self, mode: str) -> None:
-        pass
+        self._paused = True
 
     def resume(self) -> None:
-        pass
+        self._paused = False
 
     def _reset_caches(self) -> None:
         if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
@@ -417,10 +454,10 @@ class OfflineControls:
         llm.finish_weight_update(*_versions.finish_arguments(llm.finish_weight_update, version))
 
     def sleep(self, level: int) -> None:
-        self._llm.sleep(level)
+        self._sleep(level)
 
     def wake(self) -> None:
-        self._llm.wake_up()
+        self._wake_up()
 
 
 # This update tells the workers only to detach.

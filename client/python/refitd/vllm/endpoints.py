@@ -147,7 +147,7 @@ class ServerControls:
         self._wait(self._engine.sleep(level))
 
     def wake(self) -> None:
-        self._wait(self._engine.wake_up())
+        _versions.check_awake(self._wait(self._engine.wake_up([_versions.STAY_PAUSED])))
 
 
 class _Guard:

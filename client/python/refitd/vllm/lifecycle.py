@@ -94,7 +94,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class Wake:
-    """Wake the engine up."""
+    """Wake the engine up, paused as it was: its weights may be gone. Resume follows when they are whole."""
 
 
 Action = Union[Pause, Write, Refuse, SetVersion, Resume, Register, Unregister, Sleep, Wake]
