@@ -6,8 +6,9 @@ In every process of training, before workers are built, for instance in a Ray wo
     refitd.skyrl.install("policy")                  # or install("policy", sharded=True)
 
 and in SkyRL's configuration `generator.inference_engine.weight_sync_backend=refitd`. The engines are vLLM's with refitd's backend
-(refitd.vllm): SkyRL tells each at initialisation which group it is of, and calls no other of its routes; on an update the engine
-pauses and resumes by itself.
+(refitd.vllm). SkyRL's initialisation tells each engine its group; at each sync rank 0 tells the workers of each engine, by the calls
+that SkyRL's own sender makes, to take the version. SkyRL pauses the engines before a sync and resumes them afterwards; after a sync
+that failed, install() keeps it from resuming them, until a later sync succeeds: their weights may be of two versions.
 
 Without `sharded`, SkyRL gathers full tensors as ever, and rank 0 pushes them. With it nothing is gathered: each rank registers the
 DTensors of the model that SkyRL's extractor has, and SkyRL's chunks are never made. LoRA adapters go SkyRL's own way.
@@ -16,8 +17,11 @@ DTensors of the model that SkyRL's extractor has, and SkyRL's chunks are never m
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import logging
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,10 +32,35 @@ from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncI
 
 from . import regions
 from ._exports import Ranks
-from .errors import FailedPrecondition, InvalidArgument, Unimplemented
+from .errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
 from .trainer import Trainer
 
 BACKEND = "refitd"
+
+logger = logging.getLogger("refitd.skyrl")
+
+# How long a sync waits, after engines failed to take the version, for the daemon's own account of the failure; then rank 0 gives the
+# update up.
+ACCOUNT_SECONDS = 5.0
+# How long a failed sync waits for the engines' answers, before its error is raised.
+ANSWER_SECONDS = 30.0
+
+
+class _Identities:
+    """A set of objects that are told apart by identity, as SkyRL's clients have no hash. It does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, value: Any) -> None:
+        self._held[id(value)] = weakref.ref(value)
+
+    def discard(self, value: Any) -> None:
+        self._held.pop(id(value), None)
+
+    def __contains__(self, value: Any) -> bool:
+        held = self._held.get(id(value))
+        return held is not None and held() is value
 
 
 @dataclass(frozen=True)
@@ -46,6 +75,8 @@ class Settings:
 
 
 _settings: Settings | None = None
+# The clients whose last sync failed.
+_torn = _Identities()
 
 
 def install(
@@ -61,6 +92,7 @@ def install(
     if _settings is None:
         _wrap("get_transfer_strategy_cls", Strategy)
         _wrap("get_transfer_strategy", BACKEND)
+        _keep_paused()
     _settings = Settings(group, sharded, first_version, update_seconds, options)
 
 
@@ -76,6 +108,35 @@ def _wrap(name: str, ours: Any) -> None:
     utils = sys.modules.get("skyrl.backends.skyrl_train.inference_servers.utils")
     if utils is not None and getattr(utils, name, None) is theirs:
         setattr(utils, name, choose)
+
+
+def _keep_paused() -> None:
+    """SkyRL resumes generation after a sync however the sync ended. Its client is kept from it where a sync by refitd failed."""
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+
+    broadcast, resume = WorkerDispatch._broadcast_to_inference_engines, RemoteInferenceClient.resume_generation
+
+    @functools.wraps(broadcast)
+    def broadcast_and_note(self: Any, inference_engine_client: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            result = broadcast(self, inference_engine_client, *arguments, **options)
+        except BaseException:
+            if self.cfg.generator.inference_engine.weight_sync_backend == BACKEND:
+                _torn.add(inference_engine_client)
+            raise
+        _torn.discard(inference_engine_client)
+        return result
+
+    @functools.wraps(resume)
+    async def resume_unless_torn(self: Any) -> Any:
+        if self in _torn:
+            logger.warning("refitd: the sync failed, and generation stays paused until one succeeds")
+            return {}
+        return await resume(self)
+
+    WorkerDispatch._broadcast_to_inference_engines = broadcast_and_note
+    RemoteInferenceClient.resume_generation = resume_unless_torn
 
 
 @dataclass
@@ -113,7 +174,7 @@ class Strategy(WeightTransferStrategy):
     @staticmethod
     def create_sender(init_info: InitInfo, inference_client: Any) -> Sender:
         """Attaches this rank. Every rank calls it, beside the initialisation of the engines, which wait for the group."""
-        return Sender(init_info, _installed())
+        return Sender(init_info, _installed(), inference_client)
 
 
 def _installed() -> Settings:
@@ -125,12 +186,14 @@ def _installed() -> Settings:
 class Sender(WeightTransferSender):
     """A trainer rank of refitd. `result`: of the last sync; None before."""
 
-    def __init__(self, init_info: InitInfo, settings: Settings) -> None:
+    def __init__(self, init_info: InitInfo, settings: Settings, client: Any = None) -> None:
+        """`client`: SkyRL's, by which rank 0 tells the engines of each sync; None: the engines take versions without being told."""
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         options: dict[str, Any] = {"min_instances": init_info.instances, **settings.options}
         self._ranks = Ranks(settings.update_seconds)
         self._ranks.join(rank, world_size)
         self._trainer = Trainer(init_info.group, rank=rank, world_size=world_size, **options)
+        self._client = client if rank == 0 else None
         self._rank = rank
         self._update_seconds = settings.update_seconds
         self._sharded = settings.sharded
@@ -141,24 +204,96 @@ class Sender(WeightTransferSender):
     async def send_chunks(self, chunks: Iterable[Any], weight_metadata: dict[str, list[Any]] | None = None) -> None:
         """Installs the model's weights as the next version in every engine. Every rank calls it, with the same metadata.
 
-        A failure is raised on every rank, which ends SkyRL's sync before it resumes generation. Raises InvalidArgument, naming the
-        tensor, where ranks differ in metadata (before anything is sent) or a chunk differs from it; DeadlineExceeded, naming the rank,
-        where one does not come within `update_seconds`; and what refits raise. Where `chunks` itself fails on a rank, the update is given
-        up; others that wait for that rank in SkyRL's own collectives fail when these do.
+        A failure is raised on every rank. Raises InvalidArgument, naming the tensor, where ranks differ in metadata (before anything is
+        sent) or a chunk differs from it; DeadlineExceeded, naming the rank, where one does not come within `update_seconds`; UpdateAborted
+        where an engine can't be told of the sync; FailedPrecondition where an engine could not use a version that was committed; and
+        what refits raise. Where `chunks` itself fails on a rank, the update is given up; others that wait for that rank in SkyRL's own
+        collectives fail when these do.
         """
         if weight_metadata is None:
             raise InvalidArgument("weight_metadata is missing: the extractor's get_weight_metadata() returns it", culprit="weight_metadata")
-        await asyncio.to_thread(self._send, chunks, weight_metadata)
+        expected = _expected(weight_metadata)
+        await asyncio.to_thread(self._agree, chunks, expected)
+        version, self._version = self._version, self._version + 1
+        sending = asyncio.create_task(asyncio.to_thread(self._send, version, chunks, expected))
+        failure = await self._follow(version, sending)
+        # Rank 0 alone hears the engines' answers: without this, the other ranks would take a sync for done that was not.
+        try:
+            failures = await asyncio.to_thread(self._ranks.gather, None if failure is None else str(failure))
+        except RuntimeError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        said = next((text for text in failures if text is not None), None)
+        if said is not None:
+            raise FailedPrecondition(said)
 
     def teardown(self) -> None:
         self._trainer.close()
 
-    def _send(self, chunks: Iterable[Any], metadata: dict[str, list[Any]]) -> None:
-        expected = _expected(metadata)
+    async def _follow(self, version: int, sending: asyncio.Task[None]) -> BaseException | None:
+        """Tells the engines of the update, if this rank does, until it has ended for engines and this rank; returns what failed."""
+        if self._client is None:
+            return (await asyncio.gather(sending, return_exceptions=True))[0]
+        telling = asyncio.create_task(self._tell(version))
+        await asyncio.wait((sending, telling), return_when=asyncio.FIRST_COMPLETED)
+        if not sending.done() and telling.exception() is not None:
+            await asyncio.wait((sending,), timeout=ACCOUNT_SECONDS)
+            reason = f"an engine did not take version {version}: {telling.exception()}"
+            while not sending.done():
+                try:
+                    await asyncio.to_thread(self._trainer.abort, version, reason)
+                except Error:
+                    pass  # this rank has not begun the update yet, or has ended it
+                await asyncio.wait((sending,), timeout=0.2)
+        failure = (await asyncio.gather(sending, return_exceptions=True))[0]
+        if failure is None:
+            told = (await asyncio.gather(telling, return_exceptions=True))[0]
+            return None if told is None else FailedPrecondition(f"version {version} was committed, and an engine can't use it: {told}")
+        # An engine that still waits for the update to begin is freed by the next update, or when `update_seconds` have passed.
+        done, _ = await asyncio.wait((telling,), timeout=ANSWER_SECONDS)
+        if not done:
+            logger.warning("refitd: engines have not answered %.0f s after version %d failed", ANSWER_SECONDS, version)
+            telling.add_done_callback(lambda task: task.cancelled() or task.exception())
+        elif telling.exception() is not None:
+            logger.info("refitd: version %d failed, and an engine answered: %s", version, telling.exception())
+        return failure
+
+    async def _tell(self, version: int) -> None:
+        """Lets the workers of all engines take the version, by the calls of SkyRL's own sender; returns when they have."""
+        client = self._client
+        # The format is that of kernels: then SkyRL's worker prepares nothing, as refitd's backend does all that is due.
+        try:
+            await client.start_weight_update(is_checkpoint_format=False)
+        except Exception:
+            # A sync whose trainer went away may have been left open.
+            await client.finish_weight_update()
+            await client.start_weight_update(is_checkpoint_format=False)
+        try:
+            await client.update_weights_nccl({"version": version, "wait_seconds": self._update_seconds})
+        finally:
+            await client.finish_weight_update()
+
+    def _agree(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Compares the ranks and registers shards. A failure is raised on every rank, before the engines are told of the sync."""
         self._compare_ranks(expected)
-        version, self._version = self._version, self._version + 1
-        if self._sharded:
+        if not self._sharded:
+            return
+        failure: Exception | None = None
+        try:
             self._register(chunks, expected)
+        except Exception as error:
+            failure = error
+        failures = self._ranks.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, said in enumerate(failures):
+            if said is not None:
+                raise FailedPrecondition(f"trainer rank {rank} has no shards to send: {said}", culprit=f"trainer rank {rank}")
+
+    def _send(self, version: int, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        if self._sharded:
             self.result = self._trainer.refit(version, duration_seconds=self._update_seconds)
             return
         with self._trainer.update(version, duration_seconds=self._update_seconds, tensor_count=len(expected)) as update:

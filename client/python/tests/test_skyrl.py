@@ -1,11 +1,14 @@
 """SkyRL's own extractor, chunks, client and configuration drive the strategy, on two FSDP2 ranks over gloo, into two engines.
 
-The engines answer the two routes of vLLM that SkyRL calls at initialisation, and are attached by what these routes were told. The
+The engines answer the routes of vLLM that SkyRL calls, and are attached by what SkyRL's initialisation tells them. Each has a worker
+with SkyRL's own extension, whose backend stands for refitd's: as that one, it takes a version only when the worker is told to. The
 extractor asks for the current CUDA device, which is replaced by the CPU. SkyRL imports flash_attn, which needs a GPU to build and is
-not called here: an empty stand-in takes its name. Nothing of SkyRL itself is replaced.
+not called here: an empty stand-in takes its name. The worker's extension asks vLLM, which is not here, for a context in which to load.
+Nothing of SkyRL itself is replaced.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -30,6 +33,8 @@ for name in dir(transformers.utils):
 for name in ("flash_attn", "flash_attn.bert_padding"):
     sys.modules.setdefault(name, mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None)))
 
+from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap  # noqa: E402
+
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from refitd import testing  # noqa: E402
@@ -52,14 +57,34 @@ def held_by(version, width=USUAL_WIDTH):
     return {name: parameter.to(DTYPE) for name, parameter in model_of(version, width).state_dict().items()}
 
 
-class Server:
-    """An engine behind HTTP, attached when SkyRL initialises weight transfer."""
+class Worker(NewInferenceWorkerWrap):
+    """A worker of vLLM's with SkyRL's extension. Its calls run one after the other, as vLLM's do."""
 
-    def __init__(self, socket, refuses=(), dies=(), returns=False, float32=(), width=USUAL_WIDTH):
-        """`refuses`, `dies`: versions. `returns`: after it died a new engine attaches, which lacks weights."""
+    vllm_config, device = None, "cpu"
+
+    def __init__(self, backend):
+        self.weight_transfer_engine = backend
+        self.model_runner = mock.MagicMock()
+        self.lock = threading.Lock()
+
+    def call(self, method, kwargs):
+        with self.lock:
+            return getattr(self, method)(**kwargs)
+
+
+class Server:
+    """An engine behind HTTP, attached when SkyRL initialises weight transfer. It is its worker's backend as well."""
+
+    def __init__(self, socket, refuses=(), dies=(), returns=False, float32=(), width=USUAL_WIDTH, deaf=(), unusable=(), left_open=False):
+        """`refuses`, `dies`: versions. `returns`: after it died a new engine attaches, which lacks weights. `deaf`: versions that its
+        route refuses. `unusable`: versions that fail in the worker after they were committed. `left_open`: a sync before never ended."""
         from aiohttp import web
 
         self.socket, self.refuses, self.dies, self.returns = socket, refuses, dies, returns
+        self.deaf, self.unusable = deaf, unusable
+        self.worker = Worker(self)
+        if left_open:
+            self.worker.skyrl_start_weight_update(is_checkpoint_format=False)
         shapes = {name: tuple(parameter.shape) for name, parameter in model_of(1, width).state_dict().items()}
         dtypes = {name: torch.float32 if name in float32 else DTYPE for name in shapes}
         self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in shapes.items()}
@@ -69,13 +94,16 @@ class Server:
         application = web.Application()
         application.router.add_get("/get_world_size", self.world_size)
         application.router.add_post("/init_weight_transfer_engine", self.begin)
+        application.router.add_post("/collective_rpc", self.collective_rpc)
         self.runner = web.AppRunner(application)
         self.loop.run_until_complete(self.runner.setup())
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         self.loop.run_until_complete(site.start())
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-        self.threads = [threading.Thread(target=self.loop.run_forever)]
-        self.threads[0].start()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    # ---- routes ----
 
     async def world_size(self, _):
         from aiohttp import web
@@ -89,13 +117,28 @@ class Server:
         await asyncio.to_thread(self.attach)
         return web.json_response({})
 
+    async def collective_rpc(self, request):
+        from aiohttp import web
+
+        asked = await request.json()
+        try:
+            await asyncio.to_thread(self.worker.call, asked["method"], asked.get("kwargs", {}))
+        except Exception as error:
+            return web.json_response({"error": {"message": str(error)}}, status=500)
+        return web.json_response({"results": [None]})
+
+    # ---- what the backend of refitd does ----
+
     def attach(self, **options):
         self.engine = refitd.Engine(socket=self.socket, device="host", wait_seconds=SECONDS, **self.told, **options)
         self.engine.register(self.held)
-        self.threads.append(threading.Thread(target=self.serve))
-        self.threads[-1].start()
 
-    def serve(self):
+    def parse_update_info(self, update_info):
+        return update_info
+
+    def receive_weights(self, update_info, load_weights):
+        if update_info["version"] in self.deaf:
+            raise RuntimeError("this rank is not attached")
         for event in self.engine:
             self.events.append(event)
             if isinstance(event, refitd.Prepare) and event.version in self.dies:
@@ -103,19 +146,34 @@ class Server:
                 self.engine.close()  # its process ended, as the daemon sees it
                 if self.returns:
                     self.attach(dirty=True)
-                return
+                raise RuntimeError("the worker died")
             elif isinstance(event, refitd.Prepare):
                 event.fail("busy") if event.version in self.refuses else event.ready()
             elif isinstance(event, refitd.Committed):
                 self.by_version[event.version] = {name: tensor.clone() for name, tensor in self.held.items()}
+                if event.version in self.unusable:
+                    raise RuntimeError("no memory to process '0.weight'")
+                return
+            elif isinstance(event, refitd.Aborted) and event.version == update_info["version"]:
+                raise RuntimeError(f"version {event.version}: {event.reason}")
 
     def close(self):
         if self.engine is not None:
             self.engine.close()
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        for thread in self.threads:
-            thread.join()
+        self.thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch):
+    from skyrl.backends.skyrl_train.inference_servers import layerwise_reload
+
+    config = mock.MagicMock(set_current_vllm_config=lambda _: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "vllm", mock.MagicMock(config=config))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    monkeypatch.setattr(layerwise_reload, "_PATCHED_LAYERWISE_NUMEL_LOADED", True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
 class ExporterFailed(Exception):
@@ -265,6 +323,64 @@ def test_an_engine_that_refuses_ends_the_sync_with_an_exception_on_every_rank(da
         assert sorted(server.by_version) == [1, 3]
 
 
+def test_an_engine_that_a_worker_did_not_tell_takes_nothing_by_itself(daemon):
+    """What the other tests rest on: an engine hears of a sync from SkyRL's calls alone."""
+    servers, errors = run(daemon, "deaf", versions=(1, 2), deaf=(1,), install={"update_seconds": 60.0})
+    assert [list(of_rank) for of_rank in errors] == [[1], [1]], errors
+    assert "not attached" in errors[0][1] and "version 1" in errors[0][1], errors
+    for server in servers:
+        assert not any(isinstance(event, refitd.Committed) and event.version == 1 for event in server.events)
+        assert list(server.by_version) == [2]
+        check_equal(server.by_version[2], held_by(2))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_version_that_an_engine_can_not_use_is_an_error_on_every_rank(daemon, sharded):
+    servers, errors = run(daemon, f"unusable-{sharded}", sharded=sharded, versions=(1, 2), unusable=(1,))
+    for of_rank in errors:
+        assert list(of_rank) == [1] and "was committed, and an engine can't use it" in of_rank[1], errors
+    assert [sorted(server.by_version) for server in servers] == [[1, 2], [1, 2]]
+
+
+def test_a_sync_that_an_earlier_training_left_open_does_not_stop_the_next(daemon):
+    servers, errors = run(daemon, "left-open", versions=(1, 2), left_open=True)
+    assert errors == [{}, {}]
+    assert [sorted(server.by_version) for server in servers] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("backend, resumed", [("refitd", [False, True]), ("nccl", [True, True])])
+def test_skyrl_does_not_resume_generation_after_a_sync_that_failed(backend, resumed):
+    import ray
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+    from skyrl.train.config import SkyRLTrainConfig
+
+    import refitd.skyrl
+
+    refitd.skyrl.install("resume")
+    client = RemoteInferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
+    dispatch = WorkerDispatch.__new__(WorkerDispatch)
+    dispatch.cfg = SkyRLTrainConfig()
+    dispatch.cfg.generator.inference_engine.weight_sync_backend = backend
+    dispatch.colocate_all, dispatch._inference_engine_client, dispatch._actor_groups = False, client, mock.MagicMock()
+    dispatch.ensure_active_adapter = lambda *_: None
+    calls = []
+
+    async def call(endpoint, *_, **__):
+        calls.append(endpoint)
+        return {}
+
+    seen = []
+    with mock.patch.object(client, "_call_all_servers", call):
+        for failure in (refitd.UpdateAborted("busy"), None):
+            with mock.patch.object(ray, "get", side_effect=failure), contextlib.suppress(refitd.UpdateAborted):
+                asyncio.run(dispatch.save_weights_for_sampler())
+            assert calls[0] == "/pause"
+            seen.append("/resume" in calls)
+            calls.clear()
+    assert seen == resumed
+
+
 def none_at_first(rank, first, chunks):
     return iter(()) if first else chunks
 
@@ -340,8 +456,10 @@ def test_a_trainer_rank_that_is_missing_is_named_and_nothing_was_sent(daemon, sh
     assert [server.events for server in servers] == [[], []]
 
 
-def test_before_install_nothing_is_made():
+def test_before_install_nothing_is_made(monkeypatch):
     import refitd.skyrl
+
+    monkeypatch.setattr(refitd.skyrl, "_settings", None)
 
     with pytest.raises(refitd.FailedPrecondition, match="install"):
         refitd.skyrl.Strategy.create_init_info(None)

@@ -1,5 +1,6 @@
 """The callback in training by transformers' and TRL's own trainers: engines hold after each step what the model holds."""
 
+import os
 import threading
 import warnings
 
@@ -9,6 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="in the environment 2.11.0-trainers")
 
 import refitd  # noqa: E402
+from ranks_util import run_ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
 
@@ -107,6 +109,100 @@ def test_each_step_reaches_the_engine_as_save_pretrained_writes_it(daemon, tmp_p
     assert steps == [1, 2, 3] and seen == [(1, []), (2, []), (3, [])]
     assert callback.result.version == 3 and callback.trainer is None
     assert engine.holds(tmp_path / "begin"), "training changed nothing"
+
+
+def train_on_rank(rank, world, socket, group, kind, dtype, folder, tolerate):
+    """A rank of training as torchrun starts it, whose model transformers wraps in DistributedDataParallel. Returns the version of its
+    last refit, or the error that ended its training; and the digest of its weights."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # required; run_ranks has made the process group
+    wrapped = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            wrapped.append(type(trainer.model_wrapped))
+            if rank == 0:
+                model.save_pretrained(f"{folder}/step{state.global_step}")
+
+    callback = RefitCallback(group, dtype=dtype, tolerate=tolerate, socket=socket, device="host", min_instances=1)
+    given = arguments(folder, ddp_backend="gloo")
+    assert (given.process_index, given.world_size) == (rank, world)
+    model = model_of(kind)
+    trainer = transformers.Trainer(model, given, train_dataset=data(), callbacks=[Look(), callback])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a refit that is tolerated
+            trainer.train()
+        outcome = callback.result.version
+    except refitd.UpdateAborted as error:
+        outcome = str(error)
+    finally:
+        callback.close()
+    assert wrapped and set(wrapped) == {torch.nn.parallel.DistributedDataParallel}
+    return outcome, float(sum(parameter.double().abs().sum() for parameter in model.parameters()))
+
+
+class Holder:
+    """An engine that keeps a copy of each version that was committed, and refuses `refused`."""
+
+    def __init__(self, socket, group, engine, refused=None):
+        with refitd.Trainer(group, world_size=2, socket=socket, device="host", min_instances=1):
+            pass  # the group is there, so that the engine attaches first
+        self.by_version = {}
+        self.refused = refused
+        self.tensors = engine.names
+        self.engine = refitd.Engine(group, instance="a", dirty=True, socket=socket, device="host")
+        self.engine.register(engine.names)
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def serve(self):
+        for event in self.engine:
+            if isinstance(event, refitd.Prepare):
+                event.fail("busy") if event.version == self.refused else event.ready()
+            elif isinstance(event, refitd.Committed):
+                self.by_version[event.version] = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+
+    def differs(self, version, folder):
+        from safetensors.torch import load_file
+
+        held, saved = self.by_version[version], load_file(f"{folder}/model.safetensors")
+        assert saved.keys() == held.keys()
+        return [name for name, tensor in saved.items() if not torch.equal(tensor.to(held[name].dtype), held[name])]
+
+    def close(self):
+        self.engine.close()
+        self.thread.join()
+
+
+@pytest.mark.parametrize("kind, dtype", [("llama", None), ("tied", torch.bfloat16), ("moe", None)])
+def test_ranks_of_data_parallel_training_refit_each_step_together(daemon, tmp_path, kind, dtype):
+    model_of(kind).save_pretrained(tmp_path / "begin")
+    group = f"ranks-{kind}"
+    holder = Holder(daemon.socket, group, Engine(tmp_path / "begin", dtype))
+    try:
+        results = run_ranks(2, train_on_rank, daemon.socket, group, kind, dtype, str(tmp_path), 0)
+    finally:
+        holder.close()
+    assert [version for version, _ in results] == [3, 3] and results[0] == results[1], "the ranks trained one model"
+    assert sorted(holder.by_version) == [0, 1, 2, 3]
+    for version in (0, 1, 2, 3):
+        assert holder.differs(version, tmp_path / (f"step{version}" if version else "begin")) == []
+    assert holder.differs(3, tmp_path / "begin"), "training changed nothing"
+
+
+@pytest.mark.parametrize("tolerate", [0, 1])
+def test_a_refit_that_fails_ends_or_passes_on_all_ranks_alike(daemon, tmp_path, tolerate):
+    model_of("llama").save_pretrained(tmp_path / "begin")
+    group = f"ranks-fail-{tolerate}"
+    holder = Holder(daemon.socket, group, Engine(tmp_path / "begin", None), refused=2)
+    try:
+        results = run_ranks(2, train_on_rank, daemon.socket, group, "llama", None, str(tmp_path), tolerate)
+    finally:
+        holder.close()
+    outcomes = [outcome for outcome, _ in results]
+    assert outcomes == [3, 3] if tolerate else all("busy" in outcome for outcome in outcomes)
+    assert sorted(holder.by_version) == ([0, 1, 3] if tolerate else [0, 1])
 
 
 def test_every_second_step_and_the_end_are_refitted(daemon, tmp_path):
