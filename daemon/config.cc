@@ -97,7 +97,8 @@ constexpr std::array kSettings = {
     Setting{"data-unencrypted", "data.unencrypted",
             "weights in the clear between daemons though there is TLS, true or false"},
     Setting{"data-port", "data.port", "port of the data plane; 0: a free one"},
-    Setting{"data-streams", "data.streams", "connections of the data plane between two daemons"},
+    Setting{"data-streams", "data.streams",
+            "connections of the data plane between two daemons; 0: the daemon chooses"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
     Setting{"failover-ms", "peers.failover_ms",
             "a candidate for coordinator that does not answer for so long is gone"},
@@ -528,7 +529,7 @@ absl::Status CheckPeers(const RefitdConfig& config) {
 
 absl::Status CheckData(const RefitdConfig::Data& data) {
   REFITD_RETURN_IF_ERROR(CheckRange("data.port", data.port(), 0, 65'535));
-  return CheckRange("data.streams", data.streams(), 1, kMaxConfiguredStreams);
+  return CheckRange("data.streams", data.streams(), 0, kMaxConfiguredStreams);
 }
 
 absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
@@ -894,6 +895,12 @@ std::string FormatConfig(const Config& config) {
   std::string text;
   printer.PrintToString(ToProto(config), &text);
   return text;
+}
+
+int StreamsOf(const DataConfig& data, bool encrypted, unsigned processors) {
+  if (data.streams != 0) return data.streams;
+  if (!encrypted) return 1;
+  return static_cast<int>(std::clamp<unsigned>(processors / 2, 1, kMaxChosenStreams));
 }
 
 }  // namespace refitd

@@ -50,6 +50,7 @@ inline constexpr int kMaxConfiguredGroups = 4096;
 inline constexpr int kMaxConfiguredMembers = 65'536;
 inline constexpr int kMaxConfiguredCopyThreads = 256;
 inline constexpr int kMaxConfiguredStreams = 8;        // between two daemons
+inline constexpr int kMaxChosenStreams = 4;            // by the daemon itself
 inline constexpr int kMaxConfiguredCopyBlocks = 1024;  // more than a GPU has multiprocessors
 inline constexpr size_t kMaxCudaLibraryBytes = 4095;   // a path
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
@@ -122,9 +123,13 @@ struct PeersConfig {
 struct DataConfig {
   bool unencrypted = false;  // though there is TLS
   uint16_t port = 0;         // where it listens; 0: a free one
-  int streams = 1;           // connections between two daemons
+  int streams = 0;           // connections between two daemons; 0: the daemon chooses
   bool operator==(const DataConfig&) const = default;
 };
+
+// Returns data.streams, or what the daemon chooses in its place. `encrypted`: whether the data
+// plane is under TLS, where each stream has a thread. `processors`: of this host; 0: unknown.
+int StreamsOf(const DataConfig& data, bool encrypted, unsigned processors);
 
 struct CudaConfig {
   bool enabled = true;

@@ -200,7 +200,7 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--wire-ms=0", "peers.wire_ms");
   refused("--readiness-ms=-1", "peers.readiness_ms is -1");
   refused("--data-port=65536", "data.port");
-  refused("--data-streams=0", "data.streams");
+  refused("--data-streams=-1", "data.streams");
   refused("--data-streams=9", "data.streams");
   refused("--listen-unix=relative.sock", "listen.unix_path is \"relative.sock\"");
   refused("--listen-unix=/" + std::string(kMaxUnixPathBytes, 'x'),
@@ -214,6 +214,19 @@ TEST_CASE("The data plane is encrypted unless the configuration says otherwise")
   const auto other = Load({"--data-unencrypted=true", "--data-port=7413", "--data-streams=4"});
   REQUIRE(other.ok());
   CHECK(other->config.data == DataConfig{true, 7413, 4});
+}
+
+TEST_CASE(
+    "The daemon chooses several connections under TLS alone, and keeps the number it is told") {
+  CHECK(StreamsOf({}, false, 64) == 1);
+  CHECK(StreamsOf({}, true, 0) == 1);
+  CHECK(StreamsOf({}, true, 1) == 1);
+  CHECK(StreamsOf({}, true, 6) == 3);
+  CHECK(StreamsOf({}, true, 64) == kMaxChosenStreams);
+  for (const bool encrypted : {false, true}) {
+    CHECK(StreamsOf({.streams = 2}, encrypted, 64) == 2);
+    CHECK(StreamsOf({.streams = 8}, encrypted, 2) == 8);
+  }
 }
 
 TEST_CASE("A mode written without its leading zero in the file is refused") {

@@ -433,12 +433,13 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
   SocketWireOptions options;
   options.interface = config.peers.interface;
   options.port = config.data.port;
-  options.streams = config.data.streams;
   options.log = LogOfStrangers;
   if (certificates != nullptr && !config.data.unencrypted) {
     options.certificates = [certificates] { return certificates->Current(); };
     options.identities = config.peers.identity;
   }
+  options.streams =
+      StreamsOf(config.data, options.certificates != nullptr, std::thread::hardware_concurrency());
   return MakeSocketWire(std::move(options));
 }
 

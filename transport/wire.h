@@ -9,7 +9,8 @@
 // Promises kept here:
 //   P4 every operation, and Connect, ends within its own timeout, counted from its submission.
 //   P6   `keep_alive` is held until the last byte of the memory was read or written.
-//   P7   operations of one epoch run in order of submission, one at a time, on one thread.
+//   P7   operations of one epoch run in order of submission, one at a time. One thread begins and
+//        ends each; a wire may let more threads move parts of an operation between these.
 //   P10  addresses come from the network: length, counts and fields are checked before use.
 //
 // Errors of an operation or of Connect:

@@ -1,15 +1,11 @@
 #include "transport/sockets/epoch.h"
 
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/random.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <climits>
 #include <set>
-#include <span>
+#include <utility>
 
 #include "transport/base/status.h"
 
@@ -17,97 +13,99 @@ namespace refitd {
 namespace {
 
 using absl::StatusCode;
-using std::chrono::steady_clock;
 
-// A relay passes bytes on after each portion that it received, so the last rank of a chain begins
-// as many portions later as there are relays. A portion is small enough that all of them together
-// are one kChainShare-th of a transfer, within the limits below.
-constexpr int kChainShare = 10;
-constexpr int64_t kMinPortion = int64_t{64} << 10;
-constexpr int64_t kMaxPortion = int64_t{1} << 20;
-// How much one connection moves before other connections get a turn.
-constexpr int64_t kTurnBytes = int64_t{4} << 20;
-// The pause after a dial that ended without an answer.
-constexpr Duration kRedial = std::chrono::milliseconds(50);
 // The most ranks that one message names.
 constexpr size_t kMaxNamed = 16;
 
-bool Watch(int epoll, int fd, uint32_t events, void* user) {
-  epoll_event event{};
-  event.events = events;
-  event.data.ptr = user;
-  return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+// "rank 1, rank 4"
+std::string NamesOf(const std::set<int>& peers) {
+  std::string names;
+  size_t named = 0;
+  for (const int peer : peers) {
+    if (named++ == kMaxNamed) break;
+    names += fmt::format("{}rank {}", names.empty() ? "" : ", ", peer);
+  }
+  return names;
 }
 
-// The kernel tells each event of a connection once, so that waiting for the next needs no further
-// call.
-constexpr uint32_t kLinkEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+std::string NameOf(const WireWork& work) {
+  if (work.connect.has_value()) return "connecting";
+  if (work.broadcast.has_value()) {
+    return Describe({FrameKind::kBroadcast, work.broadcast->seq.value(),
+                     static_cast<uint64_t>(work.broadcast->root),
+                     static_cast<uint64_t>(work.broadcast->memory.bytes)});
+  }
+  const WireExchange& exchange = *work.exchange;
+  const auto& legs = exchange.receives.empty() ? exchange.sends : exchange.receives;
+  const int64_t bytes = legs.empty() ? 0 : legs.front().memory.bytes;
+  return Describe({FrameKind::kExchange, exchange.seq.value(), 0, static_cast<uint64_t>(bytes)});
+}
 
 }  // namespace
 
 SocketEpoch::SocketEpoch(EpochId id, int rank, int size, int streams,
                          std::shared_ptr<WireListener> listener, TlsContexts* tls,
                          WireCounters* totals)
-    : WireEpoch(id, rank, size, totals),
-      streams_(streams),
-      listener_(std::move(listener)),
-      tls_(tls) {}
+    : WireEpoch(id, rank, size, totals), streams_(streams), listener_(std::move(listener)) {
+  shared_.id = id;
+  shared_.rank = rank;
+  shared_.size = size;
+  shared_.listener = listener_.get();
+  shared_.tls = tls;
+  shared_.count = [this](int64_t sent, int64_t received) { Count(sent, received); };
+}
 
-SocketEpoch::~SocketEpoch() { CloseLinks(); }
+SocketEpoch::~SocketEpoch() { CloseLanes(); }
 
 absl::StatusOr<std::string> SocketEpoch::Open() {
-  address_.epoch = id_.value();
-  address_.rank = static_cast<uint32_t>(rank_);
-  address_.size = static_cast<uint32_t>(size_);
-  address_.host = listener_->options().host;
-  address_.port = listener_->port();
-  address_.tls = tls_ != nullptr;
-  address_.streams = static_cast<uint8_t>(streams_);
-  if (tls_ != nullptr) address_.identity = tls_->identity();
-  if (tls_ != nullptr && address_.identity.empty()) {
+  shared_.address.epoch = id_.value();
+  shared_.address.rank = static_cast<uint32_t>(rank_);
+  shared_.address.size = static_cast<uint32_t>(size_);
+  shared_.address.host = listener_->options().host;
+  shared_.address.port = listener_->port();
+  shared_.address.tls = shared_.tls != nullptr;
+  shared_.address.streams = static_cast<uint8_t>(streams_);
+  if (shared_.tls != nullptr) shared_.address.identity = shared_.tls->identity();
+  if (shared_.tls != nullptr && shared_.address.identity.empty()) {
     return Error(StatusCode::kUnavailable, "this daemon's certificate has no identity");
   }
-  if (getrandom(address_.token.data(), address_.token.size(), 0) !=
-      static_cast<ssize_t>(address_.token.size())) {
+  if (getrandom(shared_.address.token.data(), shared_.address.token.size(), 0) !=
+      static_cast<ssize_t>(shared_.address.token.size())) {
     return ErrnoError(errno, "getrandom");
   }
-  epoll_.Reset(epoll_create1(EPOLL_CLOEXEC));
-  wake_.Reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!epoll_.valid() || !wake_.valid() || !Watch(epoll_.get(), wake_.get(), EPOLLIN, nullptr)) {
-    return ErrnoError(errno, fmt::format("epoch {}", id_));
+  encoded_ = EncodeSocketAddress(shared_.address);
+  const bool threads = shared_.tls != nullptr;
+  for (int first = 0; first < (threads ? streams_ : 1); ++first) {
+    lanes_.push_back(std::make_unique<SocketLane>(&shared_, first, threads ? 1 : streams_));
+    REFITD_RETURN_IF_ERROR(lanes_.back()->Open());
   }
-  encoded_ = EncodeSocketAddress(address_);
-  door_ = listener_->Add({id_, rank_, address_.token, [this](GreetedConnection arrival) {
-                            MutexLock lock(&mutex_);
-                            std::erase_if(arrivals_, [&arrival](const GreetedConnection& old) {
-                              return old.from == arrival.from && old.stream == arrival.stream;
-                            });
-                            arrivals_.push_back(std::move(arrival));
-                            Wake();
+  door_ = listener_->Add({id_, rank_, shared_.address.token, [this](GreetedConnection arrival) {
+                            if (arrival.stream < 0 || arrival.stream >= streams_) return;
+                            const size_t lane = lanes_.size() == 1 ? 0 : arrival.stream;
+                            lanes_[lane]->Arrive(std::move(arrival));
                           }});
   return encoded_;
 }
 
-void SocketEpoch::Wake() {
-  const uint64_t one = 1;
-  (void)!write(wake_.get(), &one, sizeof(one));  // fails only if it was woken very often already
+void SocketEpoch::Halt() {
+  shared_.halted = true;
+  for (const auto& lane : lanes_) lane->Wake();
 }
 
-void SocketEpoch::Interrupt() {
-  interrupted_ = true;
-  Wake();
-}
+void SocketEpoch::Interrupt() { Halt(); }
 
-void SocketEpoch::CloseLinks() {
+// No connection arrives, and no thread runs, when the lanes let go of their connections.
+void SocketEpoch::CloseLanes() {
   if (door_ != 0) listener_->Remove(door_);
   door_ = 0;
-  EndFlows();
-  ready_.clear();
-  turn_.clear();
-  dialling_.clear();
-  links_.clear();
-  MutexLock lock(&mutex_);
-  arrivals_.clear();
+  {
+    MutexLock lock(&mutex_);
+    ending_ = true;
+    changed_.NotifyAll();
+  }
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+  for (const auto& lane : lanes_) lane->CloseLinks();
 }
 
 // ---- Connect and operations ----
@@ -128,622 +126,124 @@ absl::Status SocketEpoch::TakeAddresses(const std::vector<std::string>& encoded)
                    "not what it gave out",
                    id_, rank);
     }
-    if (address.tls != address_.tls) {
+    if (address.tls != shared_.address.tls) {
       return Error(StatusCode::kInvalidArgument,
                    "epoch {}: rank {} {} the data plane, this rank {} {}", id_, rank,
                    address.tls ? "encrypts" : "does not encrypt", rank_,
-                   address_.tls ? "does" : "does not");
+                   shared_.address.tls ? "does" : "does not");
     }
     streams = std::min<int>(streams, address.streams);
     addresses.push_back(std::move(address));
   }
-  addresses_ = std::move(addresses);
-  common_streams_ = streams;
+  shared_.addresses = std::move(addresses);
+  shared_.streams = streams;
   return absl::OkStatus();
 }
 
 absl::Status SocketEpoch::Connect(const WireWork& work, bool* began) {
   REFITD_RETURN_IF_ERROR(TakeAddresses(*work.connect));
   *began = true;
-  const std::set<int> neighbours = {(rank_ + 1) % size_, (rank_ + size_ - 1) % size_};
-  for (const int peer : neighbours) {
-    for (int stream = 0; peer != rank_ && stream < common_streams_; ++stream) {
-      Link* const link = LinkTo(peer, stream);
-      link->awaited = true;
-      ++pending_;
-      Queue(link);
-    }
-  }
-  TakeArrivals();
-  return Drive(work);
+  StartThreads();
+  return RunLanes(work);
 }
 
 absl::Status SocketEpoch::Move(const WireWork& work, bool* began) {
   REFITD_RETURN_IF_ERROR(CheckMove(work));
   *began = true;
-  if (work.exchange.has_value()) {
-    PlanExchange(*work.exchange);
-  } else {
-    PlanBroadcast(*work.broadcast);
-  }
-  absl::Status status = Drive(work);
-  EndFlows();
+  absl::Status status = RunLanes(work);
+  for (const auto& lane : lanes_) lane->EndFlows();
   return status;
 }
 
-// The ranks form a chain that starts at the root.
-void SocketEpoch::PlanBroadcast(const WireBroadcast& broadcast) {
-  const Frame frame{FrameKind::kBroadcast, broadcast.seq.value(),
-                    static_cast<uint64_t>(broadcast.root),
-                    static_cast<uint64_t>(broadcast.memory.bytes)};
-  const int position = (rank_ - broadcast.root + size_) % size_;
-  const bool sends = position + 1 < size_;
-  int64_t portion = kTurnBytes;
-  if (sends) {
-    portion =
-        std::clamp(broadcast.memory.bytes / (kChainShare * (size_ - 1)), kMinPortion, kMaxPortion);
-  }
-  if (position > 0) {
-    AddLeg((rank_ + size_ - 1) % size_, false, frame, broadcast.memory, portion);
-  }
-  const size_t receiving = flows_.size();
-  if (sends) AddLeg((rank_ + 1) % size_, true, frame, broadcast.memory, kTurnBytes);
-  // All pairs of ranks have the same number of connections, so each sending flow passes on the
-  // bytes of one receiving flow.
-  for (size_t i = 0; receiving > 0 && receiving + i < flows_.size(); ++i) {
-    flows_[i]->relay = flows_[receiving + i].get();
-    flows_[receiving + i]->from = flows_[i].get();
+// ---- lanes ----
+
+void SocketEpoch::StartThreads() {
+  const size_t lanes = std::min(lanes_.size(), static_cast<size_t>(shared_.streams));
+  for (size_t lane = 1; lane < lanes; ++lane) {
+    threads_.emplace_back([this, lane] {
+      EnterWireThread(fmt::format("refitd-lane-{}", lane));
+      RunThread(lane);
+    });
   }
 }
 
-void SocketEpoch::PlanExchange(const WireExchange& exchange) {
-  for (const auto* legs : {&exchange.receives, &exchange.sends}) {
-    for (const WireExchange::Leg& leg : *legs) {
-      const Frame frame{FrameKind::kExchange, exchange.seq.value(), 0,
-                        static_cast<uint64_t>(leg.memory.bytes)};
-      AddLeg(leg.peer, legs == &exchange.sends, frame, leg.memory, kTurnBytes);
+void SocketEpoch::RunThread(size_t lane) {
+  for (uint64_t seen = 0;;) {
+    const WireWork* work = nullptr;
+    {
+      MutexLock lock(&mutex_);
+      while (round_ == seen && !ending_) changed_.Wait(&mutex_);
+      if (round_ == seen) return;
+      seen = round_;
+      work = work_;
+    }
+    RunLane(lane, *work);
+    MutexLock lock(&mutex_);
+    --running_;
+    changed_.NotifyAll();
+  }
+}
+
+absl::Status SocketEpoch::RunLanes(const WireWork& work) {
+  {
+    MutexLock lock(&mutex_);
+    work_ = &work;
+    ++round_;
+    running_ = threads_.size();
+    changed_.NotifyAll();
+  }
+  RunLane(0, work);
+  MutexLock lock(&mutex_);
+  // Every lane ends by the work's deadline (P4).
+  while (running_ > 0) changed_.Wait(&mutex_);
+  work_ = nullptr;
+  if (cause_ == Cause::kNone) return absl::OkStatus();
+  return Failure(work, cause_, *lanes_[failed_]);
+}
+
+void SocketEpoch::RunLane(size_t lane, const WireWork& work) {
+  const Cause cause =
+      work.connect.has_value() ? lanes_[lane]->Connect(work) : lanes_[lane]->Move(work);
+  if (cause == Cause::kNone) return;
+  {
+    MutexLock lock(&mutex_);
+    if (cause > cause_) {
+      cause_ = cause;
+      failed_ = lane;
     }
   }
+  Halt();
 }
 
-void SocketEpoch::AddLeg(int peer, bool send, const Frame& frame, const MemorySpan& memory,
-                         int64_t portion) {
-  for (int stream = 0; stream < common_streams_; ++stream) {
-    auto flow = std::make_unique<Flow>();
-    flow->link = LinkTo(peer, stream);
-    flow->frame = frame;
-    flow->data = static_cast<char*>(memory.data);
-    flow->bytes = BytesOfStream(memory.bytes, stream, common_streams_);
-    flow->portion = portion;
-    (send ? flow->link->send : flow->link->receive) = flow.get();
-    ++pending_;
-    Queue(flow->link);
-    flows_.push_back(std::move(flow));
+// Names the peers that any lane waited for. All lanes have stopped.
+absl::Status SocketEpoch::Failure(const WireWork& work, Cause cause, const SocketLane& lane) const {
+  if (closing()) return Closed();
+  SocketLane::Awaited awaited;
+  for (const auto& each : lanes_) each->AddAwaited(&awaited);
+  switch (cause) {
+    case Cause::kNone:
+    case Cause::kHalted:
+      return Closed();
+    case Cause::kOverdue:
+      return Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_,
+                   NameOf(work), ToMillis(work.timeout), NamesOf(awaited.peers), awaited.trouble);
+    case Cause::kBroken:
+      return Broken(lane, awaited);
+    case Cause::kOther:
+      return lane.failure();
   }
-}
-
-void SocketEpoch::EndFlows() {
-  for (const auto& flow : flows_) {
-    flow->link->send = nullptr;
-    flow->link->receive = nullptr;
-  }
-  flows_.clear();
-  pending_ = 0;
-}
-
-SocketEpoch::Link* SocketEpoch::LinkTo(int peer, int stream) {
-  std::unique_ptr<Link>& link = links_[{peer, stream}];
-  if (link == nullptr) {
-    link = std::make_unique<Link>();
-    link->peer = peer;
-    link->stream = stream;
-  }
-  return link.get();
-}
-
-void SocketEpoch::Queue(Link* link) {
-  if (link->queued) return;
-  link->queued = true;
-  ready_.push_back(link);
-}
-
-// ---- turns ----
-
-absl::Status SocketEpoch::Drive(const WireWork& work) {
-  while (pending_ > 0) {
-    if (interrupted_) return Closed();
-    turn_.swap(ready_);
-    for (Link* const link : turn_) {
-      link->queued = false;
-      REFITD_RETURN_IF_ERROR(Advance(link));
-    }
-    turn_.clear();
-    if (pending_ == 0) break;
-    if (steady_clock::now() >= work.deadline) return Overdue(work);
-    Wait(work);
-  }
-  return absl::OkStatus();
-}
-
-void SocketEpoch::Wait(const WireWork& work) {
-  int millis = 0;
-  if (ready_.empty()) {
-    TimePoint until = work.deadline;
-    for (const Link* link : dialling_) until = std::min(until, link->retry);
-    const Duration left = until - steady_clock::now();
-    millis = static_cast<int>(std::clamp<int64_t>(
-        std::chrono::ceil<std::chrono::milliseconds>(left).count(), 0, INT_MAX));
-  }
-  std::array<epoll_event, 64> events;
-  const int count = epoll_wait(epoll_.get(), events.data(), events.size(), millis);
-  bool woken = false;
-  for (int i = 0; i < count; ++i) {
-    auto* const link = static_cast<Link*>(events[i].data.ptr);
-    if (link == nullptr) {
-      woken = true;
-      continue;
-    }
-    const uint32_t what = events[i].events;
-    if ((what & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) link->ended = true;
-    // Under TLS either direction may wait for the other.
-    const bool both = link->ended || link->connection.tls();
-    if (both || (what & EPOLLIN) != 0) link->readable = true;
-    if (both || (what & EPOLLOUT) != 0) link->writable = true;
-    Queue(link);
-  }
-  if (woken) TakeArrivals();
-  DialAgain();
-}
-
-void SocketEpoch::DialAgain() {
-  if (dialling_.empty()) return;
-  const TimePoint now = steady_clock::now();
-  std::erase_if(dialling_, [&](Link* link) {
-    if (link->retry > now) return false;
-    Queue(link);
-    return true;
-  });
-}
-
-std::vector<const SocketEpoch::Link*> SocketEpoch::Awaited() const {
-  std::vector<const Link*> awaited;
-  for (const auto& [key, link] : links_) {
-    if (link->awaited) awaited.push_back(link.get());
-  }
-  for (const auto& flow : flows_) {
-    // A relay that has passed on all its bytes waits only for its source.
-    const bool starved = flow->from != nullptr && flow->link->state == Link::State::kUp &&
-                         flow->from->moved < flow->bytes && flow->moved == flow->from->moved;
-    if (!flow->done && !starved) awaited.push_back(flow->link);
-  }
-  return awaited;
-}
-
-// Returns the ranks at the other ends, each listed once, such as "rank 1, rank 4".
-std::string SocketEpoch::PeersOf(const std::vector<const Link*>& links) {
-  std::set<int> peers;
-  for (const Link* link : links) {
-    if (peers.size() < kMaxNamed) peers.insert(link->peer);
-  }
-  std::string names;
-  for (const int peer : peers) names += fmt::format("{}rank {}", names.empty() ? "" : ", ", peer);
-  return names;
-}
-
-absl::Status SocketEpoch::Overdue(const WireWork& work) const {
-  const std::vector<const Link*> awaited = Awaited();
-  std::string trouble;
-  for (const Link* link : awaited) {
-    if (!trouble.empty() || link->trouble.empty() || link->state == Link::State::kUp) continue;
-    trouble = fmt::format("; the last dial of rank {}: {}", link->peer, link->trouble);
-  }
-  std::string what = "connecting";
-  if (!flows_.empty()) what = Describe(flows_.front()->frame);
-  return Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_, what,
-               ToMillis(work.timeout), PeersOf(awaited), trouble);
-}
-
-absl::Status SocketEpoch::Advance(Link* link) {
-  if (link->state != Link::State::kUp) REFITD_RETURN_IF_ERROR(Establish(link));
-  if (link->state != Link::State::kUp) return absl::OkStatus();
-  REFITD_RETURN_IF_ERROR(Receive(link));
-  return Send(link);
+  return lane.failure();
 }
 
 // If this rank did not wait for the peer, the peer may have given up waiting for this rank, which
 // passes on what others send. Then the rank to blame is among those that this rank waits for.
-absl::Status SocketEpoch::BrokenLink(const Link& link, const absl::Status& why) const {
-  const std::vector<const Link*> awaited = Awaited();
-  const bool waited_for_peer = std::any_of(awaited.begin(), awaited.end(),
-                                           [&link](const Link* l) { return l->peer == link.peer; });
+absl::Status SocketEpoch::Broken(const SocketLane& lane, const SocketLane::Awaited& awaited) const {
   std::string others;
-  if (!waited_for_peer && !awaited.empty()) {
-    others = fmt::format(" while this rank waited for {}", PeersOf(awaited));
+  if (!awaited.peers.contains(lane.broken_peer()) && !awaited.peers.empty()) {
+    others = fmt::format(" while this rank waited for {}", NamesOf(awaited.peers));
   }
   return Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}{}", id_,
-               link.peer, Message(why), others);
-}
-
-// ---- connections come up ----
-
-void SocketEpoch::TakeArrivals() {
-  uint64_t count = 0;
-  (void)!read(wake_.get(), &count, sizeof(count));
-  if (addresses_.empty()) return;
-  std::vector<GreetedConnection> arrivals;
-  {
-    MutexLock lock(&mutex_);
-    arrivals.swap(arrivals_);
-  }
-  for (GreetedConnection& arrival : arrivals) {
-    if (!MayArrive(arrival)) continue;
-    Link* const link = LinkTo(arrival.from, arrival.stream);
-    Reset(link);
-    link->connection = std::move(arrival.connection);
-    link->state = Link::State::kAnswering;
-    link->greeting = GreetingFor(*link, GreetingKind::kWelcome);
-    if (Adopt(link)) Queue(link);
-  }
-}
-
-// Whether the connection may be a link of this epoch; otherwise it is closed. The control plane
-// told each rank's identity.
-bool SocketEpoch::MayArrive(const GreetedConnection& arrival) const {
-  const SocketAddress& expected = addresses_[arrival.from];
-  if (arrival.identity != expected.identity) {
-    listener_->options().log(fmt::format(
-        "data plane: \"{}\" is dropped: it has the token of rank {} of epoch {}, which is \"{}\"",
-        arrival.identity, arrival.from, id_, expected.identity));
-    return false;
-  }
-  if (arrival.stream >= common_streams_) return false;
-  const auto link = links_.find({arrival.from, arrival.stream});
-  return link == links_.end() || !link->second->used;
-}
-
-void SocketEpoch::Reset(Link* link) {
-  link->connection = Connection();
-  link->state = Link::State::kAbsent;
-  link->readable = link->writable = link->ended = false;
-  link->greeted = 0;
-}
-
-// Watches the connection. False: the kernel can't.
-bool SocketEpoch::Adopt(Link* link) {
-  link->readable = link->writable = true;
-  if (Watch(epoll_.get(), link->connection.fd(), kLinkEvents, link)) return true;
-  Reset(link);
-  return false;
-}
-
-GreetingBytes SocketEpoch::GreetingFor(const Link& link, GreetingKind kind) const {
-  return EncodeGreeting({kind, id_.value(), static_cast<uint32_t>(rank_),
-                         static_cast<uint32_t>(link.peer), static_cast<uint32_t>(link.stream),
-                         addresses_[link.peer].token});
-}
-
-absl::Status SocketEpoch::Dial(Link* link) {
-  const SocketAddress& address = addresses_[link->peer];
-  absl::StatusOr<UniqueFd> fd = DialTcp(address_.host, address.host, address.port);
-  if (!fd.ok()) return Unreachable(*link, fd.status());
-  link->connection = Connection(*std::move(fd), nullptr);
-  link->state = Link::State::kConnecting;
-  if (!Adopt(link)) return BrokenLink(*link, absl::UnavailableError("epoll has no room"));
-  link->writable = false;  // until the kernel tells that the dial has ended
-  return absl::OkStatus();
-}
-
-absl::Status SocketEpoch::Unreachable(const Link& link, const absl::Status& why) const {
-  const SocketAddress& address = addresses_[link.peer];
-  return Error(StatusCode::kUnavailable, "epoch {}: rank {} at {} port {}: {}", id_, link.peer,
-               address.host.Text(), address.port, Message(why));
-}
-
-// The other end may have had too many strangers, so the link is dialled again.
-void SocketEpoch::DialLater(Link* link, const absl::Status& why) {
-  Reset(link);
-  link->trouble = Message(why);
-  link->retry = steady_clock::now() + kRedial;
-  dialling_.push_back(link);
-}
-
-absl::Status SocketEpoch::CheckIdentity(const Link& link) const {
-  if (tls_ == nullptr) return absl::OkStatus();
-  const std::string identity = link.connection.PeerIdentity();
-  const std::string& expected = addresses_[link.peer].identity;
-  if (identity != expected) {
-    return Unreachable(link, absl::UnauthenticatedError(
-                                 fmt::format("it is \"{}\", not \"{}\"", identity, expected)));
-  }
-  const std::string& pattern = listener_->options().identities;
-  if (pattern.empty() || MatchesIdentity(pattern, identity)) return absl::OkStatus();
-  return Unreachable(link, absl::UnauthenticatedError(fmt::format(
-                               "it is \"{}\", which does not match \"{}\"", identity, pattern)));
-}
-
-absl::Status SocketEpoch::Establish(Link* link) {
-  for (;;) {
-    const Link::State before = link->state;
-    const absl::StatusOr<bool> went = Step(link);
-    if (!went.ok()) {
-      if (rank_ > link->peer) {
-        Reset(link);  // its peer dials again
-        return absl::OkStatus();
-      }
-      // A connection that just ends may be dialled again; all else has a cause that stays.
-      if (went.status().code() != StatusCode::kAborted) return went.status();
-      DialLater(link, went.status());
-      return absl::OkStatus();
-    }
-    if (!*went || link->state == before) return absl::OkStatus();
-    if (link->state == Link::State::kUp) {
-      if (link->awaited) --pending_;
-      link->awaited = false;
-      link->trouble.clear();
-      return absl::OkStatus();
-    }
-  }
-}
-
-// Takes the link one step towards kUp. False: the link waits for the other end. ABORTED: the
-// connection ended without a reason.
-absl::StatusOr<bool> SocketEpoch::Step(Link* link) {
-  switch (link->state) {
-    case Link::State::kAbsent:
-      if (rank_ > link->peer || link->retry > steady_clock::now()) return false;
-      REFITD_RETURN_IF_ERROR(Dial(link));
-      return true;
-    case Link::State::kConnecting: {
-      if (!link->writable) return false;
-      const absl::Status outcome = DialOutcome(link->connection.fd());
-      if (!outcome.ok()) return Unreachable(*link, outcome);
-      if (tls_ != nullptr) REFITD_RETURN_IF_ERROR(Encrypt(link));
-      link->state = Link::State::kEncrypting;
-      return true;
-    }
-    case Link::State::kEncrypting: {
-      const absl::StatusOr<bool> done = link->connection.Handshake();
-      if (!done.ok()) return Ended(*link, done.status());
-      if (!*done) return false;
-      REFITD_RETURN_IF_ERROR(CheckIdentity(*link));
-      link->greeting = GreetingFor(*link, GreetingKind::kHello);
-      link->greeted = 0;
-      link->state = Link::State::kGreeting;
-      return true;
-    }
-    case Link::State::kGreeting:
-    case Link::State::kAnswering: {
-      REFITD_ASSIGN_OR_RETURN(const bool sent, SendGreeting(link));
-      if (!sent) return false;
-      link->greeted = 0;
-      link->state = link->state == Link::State::kGreeting ? Link::State::kAsking : Link::State::kUp;
-      return true;
-    }
-    case Link::State::kAsking: {
-      REFITD_ASSIGN_OR_RETURN(const bool heard, HearWelcome(link));
-      if (heard) link->state = Link::State::kUp;
-      return heard;
-    }
-    case Link::State::kUp:
-      return false;
-  }
-  return false;
-}
-
-absl::Status SocketEpoch::Encrypt(Link* link) {
-  absl::StatusOr<SslPtr> ssl = tls_->Dial(link->connection.fd());
-  if (!ssl.ok()) return Unreachable(*link, ssl.status());
-  link->connection.StartTls(*std::move(ssl));
-  return absl::OkStatus();
-}
-
-// The error for a connection that ended before it was up. TLS tells the reason; a connection that
-// was just closed tells none.
-absl::Status SocketEpoch::Ended(const Link& link, const absl::Status& why) const {
-  if (why.code() == StatusCode::kUnauthenticated) return Unreachable(link, why);
-  return absl::AbortedError(Message(why));
-}
-
-absl::StatusOr<bool> SocketEpoch::SendGreeting(Link* link) {
-  while (link->greeted < kGreetingBytes) {
-    const absl::StatusOr<int64_t> n =
-        link->connection.Write(std::span(link->greeting).subspan(link->greeted), {});
-    if (!n.ok()) return Ended(*link, n.status());
-    if (*n == 0) return false;
-    link->greeted += static_cast<size_t>(*n);
-  }
-  return true;
-}
-
-absl::StatusOr<bool> SocketEpoch::HearWelcome(Link* link) {
-  while (link->greeted < kGreetingBytes) {
-    const absl::StatusOr<int64_t> n =
-        link->connection.Read(link->greeting.data() + link->greeted,
-                              static_cast<int64_t>(kGreetingBytes - link->greeted));
-    if (!n.ok()) return Ended(*link, n.status());
-    if (*n == 0) return false;
-    link->greeted += static_cast<size_t>(*n);
-  }
-  const std::optional<Greeting> answer = DecodeGreeting(link->greeting);
-  if (answer.has_value() && answer->kind == GreetingKind::kUnknown) {
-    return Unreachable(
-        *link, absl::UnavailableError("it has no such epoch: it closed it, or its address is of "
-                                      "another epoch"));
-  }
-  if (!answer.has_value() || answer->kind != GreetingKind::kWelcome ||
-      answer->epoch != id_.value() || answer->from != static_cast<uint32_t>(link->peer) ||
-      answer->to != static_cast<uint32_t>(rank_) ||
-      answer->stream != static_cast<uint32_t>(link->stream) ||
-      !SameToken(answer->token, address_.token)) {
-    return Unreachable(*link, absl::UnauthenticatedError("its answer is not that of the rank"));
-  }
-  return true;
-}
-
-// ---- bytes leave ----
-
-absl::Status SocketEpoch::Send(Link* link) {
-  for (int64_t budget = kTurnBytes; link->writable;) {
-    const bool frame_left = link->out_sent < kFrameBytes;
-    Flow* const flow = link->send;
-    const bool in_payload = flow != nullptr && flow->started && flow->moved < flow->bytes;
-    if (!frame_left && !in_payload && !NextFrame(link)) return absl::OkStatus();
-    const std::span<const char> head = std::span(link->out).subspan(link->out_sent);
-    std::span<const char> body;
-    if (link->send != nullptr && link->send->started && !link->ack_going) {
-      body = NextBytes(*link->send);
-    }
-    if (head.empty() && body.empty()) return absl::OkStatus();  // a relay without bytes
-    link->used = true;
-    const absl::StatusOr<int64_t> n = link->connection.Write(head, body);
-    if (!n.ok()) return BrokenLink(*link, n.status());
-    if (*n == 0) {
-      link->writable = false;
-      return absl::OkStatus();
-    }
-    // The kernel takes the remaining bytes after its next event.
-    const bool whole = *n == static_cast<int64_t>(head.size() + body.size());
-    if (!whole && !link->connection.tls() && !link->ended) link->writable = false;
-    Sent(link, *n);
-    budget -= *n;
-    if (budget > 0) continue;
-    Queue(link);
-    return absl::OkStatus();
-  }
-  return absl::OkStatus();
-}
-
-// Chooses the frame to send. False: there is none.
-bool SocketEpoch::NextFrame(Link* link) {
-  Flow* const flow = link->send;
-  if (link->ack_due) {
-    link->ack_due = false;
-    link->ack_going = true;
-    link->out = EncodeFrame({FrameKind::kAck, link->receive->frame.seq, 0, 0});
-  } else if (flow != nullptr && !flow->started &&
-             (flow->from == nullptr || flow->from->moved > 0 ||
-              (flow->bytes == 0 && flow->from->started))) {
-    flow->started = true;
-    link->out = EncodeFrame(flow->frame);
-  } else {
-    return false;
-  }
-  link->out_sent = 0;
-  return true;
-}
-
-// The bytes that `flow` can send now, as far as they are contiguous.
-std::span<const char> SocketEpoch::NextBytes(const Flow& flow) const {
-  const int64_t there = flow.from == nullptr ? flow.bytes : flow.from->moved;
-  if (there == flow.moved) return {};
-  const Stretch stretch = StretchAt(flow.moved, static_cast<int64_t>(flow.frame.bytes),
-                                    flow.link->stream, common_streams_);
-  return {flow.data + stretch.offset,
-          static_cast<size_t>(std::min(stretch.bytes, there - flow.moved))};
-}
-
-void SocketEpoch::Sent(Link* link, int64_t bytes) {
-  const auto of_frame =
-      std::min<int64_t>(bytes, static_cast<int64_t>(kFrameBytes - link->out_sent));
-  link->out_sent += static_cast<size_t>(of_frame);
-  if (bytes > of_frame) {
-    link->send->moved += bytes - of_frame;
-    Count(bytes - of_frame, 0);
-  }
-  if (link->ack_going && link->out_sent == kFrameBytes) {
-    link->ack_going = false;
-    Finish(link->receive);
-  }
-}
-
-void SocketEpoch::Finish(Flow* flow) {
-  REFITD_CHECK(!flow->done && pending_ > 0);
-  flow->done = true;
-  --pending_;
-}
-
-// ---- bytes come ----
-
-absl::Status SocketEpoch::Receive(Link* link) {
-  int64_t portion = link->receive == nullptr ? kTurnBytes : link->receive->portion;
-  while (link->readable) {
-    const Flow* const flow = link->receive;
-    absl::StatusOr<bool> more = false;
-    if (flow != nullptr && flow->started && flow->moved < flow->bytes) {
-      more = ReceivePayload(link, &portion);
-    } else if ((flow != nullptr && !flow->started) ||
-               (link->send != nullptr && !link->send->done)) {
-      more = ReceiveFrame(link);
-    }
-    if (!more.ok()) return more.status();
-    if (!*more) return absl::OkStatus();
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<bool> SocketEpoch::ReceivePayload(Link* link, int64_t* portion) {
-  Flow* const flow = link->receive;
-  const Stretch stretch = StretchAt(flow->moved, static_cast<int64_t>(flow->frame.bytes),
-                                    link->stream, common_streams_);
-  const int64_t wanted = std::min({stretch.bytes, flow->bytes - flow->moved, *portion});
-  const absl::StatusOr<int64_t> n = link->connection.Read(flow->data + stretch.offset, wanted);
-  if (!n.ok()) return BrokenLink(*link, n.status());
-  // A short read has emptied the socket; more bytes are another event.
-  if (*n == 0 || (*n < wanted && !link->connection.tls() && !link->ended)) link->readable = false;
-  if (*n == 0) return false;
-  flow->moved += *n;
-  Count(0, *n);
-  if (flow->relay != nullptr) Queue(flow->relay->link);
-  if (flow->moved == flow->bytes) link->ack_due = true;
-  *portion -= *n;
-  if (*portion > 0) return true;
-  Queue(link);
-  return false;
-}
-
-absl::StatusOr<bool> SocketEpoch::ReceiveFrame(Link* link) {
-  link->used = true;
-  const auto wanted = static_cast<int64_t>(kFrameBytes - link->in_bytes);
-  const absl::StatusOr<int64_t> n = link->connection.Read(link->in.data() + link->in_bytes, wanted);
-  if (!n.ok()) return BrokenLink(*link, n.status());
-  if (*n == 0) {
-    link->readable = false;
-    return false;
-  }
-  link->in_bytes += static_cast<size_t>(*n);
-  if (link->in_bytes < kFrameBytes) return true;
-  link->in_bytes = 0;
-  const std::optional<Frame> frame = DecodeFrame(link->in);
-  if (!frame.has_value()) {
-    return BrokenLink(*link, absl::UnavailableError("what came is no frame"));
-  }
-  REFITD_RETURN_IF_ERROR(TakeFrame(link, *frame));
-  return true;
-}
-
-absl::Status SocketEpoch::TakeFrame(Link* link, const Frame& frame) {
-  Flow* const send = link->send;
-  Flow* const receive = link->receive;
-  if (frame.kind == FrameKind::kAck) {
-    const bool sent = send != nullptr && send->started && !send->done &&
-                      send->moved == send->bytes && link->out_sent == kFrameBytes;
-    if (!sent || frame.seq != send->frame.seq) {
-      return BrokenLink(*link, absl::UnavailableError("it acknowledges what it was not sent"));
-    }
-    Finish(send);
-    return absl::OkStatus();
-  }
-  const bool expected = receive != nullptr && !receive->started;
-  if (expected && frame == receive->frame) {
-    receive->started = true;
-    if (receive->bytes > 0) return absl::OkStatus();
-    link->ack_due = true;
-    if (receive->relay != nullptr) Queue(receive->relay->link);
-    return absl::OkStatus();
-  }
-  return Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
-               id_, link->peer, Describe(frame), rank_,
-               Describe(expected ? receive->frame : send->frame));
+               lane.broken_peer(), Message(lane.failure()), others);
 }
 
 }  // namespace refitd

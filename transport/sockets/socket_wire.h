@@ -9,9 +9,11 @@
 // In the clear (no `certificates`), bytes are neither encrypted nor authenticated: the network of
 // the interface must be trusted (P9).
 //
-// Threads: "refitd-wire-N", one an epoch, which does all socket work of its operations;
-// "refitd-wire-io", which takes connections until they are an epoch's; "refitd-wire", which joins
-// the threads of closed epochs and answers calls on epochs that do not exist.
+// Threads: "refitd-wire-N", one an epoch, which runs its operations in order and does their socket
+// work; "refitd-lane-I", under TLS one for each further stream of an epoch
+// (transport/sockets/lane.h); "refitd-wire-io", which takes connections until they are an epoch's;
+// "refitd-wire", which joins the threads of closed epochs and answers calls on epochs that do not
+// exist.
 #ifndef REFITD_TRANSPORT_SOCKETS_SOCKET_WIRE_H_
 #define REFITD_TRANSPORT_SOCKETS_SOCKET_WIRE_H_
 
