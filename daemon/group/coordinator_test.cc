@@ -979,5 +979,171 @@ TEST_CASE("an instance is ready until its first byte is written, and again from 
   CHECK_FALSE(f.coordinator().readiness()->Of("late", 5)->ready);
 }
 
+// A refit to the instances of daemons a, c and d while its program runs, which has ten rounds and
+// moves nothing here.
+struct RunningRefit : Fixture {
+  static constexpr NodeId kFourth{3};
+  const std::vector<NodeId> daemons = {kNode, kThird, kFourth};
+
+  explicit RunningRefit(Protocol of_fourth = kProtocol) {
+    const std::vector<TensorSpec> model = {Bytes("t", 100)};
+    Do(NodeJoined{kThird, "c", "elsewhere"});
+    NodeJoined fourth{kFourth, "d", "elsewhere"};
+    fourth.protocol = of_fourth;
+    Do(fourth);
+    Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+    Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(model)}));
+    for (const NodeId node : daemons) {
+      EngineIdentity engine;
+      engine.instance = fmt::format("i{}", node);
+      Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
+    }
+    ToAll(PeerLayout{kRemoteEngine, LayoutOf(model)});
+    RefitEvent refit;
+    refit.call = CallId(1);
+    refit.member = kTrainer;
+    refit.version = Version(1);
+    Do(GroupEvent(refit));
+    const CompileProgram compile = Local<CompileProgram>().at(0);
+    auto plan = std::make_shared<RefitPlan>();
+    plan->routes.tensors = model;
+    plan->content = ContentOf(compile.sources, compile.destinations, compile.options);
+    plan->routes.wire_bytes = 300;
+    Do(GroupEvent(ProgramCompiled{compile.program, absl::OkStatus(), plan}));
+    id = Sent<PeerPrepare>().at(0).update;
+    const BuildProgram build = Local<BuildProgram>().at(0);
+    auto made = std::make_shared<NodeProgram>();
+    made->sources = build.sources;
+    made->rounds = 10;
+    Do(ProgramBuilt{build.program, build.build, absl::OkStatus(), made});
+    ToAll(PeerProgramBuilt{id, absl::OkStatus(), 10, {}});
+    BringUp(EpochId(1), daemons);
+    ToAll(ReadyEvent{kRemoteEngine, id});
+    REQUIRE(Sent<PeerRun>().size() == 3);
+    CHECK_FALSE(Sent<PeerRun>()[0].resume.has_value());
+    Forget();
+  }
+  void ToAll(const PeerReport& report) {
+    for (const NodeId node : daemons) Do(ReportReceived{node, report});
+  }
+  // A daemon's run was cut, and it lacks that step.
+  void Cut(NodeId node, std::optional<int64_t> lacks, uint32_t attempt = 0,
+           absl::Status why = absl::CancelledError("closed")) {
+    PeerRunDone done;
+    done.update = id;
+    done.status = std::move(why);
+    done.wire_failed = true;
+    done.bytes_written = {40};
+    done.attempt = attempt;
+    done.lacks = lacks;
+    Do(ReportReceived{node, done});
+    if (reads_back) {
+      Do(ReportReceived{node, VerifyDone{id, absl::CancelledError("its run was cut"), {}}});
+    }
+  }
+  bool reads_back = true;  // daemons answer for their read-back at once
+  UpdateId id;
+};
+
+TEST_CASE("a refit goes on from the first step that a survivor lacks") {
+  RunningRefit f;
+  f.Do(NodeLost{kThird, "it died"});
+  f.Cut(kNode, 6);
+  CHECK(f.Sent<PeerRun>().empty());
+  f.Cut(RunningRefit::kFourth, 4);
+  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  REQUIRE(runs.size() == 2);
+  CHECK(runs[0].attempt == 1);
+  CHECK(runs[0].resume == 4);
+}
+
+TEST_CASE("a refit runs from its beginning where a survivor can't say what it lacks") {
+  const bool old = GENERATE(false, true);
+  RunningRefit f(old ? Protocol::kV4 : kProtocol);
+  f.Do(NodeLost{kThird, "it died"});
+  f.Cut(kNode, 6);
+  f.Cut(RunningRefit::kFourth, old ? std::optional<int64_t>(4) : std::nullopt);
+  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  REQUIRE(runs.size() == 2);
+  CHECK(runs[0].attempt == 1);
+  CHECK_FALSE(runs[0].resume.has_value());
+}
+
+TEST_CASE("a second daemon that dies while the loss of the first is handled costs only itself") {
+  RunningRefit f;
+  f.Do(NodeLost{kThird, "it died"});
+  f.Cut(kNode, 6);
+  SECTION("before its run has ended") {}
+  SECTION("after its run has ended, in the next attempt") { f.Cut(RunningRefit::kFourth, 4); }
+  SECTION("after its run has ended, before its read-back has") {
+    f.reads_back = false;
+    f.Cut(RunningRefit::kFourth, 4);
+    f.reads_back = true;
+  }
+  f.Forget();
+  f.Do(NodeLost{RunningRefit::kFourth, "it died, too"});
+  f.Cut(kNode, 6, 1);  // if the next attempt had begun; else it is not heard
+  CHECK(f.Sent<PeerUpdateEnded>().empty());
+  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  REQUIRE_FALSE(runs.empty());
+  CHECK(runs.back().resume == 6);
+  CHECK(f.Sent<OpenEpoch>().back().size == 2);
+}
+
+TEST_CASE("a daemon that read back before a refit went on reads back again before the commit") {
+  RunningRefit f;
+  f.reads_back = false;
+  f.Do(NodeLost{kThird, "it died"});
+  f.Cut(kNode, 10);
+  f.Do(ReportReceived{kNode, VerifyDone{f.id, absl::OkStatus(), {}}});
+  f.Forget();
+  f.Cut(RunningRefit::kFourth, 4);
+  f.Do(ReportReceived{RunningRefit::kFourth, VerifyDone{f.id, absl::CancelledError("cut"), {}}});
+  CHECK(f.Sent<PeerVerify>().size() == 2);
+  const std::vector<NodeId> survivors = {kNode, RunningRefit::kFourth};
+  f.BringUp(EpochId(2), survivors);
+  // This daemon's own share, which is without moves, ends when it is issued.
+  f.Do(ReportReceived{kNode, PeerWireGranted{f.id}});
+  f.Do(WireGranted{});
+  f.Do(ReportReceived{RunningRefit::kFourth, PeerWireGranted{f.id}});
+  for (const NodeId node : survivors) {
+    PeerRunDone done;
+    done.update = f.id;
+    done.bytes_written = {100};
+    done.attempt = 1;
+    done.lacks = 10;
+    f.Do(ReportReceived{node, done});
+  }
+  f.Do(ReportReceived{RunningRefit::kFourth, VerifyDone{f.id, absl::OkStatus(), {}}});
+  CHECK(f.Sent<PeerUpdateEnded>().empty());
+  f.Do(ReportReceived{kNode, VerifyDone{f.id, absl::OkStatus(), {}}});
+  REQUIRE_FALSE(f.Sent<PeerUpdateEnded>().empty());
+  CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kCommitted);
+}
+
+TEST_CASE("of two daemons whose wire fails, the one that more others name is dropped") {
+  RunningRefit f;
+  const NodeId culprit = GENERATE(kNode, kThird);
+  const NodeId other = culprit == kNode ? kThird : kNode;
+  // Here ranks of the epoch are the numbers of nodes.
+  const auto waited = [](NodeId rank) {
+    return absl::DeadlineExceededError(fmt::format("waited 2000 ms for rank {}", rank));
+  };
+  f.Cut(other, 3, 0, waited(culprit));
+  f.Cut(RunningRefit::kFourth, 4, 0, waited(culprit));
+  f.Cut(culprit, 5, 0, waited(other));
+  f.Wait(std::chrono::milliseconds(600));
+  const auto dropped = f.Local<DropNode>();
+  REQUIRE(dropped.size() == 1);
+  CHECK(dropped[0].node == culprit);
+  CHECK_THAT(std::string(dropped[0].status.message()),
+             Catch::Contains(culprit == kNode ? "rank 1 is daemon a" : "rank 2 is daemon c"));
+  CHECK(f.Sent<PeerUpdateEnded>().empty());
+  // This daemon has ended its run, too, once the epoch is closed.
+  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  REQUIRE(runs.size() == 2);
+  CHECK(runs[0].resume == 3);
+}
+
 }  // namespace
 }  // namespace refitd

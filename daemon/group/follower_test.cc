@@ -3,6 +3,7 @@
 #include <malloc.h>
 
 #include <catch2/catch.hpp>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -491,6 +492,103 @@ TEST_CASE("a program was built on after its update had ended") {
   REQUIRE(f.Sent<PeerProgramBuilt>().size() == 1);
   CHECK(f.Sent<PeerProgramBuilt>()[0].update == UpdateId(2));
   CHECK(f.Sent<PeerProgramBuilt>()[0].status == absl::OkStatus());
+}
+
+// An update whose program receives four rounds of 64 bytes. Its run is cut on the wire in the
+// second round.
+struct CutRun : Fixture {
+  explicit CutRun(absl::Status unpacked = absl::OkStatus()) {
+    Register(kCall);
+    Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
+    Command(PrepareEngine(Digest()));
+    PeerProgram program = MovesTo(kEngine);
+    program.node = 1;
+    Command(program);
+    const BuildProgram build = Peers<BuildProgram>().at(0);
+    auto made = std::make_shared<NodeProgram>();
+    made->node = 1;
+    made->destinations = build.destinations;
+    made->rounds = 4;
+    Stream stream;
+    stream.bytes = 256;
+    stream.step = 64;
+    made->incoming = {stream};
+    Do(ProgramBuilt{build.program, build.build, absl::OkStatus(), made});
+    Run(EpochId(1), 0, std::nullopt);
+    REQUIRE(Peers<StartExchange>().size() == 1);
+    Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
+    REQUIRE(Peers<StartMoves>().size() == 1);
+    MovesDone moved;
+    moved.update = Peers<StartMoves>()[0].update;
+    moved.step = MoveStep::kUnpack;
+    moved.bytes_written = {64};
+    moved.status = std::move(unpacked);
+    const bool stored = moved.status.ok();
+    Do(moved);
+    if (stored) Do(WireDone{EpochId(1), WireSeq(1), absl::CancelledError("closed")});
+    REQUIRE(Sent<PeerRunDone>().size() == 1);
+    first = Sent<PeerRunDone>()[0];
+    Forget();
+  }
+  void Run(EpochId epoch, uint32_t attempt, std::optional<int64_t> resume) {
+    Command(OpenEpoch{epoch, 1, 2});
+    PeerRun run;
+    run.update = UpdateId(1);
+    run.part = PartSeq(0);
+    run.wired = true;
+    run.epoch = epoch;
+    run.wire_seq = WireSeq(0);
+    run.ranks = {0, 1};
+    run.slots.resize(2);
+    run.skip = {false};
+    run.attempt = attempt;
+    run.resume = resume;
+    Command(run);
+    Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  }
+  PeerRunDone first;  // what the run that was cut reported
+};
+
+TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step") {
+  CutRun f;
+  CHECK(f.first.wire_failed);
+  CHECK(f.first.lacks == 1);
+  const int64_t resume = GENERATE(0, 1);
+  f.Run(EpochId(2), 1, resume);
+  CHECK(f.Sent<PeerRunDone>().empty());
+  CHECK(f.Peers<StartExchange>().size() == 1);
+  f.Forget();
+  f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
+  // The step that it has stored is received and not stored again.
+  const std::vector<StartMoves> moves = f.Peers<StartMoves>();
+  CHECK(moves.size() == (resume == 1 ? 1 : 0));
+  for (const StartMoves& move : moves) CHECK(move.round == 1);
+}
+
+TEST_CASE("a daemon refuses to go on from a step that would leave a gap") {
+  CutRun f;
+  const int64_t resume = GENERATE(-1, 2, 4);
+  f.Run(EpochId(2), 1, resume);
+  CHECK(f.Peers<StartExchange>().empty());
+  REQUIRE(f.Sent<PeerRunDone>().size() == 1);
+  const PeerRunDone done = f.Sent<PeerRunDone>()[0];
+  CHECK(done.status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(
+      std::string(done.status.message()),
+      Contains(fmt::format("can't go on from round {}", resume)) && Contains("lacks round 1"));
+  CHECK_FALSE(done.lacks.has_value());
+}
+
+TEST_CASE("a daemon whose move failed runs a program from its beginning only") {
+  CutRun f(absl::DataLossError("a region is gone"));
+  CHECK_FALSE(f.first.lacks.has_value());
+  const bool whole = GENERATE(false, true);
+  f.Run(EpochId(2), 1, whole ? std::nullopt : std::optional<int64_t>(0));
+  CHECK(f.Sent<PeerRunDone>().empty() == whole);
+  CHECK(f.Peers<StartExchange>().empty() == !whole);
+  if (whole) return;
+  CHECK_THAT(std::string(f.Sent<PeerRunDone>().at(0).status.message()),
+             Contains("its moves failed"));
 }
 
 TEST_CASE("a daemon whose last member went with a part under way leaves when that has ended") {
