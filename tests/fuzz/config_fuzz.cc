@@ -134,7 +134,7 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(InRange(staging.slots, kMinConfiguredSlots, kMaxConfiguredSlots));
   REFITD_CHECK(staging.max_pool_bytes >= staging.slot_bytes * staging.slots);
   REFITD_CHECK(InRange(config.copy_threads, 0, kMaxConfiguredCopyThreads));
-  REFITD_CHECK(InRange(config.data.streams, 1, kMaxConfiguredStreams));
+  REFITD_CHECK(InRange(config.data.streams, 0, kMaxConfiguredStreams));
   REFITD_CHECK(InRange(config.cuda.copy_blocks, 1, kMaxConfiguredCopyBlocks));
   REFITD_CHECK(IsWait(config.cuda.device));
   REFITD_CHECK(config.cuda.engine_bytes >= 0);

@@ -668,8 +668,28 @@ void World::AwaitFinal(TimePoint give_up) {
     In(milliseconds(20), [this, give_up] { AwaitFinal(give_up); });
     return;
   }
+  // A search for the daemon that keeps an epoch from connecting may have left an instance out of
+  // the last update. It ends within a few updates, and then the instance gets the next version.
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    GroupWorld& group = GroupOf(g);
+    if (!LeavesOneOut(g) || group.more_updates == 0) continue;
+    --group.more_updates;
+    group.job.left = 1;
+    StartAttempt(g);
+    In(milliseconds(10), [this, until = now_ + seconds(20)] { AwaitFinal(until); });
+    return;
+  }
   // Lets acknowledgements, closing and pings settle.
   In(seconds(1), [this] { CheckQuiet(); });
+}
+
+bool World::LeavesOneOut(int g) {
+  const Machine* m = Find(GroupOf(g).home, g);
+  if (m == nullptr) return false;
+  const std::vector<InstanceView> instances = m->machine->View(now_).group.instances;
+  return std::any_of(instances.begin(), instances.end(), [&](const InstanceView& instance) {
+    return instance.state == "clean" && instance.version != GroupOf(g).job.version;
+  });
 }
 
 void World::CheckQuiet() {

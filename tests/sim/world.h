@@ -299,7 +299,8 @@ struct GroupWorld {
   std::vector<bool> registers;  // by trainer rank: whether it has shards
   std::vector<bool> pushed;     // by tensor
   Job job;
-  Version top;                                 // highest that was ever tried
+  int more_updates = 4;  // that may follow the last one while it leaves an instance out
+  Version top;           // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
   EpochId last_epoch;  // the last that its coordinator opened, and its nodes
   std::set<NodeId> epoch_nodes;
@@ -742,6 +743,8 @@ class World {
   void AwaitQuiet(TimePoint give_up);
   void AwaitAttached(TimePoint give_up);
   void AwaitFinal(TimePoint give_up);
+  // Whether the last update left out an instance that is clean.
+  bool LeavesOneOut(int g);
   void CheckQuiet();
   bool AnyUpdateRuns();
   std::string WhoIsMissing(int g);
