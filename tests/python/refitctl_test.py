@@ -215,7 +215,8 @@ class RefitctlTest(unittest.TestCase):
             listeners = json.loads(ask(a, "status", "-o", "json"))["listeners"]
             (coordinator,) = [name[len("tcp:"):] for name in listeners if name.startswith("tcp:")]
             engine = Engine(self, "far", "replica", self.checkpoint(1), "--coordinator", coordinator, socket=b.socket)
-            pushed = json.loads(ask(a, "push", self.checkpoint(1), "--group", "far", "--create", "-o", "json"))
+            pushed = json.loads(ask(a, "push", self.checkpoint(1), "--group", "far", "--create", "--wait-instances", "1", "-o", "json"))
+            self.assertEqual(pushed["way"], "refit")
             engine.wait_for("verified")
             self.wait_until_no_trainer_is_left("far", socket=a.socket)
 
