@@ -1137,7 +1137,7 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
 
 void Coordinator::Impl::CompleteVerifyIfDone() {
   if (spread->program.has_value() && spread->program->again) return RunAgainIfEnded();
-  // As long as the program runs, a node may be lost, and all are read back once more.
+  // While the program runs, a node may still be lost, and then all are read back once more.
   if (!spread->verifying.empty() || !spread->verify_owed || ProgramRuns()) return;
   spread->verify_owed = false;
   VerifyDone done{spread->update, spread->verify_status, spread->verify_failed};

@@ -86,7 +86,7 @@ struct ProgramJob {
   // A node was lost while the program ran. The other nodes run the program again when all of them
   // have ended this attempt and its read-back.
   bool again = false;
-  // What each node lacks, as it said at the end of this attempt; nullopt: unknown.
+  // The first round that each node lacks, as it said at the end of this attempt; nullopt: unknown.
   std::map<NodeId, std::optional<int64_t>> lacks;
   std::optional<int64_t> resume;  // the round from which this attempt goes on
   bool complete = false;          // the group was told how the program ended
@@ -101,7 +101,7 @@ struct ProgramJob {
   std::vector<int64_t> bytes_written;
   StreamEnds run_ends;  // by what their streams carried
 };
-// What the nodes sent in the last run over several nodes that ended well.
+// The bytes that the nodes moved in the last run over several nodes that ended well.
 struct LastRun {
   ProgramId program;
   struct Share {

@@ -39,15 +39,7 @@ constexpr size_t kMaxFlightBytes = 16 << 10;
 
 WireCertificates MakeCertificates() {
   const TestAuthority root("fuzz");
-  CertificateRequest request;
-  request.uris = {"spiffe://fuzz/daemon"};
-  const IssuedCertificate issued = root.Issue(request);
-  auto own = std::make_shared<Certificates>();
-  own->certificate = issued.certificate;
-  own->key = issued.key;
-  own->roots = root.root();
-  own->identity = request.uris.front();
-  return [own] { return own; };
+  return [own = IssueCertificates(root, "spiffe://fuzz/daemon", root)] { return own; };
 }
 
 // The status of what `submit` is given a callback for.

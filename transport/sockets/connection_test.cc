@@ -22,15 +22,7 @@ using Catch::Matchers::Contains;
 
 WireCertificates MakeCertificates() {
   const TestAuthority root("test");
-  CertificateRequest request;
-  request.uris = {"spiffe://test/daemon"};
-  const IssuedCertificate issued = root.Issue(request);
-  auto own = std::make_shared<Certificates>();
-  own->certificate = issued.certificate;
-  own->key = issued.key;
-  own->roots = root.root();
-  own->identity = request.uris.front();
-  return [own] { return own; };
+  return [own = IssueCertificates(root, "spiffe://test/daemon", root)] { return own; };
 }
 
 std::string RandomText(size_t bytes) {

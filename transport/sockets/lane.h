@@ -38,7 +38,7 @@
 
 namespace refitd {
 
-// What all lanes of an epoch use.
+// All lanes of an epoch share this.
 struct LaneShared {
   // Constant after Open.
   EpochId id;
@@ -79,7 +79,8 @@ class SocketLane {
   // deadline, and soon after Wake once `halted` is set.
   Cause Connect(const WireWork& work);
   Cause Move(const WireWork& work);
-  // What the failure is. Of kBroken: only why the connection to broken_peer() broke.
+  // The failure of the last Move. After kBroken it says only why the connection to broken_peer()
+  // broke.
   const absl::Status& failure() const { return failure_; }
   int broken_peer() const { return broken_peer_; }
 

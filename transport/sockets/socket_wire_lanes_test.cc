@@ -24,15 +24,8 @@ constexpr int kStreams = 3;
 WireCertificates Daemon() {
   static const WireCertificates daemon = [] {
     const TestAuthority root("root");
-    CertificateRequest request;
-    request.uris = {"spiffe://test/daemon"};
-    const IssuedCertificate issued = root.Issue(request);
-    auto own = std::make_shared<Certificates>();
-    own->certificate = issued.certificate;
-    own->key = issued.key;
-    own->roots = root.root();
-    own->identity = request.uris.front();
-    return WireCertificates([own]() -> std::shared_ptr<const Certificates> { return own; });
+    const auto own = IssueCertificates(root, "spiffe://test/daemon", root);
+    return WireCertificates([own] { return own; });
   }();
   return daemon;
 }

@@ -24,15 +24,7 @@ const TestAuthority& Root() {
 }
 
 WireCertificates CertificatesOf(const TestAuthority& signer, const std::string& identity) {
-  CertificateRequest request;
-  request.uris = {identity};
-  const IssuedCertificate issued = signer.Issue(request);
-  auto own = std::make_shared<Certificates>();
-  own->certificate = issued.certificate;
-  own->key = issued.key;
-  own->roots = Root().root();
-  own->identity = identity;
-  return [own]() -> std::shared_ptr<const Certificates> { return own; };
+  return [own = IssueCertificates(signer, identity, Root())] { return own; };
 }
 
 WireCertificates Daemon() {

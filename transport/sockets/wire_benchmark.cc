@@ -318,15 +318,8 @@ int Main(int argc, char** argv) {
     return 2;
   }
   const TestAuthority root("benchmark");  // made before fork, so that all ranks share it
-  CertificateRequest request;
-  request.uris = {"spiffe://benchmark/daemon"};
-  const IssuedCertificate issued = root.Issue(request);
-  auto own = std::make_shared<Certificates>();
-  own->certificate = issued.certificate;
-  own->key = issued.key;
-  own->roots = root.root();
-  own->identity = request.uris.front();
-  const WireCertificates certificates = [own] { return own; };
+  const WireCertificates certificates =
+      [own = IssueCertificates(root, "spiffe://benchmark/daemon", root)] { return own; };
   std::vector<int> sockets(options.ranks, -1);
   std::vector<pid_t> children;
   for (int rank = 1; rank < options.ranks; ++rank) {

@@ -128,6 +128,20 @@ IssuedCertificate TestAuthority::Issue(const CertificateRequest& request) const 
   return issued;
 }
 
+std::shared_ptr<const Certificates> IssueCertificates(const TestAuthority& signer,
+                                                      const std::string& identity,
+                                                      const TestAuthority& root) {
+  CertificateRequest request;
+  request.uris = {identity};
+  const IssuedCertificate issued = signer.Issue(request);
+  auto own = std::make_shared<Certificates>();
+  own->certificate = issued.certificate;
+  own->key = issued.key;
+  own->roots = root.root();
+  own->identity = identity;
+  return own;
+}
+
 void WriteTlsFiles(const TlsFiles& files, const IssuedCertificate& own, const std::string& roots) {
   WriteFile(files.certificate, own.certificate);
   WriteFile(files.key, own.key);

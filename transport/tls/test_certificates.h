@@ -42,6 +42,10 @@ class TestAuthority {
   std::string root_;
 };
 
+// A certificate of `identity` (a URI) that `signer` issued, with its key; its holder trusts `root`.
+std::shared_ptr<const Certificates> IssueCertificates(const TestAuthority& signer,
+                                                      const std::string& identity,
+                                                      const TestAuthority& root);
 // Writes each file under another name first and renames it then, as issuers' tools do.
 void WriteTlsFiles(const TlsFiles& files, const IssuedCertificate& own, const std::string& roots);
 // FOLDER/NAME.crt, FOLDER/NAME.key and FOLDER/NAME.roots.

@@ -90,7 +90,7 @@ NcclEnvironment CleanNcclEnvironment(
 // "2.28.9".
 std::string NcclVersionText(int version);
 
-// What status calls tell of the report.
+// The report as status calls tell it.
 CollectivesReport CollectivesOf(const NcclReport& report);
 
 // In one line for people: "NCCL 2.28.9 from PATH", "NCCL 2.20.5 from PATH, without symmetric
