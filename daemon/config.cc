@@ -829,6 +829,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
 
 }  // namespace
 
+absl::StatusOr<Config> ConfigOf(const RefitdConfig& settings) {
+  REFITD_RETURN_IF_ERROR(CheckConfig(settings));
+  Config config = FromProto(settings);
+  REFITD_RETURN_IF_ERROR(Policy::Make(PolicySettingsOf(config)).status());
+  return config;
+}
+
 absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
                                       const std::map<std::string, std::string>& environment) {
   REFITD_ASSIGN_OR_RETURN(CommandLine line, ParseCommandLine(argv));
@@ -856,9 +863,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
     REFITD_RETURN_IF_ERROR(
         Apply(kSettings[i], line.values[i], std::string("--") + kSettings[i].name, &config));
   }
-  REFITD_RETURN_IF_ERROR(CheckConfig(config));
-  invocation.config = FromProto(config);
-  REFITD_RETURN_IF_ERROR(Policy::Make(PolicySettingsOf(invocation.config)).status());
+  REFITD_ASSIGN_OR_RETURN(invocation.config, ConfigOf(config));
   if (line.validate) invocation.print = FormatConfig(invocation.config);
   return invocation;
 }

@@ -25,6 +25,10 @@
 
 namespace refitd {
 
+namespace config {
+class RefitdConfig;  // the message of daemon/config.proto
+}
+
 // The exit codes of refitd.
 enum ExitCode : int {
   kExitOk = 0,
@@ -181,6 +185,10 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
 // The same, from main's own arguments.
 absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
                                       const char* const* environ);
+
+// Checks the settings as LoadConfig does, and converts them. INVALID_ARGUMENT names field and
+// value.
+absl::StatusOr<Config> ConfigOf(const config::RefitdConfig& settings);
 
 // The policy is made of these settings. LoadConfig has checked that they make a policy.
 PolicySettings PolicySettingsOf(const Config& config);

@@ -9,8 +9,10 @@
 #include <string>
 
 #include "daemon/config.h"
+#include "daemon/config.pb.h"
 #include "daemon/policy/policy.h"
 #include "tests/fuzz/inputs.pb.h"
+#include "tests/fuzz/one_in.h"
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -55,17 +57,30 @@ void Ask(const Policy& policy, const Question& q) {
   }
 }
 
-void FuzzOne(const fuzz::PolicyInput& input) {
+// Writes the settings as a file and reads that. Parsing a command line takes many times as long as
+// the rest, so only some inputs come here.
+absl::StatusOr<Config> ThroughFile(const config::RefitdConfig& settings) {
   std::string text;
-  REFITD_CHECK(google::protobuf::TextFormat::PrintToString(input.config(), &text));
+  REFITD_CHECK(google::protobuf::TextFormat::PrintToString(settings, &text));
   const UniqueFd file(memfd_create("config", MFD_CLOEXEC));
   REFITD_CHECK(file.valid());
   REFITD_CHECK(write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()));
-  const auto loaded =
-      LoadConfig({"--config", "/proc/self/fd/" + std::to_string(file.get())}, /*environment=*/{});
-  if (!loaded.ok()) return;
-  const auto policy = Policy::Make(PolicySettingsOf(loaded->config));
-  REFITD_CHECK(policy.ok());  // LoadConfig has checked it
+  REFITD_ASSIGN_OR_RETURN(
+      const Invocation loaded,
+      LoadConfig({"--config", "/proc/self/fd/" + std::to_string(file.get())}, /*environment=*/{}));
+  return loaded.config;
+}
+
+void FuzzOne(const fuzz::PolicyInput& input) {
+  const absl::StatusOr<Config> config = ConfigOf(input.config());
+  if (OneIn(64, input.SerializeAsString())) {
+    // The file can't say enumerators that the settings don't have.
+    const absl::StatusOr<Config> read = ThroughFile(input.config());
+    REFITD_CHECK(!read.ok() || (config.ok() && *read == *config));
+  }
+  if (!config.ok()) return;
+  const auto policy = Policy::Make(PolicySettingsOf(*config));
+  REFITD_CHECK(policy.ok());  // ConfigOf has checked it
   for (const PolicyRule& rule : (*policy)->rules()) REFITD_CHECK(!Explain(rule).empty());
   for (const auto& question : input.questions()) {
     const auto caller = ParsePrincipal(question.who(), "identity");

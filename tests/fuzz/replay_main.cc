@@ -10,8 +10,27 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <vector>
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+
+namespace {
+
+// The files below the folder. The folder is closed again, so that targets may count descriptors.
+std::vector<std::filesystem::path> FilesBelow(const char* folder) {
+  std::vector<std::filesystem::path> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+    if (entry.is_regular_file()) files.push_back(entry.path());
+  }
+  return files;
+}
+
+std::string ReadFile(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   if (argc < 3) {
@@ -21,12 +40,10 @@ int main(int argc, char** argv) {
   const size_t prefixes = std::max<size_t>(std::strtoul(argv[1], nullptr, 10), 1);
   int files = 0;
   for (int i = 2; i < argc; ++i) {
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(argv[i])) {
-      if (!entry.is_regular_file()) continue;
-      std::ifstream in(entry.path(), std::ios::binary);
-      const std::string bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+    for (const auto& path : FilesBelow(argv[i])) {
+      const std::string bytes = ReadFile(path);
       // Printed first, so that a crash shows the file.
-      std::printf("%s: %zu bytes\n", entry.path().c_str(), bytes.size());
+      std::printf("%s: %zu bytes\n", path.c_str(), bytes.size());
       std::fflush(stdout);
       const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
       const size_t step = bytes.size() / prefixes + 1;

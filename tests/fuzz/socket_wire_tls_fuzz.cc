@@ -6,6 +6,8 @@
 //   2 a holder of a good certificate without the epoch's token: the input is what it says under
 //   TLS.
 // The listener ends each connection, tells nobody a token, and the epoch works on (P4, P9, P10).
+#include <dlfcn.h>
+#include <openssl/crypto.h>
 #include <openssl/err.h>
 #include <sys/socket.h>
 
@@ -20,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/fuzz/one_in.h"
 #include "tests/fuzz/stranger.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -163,6 +166,7 @@ class Tamper {
 // A daemon's end of TLS, whose bytes this file carries.
 struct Client {
   explicit Client(Pair& pair) : fd(Dial(pair.address)), ssl(*pair.contexts.Dial(fd.get())) {
+    SSL_set_verify(ssl.get(), SSL_VERIFY_NONE, nullptr);  // strangers believe anything
     SSL_set0_rbio(ssl.get(), BIO_new(BIO_s_mem()));
     SSL_set0_wbio(ssl.get(), BIO_new(BIO_s_mem()));
   }
@@ -231,8 +235,29 @@ void FuzzUnderTls(Pair& pair, std::string_view in) {
                answer->token == WireToken{});
 }
 
+// The function of the library after this program, which with a sanitizer has its own.
+template <typename F>
+F* Next(const char* name) {
+  void* const found = dlsym(RTLD_NEXT, name);
+  REFITD_CHECK(found != nullptr);
+  return reinterpret_cast<F*>(found);
+}
+
 }  // namespace
 }  // namespace refitd
+
+// libFuzzer calls it before all else. OpenSSL gets the C library's own allocator: OpenSSL's code
+// has no checks of the address sanitizer, whose allocator takes a third of the time.
+extern "C" int LLVMFuzzerInitialize(int* /*argc*/, char*** /*argv*/) {
+  static const auto allocate = refitd::Next<void*(size_t)>("malloc");
+  static const auto resize = refitd::Next<void*(void*, size_t)>("realloc");
+  static const auto release = refitd::Next<void(void*)>("free");
+  REFITD_CHECK(CRYPTO_set_mem_functions(
+                   [](size_t bytes, const char*, int) { return allocate(bytes); },
+                   [](void* at, size_t bytes, const char*, int) { return resize(at, bytes); },
+                   [](void* at, const char*, int) { release(at); }) == 1);
+  return 0;
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static auto* const pair = new refitd::Pair;
@@ -250,6 +275,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       break;
   }
   ERR_clear_error();
-  pair->CheckBroadcast();
+  // An epoch that a stranger harmed would stay so.
+  if (refitd::OneIn(16, in)) pair->CheckBroadcast();
   return 0;
 }

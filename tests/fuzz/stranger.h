@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <string_view>
 #include <thread>
 
@@ -31,15 +32,31 @@ inline int ConnectError(const UniqueFd& fd, const sockaddr_storage& to, socklen_
   return error;
 }
 
-// A connection to that address. Reads from it end after 10 s. The machine may have no port left for
-// a moment, since it remembers the ports of connections that ended for a minute.
+// Binds the socket to another address of the loopback network, with all its ports. False: the
+// machine lets it not.
+inline bool BindToNextAddress(const UniqueFd& fd) {
+  static uint32_t next = INADDR_LOOPBACK;
+  next = next < INADDR_LOOPBACK + 0xFFFF ? next + 1 : INADDR_LOOPBACK + 1;
+  const int on = 1;
+  sockaddr_in from{};
+  from.sin_family = AF_INET;
+  from.sin_addr.s_addr = htonl(next);
+  return setsockopt(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof(on)) == 0 &&
+         bind(fd.get(), reinterpret_cast<const sockaddr*>(&from), sizeof(from)) == 0;
+}
+
+// A connection to that address. Reads from it end after 10 s. The machine remembers the ports of
+// connections that ended for a minute: when none is left, other addresses of its own have more.
 inline UniqueFd Dial(const SocketAddress& address) {
   socklen_t length = 0;
   const sockaddr_storage to = address.host.Sockaddr(address.port, &length);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120);
-  for (;;) {
+  for (bool again = false;; again = true) {
     UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     REFITD_CHECK(fd.valid());
+    if (again && !BindToNextAddress(fd)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
     const int error = ConnectError(fd, to, length);
     if (error == 0) {
       const timeval limit{10, 0};
@@ -47,7 +64,6 @@ inline UniqueFd Dial(const SocketAddress& address) {
       return fd;
     }
     REFITD_CHECK(error == EADDRNOTAVAIL && std::chrono::steady_clock::now() < deadline);
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }
 

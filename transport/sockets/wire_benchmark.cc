@@ -2,18 +2,26 @@
 // under TLS, each with one connection and with four, as a chain and as an exchange (the root sends
 // to each), against memcpy and one plain TCP connection from rank 0 to rank 1.
 //
-//   wire_benchmark [--bytes=N] [--slot=N] [--ranks=N] [--rounds=N]
+//   wire_benchmark [--bytes=N] [--slot=N] [--ranks=N] [--rounds=N] [--namespace=NAME --address=IP]
+//
+// Three more cases use the plain connection: 128 KiB again and again, as iperf3 sends, which stay
+// in the processor's cache; and MSG_ZEROCOPY, and vmsplice with splice, which spare a copy. With
+// --namespace, rank 1 is in that network namespace (of `ip netns add`), where it listens on the
+// IPv4 address, and only the plain connections are measured; needs root.
 //
 // Rank 0 is the root and reports the payload over the time from the first submission to the last
 // end. All cases take turns within a round. Each figure is the median of the rounds, and so is each
 // ratio, whose two parts are of one round: "of TCP" to the plain connection, "of clear" to the same
 // case without TLS.
+#include <fcntl.h>
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -37,12 +45,15 @@ namespace {
 constexpr Duration kTimeout = std::chrono::seconds(60);
 constexpr EpochId kEpoch{1};
 constexpr char kPlainTcp[] = "plain TCP, rank 0 to 1";
+constexpr size_t kIperfBytes = size_t{128} << 10;
 
 struct Options {
   int64_t bytes = int64_t{1} << 30;
   int64_t slot = int64_t{16} << 20;
   int ranks = 2;
   int rounds = 5;
+  std::string network_namespace;  // of rank 1; empty: that of rank 0
+  std::string address = "127.0.0.1";
 };
 
 void Must(const absl::Status& status) {
@@ -168,19 +179,25 @@ void Print(const std::vector<Case>& cases) {
   std::fflush(stdout);
 }
 
+void EnterNamespace(const std::string& name) {
+  const UniqueFd fd(open(("/run/netns/" + name).c_str(), O_RDONLY | O_CLOEXEC));
+  if (fd.valid() && setns(fd.get(), CLONE_NEWNET) == 0) return;
+  Must(ErrnoError(errno, "network namespace " + name));
+}
+
 // One connection from rank 0 to rank 1.
-UniqueFd ConnectPlain(Rank* self) {
+UniqueFd ConnectPlain(const std::string& address, Rank* self) {
   UniqueFd listener;
   uint16_t port = 0;
   if (self->rank() == 1) {
-    auto made = ListenOnLoopback(&port);
+    auto made = ListenOn(address, &port);
     Must(made.status());
     listener = *std::move(made);
   }
   const auto all = self->Gather(std::string(reinterpret_cast<char*>(&port), sizeof(port)));
   if (self->rank() > 1) return UniqueFd();
   std::memcpy(&port, all[1].data(), sizeof(port));
-  auto fd = self->rank() == 0 ? DialLoopback(port) : AcceptOne(listener.get());
+  auto fd = self->rank() == 0 ? DialPlain(address, port) : AcceptOne(listener.get());
   Must(fd.status());
   return *std::move(fd);
 }
@@ -244,13 +261,24 @@ void AddWire(const std::string& name, const std::string& clear, SocketWireOption
   });
 }
 
+void AddWires(const WireCertificates& certificates, const MemorySpan& span, Rank* self,
+              std::vector<Case>* cases) {
+  AddWire("clear", "", {}, span, self, cases);
+  AddWire("clear x 4", "", {.streams = 4}, span, self, cases);
+  AddWire("TLS", "clear", {.certificates = certificates}, span, self, cases);
+  AddWire("TLS x 4", "clear x 4", {.streams = 4, .certificates = certificates}, span, self, cases);
+}
+
 void Run(int rank, const Options& options, const WireCertificates& certificates,
          std::vector<int> sockets) {
   Rank self(rank, options, std::move(sockets));
   std::vector<char> slot(static_cast<size_t>(options.slot), static_cast<char>(rank));
   std::vector<char> copy(rank == 0 ? slot.size() : 0);
   const MemorySpan span{slot.data(), static_cast<int64_t>(slot.size()), nullptr};
-  const UniqueFd tcp = ConnectPlain(&self);
+  const bool apart = !options.network_namespace.empty();
+  if (apart && rank == 1) EnterNamespace(options.network_namespace);
+  const UniqueFd tcp = ConnectPlain(options.address, &self);
+  bool copied = false;  // by the kernel, in spite of MSG_ZEROCOPY
 
   std::vector<Case> cases;
   const auto each_slot = [&self](auto move) {
@@ -267,21 +295,27 @@ void Run(int rank, const Options& options, const WireCertificates& certificates,
                    "",
                    {},
                    {}});
-  cases.push_back({kPlainTcp,
-                   each_slot([&] {
-                     const bool ok = !tcp.valid() ||
-                                     (rank == 0 ? SendAll(tcp.get(), slot.data(), slot.size())
-                                                : ReceiveAll(tcp.get(), slot.data(), slot.size()));
-                     if (!ok) std::_Exit(1);
-                   }),
-                   "",
-                   {},
-                   {}});
-  AddWire("clear", "", {}, span, &self, &cases);
-  AddWire("clear x 4", "", {.streams = 4}, span, &self, &cases);
-  AddWire("TLS", "clear", {.certificates = certificates}, span, &self, &cases);
-  AddWire("TLS x 4", "clear x 4", {.streams = 4, .certificates = certificates}, span, &self,
-          &cases);
+  // `piece`: bytes that one call moves, from and to the start of the slot.
+  const auto add_plain = [&](const std::string& name, size_t piece, auto send) {
+    const auto move = [&, piece, send] {
+      for (size_t left = tcp.valid() ? slot.size() : 0; left > 0;) {
+        const size_t bytes = std::min(left, piece);
+        const bool ok = rank == 0 ? send(tcp.get(), slot.data(), bytes)
+                                  : ReceiveAll(tcp.get(), slot.data(), bytes);
+        if (!ok) std::_Exit(1);
+        left -= bytes;
+      }
+    };
+    cases.push_back({name, each_slot(move), "", {}, {}});
+  };
+  add_plain(kPlainTcp, slot.size(), SendAll);
+  add_plain("the same, 128 KiB again and again", kIperfBytes, SendAll);
+  add_plain("the same, MSG_ZEROCOPY", slot.size(),
+            [&copied](int fd, const void* data, size_t bytes) {
+              return SendAllZeroCopy(fd, data, bytes, &copied);
+            });
+  add_plain("the same, vmsplice and splice", slot.size(), SendAllSpliced);
+  if (!apart) AddWires(certificates, span, &self, &cases);
 
   for (Case& one : cases) one.round();  // touches pages, makes connections
   for (int round = 0; round < options.rounds; ++round) {
@@ -293,28 +327,44 @@ void Run(int rank, const Options& options, const WireCertificates& certificates,
               static_cast<long long>(options.bytes), static_cast<long long>(options.slot),
               options.rounds);
   Print(cases);
+  std::printf("MSG_ZEROCOPY: the kernel %s\n", copied ? "copied nevertheless" : "did not copy");
 }
 
 int Main(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
-    const size_t equals = argument.find('=');
+    const size_t equals = std::min(argument.find('='), argument.size());
     const std::string_view name = argument.substr(0, equals);
-    const long long value =
-        equals == std::string_view::npos ? 0 : std::atoll(argument.data() + equals + 1);
-    if (name == "--bytes") options.bytes = value;
-    if (name == "--slot") options.slot = value;
-    if (name == "--ranks") options.ranks = static_cast<int>(value);
-    if (name == "--rounds") options.rounds = static_cast<int>(value);
-    if (value <= 0 ||
-        (name != "--bytes" && name != "--slot" && name != "--ranks" && name != "--rounds")) {
-      std::fprintf(stderr, "usage: %s [--bytes=N] [--slot=N] [--ranks=N] [--rounds=N]\n", argv[0]);
+    const std::string value(argument.substr(std::min(equals + 1, argument.size())));
+    const long long number = std::atoll(value.c_str());
+    bool known = true;
+    if (name == "--bytes") {
+      options.bytes = number;
+    } else if (name == "--slot") {
+      options.slot = number;
+    } else if (name == "--ranks") {
+      options.ranks = static_cast<int>(number);
+    } else if (name == "--rounds") {
+      options.rounds = static_cast<int>(number);
+    } else if (name == "--namespace") {
+      options.network_namespace = value;
+    } else if (name == "--address") {
+      options.address = value;
+    } else {
+      known = false;
+    }
+    if (!known || value.empty()) {
+      std::fprintf(stderr,
+                   "usage: %s [--bytes=N] [--slot=N] [--ranks=N] [--rounds=N] [--namespace=NAME "
+                   "--address=IP]\n",
+                   argv[0]);
       return 2;
     }
   }
-  if (options.ranks < 2 || options.ranks > 16 || options.slot > options.bytes) {
-    std::fprintf(stderr, "want 2 to 16 ranks and a slot within the bytes\n");
+  if (options.ranks < 2 || options.ranks > 16 || options.slot <= 0 ||
+      options.slot > options.bytes || options.rounds < 1) {
+    std::fprintf(stderr, "want 2 to 16 ranks, rounds, and a slot within the bytes\n");
     return 2;
   }
   const TestAuthority root("benchmark");  // made before fork, so that all ranks share it

@@ -96,13 +96,15 @@ bool Plain(std::string_view text) {
 // security level, which handshakes would tell too late.
 absl::Status CheckUsable(const std::vector<X509Ptr>& chain, EVP_PKEY* key,
                          const std::string& path) {
-  const ContextPtr context(SSL_CTX_new(TLS_method()));
-  if (context == nullptr) return Error(absl::StatusCode::kInternal, "OpenSSL gives no context");
-  bool taken = SSL_CTX_use_certificate(context.get(), chain.front().get()) == 1;
+  // A context takes OpenSSL much longer to make than a connection's end.
+  static SSL_CTX* const context = SSL_CTX_new(TLS_method());
+  const SslPtr ssl(context == nullptr ? nullptr : SSL_new(context));
+  if (ssl == nullptr) return Error(absl::StatusCode::kInternal, "OpenSSL gives no context");
+  bool taken = SSL_use_certificate(ssl.get(), chain.front().get()) == 1;
   for (size_t i = 1; taken && i < chain.size(); ++i) {
-    taken = SSL_CTX_add1_chain_cert(context.get(), chain[i].get()) == 1;
+    taken = SSL_add1_chain_cert(ssl.get(), chain[i].get()) == 1;
   }
-  if (taken && SSL_CTX_use_PrivateKey(context.get(), key) == 1) return absl::OkStatus();
+  if (taken && SSL_use_PrivateKey(ssl.get(), key) == 1) return absl::OkStatus();
   const char* why = ERR_reason_error_string(ERR_peek_last_error());
   const std::string reason = why == nullptr ? "no reason given" : why;
   ERR_clear_error();
@@ -146,27 +148,36 @@ absl::Status CheckTlsFiles(const TlsFiles& files, std::string_view certificate_f
 }
 
 absl::StatusOr<std::shared_ptr<const Certificates>> LoadCertificates(const TlsFiles& files) {
-  auto loaded = std::make_shared<Certificates>();
-  REFITD_ASSIGN_OR_RETURN(loaded->certificate, ReadPem(files.certificate));
-  REFITD_ASSIGN_OR_RETURN(loaded->key, ReadPem(files.key));
-  REFITD_ASSIGN_OR_RETURN(loaded->roots, ReadPem(files.roots));
+  REFITD_ASSIGN_OR_RETURN(std::string certificate, ReadPem(files.certificate));
+  REFITD_ASSIGN_OR_RETURN(std::string key, ReadPem(files.key));
+  REFITD_ASSIGN_OR_RETURN(std::string roots, ReadPem(files.roots));
+  return ParseCertificates(std::move(certificate), std::move(key), std::move(roots), files);
+}
 
+absl::StatusOr<std::shared_ptr<const Certificates>> ParseCertificates(std::string certificate,
+                                                                      std::string key,
+                                                                      std::string roots,
+                                                                      const TlsFiles& files) {
+  auto loaded = std::make_shared<Certificates>();
+  loaded->certificate = std::move(certificate);
+  loaded->key = std::move(key);
+  loaded->roots = std::move(roots);
   const std::vector<X509Ptr> chain = AllCertificates(loaded->certificate);
   if (chain.empty()) return Error(kInvalid, "{}: no certificate in PEM", files.certificate);
-  const KeyPtr key = KeyOf(loaded->key);
-  if (key == nullptr) {
+  const KeyPtr own_key = KeyOf(loaded->key);
+  if (own_key == nullptr) {
     return Error(kInvalid, "{}: no private key in PEM without a password", files.key);
   }
-  if (X509_check_private_key(chain.front().get(), key.get()) != 1) {
+  if (X509_check_private_key(chain.front().get(), own_key.get()) != 1) {
     ERR_clear_error();
     return Error(kInvalid, "{}: not the key of the certificate in {}", files.key,
                  files.certificate);
   }
-  REFITD_RETURN_IF_ERROR(CheckUsable(chain, key.get(), files.certificate));
+  REFITD_RETURN_IF_ERROR(CheckUsable(chain, own_key.get(), files.certificate));
   REFITD_RETURN_IF_ERROR(CheckTimes(chain.front().get(), files.certificate));
-  const std::vector<X509Ptr> roots = AllCertificates(loaded->roots);
-  if (roots.empty()) return Error(kInvalid, "{}: no certificate in PEM", files.roots);
-  loaded->root_count = static_cast<int>(roots.size());
+  const std::vector<X509Ptr> trusted = AllCertificates(loaded->roots);
+  if (trusted.empty()) return Error(kInvalid, "{}: no certificate in PEM", files.roots);
+  loaded->root_count = static_cast<int>(trusted.size());
   loaded->identity = IdentityOfX509(chain.front().get());
   loaded->expires = TimeOf(X509_get0_notAfter(chain.front().get()));
   return loaded;

@@ -57,6 +57,11 @@ struct Certificates {
 // large, the key is not the certificate's, the certificate is not valid yet or not any more, or has
 // no date there. The message names the file.
 absl::StatusOr<std::shared_ptr<const Certificates>> LoadCertificates(const TlsFiles& files);
+// The same of texts in PEM. `files` are the names that messages give to the texts.
+absl::StatusOr<std::shared_ptr<const Certificates>> ParseCertificates(std::string certificate,
+                                                                      std::string key,
+                                                                      std::string roots,
+                                                                      const TlsFiles& files);
 
 // The subject alternative names of a certificate name its holder: "spiffe://..." if they
 // have exactly one URI and that is a SPIFFE ID; else "dns:NAME" of the first DNS name; else empty.
