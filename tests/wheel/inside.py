@@ -50,6 +50,11 @@ class WheelTest(unittest.TestCase):
         return subprocess.run(
             [os.path.join(BIN, arguments[0]), *arguments[1:]], capture_output=True, text=True, timeout=SECONDS)
 
+    def test_the_plugin_of_pytest_can_be_asked_for_by_name_as_well(self):
+        entries = importlib.metadata.distribution("refitd").entry_points
+        (entry,) = [entry for entry in entries if entry.group == "pytest11"]
+        self.assertEqual(entry.name, entry.value)
+
     def test_the_file_system_has_no_other_copy_of_what_the_wheel_carries(self):
         seen = 0
         for top in ("/usr", "/lib", "/lib64", sys.base_prefix):

@@ -187,11 +187,15 @@ class Sender(WeightTransferSender):
     """A trainer rank of refitd. `result`: of the last sync; None before."""
 
     def __init__(self, init_info: InitInfo, settings: Settings, client: Any = None) -> None:
-        """`client`: SkyRL's, by which rank 0 tells the engines of each sync; None: the engines take versions without being told."""
+        """`client`: SkyRL's, by which rank 0 tells the engines of each sync; None: the engines take versions without being told.
+
+        Raises InvalidArgument on every rank, before any attaches, where one has another group, version or path than rank 0.
+        """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         options: dict[str, Any] = {"min_instances": init_info.instances, **settings.options}
         self._ranks = Ranks(settings.update_seconds)
         self._ranks.join(rank, world_size)
+        self._compare_settings((init_info.group, settings.sharded, settings.first_version))
         self._trainer = Trainer(init_info.group, rank=rank, world_size=world_size, **options)
         self._client = client if rank == 0 else None
         self._rank = rank
@@ -303,6 +307,15 @@ class Sender(WeightTransferSender):
                 for _ in chunks:  # they are gathered by all ranks
                     pass
         self.result = update.result
+
+    def _compare_settings(self, settings: tuple[str, bool, int]) -> None:
+        all_settings = self._ranks.gather(settings)
+        names = ("group", "sharded", "first_version")
+        for rank, theirs in enumerate(all_settings):
+            for name, first, other in zip(names, all_settings[0], theirs):
+                if first != other:
+                    said = f"rank {rank} has {name} {other!r}, and rank 0 has {first!r}: call install() alike on all ranks"
+                    raise InvalidArgument(said, culprit=f"trainer rank {rank}")
 
     def _compare_ranks(self, expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raises on every rank where one has other tensors, or another order, than rank 0."""

@@ -112,7 +112,7 @@ class EndToEndTest(DaemonTest):
 
     def test_a_plain_state_dict_is_staged(self):
         trained, served, trainer = Model(), Model(), self.trainer()
-        with self.assertWarns(refitd.StagingWarning):
+        with pytest.warns(refitd.StagingWarning):
             trainer.register(trained.state_dict())
         self.engine_of(served)
         randomise(trained, 3)

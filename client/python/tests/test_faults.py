@@ -51,8 +51,8 @@ class KilledDaemonTest(unittest.TestCase):
         self.addCleanup(self.daemon.stop)
 
     def test_without_reattaching_calls_name_the_daemon_and_engines_end(self):
-        trainer = refitd.Trainer("g", socket=self.daemon.socket)
-        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket)
+        trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host")
+        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host")
         self.addCleanup(trainer.close)
         self.addCleanup(engine.close)
         trainer.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
@@ -71,9 +71,9 @@ class KilledDaemonTest(unittest.TestCase):
         self.assertEqual(engine.weights, refitd.Weights.GOOD)
 
     def test_an_open_update_fails_and_is_let_go_of(self):
-        trainer = refitd.Trainer("g", socket=self.daemon.socket)
+        trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host")
         self.addCleanup(trainer.close)
-        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, staged=True)
+        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host", staged=True)
         Server(self, engine)
         with self.assertRaises(refitd.Error):
             with trainer.update(1, tensor_count=1) as update:
@@ -82,8 +82,8 @@ class KilledDaemonTest(unittest.TestCase):
         self.assertTrue(update.ended)
 
     def test_with_reattaching_members_go_on_with_the_next_daemon(self):
-        trainer = refitd.Trainer("g", socket=self.daemon.socket, reattach_seconds=SECONDS)
-        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, reattach_seconds=SECONDS)
+        trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host", reattach_seconds=SECONDS)
+        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host", reattach_seconds=SECONDS)
         self.addCleanup(trainer.close)
         source, target = refitd.Region(64), refitd.Region(64)
         trainer.register_layout([SPEC], [whole(source, SPEC)])
@@ -101,8 +101,8 @@ class KilledDaemonTest(unittest.TestCase):
         self.assertEqual((trainer.reattachments, engine.reattachments), (1, 1))
 
     def test_close_is_prompt_after_the_daemon_died(self):
-        trainer = refitd.Trainer("g", socket=self.daemon.socket)
-        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket)
+        trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host")
+        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host")
         self.daemon.kill()
         engine.close()
         trainer.close()

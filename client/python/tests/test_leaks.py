@@ -76,8 +76,8 @@ class LeakTest(DaemonTest):
 
     def test_updates_and_members_leave_no_descriptor(self):
         def use():
-            trainer = refitd.Trainer(self.group, socket=self.daemon.socket)
-            engine = refitd.Engine(self.group, instance="a", socket=self.daemon.socket, staged=True)
+            trainer = refitd.Trainer(self.group, socket=self.daemon.socket, device="host")
+            engine = refitd.Engine(self.group, instance="a", socket=self.daemon.socket, device="host", staged=True)
             server = Server(self, engine)
             with trainer.update(1, tensor_count=1) as update:
                 update.push("w", bytes(100))
@@ -100,7 +100,7 @@ class LeakTest(DaemonTest):
         wait_until(lambda: descriptors() <= before, f"no more than {before} descriptors")
 
     def test_what_is_not_closed_is_freed_by_the_collector(self):
-        trainer = refitd.Trainer(self.group, socket=self.daemon.socket)
+        trainer = refitd.Trainer(self.group, socket=self.daemon.socket, device="host")
         trainer.register_layout([SPEC], [whole(refitd.Region(1 << 16), SPEC)])
         wait_until(lambda: self.regions_of_daemon() == 1, "it is registered")
         del trainer

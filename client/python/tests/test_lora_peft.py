@@ -16,7 +16,7 @@ from refitd import lora, testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
 from refitd.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
 
-SECONDS = 120
+SECONDS = 600  # only what hangs reaches it
 VOCABULARY = 48
 SMALL = dict(
     vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
@@ -194,12 +194,14 @@ def test_the_callback_refits_a_model_of_pefts_at_each_step(daemon, tmp_path, kin
 
 def train_sharded(rank, world, socket):
     """FSDP2 shards base and adapters; two steps, each refitted. Returns what merges of full tensors give."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh("cpu", (world,))
     model = peft_of(base_of())
     for layer in model.get_base_model().model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     expected = []
     with refitd.Trainer("fsdp2", rank=rank, world_size=world, socket=socket, device="host") as trainer:

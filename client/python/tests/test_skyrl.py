@@ -23,6 +23,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("skyrl", reason="in the environment 2.11.0-rl")
 
+import transformers  # noqa: E402
 import transformers.utils  # noqa: E402
 
 # The wheel of SkyRL has its environments in a folder beside the package.
@@ -36,7 +37,7 @@ for name in ("flash_attn", "flash_attn.bert_padding"):
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap  # noqa: E402
 
 import refitd  # noqa: E402
-from ranks_util import run_ranks  # noqa: E402
+from ranks_util import Ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 
 SECONDS = 100
@@ -45,10 +46,20 @@ USUAL_WIDTH = 7
 SLOT_BYTES = 1 << 20
 # With this one both weights are larger than a slot.
 WIDE = 1 << 17
+# SkyRL takes long to import, so that the ranks of all tests are the same processes.
+RANKS = Ranks(2)
 
 
 def model_of(version, width=USUAL_WIDTH):
+    """`width`: of two linear layers; "dense" or "moe": a tiny Qwen3 model of transformers."""
     torch.manual_seed(version)
+    if width in ("dense", "moe"):
+        sizes = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+        if width == "dense":
+            config = transformers.Qwen3Config(intermediate_size=24, tie_word_embeddings=False, **sizes)
+        else:
+            config = transformers.Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, intermediate_size=24, **sizes)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 6))
 
 
@@ -75,13 +86,15 @@ class Worker(NewInferenceWorkerWrap):
 class Server:
     """An engine behind HTTP, attached when SkyRL initialises weight transfer. It is its worker's backend as well."""
 
-    def __init__(self, socket, refuses=(), dies=(), returns=False, float32=(), width=USUAL_WIDTH, deaf=(), unusable=(), left_open=False):
-        """`refuses`, `dies`: versions. `returns`: after it died a new engine attaches, which lacks weights. `deaf`: versions that its
+    def __init__(
+        self, socket, refuses=(), dies=(), returns=False, float32=(), width=USUAL_WIDTH, deaf=(), unusable=(), left_open=False, halves=False
+    ):
+        """`halves`: the engine has two tensor-parallel ranks, each with the first or the last rows of each tensor. `refuses`, `dies`: versions. `returns`: after it died a new engine attaches, which lacks weights. `deaf`: versions that its
         route refuses. `unusable`: versions that fail in the worker after they were committed. `left_open`: a sync before never ended."""
         from aiohttp import web
 
         self.socket, self.refuses, self.dies, self.returns = socket, refuses, dies, returns
-        self.deaf, self.unusable = deaf, unusable
+        self.deaf, self.unusable, self.halves, self.other = deaf, unusable, halves, None
         self.worker = Worker(self)
         if left_open:
             self.worker.skyrl_start_weight_update(is_checkpoint_format=False)
@@ -130,8 +143,23 @@ class Server:
     # ---- what the backend of refitd does ----
 
     def attach(self, **options):
+        if self.halves:
+            self.other = self.half(1)
+            threading.Thread(target=lambda: [event.ready() for event in self.other if isinstance(event, refitd.Prepare)]).start()
+            self.engine = self.half(0)
+            return
         self.engine = refitd.Engine(socket=self.socket, device="host", wait_seconds=SECONDS, **self.told, **options)
         self.engine.register(self.held)
+
+    def half(self, rank):
+        engine = refitd.Engine(rank=rank, world_size=2, socket=self.socket, device="host", wait_seconds=SECONDS, **self.told)
+        shards = []
+        for name, tensor in self.held.items():
+            middle = (len(tensor) + 1) // 2
+            part, begin = (tensor[:middle], 0) if rank == 0 else (tensor[middle:], middle)
+            shards.append(refitd.Shard(name, tensor.shape, part, (begin, *[0] * (tensor.dim() - 1))))
+        engine.register(shards)
+        return engine
 
     def parse_update_info(self, update_info):
         return update_info
@@ -158,8 +186,9 @@ class Server:
                 raise RuntimeError(f"version {event.version}: {event.reason}")
 
     def close(self):
-        if self.engine is not None:
-            self.engine.close()
+        for engine in (self.engine, self.other):
+            if engine is not None:
+                engine.close()
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
@@ -188,6 +217,7 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
     from skyrl.train.config.config import InferenceEngineConfig
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
@@ -196,13 +226,15 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
     refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host", **options)
     client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
     config = InferenceEngineConfig(num_engines=len(urls), weight_sync_backend="refitd")
-    model = fully_shard(model_of(1, width))
+    model = fully_shard(model_of(1, width), mesh=init_device_mesh("cpu", (world,)))
     extractor = FSDPWeightExtractor(model)
     errors = {}
 
     async def run():
         strategy = weight_sync.get_transfer_strategy_cls(weight_sync_backend=config.weight_sync_backend, colocate_all=False)
         assert weight_sync.get_transfer_strategy("nccl", False) == "nccl", "the other backends are SkyRL's"
+        assert weight_sync.get_transfer_strategy_cls("refitd", colocate_all=True) is strategy
+        assert weight_sync.get_transfer_strategy("nccl", True) == "ipc"
         inference_world_size, _ = await client.get_world_size()
         init_info = strategy.create_init_info(config, inference_world_size=inference_world_size)
         tasks = [asyncio.to_thread(strategy.create_sender, init_info=init_info, inference_client=client)]
@@ -234,18 +266,18 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
 
 @pytest.fixture(scope="module")
 def daemon():
-    with testing.daemon() as running:
+    with testing.daemon() as running, RANKS:
         yield running
 
 
 def run(
-    daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, chunks_of=None, width=USUAL_WIDTH, absent=None, install=None, **options
+    daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, chunks_of=None, width=USUAL_WIDTH, absent=None, install=None, engines=2, **options
 ):
-    """`install`: options of install; `options`: of the servers."""
-    servers = [Server(daemon.socket, width=width, **options) for _ in range(2)]
+    """`install`: options of install; `engines`: how many; `options`: of the servers."""
+    servers = [Server(daemon.socket, width=width, **options) for _ in range(engines)]
     urls = [server.url for server in servers]
     try:
-        errors = run_ranks(2, sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, install or {})
+        errors = RANKS.run(sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, install or {})
     finally:
         for server in servers:
             server.close()
@@ -269,9 +301,126 @@ def test_every_sync_reaches_every_engine_to_the_bit(daemon, sharded):
             check_equal(held, held_by(version))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("engines, halves", [(1, False), (3, False), (1, True)])
+def test_engines_and_their_ranks_need_not_be_as_many_as_trainer_ranks(daemon, sharded, engines, halves):
+    servers, errors = run(daemon, f"ranks-{sharded}-{engines}-{halves}", sharded=sharded, versions=(1, 2), engines=engines, halves=halves)
+    assert errors == [{}, {}] and len(servers) == engines
+    for server in servers:
+        assert sorted(server.by_version) == [1, 2]
+        for version, held in server.by_version.items():
+            check_equal(held, held_by(version))
+
+
+def join_apart(rank, world, socket, options):
+    """What creating a sender raises, where install() was not called alike. `options`: by rank."""
+    from skyrl.train.config.config import InferenceEngineConfig
+
+    import refitd.skyrl
+
+    refitd.skyrl.install(**{"group": "apart", "socket": socket, "device": "host", "update_seconds": 60.0, **options[rank]})
+    info = refitd.skyrl.Strategy.create_init_info(InferenceEngineConfig(num_engines=1, weight_sync_backend="refitd"))
+    try:
+        refitd.skyrl.Strategy.create_sender(info, None)
+    except refitd.Error as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    "other, said", [({"group": "b"}, "group 'b', and rank 0 has 'apart'"), ({"sharded": True}, "sharded True, and rank 0 has False")]
+)
+def test_ranks_that_were_installed_apart_are_refused_on_every_rank_before_any_attaches(daemon, other, said):
+    errors = RANKS.run(join_apart, daemon.socket, [{}, other])
+    assert errors == [f"InvalidArgument: rank 1 has {said}: call install() alike on all ranks"] * 2
+    assert "apart" not in daemon.control("--output", "json", "status")
+
+
+class OwnEngine:
+    """What SkyRL's own sender calls of vLLM's engine for NCCL, here over gloo: one buffer that holds all tensors, as `packed` says."""
+
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args):
+        assert trainer_args["packed"] is True
+        torch.distributed.broadcast(torch.cat([tensor.reshape(-1) for _, tensor in iterator]), 0, group=trainer_args["group"])
+
+
+class OwnClient:
+    """The calls of SkyRL's own sender on rank 0, which tell the engines what will come."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def start_weight_update(self, is_checkpoint_format):
+        self.calls.append("start")
+
+    async def update_weights_nccl(self, update_info):
+        self.calls.append(update_info)
+
+    async def finish_weight_update(self):
+        self.calls.append("finish")
+
+
+def broadcast_by_skyrl(rank, world, kind):
+    """SkyRL's own sender broadcasts a model; rank 1 is the engine as well. Returns what each rank told or took."""
+    from skyrl.backends.skyrl_train.weight_sync import BroadcastWeightTransferSender, BroadcastWeightUpdateRequest
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    group = torch.distributed.new_group()
+    extractor = FSDPWeightExtractor(fully_shard(model_of(1, kind), mesh=init_device_mesh("cpu", (world,))), group_by_module=True)
+    metadata = extractor.get_weight_metadata(DTYPE)
+    client, module = OwnClient(), mock.MagicMock(NCCLWeightTransferEngine=OwnEngine)
+    taken = {}
+
+    def take():
+        """Unpacks by the sizes of SkyRL's request, which are counts of elements in the order of the tensors."""
+        sizes = [torch.Size(shape).numel() for shape in metadata["shapes"]]
+        request = BroadcastWeightUpdateRequest(names, metadata["dtype_names"], [shapes[name] for name in names], sizes=[shapes[name].numel() for name in names])
+        packed = torch.empty(sum(request.sizes), dtype=DTYPE)
+        assert len(packed) == sum(sizes)
+        torch.distributed.broadcast(packed, 0, group=group)
+        for name, shape, part in zip(request.names, request.shapes, packed.split(request.sizes)):
+            taken[name] = part.view(shape).clone()
+
+    shapes = {name: torch.Size(shape) for name, shape in zip(metadata["names"], metadata["shapes"])}
+    modules = {}
+    for name in shapes:  # chunks are a module's tensors each, in the order in which modules first come
+        modules.setdefault(name.rsplit(".", 2)[0] if name.count(".") > 1 else "", []).append(name)
+    names = [name for of_module in modules.values() for name in of_module]
+    taking = threading.Thread(target=take)
+    if rank == 1:
+        taking.start()
+    sender = BroadcastWeightTransferSender(None, group, client)
+    fakes = {"vllm.distributed.weight_transfer.nccl_engine": module}
+    with mock.patch.dict(sys.modules, fakes), mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")):
+        asyncio.run(sender.send_chunks(extractor.extract_weights(DTYPE), weight_metadata=metadata))
+    if rank == 1:
+        taking.join()
+    return client.calls if rank == 0 else taken
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_engines_hold_the_bytes_that_skyrls_own_packed_broadcast_delivers(daemon, kind, sharded):
+    calls, own = RANKS.run(broadcast_by_skyrl, kind)
+    assert [calls[0], calls[2]] == ["start", "finish"] and calls[1]["packed"] is True
+    assert any("experts" in name for name in own) == (kind == "moe")
+    servers, errors = run(daemon, f"own-{kind}-{sharded}", sharded=sharded, versions=(1,), width=kind)
+    assert errors == [{}, {}]
+    for server in servers:
+        check_equal(server.by_version[1], {name: own[name] for name in server.held})
+
+
 def other_shape_on_rank_1(rank, metadata):
     if rank == 1:
         metadata["shapes"][1] = [8]
+
+
+def other_order_on_rank_1(rank, metadata):
+    if rank == 1:
+        for entries in metadata.values():
+            entries[:2] = entries[1::-1]
 
 
 def other_dtype_everywhere(rank, metadata):
@@ -297,6 +446,7 @@ def nothing(rank, metadata):
     "spoil, message, reached",
     [
         (other_shape_on_rank_1, "rank 1 has other metadata than rank 0, first at tensor '0.bias'", False),
+        (other_order_on_rank_1, "rank 1 has other metadata than rank 0, first at tensor '0.bias'", False),
         (nothing, "metadata has no tensor", False),
         (other_dtype_everywhere, "a chunk has tensor '1.weight', bfloat16 .*: the metadata says float32", True),
         (lacks_the_last, "tensor '1.bias', .*: which the metadata lacks", True),
@@ -379,6 +529,36 @@ def test_skyrl_does_not_resume_generation_after_a_sync_that_failed(backend, resu
             seen.append("/resume" in calls)
             calls.clear()
     assert seen == resumed
+
+
+@pytest.mark.parametrize("failure, tags", [(None, [["weights"], ["kv_cache"]]), (refitd.UpdateAborted("busy"), [["weights"]])])
+def test_colocated_engines_wake_for_the_weights_and_get_their_cache_after_a_sync_that_succeeded_alone(failure, tags):
+    import ray
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+    from skyrl.train.config import SkyRLTrainConfig
+
+    import refitd.skyrl
+
+    refitd.skyrl.install("colocated")
+    client = RemoteInferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
+    dispatch = WorkerDispatch.__new__(WorkerDispatch)
+    dispatch.cfg = SkyRLTrainConfig()
+    dispatch.cfg.generator.inference_engine.weight_sync_backend = "refitd"
+    dispatch.colocate_all, dispatch._inference_engine_client, dispatch._actor_groups = True, client, mock.MagicMock()
+    dispatch._prepare_for_weight_sync = dispatch._finish_weight_sync = lambda: None  # they move the trainer between GPU and host
+    dispatch.ensure_active_adapter = lambda *_: None
+    woken = []
+
+    async def call(endpoint, *_, params=None, **__):
+        if endpoint == "/wake_up":
+            woken.append(params["tags"])
+        return {}
+
+    with mock.patch.object(client, "_call_all_servers", call), mock.patch.object(ray, "get", side_effect=failure):
+        with contextlib.suppress(refitd.UpdateAborted):
+            asyncio.run(dispatch.save_weights_for_sampler())
+    assert woken == tags
 
 
 def none_at_first(rank, first, chunks):
