@@ -272,7 +272,8 @@ class Cluster {
     return *daemons[0]->memory.slots[0];
   }
 
-  // What is wrong with the engines' elements or with the bytes around them; empty: nothing.
+  // Names the first fault in the engines' elements or in the bytes around them; empty: there is
+  // none.
   std::string ByteFault() const {
     for (uint32_t d = 0; d < world.destinations.size(); ++d) {
       const Side& side = world.destinations[d];

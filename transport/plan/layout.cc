@@ -203,7 +203,7 @@ class BoxOverlap {
 
 // ---- disjointness of storage ----
 
-// Where a piece's elements lie, in bytes from the region's start.
+// The place of a piece's elements, in bytes from the region's start.
 struct Storage {
   uint32_t piece = 0;
   StridedBytes bytes;

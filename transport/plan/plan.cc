@@ -487,7 +487,7 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
   }
   index->tensors_.reserve(most);
   index->places_.reserve(most);
-  // Where each tensor of the previous layout is in the index. Ranks of an instance mostly list the
+  // The places in the index of the previous layout's tensors. Ranks of an instance mostly list the
   // same tensors in the same order, and comparing two names costs less than looking a name up.
   const Layout* before = nullptr;
   std::vector<uint32_t> places_before;
