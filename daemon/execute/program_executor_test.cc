@@ -14,6 +14,7 @@
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/plan/route_testing.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd {
 namespace {
@@ -56,7 +57,7 @@ class WrongByte : public TransferFaults {
 };
 
 // Counts what is prepared.
-class Counting : public Transport {
+class Counting : public UnpreparedTransport {
  public:
   explicit Counting(Transport* transport) : transport_(transport) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {

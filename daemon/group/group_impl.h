@@ -32,6 +32,7 @@
 #include "daemon/group/member_state.h"
 #include "daemon/group/requests.h"
 #include "daemon/group/update.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -132,11 +133,6 @@ std::string Seconds(Duration duration);
 std::string Few(const std::vector<std::string>& names);
 
 }  // namespace group
-
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
 
 struct Group::Impl {
   using Bucket = group::Bucket;

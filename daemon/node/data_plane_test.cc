@@ -16,6 +16,7 @@
 #include "transport/base/eventually.h"
 #include "transport/host/host_transport.h"
 #include "transport/sockets/frames.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd {
 namespace {
@@ -76,7 +77,7 @@ class Moved : public NodeObserver {
 };
 
 // Copies like the host transport, but prepares no more transfers than the test has permitted.
-class PermittedTransport : public Transport {
+class PermittedTransport : public UnpreparedTransport {
  public:
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
     host_->Submit(std::move(transfer), std::move(done));
@@ -90,7 +91,7 @@ class PermittedTransport : public Transport {
       while (permits_ == 0) changed_.Wait(&mutex_);
       --permits_;
     }
-    return Transport::Prepare(std::move(transfer));
+    return UnpreparedTransport::Prepare(std::move(transfer));
   }
   void Permit(int more) {
     MutexLock lock(&mutex_);
