@@ -62,18 +62,76 @@ class FakeWire : public Wire {
   std::vector<std::function<void(absl::Status)>> ends;
 };
 
+// A wire over devices in name only: the test says whether and when epochs open. Thread-safe.
+class FakeDeviceWire : public DeviceWire {
+ public:
+  FakeDeviceWire() : DeviceWire("fake wire") {}
+  ~FakeDeviceWire() override { CloseAll(); }
+
+  absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int /*rank*/,
+                                     int /*size*/) override {
+    MutexLock lock(&mutex_);
+    devices_.push_back(device);
+    while (held_) changed_.Wait(&mutex_);
+    if (!can_open_.ok()) return can_open_;
+    opened_.push_back(epoch);
+    return "on a device";
+  }
+  void Close(EpochId epoch) override {
+    MutexLock lock(&mutex_);
+    closed_.push_back(epoch);
+  }
+  std::vector<DeviceEpochStatus> Describe() const override { return {}; }
+  int64_t Abandoned() const override { return 0; }
+
+  // While it holds, OpenOn does not return.
+  void Hold(bool held) {
+    MutexLock lock(&mutex_);
+    held_ = held;
+    changed_.NotifyAll();
+  }
+  void Refuse(absl::Status status) {
+    MutexLock lock(&mutex_);
+    can_open_ = std::move(status);
+  }
+  std::vector<int> devices() {
+    MutexLock lock(&mutex_);
+    return devices_;
+  }
+  std::vector<EpochId> opened() {
+    MutexLock lock(&mutex_);
+    return opened_;
+  }
+  std::vector<EpochId> closed() {
+    MutexLock lock(&mutex_);
+    return closed_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  bool held_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status can_open_ ABSL_GUARDED_BY(mutex_);
+  std::vector<int> devices_ ABSL_GUARDED_BY(mutex_);
+  std::vector<EpochId> opened_ ABSL_GUARDED_BY(mutex_);
+  std::vector<EpochId> closed_ ABSL_GUARDED_BY(mutex_);
+};
+
 class Moved : public NodeObserver {
  public:
   void UpdateEnded(const UpdateReport& /*report*/) override {}
   void FillEnded(const std::string&, FillEnd, int64_t, Duration) override {}
   void BytesMoved(const std::string& /*group*/, MoveKind kind, int64_t bytes) override {
-    (kind == MoveKind::kCopy ? copied : wired) += bytes;
+    (kind == MoveKind::kCopy        ? copied
+     : kind == MoveKind::kBroadcast ? broadcast
+                                    : exchanged) += bytes;
   }
   void IntegrityFailure(const std::string& /*group*/) override {}
   void InstanceEvicted(const std::string& /*group*/, std::string_view /*reason*/) override {}
   void GroupGone(const std::string& /*group*/) override {}
   std::atomic<int64_t> copied{0};
-  std::atomic<int64_t> wired{0};
+  std::atomic<int64_t> broadcast{0};
+  std::atomic<int64_t> exchanged{0};
 };
 
 // Copies like the host transport, but prepares no more transfers than the test has permitted.
@@ -111,12 +169,13 @@ class PermittedTransport : public UnpreparedTransport {
 class World : public TurnHost, public WireSlots {
  public:
   explicit World(bool with_wire = true,
-                 std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1})) {
+                 std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1}),
+                 std::shared_ptr<DeviceWire> device_wire = nullptr) {
     auto wire = with_wire ? std::make_unique<FakeWire>() : nullptr;
     wire_ = wire.get();
     plane_.emplace(DataPlane::Options{.transport = std::move(transport),
                                       .wire = std::move(wire),
-                                      .device_wire = nullptr,
+                                      .device_wire = std::move(device_wire),
                                       .no_device_wire = "none was asked for",
                                       .observer = &moved},
                    Turns{this, &mutex_, &pushes_},
@@ -140,10 +199,11 @@ class World : public TurnHost, public WireSlots {
     return of->pools.EnsureHost("g", 4 * kSlotBytes);
   }
 
-  GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false) {
+  GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false,
+                        uint64_t incarnation = 7) {
     CoordinatorOptions options;
     options.name = name;
-    options.incarnation = 7;
+    options.incarnation = incarnation;
     options.spec.slots = 4;
     options.spec.slot_bytes = kSlotBytes;
     options.spec.encrypted_data = encrypted_data;
@@ -277,6 +337,19 @@ TEST_CASE("an epoch that can't be opened is answered and not kept") {
   CHECK(world.Take<EpochUp>()->status.code() == absl::StatusCode::kNotFound);
 }
 
+TEST_CASE("epochs of two groups, or of two incarnations, are different epochs of the wire") {
+  World world;
+  GroupRecord* const other = world.AddGroup("h", /*encrypted_data=*/false, /*incarnation=*/8);
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {EpochId(2), 0, 2}, turn);
+    plane.Open(other, {kEpoch, 0, 2}, turn);
+  });
+  REQUIRE(world.wire().opened.size() == 3);
+  CHECK(world.wire().opened[0] != world.wire().opened[1]);
+  CHECK(world.wire().opened[0] != world.wire().opened[2]);
+}
+
 TEST_CASE("a group that demands encryption opens no epoch that is in the clear") {
   World world;
   GroupRecord* const group = world.AddGroup("demanding", /*encrypted_data=*/true);
@@ -343,6 +416,123 @@ TEST_CASE("a group that goes takes its epochs along, and hears nothing of them a
   CHECK(world.events() == 0);
 }
 
+// ---- epochs on devices ----
+
+// A group whose one member is on GPU 2, and whose slots are not made yet.
+struct DeviceWorld {
+  DeviceWorld() {
+    MemberRecord member;
+    member.id = MemberId(1);
+    member.group = "g";
+    member.ordinal = 2;
+    world.leases.Add(std::move(member));
+  }
+  void Open() {
+    world.InTurn([&](DataPlane& plane, Turn& turn) {
+      plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    });
+  }
+  // The slots that Open asked for are made, or can't be made.
+  void MakeSlots(const absl::Status& made = absl::OkStatus()) {
+    REQUIRE(world.made.size() == 1);
+    if (made.ok()) {
+      world.group->pools.Put(2, {{slots.data(), static_cast<int64_t>(slots.size()), nullptr}});
+      world.group->pools.SetWire(2);
+    }
+    world.InTurn([&](DataPlane&, Turn& turn) { world.made[0](world.group, made, turn); });
+    world.made.clear();
+  }
+  bool Knows() { return world.plane().StatsOf(*world.group, kEpoch).has_value(); }
+  void GiveUp() {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.GiveUpEpochs(*world.group, turn); });
+  }
+
+  std::vector<char> slots = std::vector<char>(4 * kSlotBytes);
+  const std::shared_ptr<FakeDeviceWire> wire = std::make_shared<FakeDeviceWire>();
+  World world{/*with_wire=*/true, MakeHostTransport({.threads = 1}), wire};
+};
+
+TEST_CASE("an epoch of a group on GPUs is opened on the GPU of the slots, when they are made") {
+  DeviceWorld d;
+  d.Open();
+  CHECK(d.Knows());
+  CHECK(d.wire->devices().empty());
+  d.MakeSlots();
+  const auto opened = d.world.Await<EpochOpened>();
+  CHECK(opened.status.ok());
+  CHECK(opened.address == "on a device");
+  CHECK(d.wire->devices() == std::vector<int>{2});
+  CHECK(d.wire->closed().empty());
+  CHECK(d.world.wire().opened.empty());
+}
+
+TEST_CASE("an epoch whose slots, or whose communicator, can't be made is answered and not kept") {
+  DeviceWorld d;
+  d.Open();
+  d.MakeSlots(absl::ResourceExhaustedError("no memory"));
+  CHECK(d.world.Take<EpochOpened>()->status.message() == "no memory");
+  CHECK_FALSE(d.Knows());
+
+  d.Open();
+  d.wire->Refuse(absl::UnavailableError("no NCCL"));
+  d.MakeSlots();
+  CHECK(d.world.Await<EpochOpened>().status.message() == "no NCCL");
+  CHECK_FALSE(d.Knows());
+}
+
+TEST_CASE("an epoch that is closed while it is being opened is closed when it is open (P8)") {
+  DeviceWorld d;
+  d.wire->Hold(true);
+  d.Open();
+  d.MakeSlots();
+  REQUIRE(Eventually([&] { return d.wire->devices().size() == 1; }));
+  d.world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*d.world.group, {kEpoch}); });
+  CHECK(d.wire->closed().size() == 1);
+  d.wire->Hold(false);
+  CHECK(d.world.Await<EpochOpened>().status.ok());
+  REQUIRE(d.wire->opened().size() == 1);
+  CHECK(d.wire->closed() == std::vector<EpochId>(2, d.wire->opened()[0]));
+}
+
+TEST_CASE("a coordinator gives up epochs whose slots went, but not while an update runs") {
+  DeviceWorld d;
+  d.Open();
+  d.GiveUp();  // the slots are still being made
+  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  d.MakeSlots();
+  CHECK(d.world.Await<EpochOpened>().status.ok());
+  d.GiveUp();
+  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+
+  d.world.group->pools.ClearWire();
+  d.world.InTurn(
+      [&](DataPlane& plane, Turn& turn) { plane.Start(d.world.group, WireOp(1), turn); });
+  CHECK(d.world.Take<WireDone>()->status.message() == "the epoch is of other memory");
+
+  MachineActions ignored;
+  MachineEvent attached = TrainerAttached{MemberId(1), {}};
+  d.world.group->machine->Handle(attached, TimePoint(), &ignored);
+  BeginEvent begin;
+  begin.call = CallId(1000);
+  begin.member = MemberId(1);
+  begin.version = Version(1);
+  begin.duration = seconds(5);
+  begin.tensor_count = 1;
+  MachineEvent begun = begin;
+  d.world.group->machine->Handle(begun, TimePoint(), &ignored);
+  REQUIRE(d.world.group->machine->update_running());
+  d.GiveUp();
+  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  MachineEvent lost = MemberLost{MemberId(1), "killed"};
+  d.world.group->machine->Handle(lost, TimePoint(), &ignored);
+  REQUIRE_FALSE(d.world.group->machine->update_running());
+  d.GiveUp();
+  const std::optional<EpochUp> given_up = d.world.Take<EpochUp>();
+  REQUIRE(given_up.has_value());
+  CHECK(given_up->epoch == kEpoch);
+  CHECK(given_up->status.code() == absl::StatusCode::kCancelled);
+}
+
 // ---- collectives ----
 
 TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
@@ -362,13 +552,14 @@ TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that c
   REQUIRE(done.has_value());
   CHECK(done->epoch == kEpoch);
   CHECK(done->seq == WireSeq(5));
-  CHECK(world.moved.wired == 100);
+  CHECK(world.moved.broadcast == 100);
   // The root receives nothing.
   world.InTurn([&](DataPlane& plane, Turn& turn) {
     plane.Start(world.group, WireOp(100, /*rank=*/0), turn);
   });
   world.wire().ends.at(1)(absl::OkStatus());
-  CHECK(world.moved.wired == 100);
+  CHECK(world.moved.broadcast == 100);
+  CHECK(world.moved.exchanged == 0);
 }
 
 TEST_CASE("to some ranks only, the root sends to each and the others receive") {
@@ -387,6 +578,7 @@ TEST_CASE("to some ranks only, the root sends to each and the others receive") {
   CHECK(world.wire().exchanges[0].receives.empty());
   REQUIRE(world.wire().exchanges[1].receives.size() == 1);
   CHECK(world.wire().exchanges[1].receives[0].peer == 0);
+  CHECK(world.wire().exchanges[1].timeout == seconds(3));
 }
 
 TEST_CASE("a collective outside of the pool, or without its epoch, is answered at once (P10)") {
@@ -415,6 +607,7 @@ TEST_CASE("a round is exchanged from one slot into another, within both (P10)") 
   StartExchange round;
   round.epoch = kEpoch;
   round.seq = WireSeq(6);
+  round.timeout = seconds(2);
   round.out = SlotIndex(0);
   round.in = SlotIndex(1);
   round.legs.push_back({.rank = 1, .bytes_out = 10, .out_offset = 64, .bytes_in = 20});
@@ -430,14 +623,20 @@ TEST_CASE("a round is exchanged from one slot into another, within both (P10)") 
   const char* const out = world.group->pools.WireSlot(SlotIndex(0), kSlotBytes)->data;
   CHECK(exchange.sends[0].memory.data == out + 64);
   CHECK(exchange.receives[1].memory.bytes == 30);
+  CHECK(exchange.timeout == seconds(2));
   world.wire().ends.at(0)(absl::OkStatus());
   CHECK(world.Take<WireDone>()->status.ok());
-  CHECK(world.moved.wired == 50);
+  CHECK(world.moved.exchanged == 50);
 
   round.legs[1].in_offset += 1;
   run();
   CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
              Contains("rank 2: 30 bytes at byte 4067 of slot 1: not in the pool"));
+  round.legs[1].in_offset -= 1;
+  round.legs[1].rank = kMaxWireRanks;
+  run();
+  CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
+             Contains("rank 256: 30 bytes at byte 4066 of slot 1: not in the pool"));
   round.in = round.out;
   run();
   CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
@@ -565,6 +764,34 @@ StartMoves UnboundMoves() {
   start.step = MoveStep::kLocal;
   start.bound = std::move(bound);
   return start;
+}
+
+TEST_CASE("moves through a slot outside of the pool are answered at once (P10)") {
+  World world;
+  StartMoves start;
+  start.update = UpdateId(1);
+  start.step = MoveStep::kPack;
+  start.round = 3;
+  const auto refused = [&] {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+    const std::optional<MovesDone> done = world.Take<MovesDone>();
+    REQUIRE(done.has_value());
+    CHECK(done->round == 3);
+    return done->status;
+  };
+  start.slot = SlotIndex(4);
+  CHECK(refused().message() == "slot 4: not in the pool");
+  start.slot = SlotIndex(0);
+  start.received = SlotIndex(5);
+  CHECK(refused().message() == "slot 5: not in the pool");
+  world.lacks = true;
+  start.step = MoveStep::kUnpack;
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+  REQUIRE(world.made.size() == 1);
+  world.InTurn([&](DataPlane&, Turn& turn) {
+    world.made[0](world.group, absl::CancelledError("the member went away"), turn);
+  });
+  CHECK(world.Take<MovesDone>()->status.message() == "the member went away");
 }
 
 TEST_CASE("bindings of groups take fair turns, and a job behind all of them waits for all") {
