@@ -15,6 +15,8 @@
 
 #include "transport/base/eventually.h"
 #include "transport/host/host_transport.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
 #include "transport/sockets/frames.h"
 #include "transport/unprepared_transport.h"
 
@@ -248,6 +250,8 @@ class World : public TurnHost, public WireSlots {
     }));
     return *std::move(event);
   }
+  // Call it in a turn.
+  size_t EventsInTurn() const { return events_.size(); }
   size_t events() {
     MutexLock lock(&mutex_);
     return events_.size();
@@ -764,6 +768,59 @@ StartMoves UnboundMoves() {
   start.step = MoveStep::kLocal;
   start.bound = std::move(bound);
   return start;
+}
+
+TEST_CASE("an update that wrote nothing is verified in the same turn") {
+  World world;
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    StartVerify verify;
+    verify.update = UpdateId(3);
+    plane.Start(world.group, verify, turn);
+    turn.Drain();
+    CHECK(world.EventsInTurn() == 1);
+  });
+  const std::optional<VerifyDone> done = world.Take<VerifyDone>();
+  REQUIRE(done.has_value());
+  CHECK(done->update == UpdateId(3));
+  CHECK(done->status.ok());
+}
+
+TEST_CASE("a program is compiled, and built with the devices on which this daemon's members are") {
+  World world;
+  const Part part(&world);  // member 1, an engine rank in host memory
+  MemberRecord trainer;
+  trainer.id = MemberId(2);
+  trainer.group = "g";
+  trainer.ordinal = 5;
+  const std::shared_ptr<const Layout> layout = world.leases.Find(MemberId(1))->layout;
+  trainer.layout = layout;
+  world.leases.Add(std::move(trainer));
+
+  CompileProgram compile;
+  compile.program = ProgramId(4);
+  compile.sources = {{layout, 0, 0, "trainer"}};
+  compile.destinations = {{layout, 0, 0, "engine"}};
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Compile(*world.group, compile); });
+  const auto compiled = world.Await<ProgramCompiled>();
+  REQUIRE(compiled.status.ok());
+  CHECK(compiled.program == ProgramId(4));
+
+  BuildProgram build;
+  build.program = ProgramId(4);
+  build.build = 6;
+  build.plan = std::shared_ptr<const RoutePlan>(compiled.plan, &compiled.plan->routes);
+  build.sources = {{0, layout}};
+  build.destinations = {{0, layout}};
+  build.source_members = {MemberId(2)};
+  build.destination_members = {MemberId(1)};
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Build(*world.group, build); });
+  const auto built = world.Await<ProgramBuilt>();
+  REQUIRE(built.status.ok());
+  CHECK(built.build == 6);
+  REQUIRE(built.node_program->sources.size() == 1);
+  CHECK(built.node_program->sources[0].device == 5);
+  REQUIRE(built.node_program->destinations.size() == 1);
+  CHECK(built.node_program->destinations[0].device == LocalMember::kNoDevice);
 }
 
 TEST_CASE("moves through a slot outside of the pool are answered at once (P10)") {
