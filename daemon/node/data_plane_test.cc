@@ -721,6 +721,25 @@ TEST_CASE("a part is copied from its slot into the engine's memory and read back
   CHECK(read_back().status.ok());
 }
 
+TEST_CASE("bytes that are packed into a slot count as copied too") {
+  World world;
+  Part part(&world);
+  const std::string bytes(16, 'x');
+  auto bucket = std::make_shared<CheckedBucket>(*part.start.content->bucket);
+  bucket->source = CheckedBucket::Source::kInline;
+  bucket->places = {{.inline_data = bytes.data()}};
+  part.start.content =
+      std::make_shared<const PartContent>(PartContent{bucket, bucket->ranges, {0}, 16});
+  world.calls.Add(CallId(9), {"g", [](const absl::Status&, const ReplyPayload&) {}, bucket});
+  part.start.bucket_call = CallId(9);
+  part.start.source_slot.reset();
+  part.start.fill_slot = SlotGrant{SlotIndex(2), GrantId(1)};
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  CHECK(world.Await<TransferDone>().status.ok());
+  CHECK(*part.memory == bytes);
+  CHECK(world.moved.copied == 32);
+}
+
 TEST_CASE("a transfer whose bucket is gone is answered") {
   World world;
   Part part(&world);
