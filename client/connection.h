@@ -1,5 +1,5 @@
-// What a trainer's and an engine's connection to the daemon have in common: the channel over the
-// unix socket, the lease, the descriptor socket, this member's regions and its view of the pool.
+// The part of a connection to the daemon that trainers and engines share: the channel over the unix
+// socket, the lease, the descriptor socket, this member's regions and its view of the pool.
 //
 // A Connection belongs to one lease; a member that attaches again makes another Connection. Regions
 // belong to the member, for all its leases: a region has one id in this process, and another id at

@@ -56,7 +56,7 @@ class SlotMemory;  // client/slot_memory.h
 
 enum class Delivery : uint8_t { kRegistered, kStaged };
 
-// What this rank may say of its own weights.
+// The state of the weights in this rank's memory.
 enum class Weights : uint8_t {
   kGood,     // the memory holds version(), or what was loaded if there is no version yet
   kPaused,   // Prepare came; not resumed yet

@@ -1,4 +1,4 @@
-// What an engine rank knows of its own weights, and which answers it may give: pure.
+// The state of an engine rank's weights, and the answers that the rank may give in it: pure.
 //
 //   phase      event or answer        next phase     weights afterwards
 //   Idle       Prepare(v)             Prepared       kPaused

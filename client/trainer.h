@@ -187,7 +187,7 @@ class Update {
   virtual absl::Status Abort(const std::string& reason) = 0;
 };
 
-// What became of an update.
+// The outcome of an update.
 struct UpdateOutcome {
   enum Kind : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
   // kUnknown: the daemon never heard of the update, has forgotten it, or it belongs to an

@@ -1,5 +1,5 @@
-// What trainers and engines share in the C++ client. docs/protocol.md has the conversation behind
-// it.
+// Types that trainers and engines share in the C++ client. docs/protocol.md has the conversation
+// behind it.
 #ifndef REFITD_CLIENT_TYPES_H_
 #define REFITD_CLIENT_TYPES_H_
 
@@ -72,8 +72,8 @@ struct ConnectOptions {
   // Added to an update's remaining time as the deadline of its calls.
   std::chrono::milliseconds call_margin{5'000};
   std::string client{};  // free text for status pages
-  // Where this member's memory is: a GPU by UUID ("GPU-01234567-89ab-...", as nvidia-smi -L prints
-  // it); empty: host memory. A daemon that does not serve that GPU refuses the member
+  // The device of this member's memory: a GPU by UUID ("GPU-01234567-89ab-...", as nvidia-smi -L
+  // prints it); empty: host memory. A daemon that does not serve that GPU refuses the member
   // (FAILED_PRECONDITION).
   std::string device{};
 

@@ -167,7 +167,7 @@ struct Config {
   bool operator==(const Config&) const = default;
 };
 
-// What a command line asks for.
+// A parsed command line.
 struct Invocation {
   Config config;
   std::string source;  // the file read; empty: none

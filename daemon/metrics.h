@@ -1,5 +1,5 @@
-// What Prometheus scrapes: counts of the node's reports (NodeObserver), the node's state, and the
-// process's use of memory and descriptors.
+// The metrics that Prometheus scrapes: counts of the node's reports (NodeObserver), the node's
+// state, and the process's use of memory and descriptors.
 //
 // Labels are names of groups, ids of daemons that joined them, names of instances, and words of
 // fixed sets (outcomes, phases, states), so the number of series is bounded: a constant times the
@@ -63,7 +63,7 @@ class Metrics : public NodeObserver {
 
  private:
   struct Histogram {
-    // the last counts durations beyond all bounds
+    // counts[i] has the durations up to bound i, and the last element those beyond all bounds.
     std::array<uint64_t, kSecondsBuckets.size() + 1> counts{};
     double sum = 0;
     void Observe(Duration duration);

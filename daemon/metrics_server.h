@@ -48,8 +48,8 @@ struct MetricsServerOptions {
 
 class MetricsServer {
  public:
-  // What the options' functions use must outlive the server. ALREADY_EXISTS: the port is in use, or
-  // this machine lacks the address.
+  // All that the options' functions use must outlive the server. ALREADY_EXISTS: the port is in
+  // use, or this machine lacks the address.
   static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(MetricsServerOptions options);
   // Closes all connections and joins the thread.
   ~MetricsServer();

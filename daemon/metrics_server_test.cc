@@ -234,7 +234,7 @@ class Certified {
   std::shared_ptr<const Certificates> Issue(const std::string& identity) {
     return IssueFor({.uris = {identity}});
   }
-  // Of a root that the server does not trust.
+  // Issues certificates of a root that the server does not trust.
   std::shared_ptr<const Certificates> IssueElsewhere(const std::string& identity) {
     return Issue({.uris = {identity}}, stranger_, authority_);
   }

@@ -28,7 +28,7 @@ TOOLS = Path(__file__).resolve().parent
 LISTS = TOOLS / "torch"
 NEWEST = "2.15.0"  # tested by default; tools/torch has the others that are supported
 
-# What the lists leave out: the libraries' names up to ".so", and what the names of their functions begin with.
+# The lists leave these out: the libraries' names up to ".so", and what the names of their functions begin with.
 LEFT_OUT = {
     "libcublas": "cublas",
     "libcublasLt": "cublasLt",

@@ -2,12 +2,14 @@
 
 #include <catch2/catch.hpp>
 
+#include "transport/unprepared_transport.h"
+
 namespace refitd {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-class Fake : public Transport {
+class Fake : public UnpreparedTransport {
  public:
   explicit Fake(bool chain) : chain_(chain) {}
   absl::Status CanBroadcast(BroadcastMethod method) const override {

@@ -30,7 +30,7 @@ struct CheckedBucket {
   // kNone: the bytes are known to another daemon only.
   enum class Source : uint8_t { kNone, kInline, kRegions, kSlot, kDevice };
   Source source = Source::kNone;
-  // Where the first carried element of tensor i lies. kInline: `inline_data` points into the
+  // The place of the first carried element of tensor i. kInline: `inline_data` points into the
   // message. kDevice: `inline_data` points into a block that `keep_alive` holds open (P6).
   // kRegions: in `region`, at `byte_offset`. kSlot: at `byte_offset` from the slot's start.
   struct Place {

@@ -150,50 +150,26 @@ class Transport {
   virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
 
   // Does once what every run of the transfer needs: checks, order, shares of the work. Takes up to
-  // seconds for millions of moves; thread-safe. INTERNAL: a wrong program. The default only keeps
-  // the transfer, for transports that gain nothing by preparing.
-  virtual absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) {
-    return std::make_shared<const KeptTransfer>(std::move(transfer));
-  }
+  // seconds for millions of moves; thread-safe. INTERNAL: a wrong program.
+  virtual absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) = 0;
 
   // Runs the prepared transfer as Submit would, with this verification and label in place of the
   // transfer's own.
   virtual void Replay(const std::shared_ptr<const PreparedTransfer>& prepared,
                       Verification verification, std::string label,
-                      std::function<void(TransferResult)> done) {
-    Transfer transfer = static_cast<const KeptTransfer&>(*prepared).transfer;
-    transfer.verification = verification;
-    transfer.label = std::move(label);
-    Submit(std::move(transfer), std::move(done));
-  }
+                      std::function<void(TransferResult)> done) = 0;
 
   // Reads destinations again and compares their digests. Threads and order are as for transfers.
   virtual void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) = 0;
 
   // Prepares a job for Replay. Returns at once; slow preparations are done by the first run. The
   // `expected` digests in the job's pieces are ignored.
-  virtual std::shared_ptr<const PreparedReadback> Prepare(ReadbackJob job) {
-    return std::make_shared<const KeptReadback>(std::move(job));
-  }
+  virtual std::shared_ptr<const PreparedReadback> Prepare(ReadbackJob job) = 0;
 
   // Runs the prepared job as Submit would; expected[i] is the digest that piece i of the job must
   // have.
   virtual void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
-                      std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) {
-    ReadbackJob job = static_cast<const KeptReadback&>(*prepared).job;
-    for (size_t i = 0; i < job.pieces.size(); ++i) job.pieces[i].expected = expected[i];
-    Submit(std::move(job), std::move(done));
-  }
-
- private:
-  struct KeptTransfer : PreparedTransfer {
-    explicit KeptTransfer(Transfer kept) : transfer(std::move(kept)) {}
-    const Transfer transfer;
-  };
-  struct KeptReadback : PreparedReadback {
-    explicit KeptReadback(ReadbackJob kept) : job(std::move(kept)) {}
-    const ReadbackJob job;
-  };
+                      std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) = 0;
 };
 
 }  // namespace refitd

@@ -1,7 +1,7 @@
 // The common part of all wires: a table of epochs, each with a thread and a queue of its own, and
 // answers that never come inside a call. A subclass of WireEpoch moves the bytes.
 //
-// Of the promises of wire.h this file keeps: the order (P7), deadlines that count from submission
+// This file keeps these promises of wire.h: the order (P7), deadlines that count from submission
 // (P4), when an epoch is lost, and Close. The subclasses of WireEpoch keep: an operation ends by
 // its deadline, and touches no memory after that (P6).
 #ifndef REFITD_TRANSPORT_WIRE_EPOCHS_H_

@@ -68,7 +68,7 @@ inline int CountEntries(const char* path) {
   return count;
 }
 
-// What the wire's own test gives to the common cases.
+// The wire and its properties, which the wire's own test gives to the common cases.
 struct TestedWire {
   std::function<absl::StatusOr<std::unique_ptr<Wire>>()> make;
 };

@@ -53,7 +53,7 @@ struct DeviceRef {
   int64_t bytes = 0;        // 0: up to the end of the block
 };
 
-// Where each tensor lies in a packed buffer, and the length of that buffer.
+// The place of each tensor in a packed buffer, and the length of that buffer.
 struct Packing {
   std::vector<int64_t> offsets;
   int64_t bytes = 0;

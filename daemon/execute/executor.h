@@ -69,8 +69,8 @@ class Executor {
   struct Moved {
     MovesDone done;
     int64_t bytes = 0;  // bytes copied into destinations or the slot
-    // For Finished(): digests[i] is of (*pieces)[i]. The list is the same object in every run of a
-    // step. Null: there are none.
+    // The pieces that `digests` are of, in the same order; Finished() reads both. All runs of a
+    // step share one list. Null: there are no digests.
     std::shared_ptr<const Pieces> pieces;
     std::vector<uint64_t> digests;
   };

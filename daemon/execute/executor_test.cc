@@ -10,6 +10,7 @@
 
 #include "transport/cuda/relay_plan.h"
 #include "transport/host/host_transport.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd {
 namespace {
@@ -70,7 +71,7 @@ class TestMemory : public MemoryResolver {
 
 // The host transport with a wrong source offset planted in one move of a program. The offset stays
 // inside the source piece, since an offset outside of it would be refused outright.
-class WrongOffset : public Transport {
+class WrongOffset : public UnpreparedTransport {
  public:
   explicit WrongOffset(Transport* transport) : transport_(transport) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
@@ -88,7 +89,7 @@ class WrongOffset : public Transport {
 };
 
 // Broadcasts through slots like a transport with devices, over this test's memory.
-class Relaying : public Transport {
+class Relaying : public UnpreparedTransport {
  public:
   Relaying(Transport* transport, const TestMemory* memory)
       : transport_(transport), memory_(memory) {}

@@ -14,6 +14,7 @@
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/plan/route_testing.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd {
 namespace {
@@ -56,7 +57,7 @@ class WrongByte : public TransferFaults {
 };
 
 // Counts what is prepared.
-class Counting : public Transport {
+class Counting : public UnpreparedTransport {
  public:
   explicit Counting(Transport* transport) : transport_(transport) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
@@ -272,7 +273,8 @@ class Cluster {
     return *daemons[0]->memory.slots[0];
   }
 
-  // What is wrong with the engines' elements or with the bytes around them; empty: nothing.
+  // Names the first fault in the engines' elements or in the bytes around them; empty: there is
+  // none.
   std::string ByteFault() const {
     for (uint32_t d = 0; d < world.destinations.size(); ++d) {
       const Side& side = world.destinations[d];

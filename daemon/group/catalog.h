@@ -1,5 +1,5 @@
-// What the instances of an update expect: which tensors they know, which of them must come, and
-// which registered ranks store them.
+// The tensors that the instances of an update expect: which tensors they know, which of them must
+// come, and which registered ranks store them.
 //
 // A catalog is a view of the group's TensorTable. Making it costs as much as there are ranks; it is
 // kept across updates while the ranks, their layouts and manifests stay the same (structure only,

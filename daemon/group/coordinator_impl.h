@@ -101,7 +101,8 @@ struct ProgramJob {
   std::vector<int64_t> bytes_written;
   StreamEnds run_ends;  // by what their streams carried
 };
-// The bytes that the nodes moved in the last run over several nodes that ended well.
+// The bytes that each node moved in the last refit that succeeded on several nodes; status shows
+// them.
 struct LastRun {
   ProgramId program;
   struct Share {

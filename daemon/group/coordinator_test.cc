@@ -920,7 +920,7 @@ TEST_CASE("A member of another daemon for which there is no room is refused with
   CHECK(f.coordinator().remote_members() == 1);
 }
 
-// What a daemon that was told all these messages knows.
+// The readiness that a daemon knows after all these messages.
 ReadinessBook BookOf(const std::vector<PeerReadiness>& told) {
   ReadinessBook book;
   for (const PeerReadiness& each : told) book.Take(each);

@@ -179,7 +179,7 @@ void Group::Impl::TakeDeferred() {
   while (!deferred.empty() && !FillRuns()) {
     group::DeferredCall call = std::move(deferred.front());
     deferred.pop_front();
-    // What remains of the call's duration; a call whose time is over was refused by Tick.
+    // The rest of the call's duration. Tick has refused each call whose time is over.
     const Duration remaining =
         std::max<Duration>(call.deadline - now, std::chrono::milliseconds(1));
     std::visit(

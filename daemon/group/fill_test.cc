@@ -132,7 +132,7 @@ TEST_CASE("who does not take part neither gives nor is filled") {
   s.g.Staged("staged", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
   CHECK(s.FillOf("old_client").empty());
-  // Of two ranks only one takes part.
+  // Only one of two ranks takes part.
   s.g.Fillable("half", kModel, 0, 2);
   s.g.Registered("half", kModel, 1, 2);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());

@@ -32,6 +32,7 @@
 #include "daemon/group/member_state.h"
 #include "daemon/group/requests.h"
 #include "daemon/group/update.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -132,11 +133,6 @@ std::string Seconds(Duration duration);
 std::string Few(const std::vector<std::string>& names);
 
 }  // namespace group
-
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
 
 struct Group::Impl {
   using Bucket = group::Bucket;
@@ -305,8 +301,8 @@ struct Group::Impl {
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
   absl::Status CheckParts(const CheckedBucket& bucket) const;
   absl::Status Reserve(const BucketEvent& e);
-  // What a bucket adds: tensors that no bucket brought before, and for the other tensors the
-  // elements that were covered before.
+  // The tensors and elements that a bucket adds: tensors that no bucket brought before, and for the
+  // other tensors the elements that were covered before.
   struct Taken {
     std::vector<const std::string*> added;
     std::vector<std::pair<const std::string*, IntervalSet>> before;
@@ -467,8 +463,8 @@ struct Group::Impl {
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
   group::BucketLog bucket_log;  // of the running update, else the last
-  // What engine ranks declare. Each layout and manifest is entered when it comes, so that Begin
-  // need not go through all of them.
+  // The tensors that engine ranks declare. Each layout and manifest is entered when it comes, so
+  // that Begin need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;
   std::shared_ptr<const Catalog> catalog;                // of the last update
   std::shared_ptr<group::CompiledProgram> program;       // the newest of an update of the trainers

@@ -100,7 +100,7 @@ class TestGroup {
     Register(id, LayoutOf(tensors, rank, world_size));
     return id;
   }
-  // As Registered, but that the rank takes part in fills.
+  // Does what Registered does, for a rank that takes part in fills.
   MemberId Fillable(const std::string& instance, const std::vector<TensorSpec>& tensors,
                     int rank = 0, int world_size = 1, NodeId node = {}) {
     EngineIdentity who{instance, rank, world_size, DeliveryMode::kRegistered, 2000 + rank, {}, {}};
@@ -462,7 +462,7 @@ class TestGroup {
       }
     }
   }
-  // As the running update or fill, or the last one, shows it.
+  // Whether the running update or fill, or else the last one, shows the member as evicted.
   bool Evicted(MemberId member) const {
     const std::optional<UpdateView> view = group.ViewLatest(now);
     const auto engine = engines.find(member);

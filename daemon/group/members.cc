@@ -336,7 +336,8 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
 void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
   trainers.erase(member->rank);
   if (FillRuns()) {
-    // As for an update that the rank has begun: none of its ranks goes on.
+    // A call that waits for the fill is lost too, as an update that the rank has begun would be: no
+    // other rank can complete it.
     for (const Version wanted : DeferredOf(member->id)) {
       RefuseDeferred(wanted, Error(absl::StatusCode::kAborted,
                                    "the update to version {} is lost: {} was lost: {}", wanted,

@@ -246,8 +246,9 @@ struct PeerProgram {
   int64_t chunk_bytes = 0;  // of one round, per peer and direction
   std::vector<PlanMember> sources;
   std::vector<PlanMember> destinations;  // those of PeerPrepare, in the same order
-  // What this node needs of the plan (PartOf), and the boxes whose digests PeerCompare asks for, by
-  // plan numbers. Both null: the node keeps those that came with the same program before.
+  // The part of the plan that this node needs (PartOf), and the boxes whose digests PeerCompare
+  // asks for, by plan numbers. Both null: the node keeps those that came with the same program
+  // before.
   std::shared_ptr<const RoutePlan> plan;
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
   // Set until WithItsPart: the plan from which `plan` and `replicas` are made, and the layouts of

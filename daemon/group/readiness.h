@@ -29,7 +29,7 @@ namespace refitd {
 // message that a daemon may take (kMinPeerMessageBytes).
 inline constexpr size_t kMaxStandings = 256;
 
-// What an instance stands at, as far as readiness needs it.
+// The state of an instance, as far as readiness depends on it.
 enum class Standing : uint8_t {
   kGone = 0,      // no rank is attached
   kForming = 1,   // ranks or layouts are missing
@@ -67,7 +67,7 @@ struct Readiness {
   std::string reason;  // why the instance is not ready; empty: it is ready
 };
 
-// What is known about the instances of one group.
+// Keeps the standings and versions of the instances of one group.
 class ReadinessBook {
  public:
   // Forgets everything.

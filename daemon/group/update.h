@@ -157,7 +157,8 @@ enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone 
 // The state of the read-back of all registered ranks still in the update.
 enum class Readback : uint8_t { kNone, kRunning, kDone };
 
-// What makes an update a fill: its sources are ranks of clean instances, and no trainer takes part.
+// The part of an update that only a fill has: its sources are ranks of clean instances, and no
+// trainer takes part.
 struct Fill {
   std::vector<std::string> givers;  // instances; set when the fill is assembled
   std::vector<MemberId> sources;    // their ranks

@@ -1,4 +1,4 @@
-// What status shows of a group.
+// The view of a group that status shows.
 #include <algorithm>
 #include <utility>
 

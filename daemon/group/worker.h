@@ -59,10 +59,10 @@ struct Job {
   PeerRunDone result;
   // Nodes that left before the run began, its first round, and what earlier attempts have stored.
   NodeProgram::Course course;
-  // Rounds before this one were packed, in this attempt or earlier ones that were gone on with.
+  // Rounds before this one were packed, in this attempt or in an earlier attempt that it continues.
   int64_t packed_before = 0;
-  // Sums of the digests of each section, by outgoing or incoming stream, over all attempts that
-  // were gone on with. A step counts once, however often it was sent.
+  // Sums of the digests of each section, by outgoing or incoming stream. They count this attempt
+  // and the earlier attempts that it continues; a step that was sent again counts once.
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
@@ -157,8 +157,9 @@ class Worker {
   // still name the member. Nothing new touches its memory (Callbacks::attached); transfers that run
   // hold its mappings.
   void MemberLost(MemberId member, std::shared_ptr<const Layout> layout);
-  // What an index of the command's destinations is made of, so that the caller can make it without
-  // the daemon's mutex (PeerPrepare::index). Empty: the worker has that index, or needs none.
+  // The layouts of which an index of the command's destinations is made, so that the caller can
+  // make it without the daemon's mutex (PeerPrepare::index). Empty: the worker has that index, or
+  // needs none.
   std::vector<std::shared_ptr<const Layout>> LayoutsToIndex(const PeerPrepare& command) const;
   // Does what DestinationIndex::Make does, with the labels that the worker gives. Takes as long as
   // there are tensors in the layouts of all destinations.

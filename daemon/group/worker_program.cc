@@ -25,9 +25,10 @@ bool SameRanks(const std::vector<LocalMember>& known, const std::vector<PlanMemb
                     [](const LocalMember& a, const PlanMember& b) { return a.rank == b.rank; });
 }
 
-// What the program sends to, and receives from, each node over the wire, whatever nodes it passes:
-// so a chain's nodes each agree with the source, not with their neighbours only. `out(stream)` and
-// `in(stream)` give the hash of a stream; nullopt: it counts for nothing.
+// Digests of the streams that the program sends to, and receives from, each node over the wire,
+// whatever nodes it passes: so a chain's nodes each agree with the source, not with their
+// neighbours only. `out(stream)` and `in(stream)` give the hash of a stream; nullopt: it counts for
+// nothing.
 template <typename Out, typename In>
 std::vector<PeerStream> StreamsOf(const NodeProgram& program, const Out& out, const In& in) {
   std::map<uint32_t, PeerStream> streams;

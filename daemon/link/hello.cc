@@ -16,7 +16,6 @@ namespace {
 using peer::AtMost;
 using peer::CheckIncarnation;
 using peer::InRange;
-using peer::Invalid;
 using peer::kMaxSerialisedBytes;
 using peer::MillisOf;
 using peer::TextOf;
@@ -70,16 +69,17 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
   return spec;
 }
 
-v1::GroupSpec SpecToWire(const GroupSpec& spec) {
+v1::GroupSpec SpecToWire(const GroupSpec& spec, bool lists) {
   v1::GroupSpec wire;
   wire.set_trainer_ranks(spec.trainer_ranks);
   wire.set_min_instances(spec.min_instances);
   wire.set_slot_bytes(spec.slot_bytes);
   wire.set_slots(spec.slots);
-  for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
-  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
   wire.set_max_lag(spec.max_lag);
   wire.set_encrypted_data(spec.encrypted_data);
+  if (!lists) return wire;
+  for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
   return wire;
 }
 

@@ -36,7 +36,8 @@ absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);
 
 // The spec that the message has, unchecked. `slots` and `slot_bytes` of 0 are left to the daemon.
 GroupSpec SpecOf(const v1::GroupSpec& message);
-v1::GroupSpec SpecToWire(const GroupSpec& spec);
+// The message of the spec. Without `lists`, it lacks the lists of tensors, which may be long.
+v1::GroupSpec SpecToWire(const GroupSpec& spec, bool lists = true);
 
 }  // namespace refitd
 

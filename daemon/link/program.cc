@@ -11,7 +11,6 @@ namespace {
 
 using peer::AtMost;
 using peer::InRange;
-using peer::Invalid;
 using peer::MemberOf;
 
 constexpr int64_t kVarintBytes = 10;

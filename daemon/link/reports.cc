@@ -25,7 +25,6 @@ using peer::CallOf;
 using peer::CheckSize;
 using peer::IndicesOf;
 using peer::InRange;
-using peer::Invalid;
 using peer::kEnvelopeBytes;
 using peer::MemberOf;
 using peer::MillisOf;

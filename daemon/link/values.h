@@ -23,6 +23,7 @@
 #include "daemon/group/peer.h"
 #include "daemon/link/limits.h"
 #include "refitd/v1/peer.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
@@ -30,11 +31,6 @@
 namespace refitd::peer {
 
 // ---- checks ----
-
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
 
 inline absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
   if (value >= low && value <= high) return absl::OkStatus();

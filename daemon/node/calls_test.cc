@@ -91,6 +91,20 @@ TEST_CASE("calls that wait for device memory are limited for each member") {
   calls.CheckInvariants();
 }
 
+TEST_CASE("calls that wait for device memory are limited for all members together (P10)") {
+  Calls calls;
+  uint64_t id = 0;
+  while (id < Calls::kMaxOpening) {
+    ++id;
+    REQUIRE(calls.AdmitOpening(CallId(id), MemberId(id), 1).ok());
+  }
+  const auto next = [&] { return calls.AdmitOpening(CallId(id + 1), MemberId(id + 1), 1); };
+  CHECK(next().code() == absl::StatusCode::kResourceExhausted);
+  CHECK(calls.EndOpening(CallId(1)).ok());
+  CHECK(next().ok());
+  calls.CheckInvariants();
+}
+
 TEST_CASE("a caller that goes away while its call waits for device memory is noticed") {
   Calls calls;
   REQUIRE(calls.AdmitOpening(CallId(1), MemberId(5), 2).ok());

@@ -74,8 +74,8 @@ class CoordinatorSearch {
   std::vector<Candidate> candidates_;  // that of this daemon is not used
 };
 
-// Of two daemons that coordinate one group: whether the one with `own` gives its group up for the
-// one with `other`.
+// Two daemons coordinate one group, with the incarnations `own` and `other`: whether the daemon
+// with `own` gives its group up.
 inline bool GivesWay(uint64_t own, uint64_t other) { return other > own; }
 
 }  // namespace refitd

@@ -15,7 +15,10 @@
 
 #include "transport/base/eventually.h"
 #include "transport/host/host_transport.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
 #include "transport/sockets/frames.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd {
 namespace {
@@ -61,22 +64,80 @@ class FakeWire : public Wire {
   std::vector<std::function<void(absl::Status)>> ends;
 };
 
+// A wire over devices in name only: the test says whether and when epochs open. Thread-safe.
+class FakeDeviceWire : public DeviceWire {
+ public:
+  FakeDeviceWire() : DeviceWire("fake wire") {}
+  ~FakeDeviceWire() override { CloseAll(); }
+
+  absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int /*rank*/,
+                                     int /*size*/) override {
+    MutexLock lock(&mutex_);
+    devices_.push_back(device);
+    while (held_) changed_.Wait(&mutex_);
+    if (!can_open_.ok()) return can_open_;
+    opened_.push_back(epoch);
+    return "on a device";
+  }
+  void Close(EpochId epoch) override {
+    MutexLock lock(&mutex_);
+    closed_.push_back(epoch);
+  }
+  std::vector<DeviceEpochStatus> Describe() const override { return {}; }
+  int64_t Abandoned() const override { return 0; }
+
+  // While it holds, OpenOn does not return.
+  void Hold(bool held) {
+    MutexLock lock(&mutex_);
+    held_ = held;
+    changed_.NotifyAll();
+  }
+  void Refuse(absl::Status status) {
+    MutexLock lock(&mutex_);
+    can_open_ = std::move(status);
+  }
+  std::vector<int> devices() {
+    MutexLock lock(&mutex_);
+    return devices_;
+  }
+  std::vector<EpochId> opened() {
+    MutexLock lock(&mutex_);
+    return opened_;
+  }
+  std::vector<EpochId> closed() {
+    MutexLock lock(&mutex_);
+    return closed_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  bool held_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status can_open_ ABSL_GUARDED_BY(mutex_);
+  std::vector<int> devices_ ABSL_GUARDED_BY(mutex_);
+  std::vector<EpochId> opened_ ABSL_GUARDED_BY(mutex_);
+  std::vector<EpochId> closed_ ABSL_GUARDED_BY(mutex_);
+};
+
 class Moved : public NodeObserver {
  public:
   void UpdateEnded(const UpdateReport& /*report*/) override {}
   void FillEnded(const std::string&, FillEnd, int64_t, Duration) override {}
   void BytesMoved(const std::string& /*group*/, MoveKind kind, int64_t bytes) override {
-    (kind == MoveKind::kCopy ? copied : wired) += bytes;
+    (kind == MoveKind::kCopy        ? copied
+     : kind == MoveKind::kBroadcast ? broadcast
+                                    : exchanged) += bytes;
   }
   void IntegrityFailure(const std::string& /*group*/) override {}
   void InstanceEvicted(const std::string& /*group*/, std::string_view /*reason*/) override {}
   void GroupGone(const std::string& /*group*/) override {}
   std::atomic<int64_t> copied{0};
-  std::atomic<int64_t> wired{0};
+  std::atomic<int64_t> broadcast{0};
+  std::atomic<int64_t> exchanged{0};
 };
 
 // Copies like the host transport, but prepares no more transfers than the test has permitted.
-class PermittedTransport : public Transport {
+class PermittedTransport : public UnpreparedTransport {
  public:
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
     host_->Submit(std::move(transfer), std::move(done));
@@ -90,7 +151,7 @@ class PermittedTransport : public Transport {
       while (permits_ == 0) changed_.Wait(&mutex_);
       --permits_;
     }
-    return Transport::Prepare(std::move(transfer));
+    return UnpreparedTransport::Prepare(std::move(transfer));
   }
   void Permit(int more) {
     MutexLock lock(&mutex_);
@@ -110,12 +171,13 @@ class PermittedTransport : public Transport {
 class World : public TurnHost, public WireSlots {
  public:
   explicit World(bool with_wire = true,
-                 std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1})) {
+                 std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1}),
+                 std::shared_ptr<DeviceWire> device_wire = nullptr) {
     auto wire = with_wire ? std::make_unique<FakeWire>() : nullptr;
     wire_ = wire.get();
     plane_.emplace(DataPlane::Options{.transport = std::move(transport),
                                       .wire = std::move(wire),
-                                      .device_wire = nullptr,
+                                      .device_wire = std::move(device_wire),
                                       .no_device_wire = "none was asked for",
                                       .observer = &moved},
                    Turns{this, &mutex_, &pushes_},
@@ -139,10 +201,11 @@ class World : public TurnHost, public WireSlots {
     return of->pools.EnsureHost("g", 4 * kSlotBytes);
   }
 
-  GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false) {
+  GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false,
+                        uint64_t incarnation = 7) {
     CoordinatorOptions options;
     options.name = name;
-    options.incarnation = 7;
+    options.incarnation = incarnation;
     options.spec.slots = 4;
     options.spec.slot_bytes = kSlotBytes;
     options.spec.encrypted_data = encrypted_data;
@@ -187,6 +250,8 @@ class World : public TurnHost, public WireSlots {
     }));
     return *std::move(event);
   }
+  // Call it in a turn.
+  size_t EventsInTurn() const { return events_.size(); }
   size_t events() {
     MutexLock lock(&mutex_);
     return events_.size();
@@ -276,6 +341,19 @@ TEST_CASE("an epoch that can't be opened is answered and not kept") {
   CHECK(world.Take<EpochUp>()->status.code() == absl::StatusCode::kNotFound);
 }
 
+TEST_CASE("epochs of two groups, or of two incarnations, are different epochs of the wire") {
+  World world;
+  GroupRecord* const other = world.AddGroup("h", /*encrypted_data=*/false, /*incarnation=*/8);
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {EpochId(2), 0, 2}, turn);
+    plane.Open(other, {kEpoch, 0, 2}, turn);
+  });
+  REQUIRE(world.wire().opened.size() == 3);
+  CHECK(world.wire().opened[0] != world.wire().opened[1]);
+  CHECK(world.wire().opened[0] != world.wire().opened[2]);
+}
+
 TEST_CASE("a group that demands encryption opens no epoch that is in the clear") {
   World world;
   GroupRecord* const group = world.AddGroup("demanding", /*encrypted_data=*/true);
@@ -342,6 +420,123 @@ TEST_CASE("a group that goes takes its epochs along, and hears nothing of them a
   CHECK(world.events() == 0);
 }
 
+// ---- epochs on devices ----
+
+// A group whose one member is on GPU 2, and whose slots are not made yet.
+struct DeviceWorld {
+  DeviceWorld() {
+    MemberRecord member;
+    member.id = MemberId(1);
+    member.group = "g";
+    member.ordinal = 2;
+    world.leases.Add(std::move(member));
+  }
+  void Open() {
+    world.InTurn([&](DataPlane& plane, Turn& turn) {
+      plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    });
+  }
+  // The slots that Open asked for are made, or can't be made.
+  void MakeSlots(const absl::Status& made = absl::OkStatus()) {
+    REQUIRE(world.made.size() == 1);
+    if (made.ok()) {
+      world.group->pools.Put(2, {{slots.data(), static_cast<int64_t>(slots.size()), nullptr}});
+      world.group->pools.SetWire(2);
+    }
+    world.InTurn([&](DataPlane&, Turn& turn) { world.made[0](world.group, made, turn); });
+    world.made.clear();
+  }
+  bool Knows() { return world.plane().StatsOf(*world.group, kEpoch).has_value(); }
+  void GiveUp() {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.GiveUpEpochs(*world.group, turn); });
+  }
+
+  std::vector<char> slots = std::vector<char>(4 * kSlotBytes);
+  const std::shared_ptr<FakeDeviceWire> wire = std::make_shared<FakeDeviceWire>();
+  World world{/*with_wire=*/true, MakeHostTransport({.threads = 1}), wire};
+};
+
+TEST_CASE("an epoch of a group on GPUs is opened on the GPU of the slots, when they are made") {
+  DeviceWorld d;
+  d.Open();
+  CHECK(d.Knows());
+  CHECK(d.wire->devices().empty());
+  d.MakeSlots();
+  const auto opened = d.world.Await<EpochOpened>();
+  CHECK(opened.status.ok());
+  CHECK(opened.address == "on a device");
+  CHECK(d.wire->devices() == std::vector<int>{2});
+  CHECK(d.wire->closed().empty());
+  CHECK(d.world.wire().opened.empty());
+}
+
+TEST_CASE("an epoch whose slots, or whose communicator, can't be made is answered and not kept") {
+  DeviceWorld d;
+  d.Open();
+  d.MakeSlots(absl::ResourceExhaustedError("no memory"));
+  CHECK(d.world.Take<EpochOpened>()->status.message() == "no memory");
+  CHECK_FALSE(d.Knows());
+
+  d.Open();
+  d.wire->Refuse(absl::UnavailableError("no NCCL"));
+  d.MakeSlots();
+  CHECK(d.world.Await<EpochOpened>().status.message() == "no NCCL");
+  CHECK_FALSE(d.Knows());
+}
+
+TEST_CASE("an epoch that is closed while it is being opened is closed when it is open (P8)") {
+  DeviceWorld d;
+  d.wire->Hold(true);
+  d.Open();
+  d.MakeSlots();
+  REQUIRE(Eventually([&] { return d.wire->devices().size() == 1; }));
+  d.world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*d.world.group, {kEpoch}); });
+  CHECK(d.wire->closed().size() == 1);
+  d.wire->Hold(false);
+  CHECK(d.world.Await<EpochOpened>().status.ok());
+  REQUIRE(d.wire->opened().size() == 1);
+  CHECK(d.wire->closed() == std::vector<EpochId>(2, d.wire->opened()[0]));
+}
+
+TEST_CASE("a coordinator gives up epochs whose slots went, but not while an update runs") {
+  DeviceWorld d;
+  d.Open();
+  d.GiveUp();  // the slots are still being made
+  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  d.MakeSlots();
+  CHECK(d.world.Await<EpochOpened>().status.ok());
+  d.GiveUp();
+  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+
+  d.world.group->pools.ClearWire();
+  d.world.InTurn(
+      [&](DataPlane& plane, Turn& turn) { plane.Start(d.world.group, WireOp(1), turn); });
+  CHECK(d.world.Take<WireDone>()->status.message() == "the epoch is of other memory");
+
+  MachineActions ignored;
+  MachineEvent attached = TrainerAttached{MemberId(1), {}};
+  d.world.group->machine->Handle(attached, TimePoint(), &ignored);
+  BeginEvent begin;
+  begin.call = CallId(1000);
+  begin.member = MemberId(1);
+  begin.version = Version(1);
+  begin.duration = seconds(5);
+  begin.tensor_count = 1;
+  MachineEvent begun = begin;
+  d.world.group->machine->Handle(begun, TimePoint(), &ignored);
+  REQUIRE(d.world.group->machine->update_running());
+  d.GiveUp();
+  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  MachineEvent lost = MemberLost{MemberId(1), "killed"};
+  d.world.group->machine->Handle(lost, TimePoint(), &ignored);
+  REQUIRE_FALSE(d.world.group->machine->update_running());
+  d.GiveUp();
+  const std::optional<EpochUp> given_up = d.world.Take<EpochUp>();
+  REQUIRE(given_up.has_value());
+  CHECK(given_up->epoch == kEpoch);
+  CHECK(given_up->status.code() == absl::StatusCode::kCancelled);
+}
+
 // ---- collectives ----
 
 TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
@@ -361,13 +556,14 @@ TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that c
   REQUIRE(done.has_value());
   CHECK(done->epoch == kEpoch);
   CHECK(done->seq == WireSeq(5));
-  CHECK(world.moved.wired == 100);
+  CHECK(world.moved.broadcast == 100);
   // The root receives nothing.
   world.InTurn([&](DataPlane& plane, Turn& turn) {
     plane.Start(world.group, WireOp(100, /*rank=*/0), turn);
   });
   world.wire().ends.at(1)(absl::OkStatus());
-  CHECK(world.moved.wired == 100);
+  CHECK(world.moved.broadcast == 100);
+  CHECK(world.moved.exchanged == 0);
 }
 
 TEST_CASE("to some ranks only, the root sends to each and the others receive") {
@@ -386,6 +582,7 @@ TEST_CASE("to some ranks only, the root sends to each and the others receive") {
   CHECK(world.wire().exchanges[0].receives.empty());
   REQUIRE(world.wire().exchanges[1].receives.size() == 1);
   CHECK(world.wire().exchanges[1].receives[0].peer == 0);
+  CHECK(world.wire().exchanges[1].timeout == seconds(3));
 }
 
 TEST_CASE("a collective outside of the pool, or without its epoch, is answered at once (P10)") {
@@ -414,6 +611,7 @@ TEST_CASE("a round is exchanged from one slot into another, within both (P10)") 
   StartExchange round;
   round.epoch = kEpoch;
   round.seq = WireSeq(6);
+  round.timeout = seconds(2);
   round.out = SlotIndex(0);
   round.in = SlotIndex(1);
   round.legs.push_back({.rank = 1, .bytes_out = 10, .out_offset = 64, .bytes_in = 20});
@@ -429,14 +627,20 @@ TEST_CASE("a round is exchanged from one slot into another, within both (P10)") 
   const char* const out = world.group->pools.WireSlot(SlotIndex(0), kSlotBytes)->data;
   CHECK(exchange.sends[0].memory.data == out + 64);
   CHECK(exchange.receives[1].memory.bytes == 30);
+  CHECK(exchange.timeout == seconds(2));
   world.wire().ends.at(0)(absl::OkStatus());
   CHECK(world.Take<WireDone>()->status.ok());
-  CHECK(world.moved.wired == 50);
+  CHECK(world.moved.exchanged == 50);
 
   round.legs[1].in_offset += 1;
   run();
   CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
              Contains("rank 2: 30 bytes at byte 4067 of slot 1: not in the pool"));
+  round.legs[1].in_offset -= 1;
+  round.legs[1].rank = kMaxWireRanks;
+  run();
+  CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
+             Contains("rank 256: 30 bytes at byte 4066 of slot 1: not in the pool"));
   round.in = round.out;
   run();
   CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
@@ -517,6 +721,25 @@ TEST_CASE("a part is copied from its slot into the engine's memory and read back
   CHECK(read_back().status.ok());
 }
 
+TEST_CASE("bytes that are packed into a slot count as copied too") {
+  World world;
+  Part part(&world);
+  const std::string bytes(16, 'x');
+  auto bucket = std::make_shared<CheckedBucket>(*part.start.content->bucket);
+  bucket->source = CheckedBucket::Source::kInline;
+  bucket->places = {{.inline_data = bytes.data()}};
+  part.start.content =
+      std::make_shared<const PartContent>(PartContent{bucket, bucket->ranges, {0}, 16});
+  world.calls.Add(CallId(9), {"g", [](const absl::Status&, const ReplyPayload&) {}, bucket});
+  part.start.bucket_call = CallId(9);
+  part.start.source_slot.reset();
+  part.start.fill_slot = SlotGrant{SlotIndex(2), GrantId(1)};
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  CHECK(world.Await<TransferDone>().status.ok());
+  CHECK(*part.memory == bytes);
+  CHECK(world.moved.copied == 32);
+}
+
 TEST_CASE("a transfer whose bucket is gone is answered") {
   World world;
   Part part(&world);
@@ -564,6 +787,87 @@ StartMoves UnboundMoves() {
   start.step = MoveStep::kLocal;
   start.bound = std::move(bound);
   return start;
+}
+
+TEST_CASE("an update that wrote nothing is verified in the same turn") {
+  World world;
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    StartVerify verify;
+    verify.update = UpdateId(3);
+    plane.Start(world.group, verify, turn);
+    turn.Drain();
+    CHECK(world.EventsInTurn() == 1);
+  });
+  const std::optional<VerifyDone> done = world.Take<VerifyDone>();
+  REQUIRE(done.has_value());
+  CHECK(done->update == UpdateId(3));
+  CHECK(done->status.ok());
+}
+
+TEST_CASE("a program is compiled, and built with the devices on which this daemon's members are") {
+  World world;
+  const Part part(&world);  // member 1, an engine rank in host memory
+  MemberRecord trainer;
+  trainer.id = MemberId(2);
+  trainer.group = "g";
+  trainer.ordinal = 5;
+  const std::shared_ptr<const Layout> layout = world.leases.Find(MemberId(1))->layout;
+  trainer.layout = layout;
+  world.leases.Add(std::move(trainer));
+
+  CompileProgram compile;
+  compile.program = ProgramId(4);
+  compile.sources = {{layout, 0, 0, "trainer"}};
+  compile.destinations = {{layout, 0, 0, "engine"}};
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Compile(*world.group, compile); });
+  const auto compiled = world.Await<ProgramCompiled>();
+  REQUIRE(compiled.status.ok());
+  CHECK(compiled.program == ProgramId(4));
+
+  BuildProgram build;
+  build.program = ProgramId(4);
+  build.build = 6;
+  build.plan = std::shared_ptr<const RoutePlan>(compiled.plan, &compiled.plan->routes);
+  build.sources = {{0, layout}};
+  build.destinations = {{0, layout}};
+  build.source_members = {MemberId(2)};
+  build.destination_members = {MemberId(1)};
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Build(*world.group, build); });
+  const auto built = world.Await<ProgramBuilt>();
+  REQUIRE(built.status.ok());
+  CHECK(built.build == 6);
+  REQUIRE(built.node_program->sources.size() == 1);
+  CHECK(built.node_program->sources[0].device == 5);
+  REQUIRE(built.node_program->destinations.size() == 1);
+  CHECK(built.node_program->destinations[0].device == LocalMember::kNoDevice);
+}
+
+TEST_CASE("moves through a slot outside of the pool are answered at once (P10)") {
+  World world;
+  StartMoves start;
+  start.update = UpdateId(1);
+  start.step = MoveStep::kPack;
+  start.round = 3;
+  const auto refused = [&] {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+    const std::optional<MovesDone> done = world.Take<MovesDone>();
+    REQUIRE(done.has_value());
+    CHECK(done->round == 3);
+    return done->status;
+  };
+  start.slot = SlotIndex(4);
+  CHECK(refused().message() == "slot 4: not in the pool");
+  start.slot = SlotIndex(0);
+  start.received = SlotIndex(5);
+  CHECK(refused().message() == "slot 5: not in the pool");
+  world.lacks = true;
+  start.step = MoveStep::kUnpack;
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+  REQUIRE(world.made.size() == 1);
+  world.InTurn([&](DataPlane&, Turn& turn) {
+    world.made[0](world.group, absl::CancelledError("the member went away"), turn);
+  });
+  CHECK(world.Take<MovesDone>()->status.message() == "the member went away");
 }
 
 TEST_CASE("bindings of groups take fair turns, and a job behind all of them waits for all") {

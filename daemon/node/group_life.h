@@ -29,7 +29,7 @@ absl::Status Followed(const GroupRecord& group);
 // UNAVAILABLE: this daemon has given the group up for another candidate's.
 absl::Status GivenUp(const GroupRecord& group);
 
-// What is asked for of a group that has several candidates and is made by one of them.
+// The properties of a group that has several candidates and is made by one of them.
 struct Candidacy {
   std::string candidates;  // as members name them; empty: the group has no candidates
   uint64_t known = 0;      // the greatest incarnation of the group that is known of

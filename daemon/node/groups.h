@@ -39,8 +39,8 @@ struct JoinRecord {
   // The text by which members name the coordinator: `address`, or the group's candidates, of which
   // `address` is one. Members wait under this text.
   std::string named;
-  // Of a group with candidates, when this daemon began to join: for how long it had searched for a
-  // coordinator, and the greatest incarnation that it knew of.
+  // For a group with candidates: how long this daemon had searched for a coordinator when it began
+  // to join, and the greatest incarnation that it knew then.
   Duration searched{};
   uint64_t known = 0;
   std::shared_ptr<PeerLink> link;  // null: lost, or waiting to redial
@@ -85,8 +85,8 @@ struct GroupRecord {
     std::string request_id;
   };
   Opener opener;
-  // Of a group that this daemon coordinates: the candidates that its members name; empty: they name
-  // one coordinator, or none.
+  // The candidates that the members of a group of this coordinator name. Empty: they name one
+  // coordinator, or none.
   std::string candidates;
   // Another candidate coordinates the group with a greater incarnation: this one takes no members
   // any more and goes when nothing of it is left.
@@ -149,7 +149,7 @@ class Groups {
   // result is destroyed, which must not happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
-  // What this daemon remembers of a group with candidates whose coordinator it lost: the group that
+  // The memory of a group with candidates whose coordinator this daemon lost: the group that
   // another candidate makes has a greater incarnation and the same owner (P9).
   struct Remembered {
     uint64_t incarnation = 0;

@@ -1,6 +1,9 @@
 #include "daemon/node/groups.h"
 
+#include <fmt/format.h>
+
 #include <catch2/catch.hpp>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +18,20 @@ using std::chrono::seconds;
 
 const TimePoint kNow{std::chrono::hours(1)};
 constexpr int64_t kPool = 4 * 4096;  // bytes of one group's pool
+
+// The coordinator's end of a link, without the link.
+class Session : public PeerSession {
+ public:
+  explicit Session(uint64_t id) : id_(id) {}
+  uint64_t id() const override { return id_; }
+  void Accept(const LinkUp& /*up*/) override {}
+  absl::Status Queue(PeerCommand /*command*/) override { return absl::OkStatus(); }
+  void Flush() override {}
+  void End(absl::Status /*status*/) override {}
+
+ private:
+  const uint64_t id_;
+};
 
 struct World {
   Peers peers;
@@ -139,6 +156,16 @@ TEST_CASE("a group expires when it has been empty for its time, not while someon
   CHECK(world.groups.Expired(kNow + seconds(320)) == Names{"g"});
 }
 
+TEST_CASE("a group that another daemon has joined is not empty") {
+  World world;
+  const GroupRecord* const group = world.Coordinate("g");
+  CHECK(world.groups.Empty(*group));
+  world.peers.Join("h", std::make_shared<Session>(1));
+  CHECK(world.groups.Empty(*group));
+  world.peers.Join("g", std::make_shared<Session>(2));
+  CHECK_FALSE(world.groups.Empty(*group));
+}
+
 TEST_CASE("groups with a running update, and those whose machine is due, are known") {
   World world;
   GroupRecord* const group = world.Coordinate("g");
@@ -201,6 +228,21 @@ TEST_CASE("what is remembered of a group with candidates is forgotten after the 
   CHECK(world.groups.Recall("a", own.until).owner.empty());
 }
 
+TEST_CASE("the group that is remembered for longest is forgotten first (P10)") {
+  World world;
+  for (size_t i = 0; i <= Groups::kMaxRemembered; ++i) {
+    const std::string name = fmt::format("g{}", i);
+    GroupRecord* const group = world.Coordinate(name);
+    group->owner = "uid:1";
+    world.groups.Remember(*group, 0, kNow + std::chrono::milliseconds(i));
+    world.groups.Remove(name);
+  }
+  const TimePoint then = kNow + seconds(2);
+  CHECK(world.groups.Recall("g0", then).owner.empty());
+  CHECK(world.groups.Recall("g1", then).owner == "uid:1");
+  CHECK(world.groups.Recall(fmt::format("g{}", Groups::kMaxRemembered), then).owner == "uid:1");
+}
+
 TEST_CASE("a group that was given up goes as soon as nothing of it is left") {
   World world;
   GroupRecord* const group = world.Coordinate("a");
@@ -211,6 +253,23 @@ TEST_CASE("a group that was given up goes as soon as nothing of it is left") {
   CHECK(group->going());
   CHECK(world.groups.NextDeadline() == kNow);
   CHECK(world.groups.Expired(kNow) == std::vector<std::string>{"a"});
+}
+
+TEST_CASE("a group that was given up while a rank waits in it is not due before the rank left") {
+  World world;
+  GroupRecord* const group = world.Coordinate("g");
+  group->given_up = true;
+  MemberRecord rank;
+  rank.id = MemberId(2);
+  rank.group = "g";
+  rank.engine = true;
+  rank.ordinal = 0;
+  world.waiters.Wait(Waiters::OfSlots{std::move(rank), EngineAttached{}});
+  CHECK(world.groups.Expired(kNow).empty());
+  CHECK(world.groups.NextDeadline() == std::nullopt);
+  CHECK(world.waiters.TakeOfSlots(MemberId(2)).has_value());
+  CHECK(world.groups.NoteEmpty(group, kNow));
+  CHECK(world.groups.Expired(kNow) == Names{"g"});
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// What an identity has at this daemon: groups that it owns, the share of the daemon's limits that
-// it uses, and the audit log's lines of what it did. (daemon/policy says what an identity may do;
-// the services' door asks there.)
+// Accounts of the identities at this daemon: the groups that an identity owns, its share of the
+// daemon's limits, and the audit log's lines about its actions. (daemon/policy says what an
+// identity may do; the services' door asks there.)
 //
 // P9: the door asks for a group's owner before a trainer attaches, and TakeOwnership asks again in
 // the turn that admits it, so that of two trainers that come at once only one becomes the owner.

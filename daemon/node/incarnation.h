@@ -20,7 +20,7 @@ inline constexpr uint64_t kMaxClaimedTerm = kMaxTerm / 2;
 
 inline constexpr uint64_t TermOf(uint64_t incarnation) { return incarnation >> (64 - kTermBits); }
 
-// What an engine's claim counts as: the incarnation, or 0.
+// Returns the incarnation that an engine claims, or 0 where its term is too great to count.
 inline constexpr uint64_t CountedClaim(uint64_t incarnation) {
   return TermOf(incarnation) <= kMaxClaimedTerm ? incarnation : 0;
 }

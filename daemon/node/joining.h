@@ -50,8 +50,9 @@ class Joining : private DialHost {
   // The place of this daemon among the addresses; nullopt: it has none.
   std::optional<size_t> OwnPlace(const std::vector<std::string>& addresses) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // OK: the group, which is here and not being joined, takes a member or a daemon that names these
-  // candidates. A group that this daemon coordinates has candidates from then on.
+  // OK: a member or daemon that names these candidates may enter the group. The group must exist
+  // here and not be joining its coordinator. If this daemon coordinates the group, the candidates
+  // become the group's.
   absl::Status CheckCandidates(GroupRecord* group, const std::string& named,
                                const std::optional<GroupSpec>& spec) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);

@@ -29,7 +29,7 @@ struct DeviceOptions {
   std::string no_wire = "not asked for";  // why there is no wire; for people
 };
 
-// Of DaemonOptions::clear_wire.
+// The value of DaemonOptions::clear_wire where certificates are missing.
 inline constexpr char kNotEncrypted[] = "it has no certificates (tls)";
 
 struct DaemonOptions {

@@ -74,6 +74,7 @@ TEST_CASE("slots lie at the same offsets on every GPU, and what crosses daemons 
   pools.CheckInvariants();
   CHECK(pools.bytes() == 4 * kSlotBytes);
   CHECK(pools.Slot(0, SlotIndex(1), kSlotBytes)->data == first->data() + kSlotBytes);
+  CHECK(pools.Slot(0, SlotIndex(1), kSlotBytes)->bytes == kSlotBytes);
   CHECK(pools.Slot(3, SlotIndex(1), kSlotBytes)->data == second->data() + kSlotBytes);
   CHECK(pools.Slot(1, SlotIndex(0), kSlotBytes).status().code() == absl::StatusCode::kInternal);
 

@@ -55,7 +55,7 @@ struct CommittedNews {
   Version version;
   uint64_t incarnation = 0;
 };
-// What a member is told on its stream; trainers are told neither of SendPrepare nor of PartNews.
+// The news that a member gets on its stream. Trainers get neither SendPrepare nor PartNews.
 using MemberNews =
     std::variant<WelcomeNews, SendPrepare, PartNews, CommittedNews, SendAborted, SendDraining>;
 using MemberSink = EventSink<MemberNews>;

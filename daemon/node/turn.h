@@ -97,6 +97,8 @@ class ABSL_SCOPED_LOCKABLE Turn {
   }
   // `refused` is called for each report that turns out not to be sendable, without the mutex.
   using Refusal = std::function<void(PeerLink::Refused)>;
+  // Messages of one turn to a link mostly follow each other, so only the last entry is compared;
+  // flushing a link twice does no harm.
   void Flush(const std::shared_ptr<PeerLink>& link, Refusal refused) {
     if (!links_.empty() && links_.back().first == link) return;
     links_.emplace_back(link, std::move(refused));

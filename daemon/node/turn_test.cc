@@ -4,6 +4,7 @@
 #include <future>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -44,11 +45,17 @@ class Sink : public MemberSink {
   std::vector<std::string>* const told_;
 };
 
+constexpr std::chrono::seconds kDeadline{60};
+
+// Whether another thread can take the mutex.
 bool Free(Mutex* mutex) {
-  return std::async(std::launch::async, [mutex] {
-           MutexLock lock(mutex);
-           return true;
-         }).wait_for(std::chrono::seconds(30)) == std::future_status::ready;
+  std::promise<void> taken;
+  std::future<void> wait = taken.get_future();
+  std::thread([mutex, taken = std::move(taken)]() mutable {
+    { MutexLock lock(mutex); }
+    taken.set_value();  // the mutex may be gone from here on
+  }).detach();
+  return wait.wait_for(kDeadline) == std::future_status::ready;
 }
 
 TEST_CASE("events that come of an event are handled after it, in the order of posting") {
@@ -98,6 +105,44 @@ TEST_CASE("effects run in a fixed order, after the mutex was released") {
   CHECK(told == std::vector<std::string>{"engine", "answer", "trainer", "last"});
 }
 
+TEST_CASE("events, which may have every tensor of a model, are destroyed without the mutex") {
+  Host host;
+  Mutex mutex;
+  bool free = false;
+  {
+    Turn turn(&host, &mutex);
+    std::shared_ptr<const Layout> layout(new Layout, [&](const Layout* gone) {
+      delete gone;
+      free = Free(&mutex);
+    });
+    turn.Handle("x", LayoutRegistered{MemberId(1), std::move(layout)});
+    CHECK_FALSE(free);
+  }
+  CHECK(free);
+}
+
+TEST_CASE("the next push takes its turn while the effects of the one before run") {
+  Host host;
+  Mutex mutex;
+  PushTurns pushes;
+  const Turns turns{&host, &mutex, &pushes};
+  std::promise<void> began;
+  std::thread next;
+  bool in_time = false;
+  {
+    Turn turn(turns, Turn::Order::kPush);
+    turn.Answer([&] {
+      next = std::thread([&] {
+        const Turn push(turns, Turn::Order::kPush);
+        began.set_value();
+      });
+      in_time = began.get_future().wait_for(kDeadline) == std::future_status::ready;
+    });
+  }
+  next.join();
+  CHECK(in_time);
+}
+
 TEST_CASE("turns of every order exclude each other, and end") {
   Host host;
   Mutex mutex;
@@ -114,7 +159,7 @@ TEST_CASE("turns of every order exclude each other, and end") {
     }));
   }
   for (std::future<void>& thread : threads) {
-    CHECK(thread.wait_for(std::chrono::seconds(30)) == std::future_status::ready);
+    CHECK(thread.wait_for(kDeadline) == std::future_status::ready);
   }
 }
 

@@ -138,6 +138,7 @@ TEST_CASE("one view serves all watchers, and none is made for nobody") {
 TEST_CASE("a watcher that watches until nothing runs ends with OK, and is forgotten") {
   World world;
   world.Set(&world.a, 1, "preparing", true);
+  world.Set(&world.b, 2, "preparing", true);  // a group that nobody watches keeps nobody waiting
   world.Watch("a", /*until_idle=*/true);
   CHECK_FALSE(world.sink->end.has_value());
   world.Set(&world.a, 1, "committed", false);

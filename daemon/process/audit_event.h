@@ -1,4 +1,4 @@
-// What the audit log tells. Pure values.
+// The events of the audit log. Pure values.
 #ifndef REFITD_DAEMON_PROCESS_AUDIT_EVENT_H_
 #define REFITD_DAEMON_PROCESS_AUDIT_EVENT_H_
 

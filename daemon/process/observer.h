@@ -1,4 +1,4 @@
-// What the node reports to its counters; metrics.h implements it.
+// The reports of the node to its counters; metrics.h implements the interface.
 //
 // Thread contract: the node calls it from any thread, under its own mutex, so an implementation
 // must be thread-safe, return at once and never call the node.

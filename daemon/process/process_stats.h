@@ -1,4 +1,5 @@
-// What this process uses, read from /proc/self. Thread-safe.
+// The memory, descriptors and processor time that this process uses, read from /proc/self.
+// Thread-safe.
 #ifndef REFITD_DAEMON_PROCESS_PROCESS_STATS_H_
 #define REFITD_DAEMON_PROCESS_PROCESS_STATS_H_
 

@@ -96,8 +96,8 @@ class Progress {
   int shown_tenth_ = 0;
 };
 
-// What callbacks of buckets report to the pushing thread. Callbacks share its ownership, so it
-// outlives them. Thread-safe.
+// Results that callbacks of buckets report to the pushing thread. Callbacks share its ownership, so
+// it outlives them. Thread-safe.
 class InFlight {
  public:
   explicit InFlight(int buffers) : free_(static_cast<size_t>(buffers), true) {}

@@ -39,7 +39,7 @@ inline constexpr size_t kMaxShards = 4'096;  // DeepSeek-V3 has 163
 std::optional<DType> DTypeOfSafetensors(std::string_view word);
 std::string_view SafetensorsWord(DType dtype);
 
-// Where a tensor lies in its file.
+// A tensor's type, shape and place in its file.
 struct StoredTensor {
   TensorSpec spec;
   int64_t file_offset = 0;  // bytes, from the file's start

@@ -73,6 +73,14 @@ class PendingCall : public grpc::ServerUnaryReactor {
   const CallId id_;
 };
 
+// Answers at once with the status.
+inline grpc::ServerUnaryReactor* Finish(grpc::CallbackServerContext* context,
+                                        const absl::Status& status) {
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  reactor->Finish(ToGrpc(status));
+  return reactor;
+}
+
 // Answers later with the daemon's reply: `start(call, peer, reply)` begins the call,
 // `fill(payload)` fills the response if the reply is OK.
 template <typename Start, typename Fill>
@@ -80,11 +88,7 @@ grpc::ServerUnaryReactor* AnswerLater(Daemon* daemon, const Door& door,
                                       grpc::CallbackServerContext* context, Asked asked,
                                       Start start, Fill fill) {
   absl::StatusOr<Peer> peer = door.Admit(*context, asked);
-  if (!peer.ok()) {
-    grpc::ServerUnaryReactor* refused = context->DefaultReactor();
-    refused->Finish(ToGrpc(peer.status()));
-    return refused;
-  }
+  if (!peer.ok()) return Finish(context, peer.status());
   auto* call = new PendingCall(daemon, &door, std::move(asked), *std::move(peer));
   start(call->id(), call->peer(),
         [call, fill](const absl::Status& status, const ReplyPayload& payload) {
@@ -100,11 +104,7 @@ grpc::ServerUnaryReactor* AnswerOnce(Daemon* daemon, const Door& door,
                                      grpc::CallbackServerContext* context, Asked asked,
                                      Response* response, Start start) {
   absl::StatusOr<Peer> peer = door.Admit(*context, asked);
-  if (!peer.ok()) {
-    grpc::ServerUnaryReactor* refused = context->DefaultReactor();
-    refused->Finish(ToGrpc(peer.status()));
-    return refused;
-  }
+  if (!peer.ok()) return Finish(context, peer.status());
   auto* call = new PendingCall(daemon, &door, std::move(asked), *std::move(peer));
   start(call->peer(), [call, response](const absl::StatusOr<Response>& answer) {
     if (answer.ok()) *response = *answer;
@@ -125,9 +125,7 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
     if (status.ok()) *response = *std::move(answered);
     door.Told(asked, *peer, status);
   }
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(status));
-  return reactor;
+  return Finish(context, status);
 }
 
 // The writing half of an event stream. It outlives the stream, since the daemon may send at any

@@ -46,7 +46,7 @@ struct DoorOptions {
   bool tls = false;           // TCP is served with TLS
 };
 
-// What the options point to must outlive the door.
+// All objects to which the options point must outlive the door.
 class Door {
  public:
   explicit Door(DoorOptions options) : options_(std::move(options)) {}

@@ -31,7 +31,7 @@ class Daemon;
 // InstanceReadiness::kMaxWatchers bounds those of instances.
 inline constexpr size_t kMaxHealthWatchers = 64;
 
-// What a health service's name asks for.
+// The meaning of a health service's name.
 struct HealthName {
   std::string group;  // empty: the daemon itself
   std::string instance;

@@ -96,7 +96,7 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   return identity;
 }
 
-// What both roles say alike. The hello is checked.
+// Reads the fields that hellos of both roles have. The hello is checked.
 template <typename Hello>
 Arrival CommonArrival(const Hello& hello, const Peer& peer) {
   Arrival arrival;

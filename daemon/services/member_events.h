@@ -1,4 +1,4 @@
-// What the daemon tells a member, as the message on the member's stream.
+// Translates news for a member to the message on the member's stream.
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_SERVICES_MEMBER_EVENTS_H_

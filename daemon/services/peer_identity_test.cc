@@ -58,8 +58,8 @@ class Certified {
   int issued_ = 0;
 };
 
-// What links tell a coordinator, and why links are refused. `certificates` null: links are in the
-// clear.
+// Records the greetings that links bring to a coordinator, and the reasons for which links are
+// refused. `certificates` null: links are in the clear.
 class Coordinator : public PeerAcceptor {
  public:
   explicit Coordinator(std::shared_ptr<const Certificates> certificates)

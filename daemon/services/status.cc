@@ -3,6 +3,7 @@
 #include <chrono>
 #include <utility>
 
+#include "daemon/link/hello.h"
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "proto/convert.h"
@@ -54,6 +55,39 @@ void Fill(const DeviceOptions& devices, const DaemonDetails& details, v1::NcclSt
   status->set_abandoned_epochs(details.abandoned_epochs);
 }
 
+void Show(const InstanceView& instance, v1::InstanceStatus* status) {
+  status->set_name(instance.name);
+  status->set_state(std::string(instance.state));
+  if (instance.version.has_value()) status->set_version(instance.version->value());
+  status->set_origin(instance.origin);
+  status->set_world_size(instance.world_size);
+  status->set_attached(instance.attached);
+  status->set_reason(instance.reason);
+  status->set_ready(instance.readiness.ready);
+  if (instance.readiness.lag.has_value()) status->set_lag(*instance.readiness.lag);
+  status->set_unready_reason(instance.readiness.reason);
+  status->set_fill(instance.fill);
+}
+
+void Show(const NodeView& node, v1::NodeStatus* status) {
+  status->set_daemon_id(node.daemon_id);
+  status->set_address(node.address);
+  status->set_state(std::string(node.state));
+  status->set_members(node.members);
+  status->set_silent_seconds(Seconds(node.silent));
+  status->set_kept_out(node.kept_out);
+  status->set_protocol(static_cast<int>(node.protocol));
+  for (const NodeView::Send& send : node.sends) {
+    v1::NodeSend* const s = status->add_sends();
+    s->set_daemon_id(send.to);
+    s->set_bytes(send.bytes);
+  }
+  status->set_bytes_sent(node.bytes_sent);
+  status->set_bytes_forwarded(node.bytes_forwarded);
+  status->set_bytes_received(node.bytes_received);
+  status->set_data_seconds(Seconds(node.data_took));
+}
+
 v1::GroupStatus ToWire(const GroupDetails& details) {
   const MachineView& machine = details.machine;
   const GroupView& view = machine.group;
@@ -61,30 +95,13 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   status.set_name(view.name);
   status.set_incarnation(view.incarnation);
   status.set_state(std::string(view.state));
-  v1::GroupSpec* spec = status.mutable_spec();
-  spec->set_trainer_ranks(view.spec.trainer_ranks);
-  spec->set_min_instances(view.spec.min_instances);
-  spec->set_slot_bytes(view.spec.slot_bytes);
-  spec->set_slots(view.spec.slots);
-  spec->set_max_lag(view.spec.max_lag);
-  spec->set_encrypted_data(view.spec.encrypted_data);
+  *status.mutable_spec() = SpecToWire(view.spec, /*lists=*/false);
   if (view.version.has_value()) status.set_version(view.version->value());
   for (const MemberView& member : view.members) {
     if (!member.engine) status.set_trainers(status.trainers() + 1);
   }
   for (const InstanceView& instance : view.instances) {
-    v1::InstanceStatus* i = status.add_instances();
-    i->set_name(instance.name);
-    i->set_state(std::string(instance.state));
-    if (instance.version.has_value()) i->set_version(instance.version->value());
-    i->set_origin(instance.origin);
-    i->set_world_size(instance.world_size);
-    i->set_attached(instance.attached);
-    i->set_reason(instance.reason);
-    i->set_ready(instance.readiness.ready);
-    if (instance.readiness.lag.has_value()) i->set_lag(*instance.readiness.lag);
-    i->set_unready_reason(instance.readiness.reason);
-    i->set_fill(instance.fill);
+    Show(instance, status.add_instances());
   }
   if (view.update.has_value()) *status.mutable_update() = ToWire(view.name, *view.update);
   if (view.fill.has_value()) *status.mutable_fill() = ToWire(view.name, *view.fill);
@@ -99,25 +116,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   status.set_chain_daemons(static_cast<int>(view.chain_daemons));
   status.set_coordinator(machine.coordinator_address);
   status.set_candidates(details.candidates);
-  for (const NodeView& node : machine.nodes) {
-    v1::NodeStatus* n = status.add_nodes();
-    n->set_daemon_id(node.daemon_id);
-    n->set_address(node.address);
-    n->set_state(std::string(node.state));
-    n->set_members(node.members);
-    n->set_silent_seconds(Seconds(node.silent));
-    n->set_kept_out(node.kept_out);
-    n->set_protocol(static_cast<int>(node.protocol));
-    for (const NodeView::Send& send : node.sends) {
-      v1::NodeSend* const s = n->add_sends();
-      s->set_daemon_id(send.to);
-      s->set_bytes(send.bytes);
-    }
-    n->set_bytes_sent(node.bytes_sent);
-    n->set_bytes_forwarded(node.bytes_forwarded);
-    n->set_bytes_received(node.bytes_received);
-    n->set_data_seconds(Seconds(node.data_took));
-  }
+  for (const NodeView& node : machine.nodes) Show(node, status.add_nodes());
   if (machine.epoch.has_value()) {
     status.set_epoch(machine.epoch->value());
     status.set_epoch_state(std::string(machine.epoch_state));
@@ -248,10 +247,7 @@ absl::StatusOr<v1::GetGroupResponse> GetGroup(Daemon* daemon, const v1::GetGroup
   REFITD_ASSIGN_OR_RETURN(const GroupDetails group, daemon->operators().Group(request.group()));
   v1::GetGroupResponse response;
   *response.mutable_group() = ToWire(group);
-  v1::GroupSpec* const spec = response.mutable_group()->mutable_spec();
-  const GroupSpec& known = group.machine.group.spec;
-  for (const std::string& name : known.engine_only_tensors) spec->add_engine_only_tensors(name);
-  for (const std::string& name : known.unwanted_tensors) spec->add_unwanted_tensors(name);
+  *response.mutable_group()->mutable_spec() = SpecToWire(group.machine.group.spec);
   return response;
 }
 

@@ -28,7 +28,7 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
 v1::UpdateStatus ToWire(const std::string& group, const UpdateView& update);
 v1::InstanceResult ToWire(const InstanceOutcome& outcome);
 
-// What a caller wishes to watch. INVALID_ARGUMENT: interval_ms is out of its range.
+// The wish of a caller that watches updates. INVALID_ARGUMENT: interval_ms is out of its range.
 absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request);
 
 }  // namespace refitd

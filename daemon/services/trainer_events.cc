@@ -32,7 +32,7 @@ absl::Status CheckRequestId(const std::string& id) {
   return CheckText(id, kMaxRequestIdBytes, "request_id");
 }
 
-// What a Begin and a Refit have alike.
+// Reads and checks the fields that a Begin and a Refit share.
 template <typename Event, typename Request>
 absl::StatusOr<Event> Opening(const Request& request, Duration longest) {
   REFITD_RETURN_IF_ERROR(CheckRequestId(request.request_id()));

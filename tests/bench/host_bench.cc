@@ -92,8 +92,8 @@ void BenchRefit(Report* report, const std::string& self, const std::string& sock
   }
 }
 
-// What comparing replicas costs: two ranks that both hold the whole model, whose versions are
-// compared not at all (one part of a million), by a thirty-second, and in full.
+// Measures the cost of comparing replicas: two ranks that both hold the whole model, whose versions
+// are compared not at all (one part of a million), by a thirty-second, and in full.
 void BenchReplicas(Report* report, const std::string& self, const std::string& refitd,
                    const std::string& dir, const std::string& model, int rounds) {
   struct Case {

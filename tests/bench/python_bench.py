@@ -187,7 +187,7 @@ def push(options, socket):
     pack, in_place, python = (statistics.median(took[name]) * 1e3 for name in ("pack", "push", "python"))
     what = "push of %d tensors (%.1f MiB), against C++ " % (len(tensors), pair.bytes / 2**20)
     yield Figure(what + "packing as well", python, "ms", 1.2, pack)
-    # What a busy machine disturbs least.
+    # A busy machine disturbs the fastest round least.
     yield Figure("the fastest of these rounds on either side", min(took["python"]) * 1e3, "ms", 1.2, min(took["pack"]) * 1e3)
     yield Figure(what + "from a region", python, "ms", 1.2, in_place)
 

@@ -82,7 +82,7 @@ class Child {
   FILE* out_ = nullptr;
 };
 
-// Where an engine of a session attaches.
+// The daemon to which an engine of a session attaches.
 struct EnginePlace {
   std::string socket;
   std::string coordinator;  // "": the daemon at the socket

@@ -29,7 +29,7 @@ using TimePoint = std::chrono::steady_clock::time_point;
 bool Interrupted();
 void CatchInterrupts();
 
-// What children printed on stdout, one JSON object a line, by child.
+// The lines that children printed on stdout, by child. Each line is a JSON object.
 class EventLog {
  public:
   void Add(const std::string& child, const std::string& line);

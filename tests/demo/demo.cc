@@ -385,7 +385,7 @@ class Demo {
 
   // ---- the end ----
 
-  // What the daemon itself says of the instances.
+  // Compares the daemon's own status of the instances.
   absl::Status CheckStatus() {
     REFITD_ASSIGN_OR_RETURN(const auto group, client_->GetGroup(kGroup));
     if (group.group().version() != kVersions) {

@@ -16,7 +16,7 @@ import textproto
 ROOT = "deploy/kubernetes"
 GPU_COMPONENT = "nvidia.com/gpu"
 USER = 10001  # deploy/container/Containerfile
-# What the socket folder's init container needs, and nobody else has.
+# The init container of the socket's folder needs these capabilities; no other container has them.
 DIRECTORY_CAPABILITIES = {"CHOWN", "FOWNER"}
 CLOSING_SECONDS = 5  # after the last update: clean-up of copies 1 s, ends of streams 2 s, of the metrics server 2 s
 OWN_BYTES = 1 << 30  # what a daemon may need besides its pools
@@ -308,7 +308,7 @@ CHECKS = (check_names, check_selectors, check_references, check_volumes, check_p
 
 
 def problems(resources):
-    # What has other fields can't be looked at by name.
+    # A resource with unknown fields can't be checked by name.
     return list(check_schema(resources)) or [problem for check in CHECKS for problem in check(resources)]
 
 

@@ -21,7 +21,7 @@ REFITCTL = "daemon/refitctl/refitctl"
 MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
 SECONDS = 60
 
-# What is asked for here, with its labels; a histogram's series end in _bucket, _sum and _count.
+# The metrics that this test asks for, with their labels; a histogram's series end in _bucket, _sum and _count.
 METRICS = {
     "refitd_build_info": {"version", "cuda"},
     "refitd_updates_total": {"group", "result", "reason"},

@@ -109,7 +109,7 @@ class UnitTest(FolderTest):
     def test_a_bad_configuration_is_not_tried_again(self):
         unit = settings_of(UNIT)
         self.assertEqual((unit["Restart"], unit["RestartPreventExitStatus"]), (["on-failure"], ["2"]))
-        # What fails before the daemon starts is tried again, whatever its status.
+        # A command that fails before the daemon starts is tried again, whatever its status.
         self.assertNotIn("ExecStartPre", unit)
         bad = os.path.join(self.folder, "bad.textproto")
         with open(bad, "w") as file:

@@ -109,7 +109,7 @@ TEST_CASE("the test's own conversion to float8_e4m3fn is exact") {
 
 using Parameters = std::map<std::string, std::string>;  // bytes by name
 
-// What an FP8 engine keeps of one whole tensor: a matrix as float8 with a scale for each block
+// Stores one whole tensor as an FP8 engine does: a matrix as float8 with a scale for each block
 // (float32, amax / 448; 1 for a block of zeros), other tensors unchanged.
 void Load(const TensorSpec& tensor, const char* data, Parameters* parameters) {
   std::string& weight = (*parameters)[tensor.name];

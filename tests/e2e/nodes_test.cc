@@ -48,7 +48,7 @@ class Baseline {
  public:
   explicit Baseline(Daemon* daemon) : daemon_(daemon), before_(daemon->Resources()) {}
 
-  // What is left beyond the baseline; empty: nothing.
+  // Names the resources that are left beyond the baseline; empty: there are none.
   std::string Left() {
     std::string left;
     Eventually([&] { return (left = Look()).empty(); });

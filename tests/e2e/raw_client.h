@@ -159,7 +159,7 @@ class Descriptors {
   UniqueFd socket_;
 };
 
-// What trainers and engines have in common.
+// The part that trainers and engines have in common.
 template <typename Stub, typename Message, typename Event>
 class RawMember {
  public:
@@ -282,7 +282,7 @@ struct EngineOptions {
   bool auto_ack = true;    // acknowledges parts after copying them
 };
 
-// What an engine rank knows of its own weights from the daemon's messages alone.
+// An engine rank's knowledge of its own weights, from the daemon's messages alone.
 struct Belief {
   bool good = true;       // it holds `version` in full; else dirty or in doubt
   int64_t version = 0;    // 0: the weights from before the first update

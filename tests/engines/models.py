@@ -57,7 +57,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64, intermediate_size=256)),
 }  # fmt: skip
 
-# What checkpoints of quantised models say in their configuration.
+# The quantisation in the configuration of checkpoints of quantised models.
 QUANTISED: dict[str, dict[str, Any]] = {
     "qwen3-int8": {
         "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine_program import PROMPTS, TOKENS, serve_commands
 
-# What SGLang 0.5.23 needs to run on a CPU that has no AMX.
+# SGLang 0.5.23 needs these settings to run on a CPU that has no AMX.
 ON_A_CPU = dict(
     device="cpu", attention_backend="torch_native", sampling_backend="pytorch", disable_cuda_graph=True, max_total_tokens=4096,
     context_length=512, log_level="warning",

@@ -94,7 +94,7 @@ void CheckPlace(const v1::Bucket& bucket, const CheckedBucket& checked, const De
 
 using Wide = __int128;
 
-// Where tensor i begins: an address, or an offset in its source.
+// The first byte of tensor i: an address, or an offset in its source.
 Wide Begin(const CheckedBucket& checked, size_t i) {
   const CheckedBucket::Place& place = checked.places[i];
   if (place.inline_data == nullptr) return place.byte_offset;

@@ -48,6 +48,7 @@
 #include "transport/host/host_transport.h"
 #include "transport/host/memory.h"
 #include "transport/transport.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd {
 namespace {
@@ -61,7 +62,7 @@ const Duration kLongest = GroupLimits().max_duration;
 constexpr uint32_t kOtherUser = 4242;
 
 // Lets a run wait until nothing is being copied, so that it is the same each time.
-class CountedTransport : public Transport {
+class CountedTransport : public UnpreparedTransport {
  public:
   CountedTransport() : inner_(MakeHostTransport({.threads = 1})) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {

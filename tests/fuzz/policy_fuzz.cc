@@ -27,9 +27,9 @@ struct Question {
   std::string owner;
 };
 
-// What the page on rules says of one rule. An operator who may write may read; a group's owner that
-// a rule lets be trainer there may do all but be a peer; nobody else may be trainer of an owned
-// group without any_owner.
+// Decides one rule as the page on rules tells. An operator who may write may read; a group's owner
+// that a rule lets be trainer there may do all but be a peer; nobody else may be trainer of an
+// owned group without any_owner.
 bool Allows(const PolicyRule& rule, const Question& q) {
   if (!MatchesPrincipal(rule.who, q.caller) || !MatchesGroup(rule.group, q.group)) return false;
   const auto has = [&rule](Role role) {

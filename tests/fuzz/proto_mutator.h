@@ -14,8 +14,8 @@
 
 namespace refitd {
 
-// What libFuzzer asks of LLVMFuzzerCustomMutator and LLVMFuzzerCustomCrossOver; `scratch` and
-// `other` are empty messages of the target's type.
+// These functions do the work of LLVMFuzzerCustomMutator and LLVMFuzzerCustomCrossOver; `scratch`
+// and `other` are empty messages of the target's type.
 size_t MutateProto(uint8_t* data, size_t size, size_t max_size, unsigned seed,
                    google::protobuf::Message* scratch);
 size_t CrossProtos(const uint8_t* data1, size_t size1, const uint8_t* data2, size_t size2,

@@ -101,7 +101,8 @@ struct Pair {
   uint64_t seq = 0;
 };
 
-// What comes next; empty at the end. The end must come by itself, not by the time limit.
+// Returns the bytes that come next; empty at the end. The end must come by itself, not by the time
+// limit.
 std::string_view Hear(int fd, std::array<char, 4096>* buffer) {
   ssize_t n = 0;
   do {

@@ -446,7 +446,7 @@ void World::Perform(int d, int g, const MachineAction& action) {
   Note("->", d, g, action);
   std::visit(
       [this, d, g](const auto& outer) {
-        std::visit([this, d, g](const auto& a) { On(d, g, a); }, outer);
+        std::visit([this, d, g](const auto& a) { this->On(d, g, a); }, outer);
       },
       action);
 }

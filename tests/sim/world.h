@@ -1,7 +1,7 @@
 // Whole groups over several daemons in one thread: real Coordinator, Follower and WireLock machines
 // in a modelled world, with time and chance from one seed. The same seed gives the same run.
 //
-// What is modelled, and where
+// The parts of the model, by file
 //   world.cc    clock, daemons' life, feeding machines and carrying out their actions, links
 //   data.cc     memory as tags, copies, read-backs, collectives
 //   refits.cc   compiled refits: shards, programs, moves, exchanges, and the trainers' calls
@@ -358,7 +358,7 @@ struct Daemon {
   bool silent_death = false;
   bool mute = false;  // sends no reports but pongs
   TimePoint died;     // when it was killed last
-  // What is wrong with the daemon's end of the data plane.
+  // A fault of the daemon's end of the data plane.
   enum class WireTrouble : uint8_t { kNone, kNeverOpens, kNeverConnects, kNotForItself };
   WireTrouble wire_trouble = WireTrouble::kNone;
   std::deque<std::function<void()>> held;

@@ -385,7 +385,7 @@ struct Divisor {
   }
 };
 
-// Where one vector lies.
+// The place of one vector.
 struct Place {
   uint64_t from;  // of its byte 0
   uint64_t to;
@@ -849,7 +849,7 @@ struct ElementPlace {
   uint64_t to = 0;
   uint64_t p = 0;
 
-  // `rows` steps of the middle dimension and `last` of the fastest.
+  // The distance of `rows` steps in the middle dimension and `last` steps in the fastest.
   static REFITD_COPY_CODE ElementPlace Distance(const CopyTask& task, int64_t rows, int64_t last) {
     return {
         static_cast<uint64_t>(rows * task.source_step[1] + last * task.source_step[2]),

@@ -27,8 +27,8 @@ inline constexpr int64_t kMaxDeviceTasks = int64_t{1} << 22;
 class CopyAddresses {
  public:
   virtual ~CopyAddresses() = default;
-  // Where the piece's bytes lie: a device's ordinal, or kHostMemory. INTERNAL: neither in a mapped
-  // region nor in host memory.
+  // The device that has the piece's bytes: its ordinal, or kHostMemory. INTERNAL: neither in a
+  // mapped region nor in host memory.
   static constexpr int kHostMemory = -1;
   virtual absl::StatusOr<int> DeviceOf(const BoundPiece& piece) = 0;
   // The address of piece.data for tasks of `device`. UNAVAILABLE: the device can't reach it.

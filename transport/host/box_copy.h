@@ -16,7 +16,7 @@ struct BoxCopyOptions {
   int64_t prefetch = 0;  // DigestRows::prefetch
 };
 
-// As CopyBox, but without a fence: callers end a sequence of these with DigestStoreFence.
+// Does what CopyBox does, without a fence: callers end a sequence of these with DigestStoreFence.
 uint64_t CopyBoxUnfenced(char* to, const Dims& to_strides, const char* from,
                          const Dims& from_strides, const Box& box, const Dims& shape,
                          int element_bytes, const BoxCopyOptions& options);

@@ -30,7 +30,7 @@ struct BoundMove {
   const BoundPiece* source = nullptr;
   const BoundPiece* destination = nullptr;
   const Box* box = nullptr;
-  // Where the box's first element lies according to the program, in bytes from the `data` of each
+  // The place of the box's first element according to the program, in bytes from the `data` of each
   // piece.
   int64_t from = 0;
   int64_t to = 0;

@@ -46,8 +46,8 @@ constexpr int64_t MinRelayRoundBytes(uint32_t node_streams) {
 // minor.
 inline constexpr int64_t kMinorParts = 50;
 
-// What all nodes must know of a plan's chains, so that they have the same rounds. All 0: the plan
-// has no chains.
+// The numbers of a plan's chains that all nodes must know, so that they have the same rounds. All
+// 0: the plan has no chains.
 struct RelayShape {
   uint32_t lag = 0;      // rounds after which a node forwards what it received
   uint32_t longest = 0;  // nodes of the longest chain

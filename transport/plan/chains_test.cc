@@ -47,7 +47,7 @@ TEST_CASE("Every node is first and last in equally many orders and sends to each
   CHECK(ChainOrders(1) == 1);
 }
 
-// What each node sends of a set's bytes that are divided so.
+// The bytes that each node sends of a set that is divided so.
 std::vector<int64_t> Spared(size_t n, const std::vector<ChainShare>& shares) {
   const std::vector<uint32_t> nodes = Nodes(n);
   std::vector<int64_t> spared(n);

@@ -8,6 +8,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
 #include "transport/plan/strided_bytes.h"
@@ -64,11 +65,6 @@ const DTypeRow& RowOf(DType dtype) {
   const auto index = static_cast<size_t>(dtype) - 1;
   REFITD_CHECK(index < std::size(kDTypes));
   return kDTypes[index];
-}
-
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
 }
 
 // "[1, 2]"; at most the first 2 * kMaxDims numbers, since untrusted ranks are printed too.
@@ -203,7 +199,7 @@ class BoxOverlap {
 
 // ---- disjointness of storage ----
 
-// Where a piece's elements lie, in bytes from the region's start.
+// The place of a piece's elements, in bytes from the region's start.
 struct Storage {
   uint32_t piece = 0;
   StridedBytes bytes;

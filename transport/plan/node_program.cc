@@ -184,6 +184,13 @@ class Builder {
     return known->second;
   }
 
+  // The pieces of one tensor on one side.
+  struct Pieces {
+    const absl::Span<const Entry> entries;
+    const std::vector<const Box*>& boxes;
+    const BoxIndex& index;
+  };
+
   absl::Status AddTensor(uint32_t tensor, absl::Span<const Route> routes) {
     if (work_.Cancelled()) return Cancelled();
     const auto held = source_pieces_.Of(tensor);
@@ -198,55 +205,14 @@ class Builder {
     tensor_hash_ = TensorHash(spec);
     element_bytes_ = ElementBytes(spec.dtype);
     for (const Route& route : routes) {
-      const uint32_t member = source_of_[route.source];
-      const bool reaches = Reaches(route);
-      if (member == kNone && !reaches) continue;
+      if (source_of_[route.source] == kNone && !Reaches(route)) continue;
       if (differs_[tensor]) {
         return Error(absl::StatusCode::kFailedPrecondition,
                      "tensor {}: the plan has it as {}, a rank on node {} has not", spec.name,
                      ToString(spec.dtype, spec.shape), program_.node);
       }
-      const Box box = plan_.BoxOf(route);
-      Section section;
-      section.tensor_hash = tensor_hash_;
-      section.source = route.source;
-      section.element_bytes = static_cast<uint32_t>(element_bytes_);
-      section.box = box;
-      section.bytes = ElementCount(box) * element_bytes_;
-      if (member == kNone) {
-        const uint32_t from = plan_.source_nodes[route.source];
-        if (from == program_.node) {
-          return Error(absl::StatusCode::kFailedPrecondition,
-                       "tensor {}: it comes from source {}, which has no layout here", spec.name,
-                       route.source);
-        }
-        AddTargets(wanted, wanted_boxes, wanted_index, &section);
-        if (section.targets == 0) return NobodyWants(spec, box);
-        SectionsAlong* const along = AlongChain(route);
-        (along != nullptr ? along->sections : incoming_[from]).push_back(std::move(section));
-      } else {
-        section.member = member;
-        section.piece = PieceOf(member, box, held, held_boxes, held_index);
-        if (section.piece == kNone) {
-          return Error(absl::StatusCode::kFailedPrecondition,
-                       "tensor {}: no piece of {} holds the box at [{}] of extent [{}]", spec.name,
-                       LabelOf("source", plan_.source_labels, route.source),
-                       fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
-        }
-        SectionsAlong* const along = AlongChain(route);
-        if (along != nullptr) {
-          along->sections.push_back(section);
-        } else {
-          for (const uint32_t peer : plan_.NodesOf(route)) {
-            if (peer != program_.node) outgoing_[peer].push_back(section);
-          }
-        }
-        const size_t before = program_.local.moves.size();
-        if (reaches) {
-          AddLocal(section, {held, held_boxes, held_index}, {wanted, wanted_boxes, wanted_index});
-        }
-        if (reaches && program_.local.moves.size() == before) return NobodyWants(spec, box);
-      }
+      REFITD_RETURN_IF_ERROR(AddRoute(route, spec, {held, held_boxes, held_index},
+                                      {wanted, wanted_boxes, wanted_index}));
       if (work_.Cancelled()) return Cancelled();
       if (bytes_ > kMaxBytes || work_.Over() ||
           static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
@@ -256,6 +222,61 @@ class Builder {
                      spec.name, options_.max_moves, kMaxBytes, kMaxPlanSteps, program_.node);
       }
     }
+    return absl::OkStatus();
+  }
+
+  absl::Status AddRoute(const Route& route, const TensorSpec& spec, const Pieces& held,
+                        const Pieces& wanted) {
+    Section section;
+    section.tensor_hash = tensor_hash_;
+    section.source = route.source;
+    section.element_bytes = static_cast<uint32_t>(element_bytes_);
+    section.box = plan_.BoxOf(route);
+    section.bytes = ElementCount(section.box) * element_bytes_;
+    const uint32_t member = source_of_[route.source];
+    if (member == kNone) return AddReceived(route, spec, wanted, std::move(section));
+    section.member = member;
+    return AddSent(route, spec, held, wanted, std::move(section));
+  }
+
+  // The route's source is on another node.
+  absl::Status AddReceived(const Route& route, const TensorSpec& spec, const Pieces& wanted,
+                           Section section) {
+    const uint32_t from = plan_.source_nodes[route.source];
+    if (from == program_.node) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "tensor {}: it comes from source {}, which has no layout here", spec.name,
+                   route.source);
+    }
+    AddTargets(wanted, &section);
+    if (section.targets == 0) return NobodyWants(spec, section.box);
+    SectionsAlong* const along = AlongChain(route);
+    (along != nullptr ? along->sections : incoming_[from]).push_back(std::move(section));
+    return absl::OkStatus();
+  }
+
+  // The route's source is on this node, and so may be its destinations.
+  absl::Status AddSent(const Route& route, const TensorSpec& spec, const Pieces& held,
+                       const Pieces& wanted, Section section) {
+    section.piece = PieceOf(section.member, section.box, held);
+    if (section.piece == kNone) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "tensor {}: no piece of {} holds the box at [{}] of extent [{}]", spec.name,
+                   LabelOf("source", plan_.source_labels, route.source),
+                   fmt::join(section.box.offset, ", "), fmt::join(section.box.extent, ", "));
+    }
+    SectionsAlong* const along = AlongChain(route);
+    if (along != nullptr) {
+      along->sections.push_back(section);
+    } else {
+      for (const uint32_t peer : plan_.NodesOf(route)) {
+        if (peer != program_.node) outgoing_[peer].push_back(section);
+      }
+    }
+    if (!Reaches(route)) return absl::OkStatus();
+    const size_t before = program_.local.moves.size();
+    AddLocal(section, held, wanted);
+    if (program_.local.moves.size() == before) return NobodyWants(spec, section.box);
     return absl::OkStatus();
   }
 
@@ -275,35 +296,26 @@ class Builder {
 
   // A piece of that source which holds all of `box`, or kNone. If there are several, any will do,
   // because they hold the same elements.
-  uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
-                   const std::vector<const Box*>& boxes, const BoxIndex& index) {
+  uint32_t PieceOf(uint32_t member, const Box& box, const Pieces& held) {
     uint32_t found = kNone;
-    work_ += index.Query(box, [&](uint32_t i) {
-      if (held[i].member == member && found == kNone && Contains(*boxes[i], box)) {
-        found = held[i].piece;
+    work_ += held.index.Query(box, [&](uint32_t i) {
+      if (held.entries[i].member == member && found == kNone && Contains(*held.boxes[i], box)) {
+        found = held.entries[i].piece;
       }
     });
     return found;
   }
 
-  void AddTargets(absl::Span<const Entry> wanted, const std::vector<const Box*>& boxes,
-                  const BoxIndex& index, Section* section) {
+  void AddTargets(const Pieces& wanted, Section* section) {
     section->first_target = static_cast<uint32_t>(program_.targets.size());
-    work_ += index.Query(section->box, [&](uint32_t i) {
-      const std::optional<Box> common = Intersect(section->box, *boxes[i]);
+    work_ += wanted.index.Query(section->box, [&](uint32_t i) {
+      const std::optional<Box> common = Intersect(section->box, *wanted.boxes[i]);
       if (!common.has_value()) return;
-      program_.targets.push_back({wanted[i].member, wanted[i].piece});
-      Count(wanted[i].member, ElementCount(*common) * element_bytes_);
+      program_.targets.push_back({wanted.entries[i].member, wanted.entries[i].piece});
+      Count(wanted.entries[i].member, ElementCount(*common) * element_bytes_);
     });
     section->targets = static_cast<uint32_t>(program_.targets.size()) - section->first_target;
   }
-
-  // The pieces of one tensor on one side.
-  struct Pieces {
-    const absl::Span<const Entry> entries;
-    const std::vector<const Box*>& boxes;
-    const BoxIndex& index;
-  };
 
   void AddLocal(const Section& section, const Pieces& held, const Pieces& wanted) {
     work_ += wanted.index.Query(section.box, [&](uint32_t i) {

@@ -11,11 +11,11 @@
 // [r * step, (r + 1) * step). Steps are chosen so that all streams that are long enough end in the
 // same round, and every round loads the links in the same proportions as the whole program.
 //
-// What goes along one chain (chains.h) from one source's node is one stream, which all nodes of the
-// chain derive: each receives it later by `lag` rounds than the node before, and sends on the very
-// bytes that it received, from the slot in which they are. The chunk to a peer then has the bytes
-// of several streams, one after the other. A node that is gone is left out of chains: the node
-// before it sends to the node behind it.
+// The bytes that go along one chain (chains.h) from one source's node are one stream, which all
+// nodes of the chain derive: each receives it later by `lag` rounds than the node before, and sends
+// on the very bytes that it received, from the slot in which they are. The chunk to a peer then has
+// the bytes of several streams, one after the other. A node that is gone is left out of chains: the
+// node before it sends to the node behind it.
 //
 // Invariants
 //  - Every element of every destination on the node is written exactly once: by a local move, or in

@@ -11,6 +11,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 
@@ -18,11 +19,6 @@ namespace refitd {
 namespace {
 
 constexpr size_t kReservedMoves = 16'384;  // at most
-
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
 
 absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
 
@@ -487,7 +483,7 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
   }
   index->tensors_.reserve(most);
   index->places_.reserve(most);
-  // Where each tensor of the previous layout is in the index. Ranks of an instance mostly list the
+  // The places in the index of the previous layout's tensors. Ranks of an instance mostly list the
   // same tensors in the same order, and comparing two names costs less than looking a name up.
   const Layout* before = nullptr;
   std::vector<uint32_t> places_before;

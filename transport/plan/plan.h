@@ -97,8 +97,8 @@ struct PlanOptions {
   int64_t max_moves = kMaxMoves;
 };
 
-// What the planner reads of one source: its tensors, and pieces whose `tensor` is an index into
-// them. Both must outlive the call.
+// The part of a source that the planner reads: its tensors, and pieces whose `tensor` is an index
+// into them. Both must outlive the call.
 struct PlanSource {
   absl::Span<const TensorSpec> tensors;
   absl::Span<const Piece> pieces;

@@ -60,8 +60,8 @@ struct RefitContent {
   // leave out; and their bytes, each tensor counted once.
   int64_t tensors = 0;
   int64_t bytes = 0;
-  // Tensors of sources that are not pushed and that no destination wants: none stores an element,
-  // or no refit writes them. Sorted.
+  // Tensors that a source has, that are not pushed, and that the refit writes nowhere: no
+  // destination stores an element of them, or the options leave them out. Sorted.
   std::vector<std::string> unwanted;
   int64_t unwanted_bytes = 0;
 };

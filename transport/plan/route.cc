@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/string_view.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
@@ -40,11 +41,6 @@ constexpr int64_t kLoadParts = 256;
 constexpr int64_t kMinOrderBytes = int64_t{256} << 20;
 
 using Ids = std::vector<uint32_t>;
-
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
 
 // Gives equal lists of ids the same number.
 class IdLists {
@@ -1308,11 +1304,6 @@ class PlanChecker {
   }
 
  private:
-  template <typename... Args>
-  static absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-    return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-  }
-
   static absl::Status CheckLength(std::string_view field, size_t length, size_t wanted) {
     if (length == wanted) return absl::OkStatus();
     return Invalid("{}: {} of them for {} ranks", field, length, wanted);

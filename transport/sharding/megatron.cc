@@ -3,17 +3,13 @@
 #include <utility>
 #include <vector>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::sharding {
 namespace {
 
 constexpr int64_t kVocabularyMultiple = 128;
-
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
 
 // A mesh (pp, `replicas`, middle, inner) over the world; the second dimension takes the ranks that
 // are left.

@@ -3,7 +3,7 @@
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
 //
-// What a Megatron rank holds, and in which order in its arena (each line a parameter):
+// The tensors that a Megatron rank holds, in the order of its arena (each line a parameter):
 //   embedding            first stage: rows by tensor parallel
 //   of each layer of its stage:
 //     input norm

@@ -3,17 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::sharding {
-namespace {
-
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
-
-}  // namespace
+namespace {}  // namespace
 
 absl::StatusOr<Mesh> Mesh::Make(std::vector<MeshDim> dims) {
   if (dims.empty() || dims.size() > kMaxMeshDims) {

@@ -4,15 +4,11 @@
 #include <array>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::sharding {
 namespace {
-
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
 
 constexpr int64_t kQwen3Vocabulary = 151'936;
 // The limit of one dimension; no model comes near it.

@@ -4,17 +4,13 @@
 #include <utility>
 #include <vector>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::sharding {
 namespace {
 
 constexpr int64_t kVocabularyMultiple = 64;
-
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
 
 absl::Status CheckModel(const ModelConfig& c, const EngineParallel& p, int64_t multiple) {
   REFITD_RETURN_IF_ERROR(ValidateModel(c));

@@ -2,7 +2,7 @@
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
 //
-// What a rank r of tp holds, and in which order in its arena (each line a parameter):
+// The tensors that a rank r of tp holds, in the order of its arena (each line a parameter):
 //   embed_tokens             rows, of a vocabulary padded to a multiple of 64
 //                            (LayoutOptions::vocabulary_multiple); the last ranks may hold fewer or
 //                            no rows

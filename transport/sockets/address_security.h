@@ -1,5 +1,5 @@
-// What the encoded address of a wire's rank says of the rank's security. The control plane passes
-// addresses on without using them; this lets it refuse one. Pure; thread-safe.
+// Reads from the encoded address of a wire's rank whether the rank encrypts. The control plane
+// passes addresses on without using them; this lets it refuse one. Pure; thread-safe.
 #ifndef REFITD_TRANSPORT_SOCKETS_ADDRESS_SECURITY_H_
 #define REFITD_TRANSPORT_SOCKETS_ADDRESS_SECURITY_H_
 

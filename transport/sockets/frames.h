@@ -38,8 +38,8 @@ bool SameToken(const WireToken& a, const WireToken& b);
 inline constexpr int kMaxWireStreams = 8;  // connections between two ranks
 inline constexpr size_t kMaxWireIdentityBytes = 2048;
 
-// Where a rank listens: Open returns the encoded address, and Connect gets those of all ranks from
-// the control plane. The encoding is
+// The address at which a rank listens: Open returns the encoded address, and Connect gets those of
+// all ranks from the control plane. The encoding is
 //   4 magic "RFS1" | 8 epoch | 4 rank | 4 size | 16 token | 1 family (4 or 6) | 16 ip | 2 port |
 //   1 TLS (0 or 1) | 1 streams | 2 length of identity | identity
 struct SocketAddress {

@@ -195,7 +195,8 @@ absl::Status RefusedHere(const Shown& server, const std::string& address, const 
                server.identity, pattern);
 }
 
-// "spiffe://prod/a (signed by /CN=root, valid until Jan  1 00:00:00 2026 GMT)"
+// Describes a certificate, as in "spiffe://prod/a (signed by /CN=root, valid until Jan  1 00:00:00
+// 2026 GMT)"
 std::string Describe(const Certificates& own) {
   std::string who =
       own.identity.empty() ? "somebody without a SPIFFE ID or DNS name" : own.identity;

@@ -162,6 +162,7 @@ class _View:
         return left, self._rows[dim] * n, self._stride[dim] * n
 
     def _walk(self) -> Iterator[ViewBox]:
+        """Yields the boxes: the first one, moved by every combination of steps along the dimensions that are cut."""
         extent, strides = tuple(self._extent), tuple(self._stride)
         for indices in product(*(range(walk[1]) for walk in self._walks)):
             offset = list(self._start)

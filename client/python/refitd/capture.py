@@ -31,7 +31,7 @@ from ._layout import Box, TensorSpec
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
 from .memory import CudaMemory, HostMemory, Memory
 
-# A loader that looks at the values of a tensor is run again without it; a loader that does so more often is given up.
+# A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
 MAX_RUNS = 64
 
 

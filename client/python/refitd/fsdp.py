@@ -17,7 +17,7 @@ from typing import Any
 from .errors import InvalidArgument
 from .shards import Shard, range_shards
 
-# What wrappers add to the names of parameters.
+# Prefixes that wrappers add to the names of parameters.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 

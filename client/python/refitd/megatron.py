@@ -319,7 +319,7 @@ def _shards_of(
         ) from None
     row = prod(shape[1:])
     for part in parts:
-        # Shards of a tensor are equal, but for the vocabulary's, of which the first rank has the most.
+        # All ranks' shards of a tensor are equally large, except for the vocabulary, of which the first rank has the most rows.
         rows = [other.count for other in parts if other.name == part.name]
         largest = row * (min(shape[0], part.shape[0]) if isinstance(mapped, Column) else sum(rows))
         ranges = part.shape[1:] == shape[1:]

@@ -104,7 +104,7 @@ class Backend:
         return made
 
     def _zero_padding(self, made: Delivery) -> None:
-        """Rows beyond the vocabulary are zeros after a checkpoint was loaded; here random weights were."""
+        """Zeroes the rows beyond the vocabulary, as loading a checkpoint does; this engine loaded random weights instead."""
         import torch
 
         named = dict(self.model.named_parameters())
