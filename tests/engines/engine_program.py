@@ -1,6 +1,6 @@
 """A real vLLM engine as a program: takes commands as lines of JSON, answers with lines that begin with "REFITD ".
 
-usage: engine_program.py MODEL OPTIONS     OPTIONS: JSON {"llm": {...}, "follow": {...} or null}
+usage: engine_program.py MODEL OPTIONS     OPTIONS: JSON {"llm": {...}, "follow": {...} or null, "follows_between_calls": true or false}
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import gc
 import json
 import os
+import queue
 import sys
+import threading
 import traceback
 from typing import Any
 
 # Longer than a block of vLLM's cache on a CPU, so that the prefix cache matters.
 PROMPTS = ["Hello refit", "abc", "the same long beginning " * 8]
 TOKENS = 12
+# How long an engine that follows between its calls looks for an update before it looks for the next call.
+FOLLOW_SECONDS = 0.02
 
 
 def parameters_of(worker: Any) -> dict[str, Any]:
@@ -41,11 +45,20 @@ class Program:
 
             self.weights = refitd.vllm.follow(self.llm, **options["follow"])
 
+    def between_calls(self) -> None:
+        self.weights.poll(FOLLOW_SECONDS)
+
     def generate(self) -> list[list[int]]:
+        return self._tokens(PROMPTS)
+
+    def generate_one_by_one(self) -> list[list[int]]:
+        return [self._tokens([prompt])[0] for prompt in PROMPTS]
+
+    def _tokens(self, prompts: list[str]) -> list[list[int]]:
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        return [list(out.outputs[0].token_ids) for out in self.llm.generate(PROMPTS, how, use_tqdm=False)]
+        return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, how, use_tqdm=False)]
 
     def wait(self, version: int, seconds: float) -> int:
         return int(self.weights.wait(version, seconds))
@@ -94,20 +107,39 @@ def answer(what: dict[str, Any]) -> None:
     print("REFITD " + json.dumps(what), flush=True)
 
 
+def read_lines() -> queue.Queue[str]:
+    """The lines of standard input, as they come; "" is its end."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
 def serve_commands(kind: Any) -> None:
-    """Makes a program of `kind`, and calls its methods as the lines on standard input say, until the line that says "end"."""
+    """Makes a program of `kind`, and calls its methods as the lines on standard input say, until the line that says "end". A program that
+    follows between calls has its method `between_calls` called again and again while no line is there."""
     try:
-        program = kind(sys.argv[1], json.loads(sys.argv[2]))
+        options = json.loads(sys.argv[2])
+        program = kind(sys.argv[1], options)
     except BaseException as error:
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
     answer({"result": "started"})
-    for line in sys.stdin:
-        command = json.loads(line)
-        if command["call"] == "end":
-            break
+    lines = read_lines()
+    while True:
         try:
+            while options.get("follows_between_calls") and lines.empty():
+                program.between_calls()
+            line = lines.get()
+            command = json.loads(line) if line else {"call": "end"}
+            if command["call"] == "end":
+                break
             answer({"result": getattr(program, command["call"])(*command["arguments"])})
         except Exception as error:
             traceback.print_exc()

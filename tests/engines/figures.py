@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -52,7 +53,7 @@ def measure(layers: int, updates: int) -> dict[str, Any]:
         bare_trainer = refitd.Trainer("bare", rank=0, world_size=1, socket=daemon.socket, device="host")
         bare_trainer.register(trainer.tensors)
         bare = Bare(daemon.socket, trainer.tensors)
-        with Server(checkpoint, Path(folder) / "server.log", daemon.socket) as server:
+        with Server(checkpoint, Path(folder) / "server.log", daemon.socket, OMP_NUM_THREADS=str(os.cpu_count())) as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
             seconds: dict[str, list[float]] = {"bare": [], "adapter": [], "pause": []}

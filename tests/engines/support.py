@@ -38,6 +38,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with a function, by which these tests read parameters
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Tiny models gain nothing from threads, which wait for each other where the processors have other work.
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
 }
 
 
@@ -59,13 +61,18 @@ class EngineProcess:
 
     program = "engine_program.py"
 
-    def __init__(self, model: Path, log: Path, *, follow: dict[str, Any] | None, tp: int = 1, **llm: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, *, follow: dict[str, Any] | None, tp: int = 1, follows_between_calls: bool = False, **llm: Any
+    ) -> None:
+        """`follow`: options of the function that makes the engine follow a group; None: it follows none. `follows_between_calls`: whether it
+        takes updates while it waits for a call; else only the calls `wait` and `poll` take them."""
         environment = {**os.environ, **ENVIRONMENT}
         self._set_up(environment, llm, follow is not None, tp)
         self.log = log
+        options = {"llm": llm, "follow": follow, "follows_between_calls": follows_between_calls}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / self.program), str(model), json.dumps({"llm": llm, "follow": follow})],
+                [sys.executable, str(HERE / self.program), str(model), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -220,14 +227,15 @@ def following(daemon: Any, **options: Any) -> dict[str, Any]:
     return {"group": GROUP, "instance": "engine-0", "socket": daemon.socket, **options}
 
 
-def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, **llm: Any) -> tuple[Any, Any]:
-    """Tokens and parameters of an engine that loaded the checkpoint itself. Raises FreshFailed."""
+def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, *, generate: str = "generate", **llm: Any) -> tuple[Any, Any]:
+    """Tokens and parameters of an engine that loaded the checkpoint itself. `generate`: the call that gives the tokens. Raises
+    FreshFailed."""
     with kind(checkpoint, tmp_path / "fresh.log", follow=None, **llm) as engine:
         try:
             engine.started()
         except EngineFailed as error:
             raise FreshFailed(str(error)) from error
-        return engine.call("generate"), engine.call("parameters")
+        return engine.call(generate), engine.call("parameters")
 
 
 def update(engine: EngineProcess, trainer: CheckpointTrainer, version: int, checkpoint: Path) -> None:

@@ -159,6 +159,12 @@ class World:
     def sleep(self):
         self.tell(self.machine.sleep(self.choose.choice((1, 2))))
 
+    def weights_go(self):
+        wakes = any(isinstance(action, lifecycle.Wake) for action in self.actions)  # the driver carries that out before it hears of this
+        if self.asleep and self.machine.state is State.ASLEEP and not wakes:
+            self.words = [GARBAGE] * WORDS
+            self.tell(self.machine.weights_went())
+
     def wake(self):
         self.tell(self.machine.wake())
 
@@ -189,7 +195,7 @@ class World:
 
     EVENTS = (
         ("act", 30), ("request", 20), ("begin", 14), ("write", 24), ("abort", 4), ("daemon_goes", 2), ("daemon_comes", 6), ("sleep", 2),
-        ("wake", 4), ("kill", 1),
+        ("weights_go", 2), ("wake", 4), ("kill", 1),
     )  # fmt: skip
 
     def run(self, steps):
@@ -272,6 +278,11 @@ class ForgetsDiscardedWeights(Lifecycle):
         return super()._fall_asleep(min(level, 1))[:-1] + [lifecycle.Sleep(level)]
 
 
+class IgnoresWeightsThatWentDuringSleep(Lifecycle):
+    def weights_went(self):
+        return []
+
+
 class UpdatesWhileAsleep(Lifecycle):
     def wake(self):
         return [action for action in super().wake() if not isinstance(action, lifecycle.Register)]
@@ -294,7 +305,7 @@ class IgnoresFailedProcessing(Lifecycle):
 
 PLANTED = (
     ResumesWhenDirty, ForgetsDirty, KeepsStaleCaches, StaysPausedAfterAbort, WritesBeforePaused, ForgetsDiscardedWeights,
-    UpdatesWhileAsleep, ReadyWhenDirty, ServesRandomWeights, IgnoresFailedProcessing,
+    IgnoresWeightsThatWentDuringSleep, UpdatesWhileAsleep, ReadyWhenDirty, ServesRandomWeights, IgnoresFailedProcessing,
 )  # fmt: skip
 
 
@@ -359,6 +370,26 @@ class Steps(unittest.TestCase):
         machine.sleep(2)
         self.assertEqual(machine.wake(), [lifecycle.Wake(), lifecycle.Register(dirty=True)])
         self.assertFalse(machine.ready())
+
+    def test_weights_that_go_during_sleep_make_dirty(self):
+        machine = self.serving()
+        machine.sleep(1)
+        self.assertEqual(machine.weights_went(), [])
+        self.assertEqual(machine.wake(), [lifecycle.Wake(), lifecycle.Register(dirty=True)])
+        self.assertFalse(machine.ready())
+
+    def test_weights_that_go_before_an_engine_falls_asleep_make_dirty(self):
+        machine = self.serving()
+        machine.prepare(2), machine.pause_failed("no answer")
+        self.assertEqual((machine.sleep(1), machine.weights_went()), ([], []))
+        self.assertEqual(machine.aborted(2, dirty=False)[-1], lifecycle.Sleep(2))
+        self.assertEqual(machine.wake(), [lifecycle.Wake(), lifecycle.Register(dirty=True)])
+
+    def test_a_failed_update_before_sleep_attaches_nothing_until_the_engine_wakes(self):
+        machine = self.serving()
+        machine.prepare(2), machine.paused(), machine.sleep(1)
+        self.assertEqual(machine.write_failed("out of memory"), [lifecycle.Unregister(), lifecycle.Sleep(1)])
+        self.assertEqual(machine.wake(), [lifecycle.Wake(), lifecycle.Register(dirty=True)])
 
     def test_sleep_waits_for_the_end_of_an_update(self):
         machine = self.serving()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from .. import errors
@@ -14,6 +15,36 @@ from ..vllm.settings import Settings
 # How often a pause that waits for requests looks for them.
 LOOK_SECONDS = 0.01
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Released:
+    """Which memory of an engine is released: it sleeps from the first tag that is released until the last one is back. `backed_up`: whether
+    SGLang keeps a copy of weights that it releases."""
+
+    def __init__(self, backed_up: bool) -> None:
+        self._backed_up = backed_up
+        self._tags: set[str] = set()
+
+    def release(self, tags: Iterable[str] | None) -> tuple[bool, bool]:
+        """Whether the engine falls asleep now, and whether its weights go now. `tags`: None or none of them stands for all."""
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
+
+        now = set(tags or GPU_MEMORY_ALL_TYPES)
+        falls_asleep = not self._tags
+        self._tags |= now
+        return falls_asleep, GPU_MEMORY_TYPE_WEIGHTS in now and not self._backed_up
+
+    def resume(self, tags: Iterable[str] | None) -> bool:
+        """Whether all of the memory is back now."""
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+        self._tags -= set(tags or GPU_MEMORY_ALL_TYPES)
+        return not self._tags
+
+
+def keeps_weights(arguments: Any) -> bool:
+    """Whether SGLang keeps a copy of weights that it releases."""
+    return bool(getattr(arguments, "enable_weights_cpu_backup", False))
 
 
 class Controls:
@@ -68,11 +99,16 @@ class Controls:
         self.ask({"do": "take", **update_info(version)}, version)
 
     def sleep(self, level: int) -> None:
-        self._weights_went = level >= 2
+        self._weights_went = self._weights_went or level >= 2
         if self.sleeps is not None:
             self._run(self.sleeps())
 
+    def weights_went(self) -> None:
+        """Says that a sleeping engine no longer has its weights: its ranks attach as dirty."""
+        self._weights_went = True
+
     def wake(self) -> None:
+        """Gets the memory back. SGLang stays paused, as it was before it fell asleep, until `resume` (P2)."""
         if self.wakes is not None:
             self._run(self.wakes())
 
@@ -101,9 +137,64 @@ class Controls:
         raise (kind if known and kind is not None else errors.FailedPrecondition)(told["reason"])
 
 
+class OfflineControls(Controls):
+    """Of an offline `sglang.Engine`. While it is paused, its `generate` raises: SGLang would wait for somebody to resume the engine, which
+    nobody does meanwhile (P2)."""
+
+    def __init__(self, engine: Any, cache: str) -> None:
+        super().__init__(engine.tokenizer_manager, engine.loop.run_until_complete, cache)
+        self._engine = engine
+        self._paused = False
+        generate_request = self._manager.generate_request
+
+        def generate_unless_paused(*arguments: Any, **options: Any) -> Any:
+            if self._paused:
+                raise errors.FailedPrecondition("the engine's weights are not one whole version: call Follower.wait before generate")
+            return generate_request(*arguments, **options)
+
+        self._manager.generate_request = generate_unless_paused
+
+    def pause(self, mode: str) -> None:
+        self._paused = True
+        super().pause(mode)
+
+    def resume(self) -> None:
+        super().resume()
+        self._paused = False
+
+    def stand_before_sleep(self, driver: Driver) -> None:
+        """From now on `release_memory_occupation` of the engine detaches first, and `resume_memory_occupation` attaches it anew when all
+        of its memory is back."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        engine, manager = self._engine, self._manager
+        release_now, resume_now = engine.release_memory_occupation, engine.resume_memory_occupation
+        released = Released(keeps_weights(engine.server_args))
+
+        def release(tags: list[str] | None = None) -> None:
+            falls_asleep, weights_go = released.release(tags)
+            if driver.closed or not falls_asleep:
+                if weights_go:
+                    self.weights_went()
+                    driver.weights_went()
+                release_now(tags)
+                return
+            self.sleeps = partial(manager.release_memory_occupation, ReleaseMemoryOccupationReqInput(tags=tags), None)
+            driver.sleep(2 if weights_go else 1)
+
+        def resume(tags: list[str] | None = None) -> None:
+            if not released.resume(tags) or driver.closed:
+                resume_now(tags)
+                return
+            self.wakes = partial(manager.resume_memory_occupation, ResumeMemoryOccupationReqInput(tags=tags), None)
+            driver.wake()
+
+        engine.release_memory_occupation, engine.resume_memory_occupation = release, resume
+
+
 def check(arguments: Any) -> None:
     """Raises FailedPrecondition that names the first of SGLang's arguments that this adapter can't serve."""
-    for name, allowed in (("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("speculative_algorithm", None), ("enable_lora", None)):
+    for name, allowed in (("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None)):
         value = getattr(arguments, name, allowed)
         if value != allowed and value:
             raise errors.FailedPrecondition(f"SGLang was started with {name}={value!r}, which is not supported", culprit=name)
@@ -118,6 +209,8 @@ def follow(engine: Any, options: dict[str, Any]) -> Follower:
     arguments = engine.server_args
     check(arguments)
     settings = Settings.of(options)
-    controls = Controls(engine.tokenizer_manager, engine.loop.run_until_complete, settings.cache)
+    controls = OfflineControls(engine, settings.cache)
     clean = starts_clean(arguments)
-    return Follower.of(Driver(controls, settings, world_size=arguments.tp_size, clean=clean, patient=False))
+    driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, patient=False)
+    controls.stand_before_sleep(driver)
+    return Follower.of(driver)

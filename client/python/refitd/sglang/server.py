@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..vllm.driver import Driver
-from ..vllm.routes import add_routes
+from ..vllm.routes import add_routes, refusal
 from ..vllm.settings import Settings
-from .controls import Controls, check, starts_clean
+from .controls import Controls, Released, check, keeps_weights, starts_clean
 
 logger = logging.getLogger("sglang.refitd")
 
@@ -51,7 +51,7 @@ def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: 
             if not clean:
                 await controls._pause("abort")  # no request may meet random weights; the server takes requests only after this block
             driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean)
-            setattr(manager, SLEEP, Sleep(driver, controls))
+            setattr(manager, SLEEP, Sleep(driver, controls, Released(keeps_weights(arguments))))
             drivers.append(driver)
             threading.Thread(target=driver.serve, name="refitd-driver", daemon=True).start()
             try:
@@ -60,6 +60,7 @@ def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: 
                 driver.close()
 
     app.router.lifespan_context = lifespan
+    app.add_middleware(_Guard, drivers=drivers)
     add_routes(app, lambda: drivers[0] if drivers else None)
     if not clean:
         options["execute_warmup_func"] = _no_warmup
@@ -78,30 +79,38 @@ def _no_warmup(*_: Any) -> bool:
 class Sleep:
     """Of an engine whose memory is released: it is detached first, and attaches anew when all of the memory is back."""
 
-    def __init__(self, driver: Driver, controls: Controls) -> None:
+    def __init__(self, driver: Driver, controls: Controls, released: Released) -> None:
         self._driver = driver
         self._controls = controls
-        self._released: set[str] = set()
+        self._released = released
 
     async def release(self, original: Any, manager: Any, request: Any, *others: Any) -> None:
-        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
-
-        tags = set(request.tags or GPU_MEMORY_ALL_TYPES)
-        asleep = bool(self._released)
-        self._released |= tags
-        if asleep:
+        falls_asleep, weights_go = self._released.release(request.tags)
+        if not falls_asleep:
+            if weights_go:
+                self._controls.weights_went()
+                await asyncio.to_thread(self._driver.weights_went)
             await original(manager, request, *others)
             return
-        weights_go = GPU_MEMORY_TYPE_WEIGHTS in tags and not getattr(manager.server_args, "enable_weights_cpu_backup", False)
         self._controls.sleeps = partial(original, manager, request, *others)
         await asyncio.to_thread(self._driver.sleep, 2 if weights_go else 1)
 
     async def resume(self, original: Any, manager: Any, request: Any, *others: Any) -> None:
-        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
-
-        self._released -= set(request.tags or GPU_MEMORY_ALL_TYPES)
-        if self._released:
+        if not self._released.resume(request.tags):
             await original(manager, request, *others)
             return
         self._controls.wakes = partial(original, manager, request, *others)
         await asyncio.to_thread(self._driver.wake)
+
+
+class _Guard:
+    """ASGI middleware in front of SGLang's /continue_generation, which would bring random or torn weights before clients (P2)."""
+
+    def __init__(self, app: Any, drivers: list[Driver]) -> None:
+        self._app = app
+        self._drivers = drivers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        continues = scope["type"] == "http" and scope.get("path") == "/continue_generation"
+        answer = refusal(self._drivers[0]) if continues and self._drivers else None
+        await (self._app if answer is None else answer)(scope, receive, send)

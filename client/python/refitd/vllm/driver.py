@@ -136,6 +136,11 @@ class Driver:
         with self._lock:
             self._do(self.machine.sleep(level))
 
+    def weights_went(self) -> None:
+        """Says that a sleeping engine no longer has its weights: after it wakes up, it waits for the next version."""
+        with self._lock:
+            self._do(self.machine.weights_went())
+
     def wake(self) -> None:
         """Wakes the engine up, and attaches it anew."""
         with self._lock:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 from ..errors import FailedPrecondition
 from . import _versions
 from .driver import LEAVE, Driver, check_backend, starts_clean, update_info, world_size_of
-from .routes import add_routes
+from .routes import add_routes, refusal
 from .settings import Settings
 from .tokens import AddTokenVersions, TokenVersions
 
@@ -168,8 +168,7 @@ class _Guard:
         if driver is not None and path in ("/resume", "/sleep", "/wake_up") and _offers(scope, path):
             query = parse_qs(scope.get("query_string", b"").decode())
             if path == "/resume":
-                if not driver.machine.serves:
-                    answer = JSONResponse({"error": f"refitd: not while {driver.machine.state.value}", **driver.status()}, status_code=409)
+                answer = refusal(driver)
             elif "tags" in query:
                 answer = JSONResponse({"error": "refitd: the engine sleeps and wakes as a whole, without tags"}, status_code=409)
             elif path == "/sleep":

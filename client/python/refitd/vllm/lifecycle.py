@@ -25,6 +25,10 @@ from enum import Enum
 from typing import Union
 
 
+# Why an engine is dirty that slept without its weights.
+DISCARDED = "the weights were discarded by sleep"
+
+
 class State(Enum):
     SERVING = "serving"
     PAUSING = "pausing"
@@ -210,10 +214,12 @@ class Lifecycle:
         return self._settle()
 
     def write_failed(self, reason: str) -> list[Action]:
-        """A rank could not take what was committed, or does not know the outcome: all attach anew, as dirty."""
+        """A rank could not take what was committed, or does not know the outcome: all attach anew, as dirty. An engine that was to sleep
+        after the update attaches when it wakes up: until then its memory is not written."""
         self._soil(reason)
         self.attached = False
-        return [*self._settle(), *self._unregister(), *self._register()]
+        actions = self._settle()
+        return actions if self.state is State.ASLEEP else [*actions, *self._unregister(), *self._register()]
 
     def lost(self, good: bool, reason: str = "") -> list[Action]:
         """The daemon went away. `good`: the weights are whole all the same."""
@@ -243,6 +249,14 @@ class Lifecycle:
             self._sleep = level
             return []
         return self._fall_asleep(level)
+
+    def weights_went(self) -> list[Action]:
+        """The weights of an engine that was put to sleep were discarded afterwards."""
+        if self._sleep is not None:
+            self._sleep = 2
+        elif self.state is State.ASLEEP:
+            self._soil(DISCARDED)
+        return []
 
     def wake(self) -> list[Action]:
         """Somebody wakes the engine up. It attaches anew, since its memory was unmapped meanwhile."""
@@ -292,7 +306,7 @@ class Lifecycle:
         actions: list[Action] = [] if self._paused else self._pause("abort")
         self.state, self.attached, self._sleep = State.ASLEEP, False, None
         if level >= 2:
-            self._soil("the weights were discarded by sleep")
+            self._soil(DISCARDED)
         return [*actions, *self._unregister(), Sleep(level)]
 
     def _register(self) -> list[Action]:

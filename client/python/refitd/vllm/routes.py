@@ -47,6 +47,14 @@ def add_routes(app: Any, driver_of: DriverOf) -> None:
     app.add_middleware(_VersionHeader, driver_of=driver_of)
 
 
+def refusal(driver: Driver) -> Any:
+    """The answer to a request that would resume the engine: 409 while its weights are not one whole version; None where it may be resumed."""
+    from fastapi.responses import JSONResponse
+
+    machine = driver.machine
+    return None if machine.serves else JSONResponse({"error": f"refitd: not while {machine.state.value}", **driver.status()}, status_code=409)
+
+
 class _VersionHeader:
     """ASGI middleware that adds the header to answers as they begin."""
 
