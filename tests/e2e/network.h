@@ -126,7 +126,7 @@ class Star {
   }
 
   void Cut(size_t node) const { bridge_.Must(fmt::format("ip link set s{} down", node)); }
-  // The port forwards at once: without the spanning tree protocol it listens to nothing first.
+  // The bridge runs no spanning tree protocol, so the port forwards at once.
   void Join(size_t node) const { bridge_.Must(fmt::format("ip link set s{} up", node)); }
 
  private:
