@@ -1,7 +1,9 @@
 // Fills through real daemons: a newcomer gets the group's version from engines that hold it, while
-// a giver's daemon or an engine's process is killed before the newcomer has answered Prepare. An
-// engine that is told committed holds every byte of the version (P1), and engines that give keep
-// theirs (P2).
+// a giver, the newcomer, the daemon of either or the coordinator's daemon is killed: before the
+// newcomer has answered Prepare, and while bytes cross links that the test slows down. An engine
+// that is told committed holds every byte of the version (P1), engines that give keep theirs (P2),
+// and everybody hears of the loss in time (P4). Where the machine allows no network namespaces, the
+// cases with slow links say so and pass.
 #include <fmt/format.h>
 
 #include <catch2/catch.hpp>
@@ -10,6 +12,7 @@
 #include <vector>
 
 #include "tests/e2e/client_members.h"
+#include "tests/e2e/network.h"
 #include "tests/e2e/require.h"
 
 namespace refitd::e2e {
@@ -18,32 +21,55 @@ namespace {
 using Catch::StartsWith;
 
 constexpr int kMatrices = 4;
-constexpr int kRows = 64;
-constexpr int kColumns = 64;
-constexpr int64_t kSlotBytes = 4096;
 constexpr int kSlots = 4;
 // A fill is given up for reasons that the test did not cause (a busy machine) at most so often.
 constexpr int kMostAborts = 10;
 
-std::vector<std::string> FlagsOf(const std::string& id, int loopback) {
-  return {"--listen-tcp=" + OwnLoopback(loopback) + ":0", "--daemon-id=" + id};
+// Where the daemons are, and how big the model is.
+struct Place {
+  const Star* net = nullptr;  // null: this host's loopback
+  int rows = 64;
+  int columns = 64;
+  int64_t slot_bytes = 4096;
+  bool candidates = false;  // b is the next candidate for the coordinator
+};
+
+std::vector<std::string> FlagsOf(const Place& place, const std::string& id, size_t node) {
+  if (place.net == nullptr) {
+    return {"--listen-tcp=" + OwnLoopback(static_cast<int>(node) + 1) + ":0", "--daemon-id=" + id};
+  }
+  return {"--listen-tcp=" + Star::AddressOf(node) + ":7411", "--daemon-id=" + id,
+          "--data-interface=v0"};
+}
+std::vector<std::string> LauncherOf(const Place& place, size_t node) {
+  return place.net == nullptr ? std::vector<std::string>() : (*place.net)[node].launcher();
 }
 
 // a coordinates and has no members. Instance "one" is a process at b, "two" is at c beside the
 // trainer; newcomers are processes at d, which answer Prepare when the test says so.
 struct Fleet {
-  Fleet() : a(FlagsOf("a", 1)), b(FlagsOf("b", 2)), c(FlagsOf("c", 3)), d(FlagsOf("d", 4)) {
+  explicit Fleet(const Place& at = {})
+      : place(at),
+        a(FlagsOf(at, "a", 0), LauncherOf(at, 0)),
+        b(FlagsOf(at, "b", 1), LauncherOf(at, 1)),
+        c(FlagsOf(at, "c", 2), LauncherOf(at, 2)),
+        d(FlagsOf(at, "d", 3), LauncherOf(at, 3)) {
     client::ConnectOptions connect;
     connect.socket = c.socket();
     connect.group = "g";
-    connect.coordinator = a.address();
+    connect.coordinator = named();
     connect.reattach = kDeadline;
     client::ConnectOptions with_spec = connect;
     with_spec.spec = client::GroupSpec{
-        .trainer_ranks = 1, .min_instances = 2, .slot_bytes = kSlotBytes, .slots = kSlots};
+        .trainer_ranks = 1, .min_instances = 2, .slot_bytes = place.slot_bytes, .slots = kSlots};
     pusher = std::make_unique<Pusher>(with_spec, model);
     one = Start(b, "one", true);
     two = std::make_unique<Rank>(connect, "two", client::Delivery::kRegistered, model);
+  }
+
+  // The coordinator as the members name it.
+  std::string named() const {
+    return place.candidates ? a.address() + "," + b.address() : a.address();
   }
 
   // An engine process that is attached and registered.
@@ -52,10 +78,10 @@ struct Fleet {
     auto process = std::make_unique<MemberProcess>(
         daemon, "engine",
         std::vector<std::string>{
-            "instance=" + instance, "coordinator=" + a.address(), "instances=2",
-            fmt::format("slot_bytes={}", kSlotBytes), fmt::format("slots={}", kSlots),
-            fmt::format("matrices={}", kMatrices), fmt::format("rows={}", kRows),
-            fmt::format("columns={}", kColumns), fmt::format("auto={}", answers ? 1 : 0),
+            "instance=" + instance, "coordinator=" + named(), "instances=2",
+            fmt::format("slot_bytes={}", place.slot_bytes), fmt::format("slots={}", kSlots),
+            fmt::format("matrices={}", kMatrices), fmt::format("rows={}", place.rows),
+            fmt::format("columns={}", place.columns), fmt::format("auto={}", answers ? 1 : 0),
             fmt::format("fill={}", fill ? 1 : 0)});
     REQUIRE_ANSWER(*process, "attach", "ok");
     return process;
@@ -78,6 +104,16 @@ struct Fleet {
   void OpenFill() {
     newcomer = Start(d, "late", false);
     REQUIRE_ANSWER(*newcomer, "prepare", fmt::format("ok {}", version));
+  }
+
+  // The newcomer of an open fill answers. Returns when it has received a part of the model, with
+  // most of it still to come: the links are slow.
+  void AwaitBytes() {
+    const int64_t before = LinkBytesOf(d.pid()).received;
+    REQUIRE_ANSWER(*newcomer, fmt::format("ready {}", version), "ok");
+    REQUIRE(
+        Eventually([&] { return LinkBytesOf(d.pid()).received > before + ModelBytes(model) / 8; }));
+    CHECK(a.Group("g").fill().outcome() == v1::UPDATE_OUTCOME_RUNNING);
   }
 
   // The newcomer answers each Prepare until it is told committed, and then has every byte (P1).
@@ -126,7 +162,8 @@ struct Fleet {
   }
   std::string Logs() { return "a's log:\n" + a.log() + "\nd's log:\n" + d.log() + "\n"; }
 
-  const Model model = PlainModel(kMatrices, kRows, kColumns);
+  const Place place;
+  const Model model = PlainModel(kMatrices, place.rows, place.columns);
   int64_t version = 0;
   Daemon a;
   Daemon b;
@@ -174,6 +211,108 @@ TEST_CASE("a newcomer's death in a fill costs the newcomer only") {
   REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
   CHECK(f.AwaitFilled() == 0);
   CHECK(f.Givers() == Names{"one", "two"});
+}
+
+// ---- while bytes move ----
+
+// Links on which the model takes four seconds. Empty: they are there; else why this machine can
+// have none.
+constexpr int kMegabits = 4;
+std::string MakeSlowLinks(const Star& net) {
+  std::string failed = net.Make();
+  return failed.empty() ? net.Slow(kMegabits) : failed;
+}
+
+#define SLOW_LINKS_OR_RETURN(net)                                 \
+  const Star net(4);                                              \
+  if (const std::string why = MakeSlowLinks(net); !why.empty()) { \
+    WARN("SKIPPED: " << why);                                     \
+    return;                                                       \
+  }
+
+Place On(const Star& net, bool candidates = false) {
+  return {&net, 1024, 256, 64 << 10, candidates};
+}
+
+// Installs a version over fast links, and has a fill move bytes over slow ones.
+void OpenSlowFill(Fleet* f) {
+  f->place.net->Fast();
+  f->Install();
+  REQUIRE(f->place.net->Slow(kMegabits).empty());
+  f->OpenFill();
+  f->AwaitBytes();
+}
+
+TEST_CASE("a giver that dies while its bytes cross is made up for by another giver") {
+  SLOW_LINKS_OR_RETURN(net);
+  Fleet f(On(net));
+  const bool daemon = GENERATE(false, true);
+  CAPTURE(daemon);
+  OpenSlowFill(&f);
+  CHECK(f.Givers() == Names{"one", "two"});
+  if (daemon) {
+    f.b.Kill();
+  } else {
+    f.one->Kill();
+  }
+  REQUIRE_THAT(f.newcomer->Do("outcome"), StartsWith("ok aborted 1 dirty"));
+  net.Fast();
+  REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
+  f.AwaitFilled();
+  CHECK(f.Givers() == Names{"two"});
+  f.CheckTwoUndisturbed(1);
+  CHECK(f.Of("two").state() == "clean");
+  CHECK(f.Of("late").version() == 1);
+}
+
+TEST_CASE("a newcomer that dies while bytes cross to it costs the newcomer only") {
+  SLOW_LINKS_OR_RETURN(net);
+  Fleet f(On(net));
+  const bool daemon = GENERATE(false, true);
+  CAPTURE(daemon);
+  OpenSlowFill(&f);
+  if (daemon) {
+    f.d.Kill();
+    CHECK_THAT(f.newcomer->Do("believe 1"), StartsWith("ok doubt gone"));
+  }
+  f.newcomer->Kill();
+  CHECK(Eventually([&] { return !f.Has("late"); }));
+  net.Fast();
+  if (daemon) f.d.Restart();
+  f.CheckTwoUndisturbed(1);
+  REQUIRE_ANSWER(*f.one, "check 1", "ok");
+  // Another newcomer is filled, by both.
+  f.newcomer = f.Start(f.d, "later", false);
+  REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
+  f.AwaitFilled();
+  CHECK(f.Givers() == Names{"one", "two"});
+  f.CheckTwoUndisturbed(1);
+}
+
+TEST_CASE("the coordinator's death while a fill's bytes cross leaves the newcomer in doubt only") {
+  SLOW_LINKS_OR_RETURN(net);
+  const bool comes_back = GENERATE(true, false);
+  CAPTURE(comes_back);
+  Fleet f(On(net, /*candidates=*/!comes_back));
+  OpenSlowFill(&f);
+  f.a.Kill();
+  CHECK_THAT(f.newcomer->Do("believe 1"), StartsWith("ok doubt gone"));
+  CHECK_THAT(f.one->Do("believe 1"), StartsWith("ok good 1 gone"));
+  REQUIRE(f.two->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+  CHECK(f.two->seen().lost_weights == Weights::kGood);
+  net.Fast();
+  if (comes_back) f.a.Restart();
+  // A giver comes back with its version; nobody gives what the new group has not verified.
+  REQUIRE(f.two->Await([](const Rank::Seen& s) { return s.reattached == 1; }));
+  CHECK(f.two->seen().held == Version(1));
+  f.one = f.Start(f.b, "one", true);
+  f.newcomer = f.Start(f.d, "late", true);
+  f.Install();
+  for (MemberProcess* engine : {f.one.get(), f.newcomer.get()}) {
+    REQUIRE_ANSWER(*engine, fmt::format("believe {}", f.version),
+                   fmt::format("ok good {}", f.version));
+  }
+  CHECK((comes_back ? f.a : f.b).Group("g").version() == f.version);
 }
 
 TEST_CASE("a client that does not take part in fills is not filled and does not give") {
