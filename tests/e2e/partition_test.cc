@@ -4,22 +4,18 @@
 // Whatever fails, no engine takes a mixed or uncommitted version for good (Rank checks), calls end
 // within the configured limits with a status that names who is missing, and after healing the next
 // update commits. If the machine allows no namespaces, the tests say so and pass.
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sched.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <catch2/catch.hpp>
-#include <fstream>
 #include <future>
 #include <map>
 #include <random>
-#include <sstream>
 #include <thread>
 
 #include "tests/e2e/client_members.h"
+#include "tests/e2e/network.h"
 
 namespace refitd::e2e {
 namespace {
@@ -38,37 +34,6 @@ constexpr char kCoordinator[] = "10.77.0.1:7411";
 // Slow enough that a fault can hit a part on the wire; a part's 256 KiB take a second.
 constexpr char kSlow[] = "tbf rate 2mbit burst 32kb latency 400ms";
 constexpr int64_t kPartBytes = 256 << 10;
-
-// A network namespace; it ends with its last process and this object.
-class Namespace {
- public:
-  Namespace() {
-    std::thread([this] {
-      if (unshare(CLONE_NEWNET) != 0) return;
-      fd_.Reset(open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC));
-    }).join();
-  }
-  bool valid() const { return fd_.valid(); }
-  std::string path() const { return fmt::format("/proc/{}/fd/{}", getpid(), fd_.get()); }
-  std::vector<std::string> launcher() const { return {"/usr/bin/nsenter", "--net=" + path()}; }
-
-  // Runs iproute2's `command` inside. Empty: it succeeded; else its errors.
-  std::string Run(const std::string& command) const {
-    std::vector<std::string> argv = launcher();
-    argv.insert(argv.end(), {"/bin/sh", "-c", "PATH=$PATH:/usr/sbin:/sbin; exec " + command});
-    Process process(argv);
-    if (process.WaitExit() == 0) return "";
-    return fmt::format("`{}`: {}", command, process.Errors());
-  }
-  void Must(const std::string& command) const {
-    const std::string failed = Run(command);
-    INFO(failed);
-    REQUIRE(failed.empty());
-  }
-
- private:
-  UniqueFd fd_;
-};
 
 enum class Fault { kCut, kBlackHole, kDeafAlpha, kDeafBeta };
 std::string Name(Fault fault) {
@@ -143,20 +108,6 @@ class Network {
   Namespace alpha;
   Namespace beta;
 };
-
-// How many bytes v0 has sent, as the process sees it.
-int64_t SentBy(pid_t pid) {
-  std::ifstream devices(fmt::format("/proc/{}/net/dev", pid));
-  for (std::string line; std::getline(devices, line);) {
-    const size_t colon = line.find(':');
-    if (colon == std::string::npos || line.find("v0") > colon) continue;
-    std::istringstream values(line.substr(colon + 1));
-    int64_t value = 0;
-    for (int i = 0; i < 9; ++i) values >> value;
-    return value;
-  }
-  return 0;
-}
 
 std::vector<std::string> Flags(const std::string& id) {
   return {"--daemon-id=" + id, "--data-interface=v0",
@@ -269,7 +220,7 @@ void Round(Fixture* f, Phase phase, Fault fault) {
   };
   if (phase == Phase::kPrepare) f->far.Hold();
   if (phase == Phase::kOnTheWire && !f->net.Slow()) return;
-  const int64_t sent = SentBy(f->root().pid());
+  const int64_t sent = LinkBytesOf(f->root().pid()).sent;
   auto installing = std::async(std::launch::async, [&] {
     return f->pusher.Install(version, [&](Pusher::Step step) {
       if (step == Pusher::kFirstBucket && phase == Phase::kBetweenBuckets) break_now();
@@ -280,7 +231,8 @@ void Round(Fixture* f, Phase phase, Fault fault) {
     CHECK(Eventually([&] { return f->far.engine().weights() == Weights::kPaused; }));
     break_now();
   } else if (phase == Phase::kOnTheWire) {
-    CHECK(Eventually([&] { return SentBy(f->root().pid()) > sent + kPartBytes + kPartBytes / 2; }));
+    CHECK(Eventually(
+        [&] { return LinkBytesOf(f->root().pid()).sent > sent + kPartBytes + kPartBytes / 2; }));
     break_now();
   }
   // If its lease ends in Begin, Begin waits for the next lease, so until the network is healed.
