@@ -1220,7 +1220,10 @@ void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
   connect.timeout = epoch->limit;
   // Every node gets all addresses, so the list is shared.
   auto addresses = std::make_shared<std::vector<std::string>>();
-  for (const NodeId rank : epoch->ranks) addresses->push_back(epoch->addresses.at(rank));
+  for (const NodeId rank : epoch->ranks) {
+    if (rank == kCoordinatorNode) connect.coordinator_rank = addresses->size();
+    addresses->push_back(epoch->addresses.at(rank));
+  }
   connect.addresses = std::move(addresses);
   const std::vector<NodeId> ranks = epoch->ranks;
   for (const NodeId rank : ranks) Send(rank, connect);

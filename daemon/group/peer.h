@@ -300,6 +300,8 @@ struct PeerEpochConnect {
   EpochId epoch;
   std::shared_ptr<const std::vector<std::string>> addresses;  // by rank; null: none
   Duration timeout{};
+  // The coordinator's rank, an index of `addresses`; nullopt: it has none, or does not say it.
+  std::optional<uint32_t> coordinator_rank{};
 };
 struct PeerWireLock {
   UpdateId update;

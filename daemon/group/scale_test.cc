@@ -453,7 +453,11 @@ TEST_CASE("All daemons are told one list of an epoch's addresses, not each a cop
   }
   std::set<const void*> lists;
   const auto connects = many.Sent<PeerEpochConnect>();
-  for (const auto& [node, connect] : connects) lists.insert(connect.addresses.get());
+  for (const auto& [node, connect] : connects) {
+    lists.insert(connect.addresses.get());
+    REQUIRE(connect.coordinator_rank.has_value());
+    CHECK(connect.addresses->at(*connect.coordinator_rank) == "here");
+  }
   CHECK(connects.size() == kManyNodes);
   CHECK(lists.size() == 1);
 }

@@ -236,6 +236,7 @@ void Put(const PeerEpochConnect& v, v1::PeerAnswer* wire) {
     for (const std::string& address : *v.addresses) out->add_addresses(address);
   }
   out->set_timeout_ms(MillisToWire(v.timeout));
+  if (v.coordinator_rank.has_value()) out->set_coordinator_rank(*v.coordinator_rank);
 }
 
 void Put(const CloseEpoch& v, v1::PeerAnswer* wire) {
@@ -607,6 +608,11 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& wire, const Pe
   }
   out.addresses = std::move(addresses);
   REFITD_ASSIGN_OR_RETURN(out.timeout, MillisOf(wire.timeout_ms(), "epoch_connect.timeout_ms"));
+  if (wire.has_coordinator_rank()) {
+    REFITD_RETURN_IF_ERROR(InRange(wire.coordinator_rank(), 0, wire.addresses_size() - 1,
+                                   "epoch_connect.coordinator_rank"));
+    out.coordinator_rank = wire.coordinator_rank();
+  }
   return out;
 }
 

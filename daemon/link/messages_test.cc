@@ -93,7 +93,7 @@ FIELDS(PeerRunDone, a, b, c, d, e, f, g, h)
 FIELDS(PeerAbandon, a)
 FIELDS(PeerUpdateEnded, a, b, c, d, e)
 FIELDS(OpenEpoch, a, b, c)
-FIELDS(PeerEpochConnect, a, b, c)
+FIELDS(PeerEpochConnect, a, b, c, d)
 FIELDS(CloseEpoch, a)
 FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
@@ -439,6 +439,13 @@ void Agree(Rng& rng, PeerHeader* v) {
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
 }
 void Agree(Rng& rng, InstanceStanding* v) { v->instance = "i" + std::to_string(rng() % 9); }
+void Agree(Rng& rng, PeerEpochConnect* v) {
+  v->addresses = std::make_shared<const std::vector<std::string>>(Between(rng, 1, 4), "here");
+  v->coordinator_rank.reset();
+  if (Between(rng, 0, 1) == 1) {
+    v->coordinator_rank = Between(rng, 0, static_cast<int64_t>(v->addresses->size()) - 1);
+  }
+}
 void Agree(Rng& rng, OpenEpoch* v) { v->size = v->rank + static_cast<int>(Between(rng, 1, 5)); }
 
 template <typename T>
@@ -737,6 +744,10 @@ TEST_CASE("A malformed command is refused with field and value") {
                           "bytes: 16 verification: VERIFICATION_OFF is_root: true bucket_call: 1 "
                           "trainer: 1 }"),
              Contains("header.bucket_ranges has 0 entries"));
+  CHECK_THAT(CommandError("epoch_connect { addresses: 'here' coordinator_rank: 1 }"),
+             Contains("epoch_connect.coordinator_rank is 1"));
+  CHECK_THAT(CommandError("epoch_connect { coordinator_rank: 0 }"),
+             Contains("epoch_connect.coordinator_rank is 0"));
   CHECK_THAT(CommandError("update_ended { outcome: 4 }"), Contains("update_ended.outcome is 4"));
   CHECK_THAT(CommandError("epoch_open { rank: 2 size: 2 }"), Contains("epoch_open.rank is 2"));
   CHECK_THAT(CommandError("epoch_open { size: 1025 }"), Contains("epoch_open.size is 1025"));

@@ -21,6 +21,8 @@
 #include "refitd/v1/peer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/sockets/address_security.h"
+#include "transport/tls/grpc_credentials.h"
 
 namespace refitd {
 namespace {
@@ -236,6 +238,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     }
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerCommand> command, decoder_->Decode(answer_));
     if (!command.has_value()) return absl::OkStatus();
+    REFITD_RETURN_IF_ERROR(CheckAddress(*command));
     {
       MutexLock lock(&mutex_);
       if (ended_ || closing_) return absl::OkStatus();
@@ -246,6 +249,15 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     }
     callbacks_.on_command(*std::move(command));
     return absl::OkStatus();
+  }
+
+  // P9: this daemon lets in on the wire whoever has the identity that an address names. Of the
+  // addresses that a coordinator sends, its own is the one that its link can vouch for.
+  absl::Status CheckAddress(const PeerCommand& command) const {
+    const auto* const connect = std::get_if<PeerEpochConnect>(&command);
+    if (connect == nullptr || !connect->coordinator_rank.has_value()) return absl::OkStatus();
+    return CheckAddressOwner(connect->addresses->at(*connect->coordinator_rank),
+                             ServerIdentity(context_));
   }
 
   // From now on nothing is written from outside.

@@ -78,7 +78,8 @@ struct PeerLinkCallbacks {
   // which the coordinator ended the link, or
   // UNAVAILABLE: the coordinator can't be reached, or is gone; DEADLINE_EXCEEDED: it did not accept
   // in time; RESOURCE_EXHAUSTED: it does not read; INVALID_ARGUMENT, ABORTED, FAILED_PRECONDITION:
-  // its messages are malformed, out of order, or of another incarnation; CANCELLED: Close was
+  // its messages are malformed, out of order, or of another incarnation; PERMISSION_DENIED: its own
+  // address of the data plane names another identity than its certificate; CANCELLED: Close was
   // called.
   std::function<void(absl::Status)> on_lost;
 };

@@ -4,6 +4,7 @@
 
 #include <catch2/catch.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -88,6 +89,8 @@ class Coordinator : public PeerAcceptor {
     up.spec.slots = 2;
     up.coordinator_id = "node-0";
     session->Accept(up);
+    MutexLock lock(&mutex_);
+    session_ = std::move(session);
   }
   void Report(uint64_t /*session*/, PeerReport report) override {
     MutexLock lock(&mutex_);
@@ -95,6 +98,17 @@ class Coordinator : public PeerAcceptor {
   }
   void Gone(uint64_t /*session*/, std::string /*reason*/) override {}
   absl::StatusOr<uint64_t> Probe(const PeerQuestion& /*question*/) override { return 0; }
+
+  // Sends the command over the last link that came up.
+  void Say(PeerCommand command) {
+    std::shared_ptr<PeerSession> session;
+    {
+      MutexLock lock(&mutex_);
+      session = session_;
+    }
+    REQUIRE(session->Queue(std::move(command)).ok());
+    session->Flush();
+  }
 
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   std::vector<std::string> taken() {
@@ -124,50 +138,91 @@ class Coordinator : public PeerAcceptor {
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
   Mutex mutex_;
+  std::shared_ptr<PeerSession> session_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> taken_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> refused_ ABSL_GUARDED_BY(mutex_);
+};
+
+// A daemon that links as `own` (null: in the clear), and what its link told it.
+class Joined {
+ public:
+  Joined(const Coordinator& coordinator, const std::shared_ptr<const Certificates>& own) {
+    PeerDial dial;
+    dial.address = coordinator.address();
+    dial.group = "policy";
+    dial.daemon_id = "node-1";
+    dial.boot_id = "0123456789abcdef";
+    dial.credentials =
+        own == nullptr ? grpc::InsecureChannelCredentials() : TlsChannel(*own, kAlice);
+    dial.limits.message_bytes = kMessageBytes;
+    link_ = PeerLink::Dial(std::move(dial), {[seen = seen_](LinkUp /*up*/) {
+                                               MutexLock lock(&seen->mutex);
+                                               seen->up = true;
+                                             },
+                                             [seen = seen_](PeerCommand /*command*/) {
+                                               MutexLock lock(&seen->mutex);
+                                               ++seen->commands;
+                                             },
+                                             [seen = seen_](absl::Status why) {
+                                               MutexLock lock(&seen->mutex);
+                                               seen->lost = std::move(why);
+                                             }});
+    REQUIRE(Eventually([&] {
+      MutexLock lock(&seen_->mutex);
+      return seen_->up || !seen_->lost.ok();
+    }));
+    REQUIRE(ended().ok());
+  }
+
+  PeerLink& link() { return *link_; }
+  // How the link ended; OK: it is up.
+  absl::Status ended() const {
+    MutexLock lock(&seen_->mutex);
+    return seen_->lost;
+  }
+  int commands() const {
+    MutexLock lock(&seen_->mutex);
+    return seen_->commands;
+  }
+
+ private:
+  struct Seen {
+    Mutex mutex;
+    bool up ABSL_GUARDED_BY(mutex) = false;
+    int commands ABSL_GUARDED_BY(mutex) = 0;
+    absl::Status lost ABSL_GUARDED_BY(mutex);
+  };
+  const std::shared_ptr<Seen> seen_ = std::make_shared<Seen>();
+  std::unique_ptr<PeerLink> link_;
 };
 
 // A daemon that links as `own` (null: in the clear) and sends one address. The answer says how the
 // link ended; OK: the coordinator took the address.
 absl::Status Sending(Coordinator* coordinator, const std::shared_ptr<const Certificates>& own,
                      const std::string& address) {
-  struct Seen {
-    Mutex mutex;
-    bool up ABSL_GUARDED_BY(mutex) = false;
-    absl::Status lost ABSL_GUARDED_BY(mutex);
-  };
-  auto seen = std::make_shared<Seen>();
-  PeerDial dial;
-  dial.address = coordinator->address();
-  dial.group = "policy";
-  dial.daemon_id = "node-1";
-  dial.boot_id = "0123456789abcdef";
-  dial.credentials = own == nullptr ? grpc::InsecureChannelCredentials() : TlsChannel(*own, kAlice);
-  dial.limits.message_bytes = kMessageBytes;
-  const auto link = PeerLink::Dial(std::move(dial), {[seen](LinkUp /*up*/) {
-                                                       MutexLock lock(&seen->mutex);
-                                                       seen->up = true;
-                                                     },
-                                                     [](PeerCommand /*command*/) {},
-                                                     [seen](absl::Status why) {
-                                                       MutexLock lock(&seen->mutex);
-                                                       seen->lost = std::move(why);
-                                                     }});
-  const auto ended = [&] {
-    MutexLock lock(&seen->mutex);
-    return seen->lost;
-  };
-  REQUIRE(Eventually([&] {
-    MutexLock lock(&seen->mutex);
-    return seen->up || !seen->lost.ok();
-  }));
-  REQUIRE(ended().ok());
+  Joined joined(*coordinator, own);
   const size_t before = coordinator->taken().size();
-  REQUIRE(link->Queue(EpochOpened{EpochId(9), absl::OkStatus(), address}).ok());
-  link->Flush();
-  REQUIRE(Eventually([&] { return coordinator->taken().size() > before || !ended().ok(); }));
-  return ended();
+  REQUIRE(joined.link().Queue(EpochOpened{EpochId(9), absl::OkStatus(), address}).ok());
+  joined.link().Flush();
+  REQUIRE(Eventually([&] { return coordinator->taken().size() > before || !joined.ended().ok(); }));
+  return joined.ended();
+}
+
+// A daemon that links as `own` (null: in the clear) and is told `addresses`, of which the one at
+// `coordinator_rank` is the coordinator's. The answer says how the link ended; OK: the daemon took
+// the addresses.
+absl::Status BeingTold(Coordinator* coordinator, const std::shared_ptr<const Certificates>& own,
+                       std::vector<std::string> addresses,
+                       std::optional<uint32_t> coordinator_rank) {
+  Joined joined(*coordinator, own);
+  PeerEpochConnect connect;
+  connect.epoch = EpochId(9);
+  connect.addresses = std::make_shared<const std::vector<std::string>>(std::move(addresses));
+  connect.coordinator_rank = coordinator_rank;
+  coordinator->Say(std::move(connect));
+  REQUIRE(Eventually([&] { return joined.commands() > 0 || !joined.ended().ok(); }));
+  CHECK((joined.commands() > 0) == joined.ended().ok());
+  return joined.ended();
 }
 
 TEST_CASE("a joined daemon could name another's identity in its address of the data plane") {
@@ -197,6 +252,43 @@ TEST_CASE("a link in the clear proves no identity, so that its addresses may nam
   Coordinator coordinator(nullptr);
   CHECK(Sending(&coordinator, nullptr, AddressOf("")).ok());
   const absl::Status refused = Sending(&coordinator, nullptr, AddressOf(kBob));
+  CHECK(refused.code() == absl::StatusCode::kPermissionDenied);
+  CHECK_THAT(Message(refused), Contains(kBob) && Contains("in the clear"));
+}
+
+TEST_CASE("a coordinator could name another's identity in its own address of the data plane") {
+  Certified certified;
+  const auto alice = certified.Issue(kAlice);
+  Coordinator coordinator(alice);
+  const std::vector<std::string> honest = {AddressOf(kBob), AddressOf(kAlice)};
+  CHECK(BeingTold(&coordinator, alice, honest, 1).ok());
+
+  const absl::Status refused =
+      BeingTold(&coordinator, alice, {AddressOf(kAlice), AddressOf(kBob)}, 1);
+  CHECK(refused.code() == absl::StatusCode::kPermissionDenied);
+  CHECK_THAT(Message(refused), Contains("coordinator " + coordinator.address()) &&
+                                   Contains(kAlice) && Contains(kBob));
+}
+
+TEST_CASE("a coordinator may give addresses that are not encrypted, and of other wires") {
+  Certified certified;
+  const auto alice = certified.Issue(kAlice);
+  Coordinator coordinator(alice);
+  CHECK(BeingTold(&coordinator, alice, {AddressOf("")}, 0).ok());
+  CHECK(BeingTold(&coordinator, alice, {"an address of NCCL"}, 0).ok());
+}
+
+TEST_CASE("nothing is compared for a coordinator that does not say its rank") {
+  Certified certified;
+  const auto alice = certified.Issue(kAlice);
+  Coordinator coordinator(alice);
+  CHECK(BeingTold(&coordinator, alice, {AddressOf(kBob)}, std::nullopt).ok());
+}
+
+TEST_CASE("a coordinator whose link is in the clear may name no identity in its address") {
+  Coordinator coordinator(nullptr);
+  CHECK(BeingTold(&coordinator, nullptr, {AddressOf("")}, 0).ok());
+  const absl::Status refused = BeingTold(&coordinator, nullptr, {AddressOf(kBob)}, 0);
   CHECK(refused.code() == absl::StatusCode::kPermissionDenied);
   CHECK_THAT(Message(refused), Contains(kBob) && Contains("in the clear"));
 }

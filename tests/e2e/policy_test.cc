@@ -311,6 +311,41 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a daemon links to the groups that its rules name, and asks about no others") {
+  Certified certified("rule { who: \"spiffe://prod/peer\" role: PEER group: \"llama-*\" }");
+  Daemon daemon(Flags(certified.Issue("refitd/a"), {"--listen-tcp=127.0.0.1:0"}));
+  Create(&daemon, "llama-8b");
+  Create(&daemon, "secret");
+  const auto channel = ChannelOf(daemon.address(), certified.Issue("peer"));
+  const auto linking = [&](const std::string& group) {
+    v1::PeerMessage message;
+    v1::PeerHello* hello = message.mutable_hello();
+    hello->set_protocol(v1::PROTOCOL_VERSION_1);
+    hello->set_group(group);
+    hello->set_daemon_id("p");
+    hello->set_boot_id(std::string(16, 'b'));
+    hello->set_message_bytes(1 << 20);
+    const grpc::Slice slice(message.SerializeAsString());
+    return CallOnce(channel, "refitd.v1.Peer/Link", grpc::ByteBuffer(&slice, 1));
+  };
+  const auto probing = [&](const std::string& group) {
+    v1::PeerProbe probe;
+    probe.set_group(group);
+    probe.set_daemon_id("p");
+    probe.set_boot_id(std::string(16, 'b'));
+    const grpc::Slice slice(probe.SerializeAsString());
+    return CallOnce(channel, "refitd.v1.Peer/Probe", grpc::ByteBuffer(&slice, 1));
+  };
+  for (const grpc::Status& let : {linking("llama-8b"), probing("llama-8b")}) {
+    INFO(let.error_message());
+    CHECK(let.ok());
+  }
+  for (const grpc::Status& refused : {linking("secret"), probing("secret")}) {
+    CHECK(refused.error_code() == grpc::StatusCode::PERMISSION_DENIED);
+    CHECK_THAT(refused.error_message(), Contains("secret"));
+  }
+}
+
 TEST_CASE("without rules a certificate lets nobody in, and the unix socket serves its user") {
   Certified certified("");
   Daemon daemon(Flags(certified.Issue("refitd/a"), {"--listen-tcp=127.0.0.1:0"}));
@@ -573,6 +608,9 @@ TEST_CASE("the audit log tells who did what, survives rotation, and has no token
   CHECK(all.find(token) == std::string::npos);
   CHECK(all.find(hex) == std::string::npos);
   CHECK(all.find("token") == std::string::npos);
+  all += daemon.log();
+  CHECK(all.find(token) == std::string::npos);
+  CHECK(all.find(hex) == std::string::npos);
   for (const std::string& tensor : bytes) {
     if (tensor.size() >= 16) CHECK(all.find(tensor.substr(0, 16)) == std::string::npos);
   }

@@ -286,6 +286,21 @@ TEST_CASE("an expired certificate is refused, whichever end has it") {
   const absl::Status why =
       ProbeTls(daemon.address(), careless, kDaemons, std::chrono::steady_clock::now() + kDeadline);
   CHECK_THAT(Message(why), Contains("that of spiffe://prod/late (signed by /CN=root, valid until"));
+
+  // A daemon that has outlived its certificate.
+  v1::Operator::CallbackService nothing;
+  grpc::ServerBuilder builder;
+  builder.RegisterService(&nothing);
+  const auto own_now = std::make_shared<const Certificates>(careless);
+  const auto credentials = TlsServer([own_now] { return own_now; });
+  int port = 0;
+  builder.AddListeningPort("127.0.0.1:0", credentials, &port);
+  const std::unique_ptr<grpc::Server> outlived = builder.BuildAndStart();
+  REQUIRE(outlived != nullptr);
+  const absl::Status refused = Attaching(
+      Over(fmt::format("127.0.0.1:{}", port), certified.Issue("member"), "spiffe://prod/*"));
+  CHECK(absl::IsUnauthenticated(refused));
+  CHECK_THAT(Message(refused), Contains("spiffe://prod/late") && Contains("expired"));
 }
 
 TEST_CASE(

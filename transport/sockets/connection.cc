@@ -24,7 +24,7 @@ constexpr int64_t kRecordBytes = 16384;
 absl::Status Broken(const std::string& why) { return absl::UnavailableError(why); }
 
 // The reason why the last call of OpenSSL failed. `saved`: errno after that call.
-absl::Status TlsError(int why, int saved) {
+absl::Status TlsError(const SSL* ssl, int why, int saved) {
   const unsigned long error = ERR_peek_error();
   ERR_clear_error();
   if (why == SSL_ERROR_ZERO_RETURN) return Broken("it was closed");
@@ -32,6 +32,10 @@ absl::Status TlsError(int why, int saved) {
     return saved == 0 ? Broken("it was closed") : Broken(std::strerror(saved));
   }
   if (ERR_GET_REASON(error) == SSL_R_UNEXPECTED_EOF_WHILE_READING) return Broken("it was closed");
+  if (ERR_GET_REASON(error) == SSL_R_CERTIFICATE_VERIFY_FAILED) {
+    return Error(absl::StatusCode::kUnauthenticated, "TLS: its certificate is refused: {}",
+                 X509_verify_cert_error_string(SSL_get_verify_result(ssl)));
+  }
   const char* const reason = ERR_reason_error_string(error);
   return Error(absl::StatusCode::kUnauthenticated, "TLS: {}",
                reason == nullptr ? "no reason given" : reason);
@@ -41,7 +45,7 @@ absl::Status TlsError(int why, int saved) {
 absl::StatusOr<int64_t> TlsResult(const SSL* ssl, int result, int saved) {
   const int why = SSL_get_error(ssl, result);
   if (why == SSL_ERROR_WANT_READ || why == SSL_ERROR_WANT_WRITE) return 0;
-  return TlsError(why, saved);
+  return TlsError(ssl, why, saved);
 }
 
 // Encrypts the start of `head` and then of `body` into one record. A head and the start of its body
@@ -151,7 +155,7 @@ absl::Status Connection::Encrypt(std::span<const char> head, std::span<const cha
   do {
     const int n = WriteRecord(ssl_.get(), head, body);
     const int saved = errno;
-    if (n <= 0) return TlsError(SSL_get_error(ssl_.get(), n), saved);
+    if (n <= 0) return TlsError(ssl_.get(), SSL_get_error(ssl_.get(), n), saved);
     untold_ += n;
     encrypted_ += n;
     const size_t of_head = std::min(head.size(), static_cast<size_t>(n));

@@ -74,6 +74,62 @@ TEST_CASE("a rank whose certificate another root signed is refused, and told why
   CHECK_THAT(Message(statuses[1]), Contains("rank 0"));
 }
 
+// A certificate of `identity` that was valid until ten seconds ago, and that its holder did not
+// look at.
+WireCertificates Expired(const std::string& identity) {
+  const IssuedCertificate issued =
+      Root().Issue({.uris = {identity}, .from_seconds = -100, .until_seconds = -10});
+  auto own = std::make_shared<Certificates>();
+  own->certificate = issued.certificate;
+  own->key = issued.key;
+  own->roots = Root().root();
+  own->identity = identity;
+  return [own] { return own; };
+}
+
+TEST_CASE("a rank whose certificate has expired is refused, and told why") {
+  const int late = GENERATE(0, 1);
+  Mesh mesh(0);
+  for (int rank = 0; rank < 2; ++rank) {
+    mesh.wires.push_back(
+        WireWith({.certificates = rank == late ? Expired("spiffe://test/a") : Daemon()}));
+  }
+  const std::vector<absl::Status> statuses = ConnectPair(mesh, kMedium);
+  CHECK(statuses[0].code() == StatusCode::kUnavailable);
+  CHECK_THAT(Message(statuses[0]), Contains("rank 1") && Contains("expired"));
+  CHECK_THAT(Message(statuses[1]), Contains("rank 0"));
+}
+
+TEST_CASE("a root that is removed lets nobody connect an epoch any more") {
+  const TestAuthority leaving("leaving");
+  struct Trusted {
+    std::mutex mutex;
+    std::shared_ptr<const Certificates> now;
+  };
+  const auto trusted = std::make_shared<Trusted>();
+  const std::shared_ptr<const Certificates> own =
+      IssueCertificates(Root(), "spiffe://test/a", Root());
+  auto both = std::make_shared<Certificates>(*own);
+  both->roots += leaving.root();
+  trusted->now = both;
+  Mesh mesh(0);
+  mesh.wires.push_back(WireWith({.certificates = CertificatesOf(leaving, "spiffe://test/b")}));
+  mesh.wires.push_back(WireWith({.certificates = [trusted] {
+    const std::lock_guard<std::mutex> lock(trusted->mutex);
+    return trusted->now;
+  }}));
+  for (const absl::Status& status : ConnectPair(mesh, kLong)) REQUIRE(status == absl::OkStatus());
+  for (const auto& wire : mesh.wires) wire->Close(kEpoch);
+  {
+    const std::lock_guard<std::mutex> lock(trusted->mutex);
+    trusted->now = own;
+  }
+  const std::vector<absl::Status> statuses = ConnectPair(mesh, kMedium);
+  CHECK(statuses[0].code() == StatusCode::kUnavailable);
+  CHECK_THAT(Message(statuses[0]), Contains("rank 1") && Contains("TLS"));
+  CHECK_THAT(Message(statuses[1]), Contains("rank 0"));
+}
+
 TEST_CASE("a rank must have the identity that its address names, and match the pattern") {
   Mesh mesh(0);
   mesh.wires.push_back(WireWith({.certificates = CertificatesOf(Root(), "spiffe://test/a")}));

@@ -93,6 +93,12 @@ std::vector<std::string> ValuesOf(const grpc::AuthContext& context, const char* 
   return values;
 }
 
+// The identity of the certificate that the other end of the call showed; empty: it gives none.
+std::string IdentityOfPeer(const grpc::AuthContext& peer) {
+  return IdentityOf(ValuesOf(peer, GRPC_PEER_URI_PROPERTY_NAME),
+                    ValuesOf(peer, GRPC_PEER_DNS_PROPERTY_NAME));
+}
+
 }  // namespace
 
 void RequireTls13() {
@@ -129,11 +135,16 @@ absl::StatusOr<std::string> CallerIdentity(const grpc::ServerContextBase& contex
   if (caller == nullptr || !caller->IsPeerAuthenticated()) {
     return absl::UnauthenticatedError("the caller has no certificate");
   }
-  std::string identity = IdentityOf(ValuesOf(*caller, GRPC_PEER_URI_PROPERTY_NAME),
-                                    ValuesOf(*caller, GRPC_PEER_DNS_PROPERTY_NAME));
+  std::string identity = IdentityOfPeer(*caller);
   if (!identity.empty()) return identity;
   return absl::UnauthenticatedError(
       "the caller's certificate has neither a SPIFFE ID (as its only URI) nor a DNS name");
+}
+
+std::string ServerIdentity(const grpc::ClientContext& context) {
+  const std::shared_ptr<const grpc::AuthContext> server = context.auth_context();
+  if (server == nullptr || !server->IsPeerAuthenticated()) return "";
+  return IdentityOfPeer(*server);
 }
 
 }  // namespace refitd

@@ -6,6 +6,7 @@
 #ifndef REFITD_TRANSPORT_TLS_GRPC_CREDENTIALS_H_
 #define REFITD_TRANSPORT_TLS_GRPC_CREDENTIALS_H_
 
+#include <grpcpp/client_context.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_context.h>
@@ -37,6 +38,10 @@ std::shared_ptr<grpc::ChannelCredentials> TlsChannel(
 // The identity of the certificate with which a server's caller was let in. UNAUTHENTICATED: the
 // certificate gives none, or there is no certificate.
 absl::StatusOr<std::string> CallerIdentity(const grpc::ServerContextBase& context);
+
+// The identity of the certificate that the server of a call showed. The call must have received
+// something. Empty: the certificate gives no identity, or the connection is in the clear.
+std::string ServerIdentity(const grpc::ClientContext& context);
 
 }  // namespace refitd
 
