@@ -107,6 +107,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
     n->set_members(node.members);
     n->set_silent_seconds(Seconds(node.silent));
     n->set_kept_out(node.kept_out);
+    n->set_slow(node.slow);
     n->set_protocol(static_cast<int>(node.protocol));
     for (const NodeView::Send& send : node.sends) {
       v1::NodeSend* const s = n->add_sends();
