@@ -19,6 +19,7 @@
 #include "daemon/process/audit_log.h"
 #include "daemon/process/log.h"
 #include "daemon/sockets/peer_credentials.h"
+#include "proto/peer_defaults.h"
 #include "transport/base/ids.h"
 #include "transport/tls/certificates.h"
 #include "transport/transport.h"
@@ -113,13 +114,14 @@ struct MetricsConfig {
 struct PeersConfig {
   std::string advertise;         // HOST:PORT; empty: the address it listens on
   std::string interface = "lo";  // of the data plane; trusted (P9)
-  Duration silence = std::chrono::seconds(5);
-  Duration wire = std::chrono::seconds(30);
+  Duration silence = kDefaultSilence;
+  Duration wire = kDefaultWireLimit;
   std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
   std::string identity;             // a pattern (CheckIdentityPattern); empty: any
   // How long the readiness that was known last counts without the coordinator; 0: not at all.
-  Duration readiness = std::chrono::minutes(10);
-  Duration failover = std::chrono::seconds(2);  // until a candidate that does not answer is gone
+  Duration readiness = kDefaultReadiness;
+  Duration failover = kDefaultFailover;  // until a candidate that does not answer is gone
+  Duration relay_slow{};  // a daemon that holds updates back for longer is slow; 0: none is
   bool operator==(const PeersConfig&) const = default;
 };
 

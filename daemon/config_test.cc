@@ -198,6 +198,7 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--failover-ms=99", "peers.failover_ms");
   refused("--failover-ms=600001", "peers.failover_ms");
   refused("--wire-ms=0", "peers.wire_ms");
+  refused("--relay-slow-ms=-1", "peers.relay_slow_ms is -1");
   refused("--readiness-ms=-1", "peers.readiness_ms is -1");
   refused("--data-port=65536", "data.port");
   refused("--data-streams=-1", "data.streams");

@@ -77,6 +77,8 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.advertise = config.peers.advertise;
   options.peers.peer = config.peers.silence;
   options.peers.wire = config.peers.wire;
+  // A daemon that updates leave out gets its versions by fills.
+  if (config.fills) options.peers.slow = config.peers.relay_slow;
   options.keep_readiness = config.peers.readiness;
   options.failover = config.peers.failover;
   options.group.default_duration = config.limits.default_duration;

@@ -288,8 +288,11 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
     up = up || node.state() == "joined";
   }
   std::map<std::string, bool> kept_out;
+  std::map<std::string, bool> slow;
   for (const v1::NodeStatus& node : group.nodes()) {
-    if (!node.daemon_id().empty()) kept_out[node.daemon_id()] |= !node.kept_out().empty();
+    if (node.daemon_id().empty()) continue;
+    kept_out[node.daemon_id()] |= !node.kept_out().empty();
+    slow[node.daemon_id()] |= !node.slow().empty();
   }
   for (const auto& [daemon, out] : kept_out) {
     families->Gauge(
@@ -297,6 +300,13 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
         "1 while that daemon's instances take part in no update: its data plane did not "
         "come up. Told by the coordinator.",
         {name, {"daemon", daemon}}, int64_t{out});
+  }
+  for (const auto& [daemon, is_slow] : slow) {
+    families->Gauge(
+        "refitd_daemon_slow",
+        "1 while updates leave that daemon's instances to fills: it held the others back for "
+        "longer than peers.relay_slow_ms. Told by the coordinator.",
+        {name, {"daemon", daemon}}, int64_t{is_slow});
   }
   for (const auto& [peer, up] : peers) {
     families->Gauge("refitd_peer_up", "1 while that daemon and this one are linked in the group.",

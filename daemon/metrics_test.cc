@@ -200,6 +200,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
     add("b", "joined");
     add("c", "lost");
     group->mutable_nodes(2)->set_kept_out("its data plane did not come up");
+    group->mutable_nodes(1)->set_slow("it held the others back");
     add("twice", "joined");  // its earlier process is not noticed as lost yet
     add("twice", "lost");
     add("", "joining");
@@ -218,6 +219,8 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
   CHECK(SeriesNaming(text, "refitd_peer_up") == 4);
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="b"})") == "0");
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="c"})") == "1");
+  CHECK(ValueOf(text, R"(refitd_daemon_slow{group="policy",daemon="b"})") == "1");
+  CHECK(ValueOf(text, R"(refitd_daemon_slow{group="policy",daemon="c"})") == "0");
   CHECK(ValueOf(text, R"(refitd_epoch{group="policy"})") == "7");
   CHECK(SeriesNaming(text, "refitd_epoch") == 1);
 }

@@ -92,6 +92,16 @@ struct WireStats {
   int64_t bytes_received = 0;
 };
 
+// What a rank has sent to another rank since their epoch was opened.
+struct WireUse {
+  int64_t bytes = 0;  // payload
+  // How long bytes were under way to the peer while the peer had room for more: the time that the
+  // network between the two took. Where several connections carry an operation, the longest counts.
+  // 0: the wire does not measure it.
+  Duration busy{};
+  bool operator==(const WireUse&) const = default;
+};
+
 class Wire {
  public:
   // Closes every epoch and waits until every `done` has run.
@@ -123,6 +133,10 @@ class Wire {
   // Counts over all epochs since the start; or of one open epoch (zeros if it is not open).
   virtual WireStats Stats() const = 0;
   virtual WireStats Stats(EpochId epoch) const = 0;
+
+  // By rank, over the operations of one open epoch that have ended; an operation counts before its
+  // `done` runs. Empty: the wire does not measure, or the epoch is not open.
+  virtual std::vector<WireUse> Uses(EpochId /*epoch*/) const { return {}; }
 };
 
 }  // namespace refitd

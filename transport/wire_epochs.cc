@@ -73,6 +73,20 @@ absl::Status WireEpoch::Closed() const {
   return Error(StatusCode::kCancelled, "epoch {} was closed", id_);
 }
 
+std::vector<WireUse> WireEpoch::Uses() const {
+  MutexLock lock(&mutex_);
+  return uses_;
+}
+
+void WireEpoch::CountUses(const std::map<int, WireUse>& uses) {
+  MutexLock lock(&mutex_);
+  if (uses_.empty()) uses_.resize(static_cast<size_t>(size_));
+  for (const auto& [peer, use] : uses) {
+    uses_[static_cast<size_t>(peer)].bytes += use.bytes;
+    uses_[static_cast<size_t>(peer)].busy += use.busy;
+  }
+}
+
 void WireEpoch::Count(int64_t sent, int64_t received) {
   for (WireCounters* counters : {&counters_, totals_}) {
     counters->sent += sent;
@@ -302,6 +316,11 @@ std::shared_ptr<WireEpoch> EpochWire::Find(EpochId id) const {
 WireStats EpochWire::Stats(EpochId id) const {
   const std::shared_ptr<WireEpoch> epoch = Find(id);
   return epoch == nullptr ? WireStats{} : epoch->Stats();
+}
+
+std::vector<WireUse> EpochWire::Uses(EpochId id) const {
+  const std::shared_ptr<WireEpoch> epoch = Find(id);
+  return epoch == nullptr ? std::vector<WireUse>() : epoch->Uses();
 }
 
 std::vector<std::shared_ptr<const WireEpoch>> EpochWire::Epochs() const {

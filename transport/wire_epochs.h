@@ -73,6 +73,8 @@ class WireEpoch {
   int rank() const { return rank_; }
   int size() const { return size_; }
   WireStats Stats() const { return counters_.Get(); }
+  // As Wire::Uses.
+  std::vector<WireUse> Uses() const;
   // "open", "connecting", "connected", "lost" or "closing".
   std::string_view state() const;
   // Why the epoch was lost; OK if it was not lost.
@@ -96,6 +98,8 @@ class WireEpoch {
   bool closing() const;
   absl::Status Closed() const;
   void Count(int64_t sent, int64_t received);
+  // Adds what an operation has sent, by rank.
+  void CountUses(const std::map<int, WireUse>& uses);
 
   const EpochId id_;
   const int rank_;
@@ -116,6 +120,7 @@ class WireEpoch {
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   std::string_view state_ ABSL_GUARDED_BY(mutex_) = "open";
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  std::vector<WireUse> uses_ ABSL_GUARDED_BY(mutex_);  // by rank; empty: nothing was counted
   std::thread thread_;
 };
 
@@ -131,6 +136,7 @@ class EpochWire : public Wire {
   void Close(EpochId id) override;
   WireStats Stats() const override { return totals_.Get(); }
   WireStats Stats(EpochId id) const override;
+  std::vector<WireUse> Uses(EpochId id) const override;
 
  protected:
   // `thread` is the name of the wire's own thread, which joins the other threads and answers

@@ -52,7 +52,8 @@ Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
                     return it == buckets.end() ? nullptr : it->second;
                   },
               .attached = [this](MemberId member) { return group.Attached(member); }},
-             options.peer_limits.wire) {}
+             options.peer_limits.wire),
+      slow(options.peer_limits.slow) {}
 
 std::string Coordinator::Impl::Name(NodeId node) const {
   if (node == kCoordinatorNode) return "daemon " + options.daemon_id;
@@ -237,6 +238,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   nodes.erase(it);
   known_programs.erase(id);
   search.Forget(id);
+  slow.Forget(id);
   Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
   if (spread.has_value() && spread->nodes.erase(id) > 0 && spread->data_began) {
     LoseInDataPhase(id, fmt::format("{} was lost: {}", name, reason));
@@ -717,6 +719,7 @@ void Coordinator::Impl::Announce() {
   for (auto& [node, prepare] : prepares) Send(node, std::move(prepare));
   if (spread->program.has_value()) AnnounceProgram();
   if (search.active() && !spread->fill) LeaveOutSuspects();
+  if (!slow.slow().empty() && spread.has_value() && !spread->fill) LeaveOutSlow();
   EnsureEpoch();
   // An epoch that came up while the update before was being given up has not been judged.
   if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
@@ -1483,6 +1486,63 @@ void Coordinator::Impl::LeaveOutSuspects() {
   if (sharing.LeavesInstance(out)) LeaveOutForTry(out);
 }
 
+// ---- nodes that hold the others back ----
+
+std::string Coordinator::Impl::WhySlow(NodeId node) const {
+  const auto it = slow.slow().find(node);
+  if (it == slow.slow().end()) return "";
+  return fmt::format(
+      "it held the others back by {} (peers.relay_slow_ms {}): {}",
+      Seconds(std::chrono::duration_cast<std::chrono::milliseconds>(it->second.held)),
+      ToMillis(options.peer_limits.slow), SlowNodes::Describe(it->second));
+}
+
+// An instance that is left out was told to prepare, and resumes with the version that it holds. A
+// fill brings it the new version after the others have it. If no instance would be left, the update
+// takes all of them.
+void Coordinator::Impl::LeaveOutSlow() {
+  std::set<NodeId> nodes_slow;
+  for (const auto& [node, how] : slow.slow()) nodes_slow.insert(node);
+  const Sharing sharing = HowNodesShare();
+  const std::set<NodeId> out = sharing.AllOf(sharing.FirstOf(Candidates(nodes_slow)));
+  if (!sharing.LeavesInstance(out)) return;
+  KeepNodesOut leave{
+      spread->update, {}, "every instance is on a slow daemon", GiveUpClass::kSlow, true};
+  for (const NodeId node : out) {
+    if (!spread->nodes.contains(node) || !spread->unreachable.insert(node).second) continue;
+    const std::string why = WhySlow(node);
+    leave.nodes[node] = fmt::format(
+        "{} is left out of this update, and filled after it: {}", Name(node),
+        why.empty() ? "it has ranks of an instance that has others on a slow daemon" : why);
+  }
+  if (!leave.nodes.empty()) Feed(std::move(leave));
+}
+
+void Coordinator::Impl::NoteLinks(NodeId node, const PeerRunDone& r) {
+  ProgramJob& job = *spread->program;
+  for (const PeerLinkUse& link : r.links) {
+    if (link.peer >= job.use.nodes.size()) continue;
+    job.uses.push_back({node, job.use.nodes[link.peer], link.bytes, link.busy});
+  }
+}
+
+// A fill that gave way to an update shows how fast its newcomers receive as well as one that ended,
+// but it has no other receivers to compare them with.
+void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
+  for (const NodeId node : slow.Review(job.uses)) {
+    Do(GroupAction(
+        LogLine{LogLine::kInfo, fmt::format("{} receives as fast as the others again: updates "
+                                            "take its instances again",
+                                            Name(node))}));
+  }
+  if (spread->fill || !job.status.ok()) return;
+  for (const NodeId node : slow.Judge(job.uses, Candidates(spread->nodes))) {
+    Do(GroupAction(LogLine{LogLine::kWarning,
+                           fmt::format("{} is slow, so updates leave its instances to fills: {}",
+                                       Name(node), WhySlow(node))}));
+  }
+}
+
 // ---- readiness ----
 
 // Called at the end of each event. Joined daemons answer for all instances, so each is told of
@@ -1678,6 +1738,7 @@ MachineView Coordinator::View(TimePoint now) const {
     if (!impl_->remotes.contains(member.id)) ++self.members;
   }
   self.kept_out = impl_->group.KeptOut(kCoordinatorNode);
+  self.slow = impl_->WhySlow(kCoordinatorNode);
   impl_->ShowRun(kCoordinatorNode, &self);
   view.nodes.push_back(std::move(self));
   for (const auto& [id, node] : impl_->nodes) {
@@ -1689,6 +1750,7 @@ MachineView Coordinator::View(TimePoint now) const {
     v.members = static_cast<int>(node.members.size());
     v.silent = now - node.heard;
     v.kept_out = impl_->group.KeptOut(id);
+    v.slow = impl_->WhySlow(id);
     v.protocol = node.protocol;
     impl_->ShowRun(id, &v);
   }

@@ -15,6 +15,7 @@
 
 #include "daemon/group/coordinator.h"
 #include "daemon/group/epoch_search.h"
+#include "daemon/group/slow_nodes.h"
 #include "daemon/group/stream_ends.h"
 #include "daemon/group/worker.h"
 #include "transport/base/status.h"
@@ -99,7 +100,8 @@ struct ProgramJob {
   absl::Status status;
   int failed_destination = -1;
   std::vector<int64_t> bytes_written;
-  StreamEnds run_ends;  // by what their streams carried
+  StreamEnds run_ends;               // by what their streams carried
+  std::vector<SlowNodes::Use> uses;  // of this attempt
 };
 // The bytes that each node moved in the last refit that succeeded on several nodes; status shows
 // them.
@@ -385,6 +387,11 @@ struct Coordinator::Impl {
   };
   Sharing HowNodesShare() const;
   void LeaveOutSuspects();
+  void LeaveOutSlow();
+  void NoteLinks(NodeId node, const PeerRunDone& r);
+  // Called when a program has ended, before the group hears of it.
+  void JudgeSlow(const ProgramJob& job);
+  std::string WhySlow(NodeId node) const;
   coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& culprits) const;
   // The epoch failed and nobody is named: tries it without some of the nodes.
   void SearchOn();
@@ -465,6 +472,7 @@ struct Coordinator::Impl {
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;
   EpochSearch search;
+  SlowNodes slow;
   coordinator::EpochFailure search_failure;  // the last failure that named nobody
   uint64_t next_epoch = 1;
   // No node has to be pinged, or counted as silent, before this time. A report that comes later

@@ -237,6 +237,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   ProgramJob& job = *spread->program;
   if (r.attempt != job.attempt || job.running.erase(node) == 0) return;
   job.lacks[node] = r.lacks;
+  NoteLinks(node, r);
   if (job.again) return RunAgainIfEnded();
   job.took[node] = now - job.started;
   job.run_ends.Tell(job.commands.at(node).node, r.streams);
@@ -262,6 +263,7 @@ void Coordinator::Impl::CompleteRunIfDone() {
     }
   }
   if (job.status.ok() && job.wired) NoteRun(job);
+  if (job.wired) JudgeSlow(job);
   RefitDone done;
   done.update = spread->update;
   done.status = job.status;
@@ -353,6 +355,7 @@ void Coordinator::Impl::RunAgainIfEnded() {
   job.failed_destination = -1;
   job.bytes_written.clear();
   job.run_ends = {};
+  job.uses.clear();
   std::erase(spread->to_issue, job.run->part);
   job.readback = std::exchange(spread->verify, std::nullopt);
   RunIfAgreed();

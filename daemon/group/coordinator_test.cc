@@ -24,8 +24,8 @@ constexpr EpochId kEpoch{1};
 class Fixture {
  public:
   explicit Fixture(std::function<absl::Status()> admit_remote = nullptr,
-                   const GroupSpec& spec = TestGroup::DefaultSpec())
-      : coordinator_(MakeOptions(std::move(admit_remote), spec)) {
+                   const GroupSpec& spec = TestGroup::DefaultSpec(), Duration slow = {})
+      : coordinator_(MakeOptions(std::move(admit_remote), spec, slow)) {
     Do(NodeJoined{kNode, "a", "elsewhere"});
   }
 
@@ -178,13 +178,14 @@ class Fixture {
   const Coordinator& coordinator() const { return coordinator_; }
 
  private:
-  CoordinatorOptions MakeOptions(std::function<absl::Status()> admit_remote,
-                                 const GroupSpec& spec) {
+  CoordinatorOptions MakeOptions(std::function<absl::Status()> admit_remote, const GroupSpec& spec,
+                                 Duration slow) {
     CoordinatorOptions options;
     options.name = "g";
     options.daemon_id = "b";
     options.incarnation = 7;
     options.spec = spec;
+    options.peer_limits.slow = slow;
     options.next_update = [this] { return UpdateId(++updates_); };
     options.next_member = [this] { return MemberId(++members_); };
     options.next_call = [this] { return CallId(++calls_); };
@@ -985,7 +986,8 @@ struct RunningRefit : Fixture {
   static constexpr NodeId kFourth{3};
   const std::vector<NodeId> daemons = {kNode, kThird, kFourth};
 
-  explicit RunningRefit(Protocol of_fourth = kProtocol) {
+  explicit RunningRefit(Protocol of_fourth = kProtocol, Duration slow = {})
+      : Fixture(nullptr, TestGroup::DefaultSpec(), slow) {
     const std::vector<TensorSpec> model = {Bytes("t", 100)};
     Do(NodeJoined{kThird, "c", "elsewhere"});
     NodeJoined fourth{kFourth, "d", "elsewhere"};
@@ -995,6 +997,7 @@ struct RunningRefit : Fixture {
     Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(model)}));
     for (const NodeId node : daemons) {
       EngineIdentity engine;
+      engine.fill = true;
       engine.instance = fmt::format("i{}", node);
       Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
     }
@@ -1004,12 +1007,7 @@ struct RunningRefit : Fixture {
     refit.member = kTrainer;
     refit.version = Version(1);
     Do(GroupEvent(refit));
-    const CompileProgram compile = Local<CompileProgram>().at(0);
-    auto plan = std::make_shared<RefitPlan>();
-    plan->routes.tensors = model;
-    plan->content = ContentOf(compile.sources, compile.destinations, compile.options);
-    plan->routes.wire_bytes = 300;
-    Do(GroupEvent(ProgramCompiled{compile.program, absl::OkStatus(), plan}));
+    Compile();
     id = Sent<PeerPrepare>().at(0).update;
     const BuildProgram build = Local<BuildProgram>().at(0);
     auto made = std::make_shared<NodeProgram>();
@@ -1022,6 +1020,15 @@ struct RunningRefit : Fixture {
     REQUIRE(Sent<PeerRun>().size() == 3);
     CHECK_FALSE(Sent<PeerRun>()[0].resume.has_value());
     Forget();
+  }
+  // Answers the request to compile a program since the last Forget.
+  void Compile() {
+    const CompileProgram compile = Local<CompileProgram>().at(0);
+    auto plan = std::make_shared<RefitPlan>();
+    plan->routes.tensors = {Bytes("t", 100)};
+    plan->content = ContentOf(compile.sources, compile.destinations, compile.options);
+    plan->routes.wire_bytes = 300;
+    Do(GroupEvent(ProgramCompiled{compile.program, absl::OkStatus(), plan}));
   }
   void ToAll(const PeerReport& report) {
     for (const NodeId node : daemons) Do(ReportReceived{node, report});
@@ -1143,6 +1150,93 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].resume == 3);
+}
+
+// Commits the running refit to the daemons `in`. They, and this daemon, send as much to each other
+// as in 1 s, and to daemon c as in 4 s if `slow`.
+void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
+  f->Forget();
+  for (const NodeId node : in) {
+    f->Do(ReportReceived{node, PeerWireGranted{f->id}});
+    if (node == kNode) f->Do(WireGranted{});
+  }
+  for (const NodeId node : in) {
+    PeerRunDone done;
+    done.update = f->id;
+    done.bytes_written = {100};
+    done.lacks = 10;
+    for (const NodeId to : in) {
+      const bool slowed = slow && to == kThird;
+      if (to == node) continue;
+      done.links.push_back(
+          {static_cast<uint32_t>(to.value()), 40'000'000, std::chrono::seconds(slowed ? 4 : 1)});
+    }
+    f->Do(ReportReceived{node, done});
+  }
+  for (const NodeId node : in) f->Do(ReportReceived{node, VerifyDone{f->id, absl::OkStatus(), {}}});
+  REQUIRE_FALSE(f->Sent<PeerUpdateEnded>().empty());
+  CHECK(f->Sent<PeerUpdateEnded>()[0].outcome == Outcome::kCommitted);
+  f->Forget();
+}
+
+void BeginRefit(RunningRefit* f, int64_t version) {
+  RefitEvent refit;
+  refit.call = CallId(static_cast<uint64_t>(version));
+  refit.member = kTrainer;
+  refit.version = Version(version);
+  f->Forget();
+  f->Do(GroupEvent(refit));
+  if (!f->Local<CompileProgram>().empty()) f->Compile();
+  f->id = f->Sent<PeerPrepare>().at(0).update;
+}
+
+std::string WhySlow(const RunningRefit& f) {
+  for (const NodeView& node : f.View().nodes) {
+    if (node.daemon_id == "c") return node.slow;
+    CHECK(node.slow.empty());
+  }
+  return "no daemon c";
+}
+
+TEST_CASE("a daemon that held a refit back is left out of the next, and its instance is filled") {
+  const bool slow = GENERATE(true, false);
+  RunningRefit f(kProtocol, std::chrono::seconds(2));
+  EndRefit(&f, f.daemons, slow);
+  if (!slow) {
+    CHECK(WhySlow(f).empty());
+    BeginRefit(&f, 2);
+    CHECK(f.Sent<PeerAbandon>().empty());
+    return;
+  }
+  CHECK_THAT(WhySlow(f),
+             Catch::Contains("held the others back by 3 s (peers.relay_slow_ms 2000)") &&
+                 Catch::Contains("10.0 MB/s, the others 40.0 MB/s"));
+  BeginRefit(&f, 2);
+  CHECK(f.Sent<PeerAbandon>().size() == 1);
+  REQUIRE(f.Sent<OpenEpoch>().size() == 2);  // to daemons a and d
+  const std::vector<NodeId> others = {kNode, RunningRefit::kFourth};
+  for (const NodeId node : others) {
+    f.Do(ReportReceived{node, PeerProgramBuilt{f.id, absl::OkStatus(), 10, {}}});
+  }
+  f.BringUp(f.Local<OpenEpoch>().at(0).epoch, others);
+  for (const NodeId node : others) f.Do(ReportReceived{node, ReadyEvent{kRemoteEngine, f.id}});
+  EndRefit(&f, others, false);
+  CHECK_FALSE(WhySlow(f).empty());
+  f.Wait(std::chrono::seconds(5));
+  CHECK(f.Local<CompileProgram>().size() == 1);
+  f.Do(NodeLost{kThird, "it died"});
+  CHECK(WhySlow(f) == "no daemon c");
+}
+
+TEST_CASE("the only instance of a refit is not left out, however slow its daemon is") {
+  RunningRefit f(kProtocol, std::chrono::seconds(2));
+  EndRefit(&f, f.daemons, true);
+  f.Do(NodeLost{kNode, "it died"});
+  f.Do(NodeLost{RunningRefit::kFourth, "it died"});
+  REQUIRE_FALSE(WhySlow(f).empty());
+  BeginRefit(&f, 2);
+  CHECK(f.Sent<PeerPrepare>().size() == 1);
+  CHECK(f.Sent<PeerAbandon>().empty());
 }
 
 }  // namespace

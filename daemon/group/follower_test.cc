@@ -509,6 +509,9 @@ struct CutRun : Fixture {
     made->node = 1;
     made->destinations = build.destinations;
     made->rounds = 4;
+    // What rank 0 was sent before this run does not count.
+    const std::vector<WireUse> before = {{7000, std::chrono::seconds(9)}, {}};
+    const std::vector<WireUse> after = {{7100, std::chrono::seconds(10)}, {}};
     Stream stream;
     stream.bytes = 256;
     stream.step = 64;
@@ -516,7 +519,7 @@ struct CutRun : Fixture {
     Do(ProgramBuilt{build.program, build.build, absl::OkStatus(), made});
     Run(EpochId(1), 0, std::nullopt);
     REQUIRE(Peers<StartExchange>().size() == 1);
-    Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
+    Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus(), before});
     REQUIRE(Peers<StartMoves>().size() == 1);
     MovesDone moved;
     moved.update = Peers<StartMoves>()[0].update;
@@ -525,7 +528,7 @@ struct CutRun : Fixture {
     moved.status = std::move(unpacked);
     const bool stored = moved.status.ok();
     Do(moved);
-    if (stored) Do(WireDone{EpochId(1), WireSeq(1), absl::CancelledError("closed")});
+    if (stored) Do(WireDone{EpochId(1), WireSeq(1), absl::CancelledError("closed"), after});
     REQUIRE(Sent<PeerRunDone>().size() == 1);
     first = Sent<PeerRunDone>()[0];
     Forget();
@@ -553,6 +556,10 @@ TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step
   CutRun f;
   CHECK(f.first.wire_failed);
   CHECK(f.first.lacks == 1);
+  REQUIRE(f.first.links.size() == 1);
+  CHECK(f.first.links[0].peer == 0);
+  CHECK(f.first.links[0].bytes == 100);
+  CHECK(f.first.links[0].busy == std::chrono::seconds(1));
   const int64_t resume = GENERATE(0, 1);
   f.Run(EpochId(2), 1, resume);
   CHECK(f.Sent<PeerRunDone>().empty());

@@ -187,6 +187,7 @@ enum class GiveUpClass : uint8_t {
   kAborted,
   kOperator,
   kTransfer,
+  kSlow,
   kOther
 };
 

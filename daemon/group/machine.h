@@ -21,6 +21,7 @@
 #include "daemon/group/group.h"
 #include "daemon/group/peer.h"
 #include "daemon/group/program.h"
+#include "proto/peer_defaults.h"
 #include "proto/protocol.h"
 
 namespace refitd {
@@ -72,6 +73,8 @@ struct WireDone {
   EpochId epoch;
   WireSeq seq;
   absl::Status status;
+  // An exchange's: Wire::Uses of the epoch. Empty: the wire does not measure.
+  std::vector<WireUse> uses{};
 };
 // Coordinator and follower: the answers of the daemon's wire lock (wire_lock.h).
 struct WireGranted {};
@@ -166,6 +169,8 @@ struct NodeView {
   Protocol protocol = kProtocol;  // the version spoken with it
   // Why its instances take part in no update; empty: they take part.
   std::string kept_out;
+  // Why updates leave its instances to fills; empty: they do not.
+  std::string slow;
   // The daemon's share of the last run of a program over several daemons (coordinator only).
   struct Send {
     std::string to;  // daemon_id
@@ -190,9 +195,10 @@ struct MachineView {
 
 // Limits on waits for other daemons (P4).
 struct PeerLimits {
-  Duration peer =
-      std::chrono::seconds(10);  // for one collective, for connecting, for the wire lock
-  Duration wire = std::chrono::seconds(30);  // one collective, connecting, or the wire lock
+  Duration peer = kDefaultSilence;    // a daemon that is silent for so long is lost
+  Duration wire = kDefaultWireLimit;  // one collective, connecting, or the wire lock
+  // A node that holds the others back for longer is slow (slow_nodes.h); 0: no node is.
+  Duration slow{};
 };
 
 // Not thread-safe.

@@ -139,6 +139,13 @@ struct PeerCompared {
   absl::Status status;
   std::vector<uint64_t> digests;  // by PeerProgram::replicas
 };
+// What a node sent to another node in a run, and how long the network between them took for it
+// (WireUse).
+struct PeerLinkUse {
+  uint32_t peer = 0;  // number in the plan
+  int64_t bytes = 0;
+  Duration busy{};
+};
 // This node's share of the program has ended: it neither reads, writes, sends nor receives any
 // more.
 struct PeerRunDone {
@@ -156,6 +163,8 @@ struct PeerRunDone {
   // that were gone on with; the program's rounds if it has stored all. nullopt: unknown, so that
   // the program can only run again from its beginning.
   std::optional<int64_t> lacks;
+  // What this node has sent in this attempt, ascending peers. Empty: its wire does not measure.
+  std::vector<PeerLinkUse> links;
 };
 
 // The events of Group among the reports are its members', and VerifyDone, whose destinations are

@@ -61,6 +61,8 @@ struct Job {
   NodeProgram::Course course;
   // Rounds before this one were packed, in this attempt or in an earlier attempt that it continues.
   int64_t packed_before = 0;
+  // By rank of the epoch, as the wire told last in this attempt. Empty: it has not told yet.
+  std::vector<WireUse> uses;
   // Sums of the digests of each section, by outgoing or incoming stream. They count this attempt
   // and the earlier attempts that it continues; a step that was sent again counts once.
   std::map<uint32_t, std::vector<uint64_t>> sent;
@@ -255,6 +257,7 @@ class Worker {
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
   bool FinishRound(const WireDone& done, TimePoint now, const Output& out);
+  static void CountLinks(const WireDone& done, Job* job);
   void StopRun(Job* job, const absl::Status& status);
   static absl::Status CheckSlots(const Job& job);
   void EndRunIfQuiet(Update* update, const Output& out);

@@ -286,6 +286,7 @@ void Worker::Resume(Job* job, const PeerRun& command) {
   job->issued = job->stopped = job->done = false;
   job->rounds.clear();
   job->first_round = *command.resume;
+  job->uses.clear();
   job->course.gone.clear();
   job->course.first = *command.resume;
   PeerRunDone result;
@@ -489,6 +490,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
     if (round == job.rounds.end() || !round->second.on_wire) continue;
     const UpdateId update_id = id;
     round->second.on_wire = false;
+    CountLinks(done, &job);
     if (!done.status.ok()) {
       job.result.wire_failed = true;
       StopRun(&job, done.status);
@@ -506,6 +508,24 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
     return true;
   }
   return false;
+}
+
+// The wire counts from when the epoch was opened, since when parts may have been pushed over it. So
+// the first round of a run only says from where to count.
+void Worker::CountLinks(const WireDone& done, Job* job) {
+  const std::vector<WireUse> before = std::exchange(job->uses, done.uses);
+  if (before.size() != done.uses.size()) return;
+  const std::vector<uint32_t>& ranks = job->run->ranks;
+  for (uint32_t peer = 0; peer < ranks.size(); ++peer) {
+    const uint32_t rank = ranks[peer];
+    if (rank >= before.size() || done.uses[rank] == before[rank]) continue;
+    std::vector<PeerLinkUse>& links = job->result.links;
+    auto link = std::lower_bound(links.begin(), links.end(), peer,
+                                 [](const PeerLinkUse& l, uint32_t p) { return l.peer < p; });
+    if (link == links.end() || link->peer != peer) link = links.insert(link, {peer, 0, {}});
+    link->bytes += done.uses[rank].bytes - before[rank].bytes;
+    link->busy += done.uses[rank].busy - before[rank].busy;
+  }
 }
 
 // Steps that run go on to their end. The first failure is the one that is reported.

@@ -41,6 +41,10 @@ using peer::TextOf;
 using peer::TextToWire;
 using peer::VersionOf;
 
+// No run of a program takes longer, since an update may not.
+constexpr int64_t kMaxBusyMicros =
+    std::chrono::duration_cast<std::chrono::microseconds>(kMaxWireTimeout).count();
+
 // ---- reports: to the wire ----
 
 void Put(const PeerAttach& v, v1::PeerMessage* wire) {
@@ -240,6 +244,12 @@ void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
   SetStreams(v.streams, out);
   out->set_attempt(v.attempt);
   if (v.lacks.has_value()) out->set_lacks(*v.lacks);
+  for (const PeerLinkUse& link : v.links) {
+    v1::PeerLinkUse* use = out->add_links();
+    use->set_peer(link.peer);
+    use->set_bytes(link.bytes);
+    use->set_busy_us(std::chrono::duration_cast<std::chrono::microseconds>(link.busy).count());
+  }
 }
 
 void Put(const EpochOpened& v, v1::PeerMessage* wire) {
@@ -573,6 +583,15 @@ absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
   if (wire.has_lacks()) {
     REFITD_RETURN_IF_ERROR(InRange(wire.lacks(), 0, kMaxRounds, "run_done.lacks"));
     out.lacks = wire.lacks();
+  }
+  REFITD_RETURN_IF_ERROR(AtMost(wire.links_size(), kMaxNodes, "run_done.links"));
+  for (int i = 0; i < wire.links_size(); ++i) {
+    const v1::PeerLinkUse& link = wire.links(i);
+    const std::string field = fmt::format("run_done.links[{}]", i);
+    REFITD_RETURN_IF_ERROR(InRange(link.peer(), 0, kMaxNodes - 1, field + ".peer"));
+    REFITD_RETURN_IF_ERROR(NotNegative(link.bytes(), field + ".bytes"));
+    REFITD_RETURN_IF_ERROR(InRange(link.busy_us(), 0, kMaxBusyMicros, field + ".busy_us"));
+    out.links.push_back({link.peer(), link.bytes(), std::chrono::microseconds(link.busy_us())});
   }
   return out;
 }

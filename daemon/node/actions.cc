@@ -31,6 +31,8 @@ std::string_view ReasonOf(GiveUpClass kind, bool stops) {
       return stops ? kReasonDrain : kReasonOperator;
     case GiveUpClass::kTransfer:
       return kReasonTransfer;
+    case GiveUpClass::kSlow:
+      return kReasonSlow;
     case GiveUpClass::kOther:
       break;
   }

@@ -281,8 +281,14 @@ void DataPlane::Start(GroupRecord* group, const StartExchange& a, Turn& turn) {
     return;
   }
   exchange->epoch = local->id;
-  WireOf(*local)->Submit(*std::move(exchange),
-                         WireDoneOf(*group, a.epoch, a.seq, MoveKind::kExchange, received));
+  Wire* const wire = WireOf(*local);
+  auto done = [this, name = group->name(), id = group->id, epoch = a.epoch, seq = a.seq, received,
+               wire, used = local->id](absl::Status ended) {
+    if (ended.ok() && received > 0) CountBytes(name, MoveKind::kExchange, received);
+    // The wire lives until this call has returned.
+    Tell(name, id, WireDone{epoch, seq, std::move(ended), wire->Uses(used)});
+  };
+  wire->Submit(*std::move(exchange), std::move(done));
 }
 
 // ---- status and the end ----

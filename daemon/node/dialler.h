@@ -24,6 +24,7 @@
 #include "daemon/link/peer_link.h"
 #include "daemon/node/groups.h"
 #include "daemon/node/waiters.h"
+#include "proto/peer_defaults.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 
@@ -56,7 +57,7 @@ class Dialler {
     std::string boot_id;
     int64_t message_bytes = int64_t{8} << 20;
     // How long a try waits at a candidate for the group.
-    Duration failover = std::chrono::seconds(3);
+    Duration failover = kDefaultFailover;
   };
   // `dial` null: this daemon joins no others.
   Dialler(Options options, PeerDialer dial, DialHost* host, Mutex* mutex)

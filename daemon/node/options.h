@@ -12,6 +12,7 @@
 #include "daemon/policy/quota.h"
 #include "daemon/process/audit_log.h"
 #include "daemon/process/observer.h"
+#include "proto/peer_defaults.h"
 #include "transport/base/ids.h"
 #include "transport/device_memory.h"
 #include "transport/device_wire.h"
@@ -38,9 +39,9 @@ struct DaemonOptions {
   GroupLimits group;
   PeerLimits peers;
   // How long the readiness that was known last counts without the coordinator; 0: not at all.
-  Duration keep_readiness = std::chrono::minutes(10);
+  Duration keep_readiness = kDefaultReadiness;
   // A candidate that does not answer for so long is gone: the next one makes the group.
-  Duration failover = std::chrono::seconds(3);
+  Duration failover = kDefaultFailover;
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
   int64_t max_pool_bytes = int64_t{16} << 30;  // staging slots of all groups, on each device

@@ -24,11 +24,13 @@ inline constexpr std::string_view kReasonVerification = "verification";  // dige
 inline constexpr std::string_view kReasonAborted = "aborted";            // a member said so
 inline constexpr std::string_view kReasonOperator = "operator";          // AbortUpdate
 inline constexpr std::string_view kReasonTransfer = "transfer";          // moving bytes failed
+inline constexpr std::string_view kReasonSlow = "slow";                  // peers.relay_slow_ms
 inline constexpr std::string_view kReasonDrain = "drain";                // the daemon ends
 inline constexpr std::string_view kReasonOther = "other";                // none of these
 inline constexpr std::array kUpdateReasons = {
-    kReasonNone,    kReasonDeadline, kReasonMemberLost, kReasonPeerLost, kReasonVerification,
-    kReasonAborted, kReasonOperator, kReasonTransfer,   kReasonDrain,    kReasonOther};
+    kReasonNone,         kReasonDeadline, kReasonMemberLost, kReasonPeerLost,
+    kReasonVerification, kReasonAborted,  kReasonOperator,   kReasonTransfer,
+    kReasonSlow,         kReasonDrain,    kReasonOther};
 
 // The methods by which buckets moved (transport/transport.h); metrics have one series for each.
 inline constexpr std::array<std::string_view, 4> kPushMethods = {"direct", "chain", "symmetric",

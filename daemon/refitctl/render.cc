@@ -301,6 +301,7 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
               "RECEIVED/s"},
              {false, false, false, true, true, true, true, true, true});
   bool ran = false;
+  std::string slow;
   Table links({"GROUP", "COORDINATOR", "EPOCH", "STATE", "SENT", "RECEIVED"},
               {false, false, true, false, true, true});
   for (const auto& group : groups) {
@@ -308,6 +309,10 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
       std::vector<std::string> cells = NodeCells(node);
       cells.insert(cells.begin(), group.name());
       nodes.Add(std::move(cells));
+      if (!node.slow().empty()) {
+        slow += fmt::format("\ngroup {}: {} is slow, so updates leave its instances to fills: {}\n",
+                            group.name(), node.daemon_id(), node.slow());
+      }
       if (node.data_seconds() <= 0) continue;
       ran = true;
       cells = RunCells(node);
@@ -319,7 +324,7 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
                OrDash(group.epoch_state()), HumanBytes(group.wire_bytes_sent()),
                HumanBytes(group.wire_bytes_received())});
   }
-  return nodes.ToString() + "\n" + links.ToString() + (ran ? "\n" + runs.ToString() : "");
+  return nodes.ToString() + "\n" + links.ToString() + (ran ? "\n" + runs.ToString() : "") + slow;
 }
 
 std::string RenderStatus(const v1::GetStatusResponse& status) {

@@ -231,6 +231,11 @@ TEST_CASE("the nodes page shows who sent to whom in the last refit, and at what 
                             "500 ms  128.00 MiB         0 B\n"));
   CHECK_THAT(text, Contains("policy  node-b  -                         0 B        0 B  64.00 MiB  "
                             "250 ms         0 B  256.00 MiB\n"));
+  CHECK_THAT(text, !Contains("slow"));
+  other->set_slow("it held the others back by 3 s");
+  CHECK_THAT(RenderNodes(groups.groups()),
+             Contains("\ngroup policy: node-b is slow, so updates leave its instances to fills: it "
+                      "held the others back by 3 s\n"));
 }
 
 TEST_CASE("the buckets page says what went by each method, then every bucket") {

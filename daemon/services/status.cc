@@ -76,6 +76,7 @@ void Show(const NodeView& node, v1::NodeStatus* status) {
   status->set_members(node.members);
   status->set_silent_seconds(Seconds(node.silent));
   status->set_kept_out(node.kept_out);
+  status->set_slow(node.slow);
   status->set_protocol(static_cast<int>(node.protocol));
   for (const NodeView::Send& send : node.sends) {
     v1::NodeSend* const s = status->add_sends();

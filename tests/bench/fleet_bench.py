@@ -3,6 +3,7 @@
 usage: tools/bench fleet [--json] [--nodes 1,2,4,8] [--mib 64] [--rate 40] [--rounds 3] [--way refit,push]
        tools/bench fleet --fill 1,2,4 [--givers 4] [...]
        tools/bench fleet --way giver [--givers 4] [...]
+       tools/bench fleet --slow 0.25 [--nodes 4] [--relay-slow 500] [...]
 
 Every node is a daemon in a network namespace of this process's own, joined to the others by a bridge in one more
 namespace. What a node sends and what it receives is limited to RATE MB/s each by `tc` (a token bucket filter at either
@@ -21,6 +22,9 @@ meanwhile, in one direction and with all headers, against the size of one newcom
 With --way giver, one late node is filled while a process reads memory as fast as it can: its rate in fills against its
 rate before and after them. All nodes share this host's processors, so the loss includes what all daemons take, not only
 those of the givers.
+
+With --slow, the link of the last engine node has that part of the rate. Figures are a refit to all nodes; one in which the
+coordinator leaves the slow node to fills (`peers.relay_slow_ms`); and the time from its commit until the fill has committed.
 
 Needs root, or a user who may make network namespaces, and iproute2.
 """
@@ -47,6 +51,7 @@ FILL_LIMIT = (1.3, 0.3)  # of the link's time, and seconds on top
 LINK_LIMIT = 1.1  # bytes on the busiest link, of one newcomer's
 READER_LIMIT = 0.95  # of the rate without fills
 READER_SECONDS = 2.0  # of reading before and after each fill
+SLOW_GOAL = 0.9  # of the link, for the others where one node is slow
 
 
 def fail(what: str) -> None:
@@ -87,17 +92,17 @@ def link_columns(namespace: Namespace) -> list[int]:
 
 
 class Network:
-    """Namespaces of `nodes` nodes around a bridge. Node i is 10.78.0.(i + 1)."""
+    """Namespaces of `nodes` nodes around a bridge. Node i is 10.78.0.(i + 1). The last one's link has `last` of the rate."""
 
-    def __init__(self, nodes: int, rate: float) -> None:
+    def __init__(self, nodes: int, rate: float, last: float = 1) -> None:
         self.switch = Namespace()
         self.nodes: list[Namespace] = []
         self.switch.run("ip link set lo up")
         self.switch.run("ip link add br0 type bridge")
         self.switch.run("ip link set br0 up")
         # A quarter of a megabyte passes at once; packets wait for up to 50 ms.
-        limit = "tbf rate %dkbps burst 256kb latency 50ms" % int(rate * 1000)
         for i in range(nodes):
+            limit = "tbf rate %dkbps burst 256kb latency 50ms" % int(rate * 1000 * (last if i == nodes - 1 else 1))
             node = Namespace()
             self.nodes.append(node)
             node.run("ip link set lo up")
@@ -149,14 +154,17 @@ class Fleet:
     """Daemons, engines and the trainer's checkpoint. Node 0 is the trainers', the next `engines` have an engine each, and
     the last `spare` have a daemon alone until an engine is started there."""
 
-    def __init__(self, engines: int, checkpoint: str, options: argparse.Namespace, spare: int = 0) -> None:
+    def __init__(
+        self, engines: int, checkpoint: str, options: argparse.Namespace, spare: int = 0, last: float = 1, flags: tuple[str, ...] = ()
+    ) -> None:
         self.folder = tempfile.mkdtemp(prefix="fleet-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.options = options
         self.checkpoint = checkpoint
         self.engines = engines
         self.spare = spare
-        self.network = Network(engines + spare + 1, options.rate)
+        self.flags = flags  # of the coordinator
+        self.network = Network(engines + spare + 1, options.rate, last)
         try:
             self.start()
         except BaseException:
@@ -193,7 +201,7 @@ class Fleet:
         for node in nodes:
             flags = ["--daemon-id=n%d" % node, "--data-interface=v0", "--listen-unix=" + self.socket(node), "--insecure"]
             if node == 0:
-                flags += ["--listen-tcp=" + COORDINATOR]
+                flags += ["--listen-tcp=" + COORDINATOR, *self.flags]
             self.spawn(node, [self.options.refitd, *flags])
         deadline = time.monotonic() + SECONDS
         while not all(os.path.exists(self.socket(node)) for node in nodes):
@@ -203,8 +211,8 @@ class Fleet:
         for node in range(1, self.engines + 1):
             self.start_engine(node, "i%d" % node)
 
-    def push(self, way: str) -> float:
-        """Installs one version; returns its seconds."""
+    def push(self, way: str, without: str = "") -> float:
+        """Installs one version in all instances, or in all but `without`; returns its seconds."""
         argv = [self.options.refitctl, "--socket", self.socket(0), "-o", "json", "push", self.checkpoint]
         argv += ["--group", GROUP, "--create", "--instances", str(self.engines), "--wait-instances", str(self.engines)]
         argv += ["--push", "--bucket-bytes", "4MiB"] if way == "push" else []
@@ -214,8 +222,8 @@ class Fleet:
         if done.returncode != 0:
             fail("%s: %s\n%s" % (way, done.stderr.strip(), self.log()))
         answer = json.loads(done.stdout)
-        if answer["way"] != way or not all(i["committed"] for i in answer["instances"]):
-            fail("%s: %s" % (way, done.stdout.strip()))
+        if answer["way"] != way or not all(i["committed"] != (i["instance"] == without) for i in answer["instances"]):
+            fail("%s: %s\n%s" % (way, done.stdout.strip(), self.log()))
         return float(answer["seconds"])
 
     def fill(self, late: int, number: int) -> "Fill":
@@ -393,6 +401,46 @@ def bench_giver(checkpoint: str, options: argparse.Namespace) -> bool:
     return share >= READER_LIMIT
 
 
+def bench_slow(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
+    """Prints what a slow node costs the others, without and with `peers.relay_slow_ms`. False: a goal was missed."""
+    link = size / (options.rate * 1e6)
+    engines = int(options.nodes.split(",")[-1])
+    slow = "i%d" % engines
+
+    def row(case: str, seconds: float, goal: "float | None") -> None:
+        if options.json:
+            print(json.dumps({"bench": "fleet", "case": case, "value": seconds, "unit": "s", "goal": goal, "of_link": link / seconds}), flush=True)
+        else:
+            print("%-46s %8.2f s   %5.2f of the link%s" % (case, seconds, link / seconds, "" if goal is None else " (goal %.2f s)" % goal), flush=True)
+
+    name = "one of %d nodes at %.2f of the rate" % (engines, options.slow)
+    fleet = Fleet(engines, checkpoint, options, last=options.slow)
+    try:
+        fleet.push("refit")
+        row(name + ": all", statistics.median(fleet.push("refit") for _ in range(options.rounds)), None)
+    finally:
+        fleet.end()
+    others, filled = [], []
+    fleet = Fleet(engines, checkpoint, options, last=options.slow, flags=("--relay-slow-ms=%d" % options.relay_slow,))
+    try:
+        fleet.push("refit")
+        for _ in range(options.rounds):
+            before = fleet.events(slow).count("committed")
+            others.append(fleet.push("refit", slow))
+            began = time.monotonic()
+            while fleet.events(slow).count("committed") == before:
+                if time.monotonic() > began + SECONDS:
+                    fail("%s is not filled: %s\n%s" % (slow, fleet.events(slow), fleet.log()))
+                time.sleep(POLL)
+            filled.append(time.monotonic() - began)
+    finally:
+        fleet.end()
+    seconds = statistics.median(others)
+    row(name + ", left to a fill", seconds, link / SLOW_GOAL)
+    row("from the others' commit until it is filled", statistics.median(filled), None)
+    return link / seconds >= SLOW_GOAL
+
+
 class Row:
     def __init__(self, way: str, engines: int, seconds: float, link: float, of_one: float, sent: float) -> None:
         self.way, self.engines, self.seconds = way, engines, seconds
@@ -439,6 +487,8 @@ def main() -> int:
     parser.add_argument("--way", default="refit,push", help="refit, push, or both; giver: a reader beside engines that give")
     parser.add_argument("--fill", help="numbers of late engine nodes to be filled, instead of refits and pushes")
     parser.add_argument("--givers", type=int, default=4, help="engine nodes that hold the version that late ones are filled with")
+    parser.add_argument("--slow", type=float, help="the last engine node's link has this part of the rate, instead of refits and pushes")
+    parser.add_argument("--relay-slow", type=int, default=500, help="with --slow: peers.relay_slow_ms of the coordinator")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="fleet-model-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
@@ -449,6 +499,8 @@ def main() -> int:
         link = size / (options.rate * 1e6)
         if options.fill is not None:
             return 0 if bench_fills(checkpoint, size, options) else 1
+        if options.slow is not None:
+            return 0 if bench_slow(checkpoint, size, options) else 1
         if options.way == "giver":
             return 0 if bench_giver(checkpoint, options) else 1
         first: dict[str, float] = {}

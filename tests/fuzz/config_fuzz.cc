@@ -69,6 +69,7 @@ constexpr std::array kSettings = {"listen-unix",
                                   "data-streams",
                                   "peer-silence-ms",
                                   "failover-ms",
+                                  "relay-slow-ms",
                                   "wire-ms",
                                   "default-verification"};
 

@@ -1,7 +1,7 @@
 #include "transport/sockets/connection.h"
 
+#include <linux/tcp.h>  // its tcp_info has more than that of netinet/tcp.h
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <openssl/err.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <climits>
+#include <cstddef>
 #include <cstring>
 #include <utility>
 
@@ -197,6 +199,17 @@ std::string Connection::PeerIdentity() const {
   if (ssl_ == nullptr) return "";
   const X509Ptr certificate(SSL_get1_peer_certificate(ssl_.get()));
   return certificate == nullptr ? "" : IdentityOfX509(certificate.get());
+}
+
+Duration Connection::Busy() const {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  constexpr size_t kNeeded = offsetof(tcp_info, tcpi_rwnd_limited) + sizeof(info.tcpi_rwnd_limited);
+  if (getsockopt(fd_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || length < kNeeded) {
+    return Duration(0);
+  }
+  const uint64_t busy = info.tcpi_busy_time - std::min(info.tcpi_rwnd_limited, info.tcpi_busy_time);
+  return std::chrono::microseconds(static_cast<int64_t>(busy));
 }
 
 void PrepareSocket(int fd) {

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "transport/base/ids.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/host_address.h"
 #include "transport/sockets/tls_context.h"
@@ -59,6 +60,9 @@ class Connection {
   // it wrote. 0: the other end takes none now. After that, the same bytes, or more, must be written
   // next.
   absl::StatusOr<int64_t> Write(std::span<const char> head, std::span<const char> body);
+  // How long bytes that were sent have been unacknowledged, without the time in which the other end
+  // had no room for more. 0: the kernel does not tell.
+  Duration Busy() const;
   // Takes another limit in place of kTlsKeyBytes.
   void SetKeyBytesForTest(int64_t bytes) { key_bytes_ = bytes; }
   // The identity in the other end's certificate; empty without TLS.

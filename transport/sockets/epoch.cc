@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -151,8 +152,22 @@ absl::Status SocketEpoch::Move(const WireWork& work, bool* began) {
   REFITD_RETURN_IF_ERROR(CheckMove(work));
   *began = true;
   absl::Status status = RunLanes(work);
+  CountUses();
   for (const auto& lane : lanes_) lane->EndFlows();
   return status;
+}
+
+void SocketEpoch::CountUses() {
+  std::map<int, WireUse> sent;
+  for (const auto& lane : lanes_) {
+    std::map<int, WireUse> of_lane;
+    lane->AddUses(&of_lane);
+    for (const auto& [peer, use] : of_lane) {
+      sent[peer].bytes += use.bytes;
+      sent[peer].busy = std::max(sent[peer].busy, use.busy);
+    }
+  }
+  WireEpoch::CountUses(sent);
 }
 
 // ---- lanes ----

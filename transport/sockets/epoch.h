@@ -51,6 +51,7 @@ class SocketEpoch final : public WireEpoch {
   void RunLane(size_t lane, const WireWork& work);
   absl::Status Failure(const WireWork& work, Cause cause, const SocketLane& lane) const;
   absl::Status Broken(const SocketLane& lane, const SocketLane::Awaited& awaited) const;
+  void CountUses();
   void Halt();
   void CloseLanes();
 

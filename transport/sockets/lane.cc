@@ -156,6 +156,18 @@ void SocketLane::AddLeg(int peer, bool send, const Frame& frame, const MemorySpa
   }
 }
 
+void SocketLane::AddUses(std::map<int, WireUse>* uses) {
+  for (const auto& flow : flows_) {
+    Link& link = *flow->link;
+    if (link.send != flow.get() || flow->moved == 0) continue;
+    const Duration busy = link.connection.Busy();
+    WireUse& use = (*uses)[link.peer];
+    use.bytes += flow->moved;
+    use.busy = std::max(use.busy, busy - link.busy);
+    link.busy = busy;
+  }
+}
+
 void SocketLane::EndFlows() {
   for (const auto& flow : flows_) {
     flow->link->send = nullptr;
@@ -337,6 +349,7 @@ void SocketLane::Reset(Link* link) {
   link->state = Link::State::kAbsent;
   link->readable = link->writable = link->ended = false;
   link->greeted = 0;
+  link->busy = Duration(0);
 }
 
 // Watches the connection. False: the kernel can't.

@@ -90,6 +90,9 @@ class SocketLane {
     std::string trouble;
   };
   void AddAwaited(Awaited* awaited) const;
+  // Adds what the operation has sent over this lane's connections, by peer, where the kernel
+  // measures it.
+  void AddUses(std::map<int, WireUse>* uses);
   // Forgets the operation, whose memory is not touched any more.
   void EndFlows();
   void CloseLinks();
@@ -116,6 +119,7 @@ class SocketLane {
     bool queued = false;   // is in ready_
     bool awaited = false;  // Connect waits until it is up
     bool used = false;     // a frame was sent, or asked for
+    Duration busy{};       // Connection::Busy at the end of the last operation that sent
     GreetingBytes greeting{};
     size_t greeted = 0;  // bytes of `greeting` that were sent or received
     FrameBytes out{};    // the frame that is being sent

@@ -64,6 +64,34 @@ TEST_CASE(
   CHECK_THAT(Message(relay), Contains("connection to rank 1") && Contains("waited for rank 2"));
 }
 
+TEST_CASE("a wire tells how much it sent to each rank of an epoch") {
+  Mesh mesh(3);
+  mesh.Connect(kEpoch);
+  CHECK(mesh.wires[0]->Uses(EpochId(99)).empty());
+  CheckBroadcast(mesh, kEpoch, 1);  // 3 MiB from 0 to 1 to 2
+  for (uint64_t seq = 2; seq < 4; ++seq) {
+    std::vector<char> from(2 << 20);
+    std::vector<char> to(from.size());
+    std::vector<Result> results(2);
+    mesh.wires[1]->Submit(WireExchange{kEpoch, WireSeq(seq), {{2, Span(from)}}, {}, kLong},
+                          Into(&results[0]));
+    mesh.wires[2]->Submit(WireExchange{kEpoch, WireSeq(seq), {}, {{1, Span(to)}}, kLong},
+                          Into(&results[1]));
+    for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
+  }
+  const auto mib = [&mesh](int rank) {
+    std::vector<int64_t> sent;
+    for (const WireUse& use : mesh.wires[rank]->Uses(kEpoch)) {
+      CHECK(use.busy >= Duration(0));  // the kernel counts in ticks of some milliseconds
+      sent.push_back(use.bytes >> 20);
+    }
+    return sent;
+  };
+  CHECK(mib(0) == std::vector<int64_t>{0, 3, 0});
+  CHECK(mib(1) == std::vector<int64_t>{0, 0, 7});
+  CHECK(mib(2) == std::vector<int64_t>{0, 0, 0});
+}
+
 TEST_CASE("ranks reach each other over IPv6") {
   Mesh mesh(0);
   for (int rank = 0; rank < 3; ++rank) {

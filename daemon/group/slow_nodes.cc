@@ -1,0 +1,85 @@
+#include "daemon/group/slow_nodes.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+// A node with at most this part of the usual rate may be slow. Links of one network differ by less,
+// and a node that is left out costs a fill.
+constexpr double kSlowPart = 0.5;
+// A link that carried less in a run tells nothing: latency counts for more than the rate.
+constexpr int64_t kLeastBytes = int64_t{1} << 20;
+
+double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// What the links into one node did.
+struct Received {
+  double rate = 0;     // of the fastest link
+  Duration longest{};  // of all links
+};
+
+std::map<NodeId, Received> ReceivedBy(const std::vector<SlowNodes::Use>& uses) {
+  std::map<NodeId, Received> all;
+  for (const SlowNodes::Use& use : uses) {
+    if (use.bytes < kLeastBytes || use.busy <= Duration(0)) continue;
+    Received& node = all[use.to];
+    node.rate = std::max(node.rate, static_cast<double>(use.bytes) / Seconds(use.busy));
+    node.longest = std::max(node.longest, use.busy);
+  }
+  return all;
+}
+
+// The median rate of all receivers but `node`, the lower one of two; 0: there are none.
+double UsualRate(const std::map<NodeId, Received>& all, NodeId node) {
+  std::vector<double> rates;
+  for (const auto& [other, received] : all) {
+    if (other != node) rates.push_back(received.rate);
+  }
+  if (rates.empty()) return 0;
+  const auto middle = rates.begin() + static_cast<ptrdiff_t>((rates.size() - 1) / 2);
+  std::nth_element(rates.begin(), middle, rates.end());
+  return *middle;
+}
+
+}  // namespace
+
+std::set<NodeId> SlowNodes::Judge(const std::vector<Use>& uses,
+                                  const std::set<NodeId>& candidates) {
+  std::set<NodeId> found;
+  if (limit_ == Duration(0)) return found;
+  const std::map<NodeId, Received> all = ReceivedBy(uses);
+  for (const auto& [node, received] : all) {
+    if (!candidates.contains(node) || slow_.contains(node)) continue;
+    const double usual = UsualRate(all, node);
+    if (received.rate > kSlowPart * usual) continue;
+    const double held = Seconds(received.longest) * (1 - received.rate / usual);
+    if (held <= Seconds(limit_)) continue;
+    slow_[node] = {std::chrono::duration_cast<Duration>(std::chrono::duration<double>(held)),
+                   received.rate, usual};
+    found.insert(node);
+  }
+  return found;
+}
+
+std::set<NodeId> SlowNodes::Review(const std::vector<Use>& uses) {
+  std::set<NodeId> usual;
+  if (slow_.empty()) return usual;
+  for (const auto& [node, received] : ReceivedBy(uses)) {
+    const auto known = slow_.find(node);
+    if (known == slow_.end() || received.rate <= kSlowPart * known->second.usual_rate) continue;
+    slow_.erase(known);
+    usual.insert(node);
+  }
+  return usual;
+}
+
+std::string SlowNodes::Describe(const Slow& slow) {
+  return fmt::format("it received {:.1f} MB/s, the others {:.1f} MB/s", slow.rate / 1e6,
+                     slow.usual_rate / 1e6);
+}
+
+}  // namespace refitd

@@ -1,0 +1,21 @@
+// Defaults of the limits that all daemons of a group share, as the settings of config.proto have
+// them (peers.*_ms), which a test compares.
+//
+// Pure; thread-safe.
+#ifndef REFITD_PROTO_PEER_DEFAULTS_H_
+#define REFITD_PROTO_PEER_DEFAULTS_H_
+
+#include <chrono>
+
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+inline constexpr Duration kDefaultSilence = std::chrono::seconds(5);
+inline constexpr Duration kDefaultWireLimit = std::chrono::seconds(30);
+inline constexpr Duration kDefaultReadiness = std::chrono::minutes(10);
+inline constexpr Duration kDefaultFailover = std::chrono::seconds(2);
+
+}  // namespace refitd
+
+#endif  // REFITD_PROTO_PEER_DEFAULTS_H_
