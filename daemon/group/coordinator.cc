@@ -452,7 +452,9 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   const MemberId ours = options.next_member();
   const bool engine = std::holds_alternative<EngineIdentity>(r.identity);
   node->members[r.member] = ours;
-  remotes[ours] = {node->id, r.member, engine};
+  const auto* const rank = std::get_if<EngineIdentity>(&r.identity);
+  const bool filled = engine && rank->fill && NeedsLayout(rank->delivery);
+  remotes[ours] = {node->id, r.member, engine, filled};
   const NodeId id = node->id;
   const std::string daemon = node->daemon_id;
   if (engine) {
@@ -1497,6 +1499,13 @@ std::string Coordinator::Impl::WhySlow(NodeId node) const {
       ToMillis(options.peer_limits.slow), SlowNodes::Describe(it->second));
 }
 
+bool Coordinator::Impl::FillsReach(NodeId node) const {
+  return node != kCoordinatorNode &&
+         std::none_of(remotes.begin(), remotes.end(), [node](const auto& remote) {
+           return remote.second.node == node && remote.second.engine && !remote.second.filled;
+         });
+}
+
 // An instance that is left out was told to prepare, and resumes with the version that it holds. A
 // fill brings it the new version after the others have it. If no instance would be left, the update
 // takes all of them.
@@ -1506,6 +1515,8 @@ void Coordinator::Impl::LeaveOutSlow() {
   const Sharing sharing = HowNodesShare();
   const std::set<NodeId> out = sharing.AllOf(sharing.FirstOf(Candidates(nodes_slow)));
   if (!sharing.LeavesInstance(out)) return;
+  if (!std::all_of(out.begin(), out.end(), [this](NodeId node) { return FillsReach(node); }))
+    return;
   KeepNodesOut leave{
       spread->update, {}, "every instance is on a slow daemon", GiveUpClass::kSlow, true};
   for (const NodeId node : out) {
@@ -1536,7 +1547,9 @@ void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
                                             Name(node))}));
   }
   if (spread->fill || !job.status.ok()) return;
-  for (const NodeId node : slow.Judge(job.uses, Candidates(spread->nodes))) {
+  std::set<NodeId> candidates = Candidates(spread->nodes);
+  std::erase_if(candidates, [this](NodeId node) { return !FillsReach(node); });
+  for (const NodeId node : slow.Judge(job.uses, candidates)) {
     Do(GroupAction(LogLine{LogLine::kWarning,
                            fmt::format("{} is slow, so updates leave its instances to fills: {}",
                                        Name(node), WhySlow(node))}));

@@ -43,6 +43,7 @@ struct RemoteMember {
   NodeId node;
   MemberId id;  // on its daemon
   bool engine = false;
+  bool filled = false;  // an engine rank to which fills bring what it lacks
 };
 struct RemoteCall {
   NodeId node;
@@ -388,6 +389,8 @@ struct Coordinator::Impl {
   Sharing HowNodesShare() const;
   void LeaveOutSuspects();
   void LeaveOutSlow();
+  // Whether fills bring each version to all engine ranks of the node, which is another daemon's.
+  bool FillsReach(NodeId node) const;
   void NoteLinks(NodeId node, const PeerRunDone& r);
   // Called when a program has ended, before the group hears of it.
   void JudgeSlow(const ProgramJob& job);
