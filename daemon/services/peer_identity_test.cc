@@ -88,9 +88,11 @@ class Coordinator : public PeerAcceptor {
     up.spec.slot_bytes = 4096;
     up.spec.slots = 2;
     up.coordinator_id = "node-0";
+    {
+      MutexLock lock(&mutex_);
+      session_ = session;  // before the joined daemon hears that it is up
+    }
     session->Accept(up);
-    MutexLock lock(&mutex_);
-    session_ = std::move(session);
   }
   void Report(uint64_t /*session*/, PeerReport report) override {
     MutexLock lock(&mutex_);
