@@ -77,9 +77,10 @@ class Server:
         self.until(lambda: self.get("/refitd/status")[0] == 200, "the server answers", START_SECONDS)
         return self
 
-    def post(self, path: str) -> int:
-        """The status."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"", method="POST")
+    def post(self, path: str, body: Any = None) -> int:
+        """The status. `body`: of the request, as JSON; None: it has none."""
+        data, headers = (b"", {}) if body is None else (json.dumps(body).encode(), {"content-type": "application/json"})
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
                 return int(answer.status)

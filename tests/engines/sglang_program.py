@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_program import PROMPTS, TOKENS, serve_commands
+from engine_program import FOLLOW_SECONDS, PROMPTS, TOKENS, serve_commands
 
 # SGLang 0.5.23 needs these settings to run on a CPU that has no AMX.
 ON_A_CPU = dict(
@@ -28,6 +28,9 @@ class Program:
         self.adapter: Any = None
         if options["follow"] is not None:
             self.weights = refitd.sglang.follow(self.engine, **options["follow"])
+
+    def between_calls(self) -> None:
+        self.weights.poll(FOLLOW_SECONDS)
 
     def generate(self, adapter: str | None = None) -> list[list[int]]:
         """Greedy tokens, of the base model or with an adapter."""
@@ -59,6 +62,12 @@ class Program:
         self.weights.poll(seconds)
         found: dict[str, Any] = self.weights.driver.status()
         return found
+
+    def release(self, tags: list[str] | None) -> None:
+        self.engine.release_memory_occupation(tags)
+
+    def resume(self, tags: list[str] | None) -> None:
+        self.engine.resume_memory_occupation(tags)
 
     def parameters(self) -> list[dict[str, Any]]:
         return [rank["digests"] for rank in self.controls.ask({"do": "status", "digests": True})]

@@ -12,7 +12,7 @@ import refitd
 import support
 import torch
 from safetensors.torch import save_file
-from support import EngineFailed, EngineProcess, SglangProcess, check_refused, manifest_of
+from support import CheckpointTrainer, EngineFailed, EngineProcess, SglangProcess, check_refused, following, manifest_of, update
 
 pytest.importorskip("sglang")
 
@@ -55,6 +55,44 @@ def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) 
     missing = "model.layers.1.mlp.down_proj.weight"
     manifest = manifest_of(checkpoint, tmp_path / "manifest.json", without=missing)
     check_refused(SglangProcess, daemon, checkpoint, tmp_path, missing, manifest=manifest)
+
+
+def test_random_weights_generated_from_after_their_memory_was_released(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """An offline engine whose weights went refuses to generate until the next version, as before the first one, and also where they went
+    after other memory. Where the cache alone went, it generates from the weights that it kept. SGLang on a CPU keeps all memory, so that
+    what is seen here is the adapter's part."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    refused = "not one whole version"
+    try:
+        with SglangProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engine:
+            engine.started()
+            with pytest.raises(EngineFailed, match=refused):
+                engine.call("generate")
+            tokens = []
+            for version, checkpoint in enumerate(checkpoints, 1):
+                update(engine, trainer, version, checkpoint)
+                tokens.append(engine.call("generate"))
+            assert tokens[0] != tokens[1], "the two checkpoints give the same tokens: the test could not fail"
+            for order in ([["kv_cache"]], [None], [["kv_cache"], ["weights"]]):
+                for tags in order:
+                    engine.call("release", tags)
+                    with pytest.raises(EngineFailed, match=refused):
+                        engine.call("generate")
+                for tags in reversed(order):
+                    engine.call("resume", tags)
+                if order == [["kv_cache"]]:
+                    assert engine.call("generate") == tokens[1]
+                    continue
+                status = engine.call("poll", 0.0)
+                assert (status["state"], status["ready"]) == ("dirty", False), status
+                with pytest.raises(EngineFailed, match=refused):
+                    engine.call("generate")
+                version += 1
+                update(engine, trainer, version, checkpoints[(version + 1) % 2])
+                assert engine.call("generate") == tokens[(version + 1) % 2]
+    finally:
+        trainer.close()
 
 
 class LoraProcess(SglangProcess):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from support import CALL_SECONDS, CheckpointTrainer
 pytest.importorskip("sglang")
 PROMPT = "Tell me"
 TOKENS = 48
+# How long a server that must not answer is listened to.
+SILENCE_SECONDS = 0.3
 
 
 def ready(server: Server, version: int) -> bool:
@@ -78,3 +81,36 @@ def test_server_under_load(tmp_path: Path) -> None:
         assert found[0][1] == 0 and found[-1][2] == TOKENS, found
         assert all(a[2] == b[1] and a[0] < b[0] for a, b in zip(found, found[1:])), found
     assert any(len(found) > 1 for found in spans), "no answer was under way during an update: the test shows nothing"
+
+
+def test_random_weights_served_after_their_memory_was_released(tmp_path: Path) -> None:
+    """A server whose weights went gives no token after it woke up, neither to a request that came while it slept nor to a later one, until
+    a version is committed; SGLang's own /continue_generation is refused meanwhile."""
+    checkpoints = [models.make("qwen3", tmp_path, seed) for seed in (1, 2)]
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+        with SglangServer(checkpoints[0], tmp_path / "server.log", daemon.socket, SGLANG_PLUGINS="refitd") as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            assert server.post("/continue_generation", {}) == 409  # random weights
+            trainer.send(1, checkpoints[0])
+            server.until(lambda: ready(server, 1), "version 1")
+            first = server.complete(PROMPT)
+            assert server.post("/continue_generation", {}) == 200
+            with ThreadPoolExecutor(1) as pool:
+                for tags in (["kv_cache"], ["weights"]):
+                    assert server.post("/release_memory_occupation", {"tags": tags}) == 200
+                early = pool.submit(server.complete, PROMPT)
+                assert server.get("/refitd/status")[1]["state"] == "asleep"
+                assert server.post("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]}) == 200
+                status = server.get("/refitd/status")[1]
+                assert (status["state"], status["ready"]) == ("dirty", False), status
+                assert server.post("/continue_generation", {}) == 409
+                assert server.gives_no_token(PROMPT, SILENCE_SECONDS)
+                assert not early.done()
+                server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
+                trainer.send(2, checkpoints[0])
+                server.until(lambda: ready(server, 2), "version 2")
+                assert early.result(CALL_SECONDS)[0] == first[0]
+            assert server.complete(PROMPT) == (first[0], 2)
+            trainer.close()
