@@ -16,6 +16,8 @@ constexpr int64_t kLeastBytes = int64_t{1} << 20;
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
+bool Tells(const SlowNodes::Use& use) { return use.bytes >= kLeastBytes && use.busy > Duration(0); }
+
 // What the links into one node did.
 struct Received {
   double rate = 0;     // of the fastest link
@@ -25,7 +27,7 @@ struct Received {
 std::map<NodeId, Received> ReceivedBy(const std::vector<SlowNodes::Use>& uses) {
   std::map<NodeId, Received> all;
   for (const SlowNodes::Use& use : uses) {
-    if (use.bytes < kLeastBytes || use.busy <= Duration(0)) continue;
+    if (!Tells(use)) continue;
     Received& node = all[use.to];
     node.rate = std::max(node.rate, static_cast<double>(use.bytes) / Seconds(use.busy));
     node.longest = std::max(node.longest, use.busy);
@@ -45,6 +47,37 @@ double UsualRate(const std::map<NodeId, Received>& all, NodeId node) {
   return *middle;
 }
 
+// A node all of whose links in are slow.
+struct Suspect {
+  NodeId node;
+  double usual = 0;          // rate of the others
+  std::set<NodeId> senders;  // of those links
+  size_t slow_links = 0;     // in, and out to other suspects
+};
+
+// The suspects, those with most slow links first.
+std::vector<Suspect> Suspects(const std::vector<SlowNodes::Use>& uses,
+                              const std::map<NodeId, Received>& all) {
+  std::map<NodeId, Suspect> suspects;
+  for (const auto& [node, received] : all) {
+    const double usual = UsualRate(all, node);
+    if (received.rate <= kSlowPart * usual) suspects[node] = {node, usual, {}, 0};
+  }
+  for (const SlowNodes::Use& use : uses) {
+    const auto to = suspects.find(use.to);
+    if (to == suspects.end() || !Tells(use)) continue;
+    to->second.senders.insert(use.from);
+    ++to->second.slow_links;
+    const auto from = suspects.find(use.from);
+    if (from != suspects.end()) ++from->second.slow_links;
+  }
+  std::vector<Suspect> sorted;
+  for (auto& [node, suspect] : suspects) sorted.push_back(std::move(suspect));
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const Suspect& a, const Suspect& b) { return a.slow_links > b.slow_links; });
+  return sorted;
+}
+
 }  // namespace
 
 std::set<NodeId> SlowNodes::Judge(const std::vector<Use>& uses,
@@ -52,15 +85,19 @@ std::set<NodeId> SlowNodes::Judge(const std::vector<Use>& uses,
   std::set<NodeId> found;
   if (limit_ == Duration(0)) return found;
   const std::map<NodeId, Received> all = ReceivedBy(uses);
-  for (const auto& [node, received] : all) {
-    if (!candidates.contains(node) || slow_.contains(node)) continue;
-    const double usual = UsualRate(all, node);
-    if (received.rate > kSlowPart * usual) continue;
-    const double held = Seconds(received.longest) * (1 - received.rate / usual);
+  std::set<NodeId> blamed;
+  for (const Suspect& suspect : Suspects(uses, all)) {
+    // A node that only blamed nodes sent to shares their links, and may have a fast one itself.
+    if (std::ranges::includes(blamed, suspect.senders)) continue;
+    blamed.insert(suspect.node);
+    if (!candidates.contains(suspect.node) || slow_.contains(suspect.node)) continue;
+    const Received& received = all.at(suspect.node);
+    const double held = Seconds(received.longest) * (1 - received.rate / suspect.usual);
     if (held <= Seconds(limit_)) continue;
-    slow_[node] = {std::chrono::duration_cast<Duration>(std::chrono::duration<double>(held)),
-                   received.rate, usual};
-    found.insert(node);
+    slow_[suspect.node] = {
+        std::chrono::duration_cast<Duration>(std::chrono::duration<double>(held)), received.rate,
+        suspect.usual};
+    found.insert(suspect.node);
   }
   return found;
 }

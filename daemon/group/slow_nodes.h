@@ -12,7 +12,9 @@
 // show that the node is not. The node is slow if
 //   - its rate is at most half of the usual rate, the median of all other receivers, and
 //   - it held the others back for longer than the limit: by the time of its slowest link, less what
-//     that link would have taken at the usual rate.
+//     that link would have taken at the usual rate, and
+//   - not all that it receives comes from slow nodes. A node that is slow both ways makes the node
+//     after it in a chain look slow as well: the one with more slow links is judged first.
 // A slow node is usual again when a run, which may be a fill, shows more than half of the rate that
 // was usual when it became slow.
 //

@@ -80,6 +80,25 @@ TEST_CASE("a node that only sends slowly is not slow, nor are those that it send
   CHECK(nodes.Judge({}, {NodeId(1)}).empty());
 }
 
+TEST_CASE("a node is not slow because a slow node is all that sends to it") {
+  const auto link = [](uint64_t from, uint64_t to, int64_t ms) {
+    return SlowNodes::Use{NodeId(from), NodeId(to), 50 * kMiB, milliseconds(ms)};
+  };
+  const Nodes all = {NodeId(1), NodeId(2), NodeId(3), NodeId(4)};
+  // The chain 0, 1, 3, 4, 2, in which node 4 is slow both ways.
+  std::vector<SlowNodes::Use> chain = {link(0, 1, 500), link(1, 3, 500), link(3, 4, 2000),
+                                       link(4, 2, 2000)};
+  SlowNodes nodes(milliseconds(1000));
+  CHECK(nodes.Judge(chain, all) == Nodes{NodeId(4)});
+  // A slow node that may not be left out is to blame all the same.
+  SlowNodes needed(milliseconds(1000));
+  CHECK(needed.Judge(chain, {NodeId(1), NodeId(2), NodeId(3)}).empty());
+  // Node 2 receives slowly from another node as well.
+  chain.push_back(link(1, 2, 2000));
+  SlowNodes both(milliseconds(1000));
+  CHECK(both.Judge(chain, all) == Nodes{NodeId(2), NodeId(4)});
+}
+
 TEST_CASE("links that carried little, or were not measured, tell nothing") {
   SlowNodes nodes(milliseconds(1));
   std::vector<SlowNodes::Use> uses = Run{.slow = 9}.Uses();
