@@ -72,6 +72,7 @@ std::vector<Suspect> Suspects(const std::vector<SlowNodes::Use>& uses,
     if (from != suspects.end()) ++from->second.slow_links;
   }
   std::vector<Suspect> sorted;
+  sorted.reserve(suspects.size());
   for (auto& [node, suspect] : suspects) sorted.push_back(std::move(suspect));
   std::stable_sort(sorted.begin(), sorted.end(),
                    [](const Suspect& a, const Suspect& b) { return a.slow_links > b.slow_links; });
