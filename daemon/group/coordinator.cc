@@ -1540,6 +1540,7 @@ void Coordinator::Impl::NoteLinks(NodeId node, const PeerRunDone& r) {
 // A fill that gave way to an update shows how fast its newcomers receive as well as one that ended,
 // but it has no other receivers to compare them with.
 void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
+  if (options.peer_limits.slow == Duration(0)) return;
   for (const NodeId node : slow.Review(job.uses)) {
     Do(GroupAction(
         LogLine{LogLine::kInfo, fmt::format("{} receives as fast as the others again: updates "

@@ -509,7 +509,7 @@ struct CutRun : Fixture {
     made->node = 1;
     made->destinations = build.destinations;
     made->rounds = 4;
-    // What rank 0 was sent before this run does not count.
+    // Bytes that rank 0 was sent before this run do not count.
     const std::vector<WireUse> before = {{7000, std::chrono::seconds(9)}, {}};
     const std::vector<WireUse> after = {{7100, std::chrono::seconds(10)}, {}};
     Stream stream;

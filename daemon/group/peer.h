@@ -139,8 +139,8 @@ struct PeerCompared {
   absl::Status status;
   std::vector<uint64_t> digests;  // by PeerProgram::replicas
 };
-// What a node sent to another node in a run, and how long the network between them took for it
-// (WireUse).
+// The link from one node to another, in one run: bytes that it carried, and the time in which it
+// was busy with them (WireUse).
 struct PeerLinkUse {
   uint32_t peer = 0;  // number in the plan
   int64_t bytes = 0;
@@ -163,7 +163,8 @@ struct PeerRunDone {
   // that were gone on with; the program's rounds if it has stored all. nullopt: unknown, so that
   // the program can only run again from its beginning.
   std::optional<int64_t> lacks;
-  // What this node has sent in this attempt, ascending peers. Empty: its wire does not measure.
+  // The links over which this node sent in this attempt, ascending peers. Empty: its wire does not
+  // measure.
   std::vector<PeerLinkUse> links;
 };
 

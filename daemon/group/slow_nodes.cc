@@ -18,7 +18,7 @@ double Seconds(Duration duration) { return std::chrono::duration<double>(duratio
 
 bool Tells(const SlowNodes::Use& use) { return use.bytes >= kLeastBytes && use.busy > Duration(0); }
 
-// What the links into one node did.
+// The links into one node, taken together.
 struct Received {
   double rate = 0;     // of the fastest link
   Duration longest{};  // of all links

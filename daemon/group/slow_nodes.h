@@ -1,4 +1,4 @@
-// Which nodes of a group receive so slowly that they hold the others back.
+// Finds the nodes of a group that receive so slowly that they hold the others back.
 //
 // In a compiled refit every node moves its rounds in step with the others, and an update commits
 // when the last of them has everything. So a node whose link takes four times as long makes the
@@ -37,7 +37,7 @@ class SlowNodes {
   // `limit` 0: no node is ever slow.
   explicit SlowNodes(Duration limit) : limit_(limit) {}
 
-  // What `from` sent to `to` in one run of a program.
+  // The link from `from` to `to`, in one run of a program.
   struct Use {
     NodeId from;
     NodeId to;

@@ -102,7 +102,7 @@ TEST_CASE("a node is not slow because a slow node is all that sends to it") {
 TEST_CASE("links that carried little, or were not measured, tell nothing") {
   SlowNodes nodes(milliseconds(1));
   std::vector<SlowNodes::Use> uses = Run{.slow = 9}.Uses();
-  // What came slowly to node 2 was short; the rest was not measured.
+  // The slow link to node 2 carried little; its other link was not measured.
   std::erase_if(uses, [](const SlowNodes::Use& use) { return use.to == NodeId(2); });
   uses.push_back({NodeId(0), NodeId(2), kMiB - 1, milliseconds(9000)});
   uses.push_back({NodeId(1), NodeId(2), 50 * kMiB, Duration(0)});

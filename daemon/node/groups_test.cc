@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/node/session_test_util.h"
 #include "tests/aborts.h"
 
 namespace refitd {
@@ -18,20 +19,6 @@ using std::chrono::seconds;
 
 const TimePoint kNow{std::chrono::hours(1)};
 constexpr int64_t kPool = 4 * 4096;  // bytes of one group's pool
-
-// The coordinator's end of a link, without the link.
-class Session : public PeerSession {
- public:
-  explicit Session(uint64_t id) : id_(id) {}
-  uint64_t id() const override { return id_; }
-  void Accept(const LinkUp& /*up*/) override {}
-  absl::Status Queue(PeerCommand /*command*/) override { return absl::OkStatus(); }
-  void Flush() override {}
-  void End(absl::Status /*status*/) override {}
-
- private:
-  const uint64_t id_;
-};
 
 struct World {
   Peers peers;
@@ -44,6 +31,15 @@ struct World {
     spec.slots = 4;
     spec.slot_bytes = 4096;
     return spec;
+  }
+  // An engine rank waits for a slot of the group.
+  void AwaitSlots(MemberId id, const std::string& group) {
+    MemberRecord rank;
+    rank.id = id;
+    rank.group = group;
+    rank.engine = true;
+    rank.ordinal = 0;
+    waiters.Wait(Waiters::OfSlots{std::move(rank), EngineAttached{}});
   }
   GroupRecord* Coordinate(const std::string& name, TimePoint now = kNow) {
     CoordinatorOptions options;
@@ -143,12 +139,7 @@ TEST_CASE("a group expires when it has been empty for its time, not while someon
   CHECK_FALSE(world.groups.NoteEmpty(group, kNow + seconds(201)));
   CHECK(world.groups.Expired(kNow + seconds(259)).empty());
 
-  MemberRecord rank;
-  rank.id = MemberId(2);
-  rank.group = "g";
-  rank.engine = true;
-  rank.ordinal = 0;
-  world.waiters.Wait(Waiters::OfSlots{std::move(rank), EngineAttached{}});
+  world.AwaitSlots(MemberId(2), "g");
   CHECK_FALSE(world.groups.Empty(*group));
   CHECK(world.groups.Expired(kNow + seconds(260)).empty());
   CHECK(group->empty_since == kNow + seconds(260));
@@ -160,9 +151,9 @@ TEST_CASE("a group that another daemon has joined is not empty") {
   World world;
   const GroupRecord* const group = world.Coordinate("g");
   CHECK(world.groups.Empty(*group));
-  world.peers.Join("h", std::make_shared<Session>(1));
+  world.peers.Join("h", std::make_shared<KeptSession>(1));
   CHECK(world.groups.Empty(*group));
-  world.peers.Join("g", std::make_shared<Session>(2));
+  world.peers.Join("g", std::make_shared<KeptSession>(2));
   CHECK_FALSE(world.groups.Empty(*group));
 }
 
@@ -259,12 +250,7 @@ TEST_CASE("a group that was given up while a rank waits in it is not due before 
   World world;
   GroupRecord* const group = world.Coordinate("g");
   group->given_up = true;
-  MemberRecord rank;
-  rank.id = MemberId(2);
-  rank.group = "g";
-  rank.engine = true;
-  rank.ordinal = 0;
-  world.waiters.Wait(Waiters::OfSlots{std::move(rank), EngineAttached{}});
+  world.AwaitSlots(MemberId(2), "g");
   CHECK(world.groups.Expired(kNow).empty());
   CHECK(world.groups.NextDeadline() == std::nullopt);
   CHECK(world.waiters.TakeOfSlots(MemberId(2)).has_value());

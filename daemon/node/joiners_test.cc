@@ -9,32 +9,12 @@
 #include <vector>
 
 #include "daemon/node/parts_test_util.h"
+#include "daemon/node/session_test_util.h"
 
 namespace refitd {
 namespace {
 
 using Catch::Contains;
-
-// The coordinator's end of a link, without the link.
-class Session : public PeerSession {
- public:
-  explicit Session(uint64_t id) : id_(id) {}
-  uint64_t id() const override { return id_; }
-  void Accept(const LinkUp& up) override { accepted = up; }
-  absl::Status Queue(PeerCommand command) override {
-    commands.push_back(std::move(command));
-    return absl::OkStatus();
-  }
-  void Flush() override {}
-  void End(absl::Status status) override { end = std::move(status); }
-
-  std::optional<LinkUp> accepted;
-  std::optional<absl::Status> end;
-  std::vector<PeerCommand> commands;
-
- private:
-  const uint64_t id_;
-};
 
 struct World {
   static PeerGreeting Greeting(const std::string& daemon = "b") {
@@ -45,8 +25,8 @@ struct World {
     hello.protocol = Protocol::kV2;
     return hello;
   }
-  std::shared_ptr<Session> Hello(PeerGreeting hello) {
-    auto session = std::make_shared<Session>(++sessions);
+  std::shared_ptr<KeptSession> Hello(PeerGreeting hello) {
+    auto session = std::make_shared<KeptSession>(++sessions);
     parts.joiners().Hello(std::move(hello), "10.0.0.2:7000", session);
     return session;
   }
@@ -81,19 +61,19 @@ TEST_CASE("a daemon whose hello has a spec makes the group, and lets in who wait
 
 TEST_CASE("a daemon waits for its group only as long as it says (P4)") {
   World world;
-  CHECK(world.Hello(World::Greeting())->end->code() == absl::StatusCode::kNotFound);
+  CHECK(world.Hello(World::Greeting())->ends.back().code() == absl::StatusCode::kNotFound);
   PeerGreeting hello = World::Greeting();
   hello.wait = std::chrono::hours(1);
   const auto earlier = world.Hello(hello);
-  CHECK_FALSE(earlier->end.has_value());
+  CHECK(earlier->ends.empty());
   // The same process dials again: its earlier link waits no more.
   const auto again = world.Hello(hello);
-  CHECK(earlier->end->code() == absl::StatusCode::kAborted);
+  CHECK(earlier->ends.back().code() == absl::StatusCode::kAborted);
   {
     const Turn turn(world.parts.state().turns);
     world.parts.state().peers.RefuseLate(DaemonState::Now() + std::chrono::minutes(61));
   }
-  CHECK(again->end->code() == absl::StatusCode::kNotFound);
+  CHECK(again->ends.back().code() == absl::StatusCode::kNotFound);
 
   const auto waits = world.Hello(hello);
   const Attached trainer = world.parts.AttachTrainer("g");
@@ -104,9 +84,9 @@ TEST_CASE("a daemon does not join itself, nor one that drains") {
   World world;
   PeerGreeting hello = World::Greeting();
   hello.boot_id = world.parts.state().boot_id;
-  CHECK_THAT(Message(*world.Hello(hello)->end), Contains("the daemon joins itself"));
+  CHECK_THAT(Message(world.Hello(hello)->ends.back()), Contains("the daemon joins itself"));
   world.parts.daemon().Drain();
-  CHECK(world.Hello(World::Greeting())->end->code() == absl::StatusCode::kUnavailable);
+  CHECK(world.Hello(World::Greeting())->ends.back().code() == absl::StatusCode::kUnavailable);
 }
 
 TEST_CASE("a second daemon with a live daemon's id is refused") {
@@ -115,8 +95,8 @@ TEST_CASE("a second daemon with a live daemon's id is refused") {
   const auto live = world.Hello(World::Greeting());
   PeerGreeting other = World::Greeting();
   other.boot_id = "another boot";
-  CHECK(world.Hello(other)->end->code() == absl::StatusCode::kAlreadyExists);
-  CHECK_FALSE(live->end.has_value());
+  CHECK(world.Hello(other)->ends.back().code() == absl::StatusCode::kAlreadyExists);
+  CHECK(live->ends.empty());
 }
 
 TEST_CASE("a daemon that follows a coordinator names it to those who would join here") {
@@ -125,9 +105,9 @@ TEST_CASE("a daemon that follows a coordinator names it to those who would join 
   DaemonParts b("b");
   const Attached engine = b.AttachEngine("g", "i", Spec(), &a);
   REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
-  const auto session = std::make_shared<Session>(1000);
+  const auto session = std::make_shared<KeptSession>(1000);
   b.joiners().Hello(World::Greeting("c"), "10.0.0.3:7000", session);
-  CHECK_THAT(Message(*session->end), Contains("is coordinated by " + a.address()));
+  CHECK_THAT(Message(session->ends.back()), Contains("is coordinated by " + a.address()));
 }
 
 TEST_CASE("reports reach the group of a session that has joined, and no other") {

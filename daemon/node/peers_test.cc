@@ -8,27 +8,14 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/node/session_test_util.h"
+
 namespace refitd {
 namespace {
 
 using std::chrono::milliseconds;
 
-class Session : public PeerSession {
- public:
-  explicit Session(uint64_t id) : id_(id) {}
-  uint64_t id() const override { return id_; }
-  void Accept(const LinkUp& /*up*/) override {}
-  absl::Status Queue(PeerCommand /*command*/) override { return absl::OkStatus(); }
-  void Flush() override {}
-  void End(absl::Status status) override { ends.push_back(std::move(status)); }
-
-  std::vector<absl::Status> ends;
-
- private:
-  const uint64_t id_;
-};
-
-Peers::Waiting Waits(std::shared_ptr<Session> session, const std::string& group,
+Peers::Waiting Waits(std::shared_ptr<KeptSession> session, const std::string& group,
                      const std::string& boot_id, TimePoint deadline = TimePoint::max()) {
   Peers::Waiting peer;
   peer.hello.group = group;
@@ -40,10 +27,10 @@ Peers::Waiting Waits(std::shared_ptr<Session> session, const std::string& group,
 
 TEST_CASE("daemons that wait are taken in the order in which they came, each group's alone") {
   Peers peers;
-  const auto first = std::make_shared<Session>(1);
-  const auto second = std::make_shared<Session>(2);
+  const auto first = std::make_shared<KeptSession>(1);
+  const auto second = std::make_shared<KeptSession>(2);
   peers.Wait(Waits(first, "a", "x"));
-  peers.Wait(Waits(std::make_shared<Session>(3), "b", "y"));
+  peers.Wait(Waits(std::make_shared<KeptSession>(3), "b", "y"));
   peers.Wait(Waits(second, "a", "z"));
   peers.CheckInvariants();
   const std::vector<Peers::Waiting> taken = peers.TakeWaiting("a");
@@ -56,8 +43,8 @@ TEST_CASE("daemons that wait are taken in the order in which they came, each gro
 
 TEST_CASE("daemons wait for a group under a list of candidates, and under no other") {
   Peers peers;
-  const auto listed = std::make_shared<Session>(1);
-  const auto plain = std::make_shared<Session>(2);
+  const auto listed = std::make_shared<KeptSession>(1);
+  const auto plain = std::make_shared<KeptSession>(2);
   Peers::Waiting of_list = Waits(listed, "a", "x");
   of_list.hello.candidates = "b:1,c:1";
   peers.Wait(Waits(plain, "a", "y"));
@@ -78,18 +65,18 @@ TEST_CASE("daemons wait for a group under a list of candidates, and under no oth
 TEST_CASE("the nodes of a group are those that have joined it") {
   Peers peers;
   CHECK(peers.NodesOf("a").empty());
-  const NodeId node = peers.Join("a", std::make_shared<Session>(1));
-  peers.Join("b", std::make_shared<Session>(2));
+  const NodeId node = peers.Join("a", std::make_shared<KeptSession>(1));
+  peers.Join("b", std::make_shared<KeptSession>(2));
   CHECK(peers.NodesOf("a") == std::vector<NodeId>{node});
 }
 
 TEST_CASE("a daemon that dials anew waits once, and its earlier link is ended") {
   Peers peers;
-  const auto earlier = std::make_shared<Session>(1);
-  const auto other = std::make_shared<Session>(2);
+  const auto earlier = std::make_shared<KeptSession>(1);
+  const auto other = std::make_shared<KeptSession>(2);
   peers.Wait(Waits(earlier, "a", "x"));
   peers.Wait(Waits(other, "b", "x"));
-  peers.ForgetEarlier(Waits(std::make_shared<Session>(3), "a", "x"));
+  peers.ForgetEarlier(Waits(std::make_shared<KeptSession>(3), "a", "x"));
   REQUIRE(earlier->ends.size() == 1);
   CHECK(earlier->ends[0].code() == absl::StatusCode::kAborted);
   CHECK(other->ends.empty());
@@ -98,8 +85,8 @@ TEST_CASE("a daemon that dials anew waits once, and its earlier link is ended") 
 TEST_CASE("a daemon waits until its deadline, and is then told that the group was not created") {
   Peers peers;
   const TimePoint now{};
-  const auto late = std::make_shared<Session>(1);
-  const auto patient = std::make_shared<Session>(2);
+  const auto late = std::make_shared<KeptSession>(1);
+  const auto patient = std::make_shared<KeptSession>(2);
   CHECK_FALSE(peers.NextDeadline().has_value());
   peers.Wait(Waits(patient, "a", "x", now + milliseconds(20)));
   peers.Wait(Waits(late, "a", "y", now + milliseconds(10)));
@@ -116,15 +103,15 @@ TEST_CASE("daemons that wait are limited") {
   Peers peers;
   for (uint64_t id = 1; id <= Peers::kMaxWaiting; ++id) {
     REQUIRE(peers.AdmitWaiting().ok());
-    peers.Wait(Waits(std::make_shared<Session>(id), "a", std::to_string(id)));
+    peers.Wait(Waits(std::make_shared<KeptSession>(id), "a", std::to_string(id)));
   }
   CHECK(peers.AdmitWaiting().message() == "1024 daemons wait for groups already");
 }
 
 TEST_CASE("a session is one node's until it ends, by either side") {
   Peers peers;
-  const auto a = std::make_shared<Session>(1);
-  const auto b = std::make_shared<Session>(2);
+  const auto a = std::make_shared<KeptSession>(1);
+  const auto b = std::make_shared<KeptSession>(2);
   const NodeId node_a = peers.Join("g", a);
   const NodeId node_b = peers.Join("g", b);
   peers.CheckInvariants();
@@ -154,8 +141,8 @@ TEST_CASE("a session is one node's until it ends, by either side") {
 
 TEST_CASE("a group that is deleted ends its sessions, and no other group's") {
   Peers peers;
-  const auto deleted = std::make_shared<Session>(1);
-  const auto kept = std::make_shared<Session>(2);
+  const auto deleted = std::make_shared<KeptSession>(1);
+  const auto kept = std::make_shared<KeptSession>(2);
   peers.Join("g", deleted);
   peers.Join("h", kept);
   peers.EndGroup("g", absl::AbortedError("the group was deleted"));
@@ -168,8 +155,8 @@ TEST_CASE("a group that is deleted ends its sessions, and no other group's") {
 
 TEST_CASE("all sessions end with the daemon, those that wait too") {
   Peers peers;
-  const auto joined = std::make_shared<Session>(1);
-  const auto waiting = std::make_shared<Session>(2);
+  const auto joined = std::make_shared<KeptSession>(1);
+  const auto waiting = std::make_shared<KeptSession>(2);
   peers.Join("g", joined);
   peers.Wait(Waits(waiting, "h", "x"));
   peers.EndAll(absl::UnavailableError("the daemon stops"));
