@@ -114,7 +114,8 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
                       .message_bytes = hello.message_bytes(),
                       .candidates = hello.candidates(),
                       .known_incarnation = hello.known_incarnation(),
-                      .searched = searched};
+                      .searched = searched,
+                      .dial = hello.dial()};
 }
 
 absl::StatusOr<PeerQuestion> QuestionOf(const v1::PeerProbe& probe) {

@@ -56,6 +56,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     hello->set_candidates(dial_.candidates);
     hello->set_known_incarnation(dial_.known_incarnation);
     hello->set_searched_ms(ToMillis(dial_.searched));
+    hello->set_dial(dial_.number);
 
     MutexLock lock(&mutex_);
     self_ = shared_from_this();

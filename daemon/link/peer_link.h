@@ -68,6 +68,7 @@ struct PeerDial {
   std::string candidates{};
   uint64_t known_incarnation = 0;  // the greatest of the group that this daemon knows of
   Duration searched{};             // for how long this daemon has searched for a coordinator
+  uint64_t number = 0;             // of the links that this process dialled, counted up from 1
 };
 
 struct PeerLinkCallbacks {

@@ -957,17 +957,19 @@ TEST_CASE("a daemon of a release without probes answers that it coordinates noth
   CHECK(*answer == 0);
 }
 
-TEST_CASE("a hello names the candidates, what is known and for how long was searched") {
+TEST_CASE("a hello names the candidates, what is known, for how long was searched, and the dial") {
   Coordinator coordinator;
   PeerDial dial = DialTo(coordinator.address());
   dial.candidates = "a:1,b:1";
   dial.known_incarnation = 5;
   dial.searched = std::chrono::milliseconds(1'500);
+  dial.number = 7;
   const Joined joined(std::move(dial));
   const PeerGreeting hello = coordinator.hellos.Next();
   CHECK(hello.candidates == "a:1,b:1");
   CHECK(hello.known_incarnation == 5);
   CHECK(hello.searched == std::chrono::milliseconds(1'500));
+  CHECK(hello.dial == 7);
 }
 
 TEST_CASE("a candidate that does not listen is not waited for") {

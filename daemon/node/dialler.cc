@@ -34,6 +34,7 @@ void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   dial.limits.message_bytes = options_.message_bytes;
   dial.spec = std::move(wish.spec);
   dial.wait = wish.wait;
+  dial.number = ++dialled_;
   if (group->has_candidates()) {
     dial.candidates = join.named;
     dial.known_incarnation = join.known;

@@ -101,7 +101,8 @@ class Dialler {
   Mutex* const mutex_;
 
   // Guarded by the mutex.
-  int links_ = 0;  // dialled, and on_lost has not returned yet
+  int links_ = 0;         // dialled, and on_lost has not returned yet
+  uint64_t dialled_ = 0;  // in the life of this process
   CondVar links_cond_;
 };
 

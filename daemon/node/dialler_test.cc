@@ -141,6 +141,7 @@ TEST_CASE("a refused spec ends the members that brought one, and the others try 
   CHECK_FALSE(without->end.has_value());
   REQUIRE(world.dials.size() == 2);
   CHECK_FALSE(world.dials[1].dial.spec.has_value());
+  CHECK(world.dials[1].dial.number > world.dials[0].dial.number);
 }
 
 TEST_CASE("a daemon whose id is still linked pauses before the next try, and says why it waits") {

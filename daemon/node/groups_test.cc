@@ -147,13 +147,19 @@ TEST_CASE("a group expires when it has been empty for its time, not while someon
   CHECK(world.groups.Expired(kNow + seconds(320)) == Names{"g"});
 }
 
+PeerGreeting HelloTo(const std::string& group) {
+  PeerGreeting hello;
+  hello.group = group;
+  return hello;
+}
+
 TEST_CASE("a group that another daemon has joined is not empty") {
   World world;
   const GroupRecord* const group = world.Coordinate("g");
   CHECK(world.groups.Empty(*group));
-  world.peers.Join("h", std::make_shared<KeptSession>(1));
+  world.peers.Join(HelloTo("h"), std::make_shared<KeptSession>(1));
   CHECK(world.groups.Empty(*group));
-  world.peers.Join("g", std::make_shared<KeptSession>(2));
+  world.peers.Join(HelloTo("g"), std::make_shared<KeptSession>(2));
   CHECK_FALSE(world.groups.Empty(*group));
 }
 

@@ -19,6 +19,7 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
         "`advertise` says");
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
+  REFITD_RETURN_IF_ERROR(state_.peers.CheckLatest(peer->hello));
   peer->deadline = DaemonState::Now() + peer->hello.wait;
   if (HasSeveral(peer->hello.candidates)) {
     REFITD_RETURN_IF_ERROR(TakeCandidatesHello(*peer));
@@ -103,7 +104,7 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   up.coordinator_id = state_.options.daemon_id;
   up.protocol = peer.hello.protocol;
   peer.session->Accept(up);
-  const NodeId node = state_.peers.Join(name, std::move(peer.session));
+  const NodeId node = state_.peers.Join(peer.hello, std::move(peer.session));
   turn.Handle(
       name, NodeJoined{node, peer.hello.daemon_id, peer.address, up.protocol, peer.hello.boot_id});
 }

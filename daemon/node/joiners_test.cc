@@ -80,6 +80,23 @@ TEST_CASE("a daemon waits for its group only as long as it says (P4)") {
   CHECK(waits->accepted.has_value());
 }
 
+TEST_CASE("a link that was given up does not displace its successor by a late hello") {
+  World world;
+  const Attached trainer = world.parts.AttachTrainer("g");
+  PeerGreeting later = World::Greeting();
+  later.dial = 2;
+  const auto successor = world.Hello(later);
+  REQUIRE(successor->accepted.has_value());
+  PeerGreeting earlier = World::Greeting();
+  earlier.dial = 1;
+  const auto given_up = world.Hello(earlier);
+  REQUIRE(given_up->ends.size() == 1);
+  CHECK(given_up->ends.back().code() == absl::StatusCode::kAborted);
+  world.parts.joiners().Gone(given_up->id(), "it was closed");
+  CHECK(successor->ends.empty());
+  CHECK(world.nodes() == 2);
+}
+
 TEST_CASE("a daemon does not join itself, nor one that drains") {
   World world;
   PeerGreeting hello = World::Greeting();

@@ -8,6 +8,22 @@
 
 namespace refitd {
 
+absl::Status Peers::CheckLatest(const PeerGreeting& hello) const {
+  if (hello.dial == 0) return absl::OkStatus();
+  const auto later = [&hello](const std::string& group, const std::string& boot_id, uint64_t dial) {
+    return dial > hello.dial && group == hello.group && boot_id == hello.boot_id;
+  };
+  const bool waits = std::any_of(waiting_.begin(), waiting_.end(), [&later](const Waiting& peer) {
+    return later(peer.hello.group, peer.hello.boot_id, peer.hello.dial);
+  });
+  const bool joined = std::any_of(joined_.begin(), joined_.end(), [&later](const auto& each) {
+    return later(each.second.group, each.second.boot_id, each.second.dial);
+  });
+  if (!waits && !joined) return absl::OkStatus();
+  return Error(absl::StatusCode::kAborted, "dial {}: daemon {} has dialled anew since", hello.dial,
+               hello.daemon_id);
+}
+
 absl::Status Peers::AdmitWaiting() const {
   if (waiting_.size() < kMaxWaiting) return absl::OkStatus();
   return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
@@ -70,10 +86,11 @@ std::optional<TimePoint> Peers::NextDeadline() const {
   return next;
 }
 
-NodeId Peers::Join(const std::string& group, std::shared_ptr<PeerSession> session) {
+NodeId Peers::Join(const PeerGreeting& hello, std::shared_ptr<PeerSession> session) {
   const NodeId node(next_++);
-  REFITD_CHECK(joined_.emplace(session->id(), Joined{group, node}).second);
-  sessions_[group][node] = std::move(session);
+  Joined joined{hello.group, node, hello.boot_id, hello.dial};
+  REFITD_CHECK(joined_.emplace(session->id(), std::move(joined)).second);
+  sessions_[hello.group][node] = std::move(session);
   return node;
 }
 

@@ -41,7 +41,13 @@ class Peers {
   struct Joined {
     std::string group;
     NodeId node;
+    std::string boot_id;  // of its daemon's process
+    uint64_t dial = 0;    // PeerGreeting::dial
   };
+
+  // OK: no later link of the same process to the group is known. ABORTED: the daemon has given this
+  // link up, and its hello came late.
+  absl::Status CheckLatest(const PeerGreeting& hello) const;
 
   // ---- daemons that wait for their group ----
   // RESOURCE_EXHAUSTED: kMaxWaiting daemons wait already.
@@ -65,8 +71,8 @@ class Peers {
   std::optional<TimePoint> NextDeadline() const;
 
   // ---- daemons that have joined ----
-  // Gives the session a new node of the group, with a number that no other session had.
-  NodeId Join(const std::string& group, std::shared_ptr<PeerSession> session);
+  // Gives the session a new node of the hello's group, with a number that no other session had.
+  NodeId Join(const PeerGreeting& hello, std::shared_ptr<PeerSession> session);
   // nullopt: the session has not joined, or has ended.
   std::optional<Joined> Find(uint64_t session) const;
   // Null: that node of the group has left.
