@@ -23,8 +23,6 @@
 #ifndef REFITD_DAEMON_LINK_PEER_LINK_H_
 #define REFITD_DAEMON_LINK_PEER_LINK_H_
 
-#include <grpcpp/security/credentials.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -37,6 +35,11 @@
 #include "daemon/group/machine.h"
 #include "daemon/group/peer.h"
 #include "daemon/link/greeting.h"
+
+// gRPC's headers cost each file that includes this header more time than all else in it.
+namespace grpc {
+class ChannelCredentials;
+}  // namespace grpc
 
 namespace refitd {
 

@@ -5,8 +5,6 @@
 #ifndef REFITD_DAEMON_LINK_PROBE_H_
 #define REFITD_DAEMON_LINK_PROBE_H_
 
-#include <grpcpp/security/credentials.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,6 +12,10 @@
 
 #include "absl/status/statusor.h"
 #include "transport/base/ids.h"
+
+namespace grpc {
+class ChannelCredentials;
+}  // namespace grpc
 
 namespace refitd {
 

@@ -5,11 +5,6 @@
 #ifndef REFITD_DAEMON_NODE_PARTS_TEST_UTIL_H_
 #define REFITD_DAEMON_NODE_PARTS_TEST_UTIL_H_
 
-#include <fcntl.h>
-#include <grpcpp/grpcpp.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <chrono>
@@ -32,13 +27,19 @@
 #include "daemon/node/operators.h"
 #include "daemon/node/regions.h"
 #include "daemon/node/trainer_calls.h"
-#include "daemon/services/peer_service.h"
+#include "daemon/sockets/process_watch.h"
 #include "transport/base/eventually.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
-#include "transport/host/host_transport.h"
+#include "transport/host/memory.h"
+
+namespace grpc {
+class Server;
+}  // namespace grpc
 
 namespace refitd {
+
+class PeerService;
 
 inline constexpr int64_t kSlotBytes = 4096;
 // How long members wait; far longer than any step takes.
@@ -146,12 +147,7 @@ struct Attached {
 
 // Memory that a member shares: a memfd that can't shrink, and its mapping.
 struct SharedMemory {
-  explicit SharedMemory(int64_t size)
-      : fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING)), bytes(size) {
-    REFITD_CHECK(ftruncate(fd.get(), bytes) == 0);
-    REFITD_CHECK(fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
-    mapping = *HostRegion::Map(fd, bytes, Access::kReadWrite, false);
-  }
+  explicit SharedMemory(int64_t size);
   char* data() const { return mapping->data(); }
 
   UniqueFd fd;
@@ -161,33 +157,8 @@ struct SharedMemory {
 
 class DaemonParts {
  public:
-  explicit DaemonParts(const std::string& id = "a", DaemonOptions options = {}) {
-    processes_ = *ProcessWatch::Create();
-    options.daemon_id = id;
-    const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
-      dial.credentials = grpc::InsecureChannelCredentials();
-      return PeerLink::Dial(std::move(dial), std::move(callbacks));
-    };
-    const int64_t message_bytes = options.message_bytes;
-    daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport({.threads = 1}),
-                                       processes_.get(), nullptr, dialer);
-    links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
-    grpc::ServerBuilder builder;
-    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
-    builder.RegisterService(links_.get());
-    server_ = builder.BuildAndStart();
-    REFITD_CHECK(server_ != nullptr && port_ != 0);
-  }
-  ~DaemonParts() {
-    daemon_->CheckInvariants();
-    daemon_->Drain();
-    daemon_->Finish(std::chrono::steady_clock::now());
-    daemon_->CheckInvariants();
-    server_->Shutdown(std::chrono::system_clock::now());
-    server_->Wait();
-    daemon_.reset();
-  }
+  explicit DaemonParts(const std::string& id = "a", DaemonOptions options = {});
+  ~DaemonParts();
   DaemonParts(const DaemonParts&) = delete;
   DaemonParts& operator=(const DaemonParts&) = delete;
 
@@ -233,56 +204,16 @@ class DaemonParts {
     return arrival;
   }
   static Arrival Engine(const std::string& instance, DeliveryMode delivery, int rank = 0,
-                        int world_size = 1, const std::vector<std::string>& manifest = {}) {
-    EngineIdentity engine;
-    engine.instance = instance;
-    engine.rank = rank;
-    engine.world_size = world_size;
-    engine.delivery = delivery;
-    if (!manifest.empty()) engine.manifest.emplace();
-    for (const std::string& tensor : manifest) {
-      engine.manifest->push_back({tensor, DType::kFloat32, {1}});
-    }
-    Arrival arrival;
-    arrival.record.engine = true;
-    arrival.record.instance = instance;
-    arrival.record.reads_slots = ReadsSlots(delivery);
-    arrival.identity = std::move(engine);
-    return arrival;
-  }
+                        int world_size = 1, const std::vector<std::string>& manifest = {});
   Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec,
-                  const DaemonParts* at, Duration wait) {
-    arrival.record.group = group;
-    if (arrival.record.device.empty()) arrival.record.device = "host";
-    arrival.spec = std::move(spec);
-    if (at != nullptr) arrival.coordinator = at->address();
-    arrival.wait = wait;
-    auto inbox = std::make_shared<Inbox>();
-    return {arrivals().Attach(std::move(arrival), inbox), inbox};
-  }
+                  const DaemonParts* at, Duration wait);
 
   // ---- what members do ----
-  absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& memory) {
-    return regions().RegisterRegion(member.token(), {}, UniqueFd(dup(memory.fd.get())),
-                                    RegionKind::kMemfd, memory.bytes);
-  }
-  Answer Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event) {
-    Answer answer;
-    calls().Call(daemon_->NewCall(), trainer.caller(), std::move(event), answer.function());
-    return answer;
-  }
-  Answer Begin(const Attached& trainer, int64_t version, int64_t tensors = 1) {
-    BeginEvent begin;
-    begin.version = Version(version);
-    begin.tensor_count = tensors;
-    begin.duration = kPatience;
-    return Call(trainer, begin);
-  }
+  absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& memory);
+  Answer Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event);
+  Answer Begin(const Attached& trainer, int64_t version, int64_t tensors = 1);
   // The engine rank answers the last Prepare.
-  void Ready(const Attached& engine) {
-    const UpdateId update = engine.inbox->Last<SendPrepare>()->update;
-    members().Happened(engine.id, ReadyEvent{engine.id, update});
-  }
+  void Ready(const Attached& engine);
 
  private:
   std::unique_ptr<ProcessWatch> processes_;
@@ -293,17 +224,7 @@ class DaemonParts {
 };
 
 // The tensor "w", one byte an element, that a layout has in one piece of its first region.
-inline Layout LayoutOf(RegionId region, int64_t elements, uint64_t generation = 1) {
-  Layout layout;
-  layout.tensors = {{"w", DType::kUint8, {elements}}};
-  Piece piece;
-  piece.box = {{0}, {elements}};
-  piece.region = region;
-  piece.strides = {1};
-  layout.pieces = {piece};
-  layout.binding_generation = generation;
-  return layout;
-}
+Layout LayoutOf(RegionId region, int64_t elements, uint64_t generation = 1);
 
 }  // namespace refitd
 

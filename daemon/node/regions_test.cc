@@ -1,5 +1,8 @@
 #include "daemon/node/regions.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <string>

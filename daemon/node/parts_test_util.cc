@@ -1,0 +1,118 @@
+#include "daemon/node/parts_test_util.h"
+
+#include <fcntl.h>
+#include <grpcpp/grpcpp.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "daemon/services/peer_service.h"
+#include "transport/base/status.h"
+#include "transport/host/host_transport.h"
+
+namespace refitd {
+
+SharedMemory::SharedMemory(int64_t size)
+    : fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING)), bytes(size) {
+  REFITD_CHECK(ftruncate(fd.get(), bytes) == 0);
+  REFITD_CHECK(fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+  mapping = *HostRegion::Map(fd, bytes, Access::kReadWrite, false);
+}
+
+DaemonParts::DaemonParts(const std::string& id, DaemonOptions options) {
+  processes_ = *ProcessWatch::Create();
+  options.daemon_id = id;
+  const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
+    dial.credentials = grpc::InsecureChannelCredentials();
+    return PeerLink::Dial(std::move(dial), std::move(callbacks));
+  };
+  const int64_t message_bytes = options.message_bytes;
+  daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport({.threads = 1}),
+                                     processes_.get(), nullptr, dialer);
+  links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
+  grpc::ServerBuilder builder;
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+  builder.RegisterService(links_.get());
+  server_ = builder.BuildAndStart();
+  REFITD_CHECK(server_ != nullptr && port_ != 0);
+}
+
+DaemonParts::~DaemonParts() {
+  daemon_->CheckInvariants();
+  daemon_->Drain();
+  daemon_->Finish(std::chrono::steady_clock::now());
+  daemon_->CheckInvariants();
+  server_->Shutdown(std::chrono::system_clock::now());
+  server_->Wait();
+  daemon_.reset();
+}
+
+Arrival DaemonParts::Engine(const std::string& instance, DeliveryMode delivery, int rank,
+                            int world_size, const std::vector<std::string>& manifest) {
+  EngineIdentity engine;
+  engine.instance = instance;
+  engine.rank = rank;
+  engine.world_size = world_size;
+  engine.delivery = delivery;
+  if (!manifest.empty()) engine.manifest.emplace();
+  for (const std::string& tensor : manifest) {
+    engine.manifest->push_back({tensor, DType::kFloat32, {1}});
+  }
+  Arrival arrival;
+  arrival.record.engine = true;
+  arrival.record.instance = instance;
+  arrival.record.reads_slots = ReadsSlots(delivery);
+  arrival.identity = std::move(engine);
+  return arrival;
+}
+
+Attached DaemonParts::Attach(Arrival arrival, const std::string& group,
+                             std::optional<GroupSpec> spec, const DaemonParts* at, Duration wait) {
+  arrival.record.group = group;
+  if (arrival.record.device.empty()) arrival.record.device = "host";
+  arrival.spec = std::move(spec);
+  if (at != nullptr) arrival.coordinator = at->address();
+  arrival.wait = wait;
+  auto inbox = std::make_shared<Inbox>();
+  return {arrivals().Attach(std::move(arrival), inbox), inbox};
+}
+
+absl::StatusOr<RegionId> DaemonParts::Register(const Attached& member, const SharedMemory& memory) {
+  return regions().RegisterRegion(member.token(), {}, UniqueFd(dup(memory.fd.get())),
+                                  RegionKind::kMemfd, memory.bytes);
+}
+
+Answer DaemonParts::Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event) {
+  Answer answer;
+  calls().Call(daemon_->NewCall(), trainer.caller(), std::move(event), answer.function());
+  return answer;
+}
+
+Answer DaemonParts::Begin(const Attached& trainer, int64_t version, int64_t tensors) {
+  BeginEvent begin;
+  begin.version = Version(version);
+  begin.tensor_count = tensors;
+  begin.duration = kPatience;
+  return Call(trainer, begin);
+}
+
+void DaemonParts::Ready(const Attached& engine) {
+  const UpdateId update = engine.inbox->Last<SendPrepare>()->update;
+  members().Happened(engine.id, ReadyEvent{engine.id, update});
+}
+
+Layout LayoutOf(RegionId region, int64_t elements, uint64_t generation) {
+  Layout layout;
+  layout.tensors = {{"w", DType::kUint8, {elements}}};
+  Piece piece;
+  piece.box = {{0}, {elements}};
+  piece.region = region;
+  piece.strides = {1};
+  layout.pieces = {piece};
+  layout.binding_generation = generation;
+  return layout;
+}
+
+}  // namespace refitd
