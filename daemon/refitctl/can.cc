@@ -41,22 +41,21 @@ absl::StatusOr<v1::CheckAccessResponse> AskDaemon(const GlobalOptions& global,
 
 }  // namespace
 
-Command AddCan(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddCan(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "can", "Whether an identity may act in a role in a group; exit code 1: it may not");
   auto options = std::make_shared<CanOptions>();
-  sub->add_option(
-         "--as", options->identity,
-         "uid:N (and ,gid:N for each group of the user), spiffe://..., dns:NAME, anonymous")
-      ->required();
-  sub->add_option("--do", options->role, "trainer, engine, operator-read, operator-write or peer")
-      ->required();
-  sub->add_option("--group", options->group, "The group, which need not exist")->required();
-  CLI::Option* const config =
-      sub->add_option("--config", options->config,
-                      "A configuration file to ask; without it the running daemon is asked");
-  sub->add_option("--owner", options->owner, "With --config: the identity that owns the group")
-      ->needs(config);
+  sub.Add("--as", &options->identity,
+          "uid:N (and ,gid:N for each group of the user), spiffe://..., dns:NAME, anonymous")
+      .Required();
+  sub.Add("--do", &options->role, "trainer, engine, operator-read, operator-write or peer")
+      .Required();
+  sub.Add("--group", &options->group, "The group, which need not exist").Required();
+  const Option config =
+      sub.Add("--config", &options->config,
+              "A configuration file to ask; without it the running daemon is asked");
+  sub.Add("--owner", &options->owner, "With --config: the identity that owns the group")
+      .Needs(config);
   return {sub, [&global, options] {
             const auto answer =
                 options->config.empty() ? AskDaemon(global, *options) : AskFile(*options);

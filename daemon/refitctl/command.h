@@ -6,32 +6,32 @@
 #ifndef REFITD_DAEMON_REFITCTL_COMMAND_H_
 #define REFITD_DAEMON_REFITCTL_COMMAND_H_
 
-#include <CLI/CLI.hpp>
 #include <functional>
 
+#include "daemon/refitctl/command_line.h"
 #include "daemon/refitctl/exit_code.h"
 #include "daemon/refitctl/operator_client.h"
 
 namespace refitd::refitctl {
 
 struct Command {
-  CLI::App* app = nullptr;
+  CommandApp app;
   std::function<int()> run;
 };
 
-Command AddStatus(CLI::App* app, const GlobalOptions& global);
-Command AddGroups(CLI::App* app, const GlobalOptions& global);
-Command AddMembers(CLI::App* app, const GlobalOptions& global);
-Command AddNodes(CLI::App* app, const GlobalOptions& global);
-Command AddBuckets(CLI::App* app, const GlobalOptions& global);
-Command AddWatch(CLI::App* app, const GlobalOptions& global);
-Command AddPush(CLI::App* app, const GlobalOptions& global);
-Command AddEngine(CLI::App* app, const GlobalOptions& global);
-Command AddPlan(CLI::App* app, const GlobalOptions& global);
-Command AddValidate(CLI::App* app, const GlobalOptions& global);
-Command AddCan(CLI::App* app, const GlobalOptions& global);
-Command AddReady(CLI::App* app, const GlobalOptions& global);
-Command AddDoctor(CLI::App* app, const GlobalOptions& global);
+Command AddStatus(CommandApp app, const GlobalOptions& global);
+Command AddGroups(CommandApp app, const GlobalOptions& global);
+Command AddMembers(CommandApp app, const GlobalOptions& global);
+Command AddNodes(CommandApp app, const GlobalOptions& global);
+Command AddBuckets(CommandApp app, const GlobalOptions& global);
+Command AddWatch(CommandApp app, const GlobalOptions& global);
+Command AddPush(CommandApp app, const GlobalOptions& global);
+Command AddEngine(CommandApp app, const GlobalOptions& global);
+Command AddPlan(CommandApp app, const GlobalOptions& global);
+Command AddValidate(CommandApp app, const GlobalOptions& global);
+Command AddCan(CommandApp app, const GlobalOptions& global);
+Command AddReady(CommandApp app, const GlobalOptions& global);
+Command AddDoctor(CommandApp app, const GlobalOptions& global);
 
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.
 int Fail(const absl::Status& status);

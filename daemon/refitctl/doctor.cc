@@ -332,11 +332,11 @@ std::string AsText(const std::vector<Finding>& findings) {
 
 }  // namespace
 
-Command AddDoctor(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddDoctor(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "doctor", "What this machine and the daemon can do, and a refit of 1 MiB through it");
   auto json = std::make_shared<bool>(false);
-  sub->add_flag("--json", *json, "Print JSON, as --output json does");
+  sub.AddFlag("--json", json.get(), "Print JSON, as --output json does");
   return {sub, [&global, json] {
             const std::vector<Finding> findings = Examine(global);
             const ExitCode code = ExitCodeOf(findings);

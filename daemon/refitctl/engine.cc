@@ -296,44 +296,42 @@ int RunEngine(const GlobalOptions& global, const EngineCommandOptions& options) 
 
 }  // namespace
 
-Command AddEngine(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddEngine(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "engine",
       "A reference engine rank: holds a checkpoint's tensors, takes updates, verifies them");
   auto options = std::make_shared<EngineCommandOptions>();
-  sub->add_option("--group", options->group, "The group")->required();
-  sub->add_option("--checkpoint", options->checkpoint,
-                  "Folder to compare with after a commit; {version} stands for its number")
-      ->required();
-  sub->add_option("--table", options->table,
-                  "Folder whose tensors are held (default: --checkpoint with version 1)");
-  sub->add_option("--instance", options->instance, "Name of the instance")->required();
-  sub->add_option("--rank", options->rank, "Default 0")->check(CLI::Range(0, 65'535));
-  sub->add_option("--world-size", options->world_size, "Ranks of the instance (default 1)")
-      ->check(CLI::Range(1, 65'536));
-  sub->add_option("--delivery", options->delivery,
-                  "registered (the daemon writes in place, default) or staged (through slots)")
-      ->check(CLI::IsMember({"registered", "staged"}));
-  sub->add_option("--slice", options->slice,
-                  "Hold the rank's torch.chunk part of this dimension; 1-D tensors whole")
-      ->check(CLI::Range(0, kMaxDims - 1));
-  sub->add_flag("--verify,!--no-verify", options->verify,
-                "Compare memory with the checkpoint after each commit (default)");
-  sub->add_option("--versions", options->versions, "Exit after so many commits")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  sub->add_option(
-         "--stall-in", options->stall_in,
-         "Fault drill, staged delivery: stop (SIGSTOP) with a part of this version in hand, "
-         "so that the process can be killed in mid-update or continued late")
-      ->check(CLI::Range(int64_t{0}, INT64_MAX));
-  sub->add_option(
-      "--coordinator", options->coordinator,
-      "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
-      "(default: the one at --socket)");
-  sub->add_option("--reattach", options->reattach_seconds,
-                  "When the daemon goes away, attach again for so many seconds (default 0: end)")
-      ->check(CLI::Range(0.0, 86'400.0));
-  sub->add_option("--status-file", options->status_file, "Append each event as a line of JSON");
+  sub.Add("--group", &options->group, "The group").Required();
+  sub.Add("--checkpoint", &options->checkpoint,
+          "Folder to compare with after a commit; {version} stands for its number")
+      .Required();
+  sub.Add("--table", &options->table,
+          "Folder whose tensors are held (default: --checkpoint with version 1)");
+  sub.Add("--instance", &options->instance, "Name of the instance").Required();
+  sub.Add("--rank", &options->rank, "Default 0").InRange(0, 65'535);
+  sub.Add("--world-size", &options->world_size, "Ranks of the instance (default 1)")
+      .InRange(1, 65'536);
+  sub.Add("--delivery", &options->delivery,
+          "registered (the daemon writes in place, default) or staged (through slots)")
+      .OneOf({"registered", "staged"});
+  sub.Add("--slice", &options->slice,
+          "Hold the rank's torch.chunk part of this dimension; 1-D tensors whole")
+      .InRange(0, kMaxDims - 1);
+  sub.AddFlag("--verify,!--no-verify", &options->verify,
+              "Compare memory with the checkpoint after each commit (default)");
+  sub.Add("--versions", &options->versions, "Exit after so many commits")
+      .InRange(int64_t{1}, INT64_MAX);
+  sub.Add("--stall-in", &options->stall_in,
+          "Fault drill, staged delivery: stop (SIGSTOP) with a part of this version in hand, "
+          "so that the process can be killed in mid-update or continued late")
+      .InRange(int64_t{0}, INT64_MAX);
+  sub.Add("--coordinator", &options->coordinator,
+          "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
+          "(default: the one at --socket)");
+  sub.Add("--reattach", &options->reattach_seconds,
+          "When the daemon goes away, attach again for so many seconds (default 0: end)")
+      .InRange(0.0, 86'400.0);
+  sub.Add("--status-file", &options->status_file, "Append each event as a line of JSON");
   return {sub, [&global, options] { return RunEngine(global, *options); }};
 }
 

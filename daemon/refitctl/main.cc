@@ -8,53 +8,51 @@ namespace refitd::refitctl {
 namespace {
 
 int Run(int argc, char** argv) {
-  CLI::App app("Looks after refitd: status, progress, pushing checkpoints, reference engines.");
-  app.footer(kExitCodeHelp);
-  app.set_version_flag("--version", "refitctl " + std::string(kVersion));
-  app.require_subcommand(1);
-  app.fallthrough();  // the options below may also follow the command
-
+  CommandLine line("Looks after refitd: status, progress, pushing checkpoints, reference engines.",
+                   kExitCodeHelp, "refitctl " + std::string(kVersion));
+  CommandApp app = line.app();
   GlobalOptions global;
   std::string output = "table";
-  app.add_option("--socket", global.socket,
-                 "The daemon's unix socket (default /run/refitd/refitd.sock)")
-      ->envname("REFITD_SOCKET");
-  app.add_option("--address", global.address, "The daemon's HOST:PORT; goes before the socket")
-      ->envname("REFITD_ADDRESS");
-  app.add_option("--tls-certificate", global.tls.certificate,
-                 "With --address: PEM file of your certificate and its chain")
-      ->envname("REFITD_TLS_CERTIFICATE");
-  app.add_option("--tls-key", global.tls.key, "PEM file of its private key")
-      ->envname("REFITD_TLS_KEY");
-  app.add_option("--tls-roots", global.tls.roots, "PEM file of the roots that sign daemons")
-      ->envname("REFITD_TLS_ROOTS");
-  app.add_option("--tls-server", global.tls.server,
-                 "Who the daemon must be, such as spiffe://DOMAIN/refitd/* (default: its "
-                 "certificate is for the host)")
-      ->envname("REFITD_TLS_SERVER");
-  app.add_flag("--insecure", global.insecure, "With --address: TCP without TLS")
-      ->envname("REFITD_INSECURE");
-  app.add_option("--timeout", global.timeout_seconds,
-                 "Seconds to wait for the daemon and each of its answers (default 10)")
-      ->check(CLI::Range(0.001, 86'400.0));
-  app.add_option("-o,--output", output, "table or json (numbers of 64 bits as strings)")
-      ->check(CLI::IsMember({"table", "json"}));
+  app.Add("--socket", &global.socket, "The daemon's unix socket (default /run/refitd/refitd.sock)")
+      .FromEnvironment("REFITD_SOCKET");
+  app.Add("--address", &global.address, "The daemon's HOST:PORT; goes before the socket")
+      .FromEnvironment("REFITD_ADDRESS");
+  app.Add("--tls-certificate", &global.tls.certificate,
+          "With --address: PEM file of your certificate and its chain")
+      .FromEnvironment("REFITD_TLS_CERTIFICATE");
+  app.Add("--tls-key", &global.tls.key, "PEM file of its private key")
+      .FromEnvironment("REFITD_TLS_KEY");
+  app.Add("--tls-roots", &global.tls.roots, "PEM file of the roots that sign daemons")
+      .FromEnvironment("REFITD_TLS_ROOTS");
+  app.Add("--tls-server", &global.tls.server,
+          "Who the daemon must be, such as spiffe://DOMAIN/refitd/* (default: its "
+          "certificate is for the host)")
+      .FromEnvironment("REFITD_TLS_SERVER");
+  app.AddFlag("--insecure", &global.insecure, "With --address: TCP without TLS")
+      .FromEnvironment("REFITD_INSECURE");
+  app.Add("--timeout", &global.timeout_seconds,
+          "Seconds to wait for the daemon and each of its answers (default 10)")
+      .InRange(0.001, 86'400.0);
+  app.Add("-o,--output", &output, "table or json (numbers of 64 bits as strings)")
+      .OneOf({"table", "json"});
 
   const std::vector<Command> commands = {
-      AddStatus(&app, global),   AddGroups(&app, global),  AddMembers(&app, global),
-      AddNodes(&app, global),    AddBuckets(&app, global), AddWatch(&app, global),
-      AddPush(&app, global),     AddEngine(&app, global),  AddPlan(&app, global),
-      AddValidate(&app, global), AddDoctor(&app, global),  AddCan(&app, global),
-      AddReady(&app, global)};
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    // CLI11 treats help and version as errors of code 0.
-    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+      AddStatus(app, global),   AddGroups(app, global),  AddMembers(app, global),
+      AddNodes(app, global),    AddBuckets(app, global), AddWatch(app, global),
+      AddPush(app, global),     AddEngine(app, global),  AddPlan(app, global),
+      AddValidate(app, global), AddDoctor(app, global),  AddCan(app, global),
+      AddReady(app, global)};
+  switch (line.Parse(argc, argv)) {
+    case CommandLine::Outcome::kHelped:
+      return kExitOk;
+    case CommandLine::Outcome::kWrong:
+      return kExitUsage;
+    case CommandLine::Outcome::kParsed:
+      break;
   }
   global.json = output == "json";
   for (const Command& command : commands) {
-    if (command.app->parsed()) return command.run();
+    if (command.app.parsed()) return command.run();
   }
   return kExitUsage;
 }

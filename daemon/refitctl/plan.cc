@@ -265,47 +265,46 @@ int RunEstimate(const PlanFlags& flags, const GlobalOptions& global) {
   return Outcome(*plan, flags);
 }
 
-void AddFlags(CLI::App* app, PlanFlags* flags) {
+void AddFlags(CommandApp app, PlanFlags* flags) {
   std::string names;
   for (const sharding::ModelConfig& model : sharding::KnownModels()) {
     names += (names.empty() ? "" : ", ") + model.name;
   }
-  app->add_option("--model", flags->model, names)->required();
-  app->add_option("--trainer", flags->trainer,
-                  "world=N with pp, tp, ep, etp, cp (Megatron), or fsdp=N: pp=16,ep=16,world=256")
-      ->required();
-  app->add_option("--engine", flags->engine,
-                  "tp=N, instances=N, ep=N (tp again): tp=32,instances=8")
-      ->required();
-  app->add_option("--ranks-per-node", flags->ranks_per_node,
-                  "Trainers fill the nodes in order, then engines (default 8)")
-      ->check(CLI::Range(1, 65'536));
-  app->add_flag("--colocated", flags->colocated, "Engines start at the first node, too");
-  app->add_flag("--chains,!--no-chains", flags->chains,
-                "Nodes that want the same forward it to each other (default: where it matters)");
-  app->add_flag("--fp8", flags->fp8, "Weights as FP8 with scales of 128x128 blocks");
-  app->add_option("--pushed", flags->pushed, "A tensor that is pushed; may be given several times");
+  app.Add("--model", &flags->model, names).Required();
+  app.Add("--trainer", &flags->trainer,
+          "world=N with pp, tp, ep, etp, cp (Megatron), or fsdp=N: pp=16,ep=16,world=256")
+      .Required();
+  app.Add("--engine", &flags->engine, "tp=N, instances=N, ep=N (tp again): tp=32,instances=8")
+      .Required();
+  app.Add("--ranks-per-node", &flags->ranks_per_node,
+          "Trainers fill the nodes in order, then engines (default 8)")
+      .InRange(1, 65'536);
+  app.AddFlag("--colocated", &flags->colocated, "Engines start at the first node, too");
+  app.AddFlag("--chains,!--no-chains", &flags->chains,
+              "Nodes that want the same forward it to each other (default: where it matters)");
+  app.AddFlag("--fp8", &flags->fp8, "Weights as FP8 with scales of 128x128 blocks");
+  app.Add("--pushed", &flags->pushed, "A tensor that is pushed; may be given several times");
 }
 
 }  // namespace
 
-Command AddPlan(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* plan = app->add_subcommand("plan", "What a compiled refit would move; needs no daemon");
-  plan->require_subcommand(1);
+Command AddPlan(CommandApp app, const GlobalOptions& global) {
+  CommandApp plan = app.AddCommand("plan", "What a compiled refit would move; needs no daemon");
+  plan.RequireCommand();
   auto flags = std::make_shared<PlanFlags>();
-  CLI::App* explain = plan->add_subcommand(
+  CommandApp explain = plan.AddCommand(
       "explain", "Bytes on each link, the lower bound, the worst link, what has no place");
   AddFlags(explain, flags.get());
-  explain->add_option("--rows", flags->rows, "Of each kind of link, at most (default 32)");
-  CLI::App* estimate = plan->add_subcommand("estimate", "Seconds at given rates of the links");
+  explain.Add("--rows", &flags->rows, "Of each kind of link, at most (default 32)");
+  CommandApp estimate = plan.AddCommand("estimate", "Seconds at given rates of the links");
   AddFlags(estimate, flags.get());
   estimate
-      ->add_option("--link-rates", flags->link_rates,
-                   "rank-out, node-out, node-in, local-copy in bytes a second: "
-                   "rank-out=360G,node-out=45G,node-in=45G,local-copy=1.5T")
-      ->required();
+      .Add("--link-rates", &flags->link_rates,
+           "rank-out, node-out, node-in, local-copy in bytes a second: "
+           "rank-out=360G,node-out=45G,node-in=45G,local-copy=1.5T")
+      .Required();
   return {plan, [flags, explain, &global] {
-            return explain->parsed() ? RunExplain(*flags, global) : RunEstimate(*flags, global);
+            return explain.parsed() ? RunExplain(*flags, global) : RunEstimate(*flags, global);
           }};
 }
 

@@ -568,59 +568,56 @@ int RunPush(const GlobalOptions& global, const PushOptions& options) {
 
 }  // namespace
 
-Command AddPush(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddPush(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "push", "Install a checkpoint folder (safetensors) in every instance of a group");
   auto options = std::make_shared<PushOptions>();
-  sub->add_option("CHECKPOINT_DIR", options->folder,
-                  "Folder with model.safetensors, or an index and its shards")
-      ->required();
-  sub->add_option("--group", options->group, "The group")->required();
-  sub->add_option("--version", options->version,
-                  "The version to install (default: the group's + 1, or 1)")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  sub->add_option("--duration", options->duration_seconds,
-                  "Seconds that the whole update may take (default: the daemon's)")
-      ->check(CLI::Range(0.001, 86'400.0));
-  sub->add_option("--verification", options->verification, "Default: the daemon's")
-      ->check(CLI::IsMember({"off", "transfer", "readback"}));
-  sub->add_option("--broadcast", options->broadcast,
-                  "Push, and how bytes reach engines on several GPUs: auto (the default), direct, "
-                  "chain, symmetric, nccl; all but the first two need a trainer on a GPU")
-      ->check(CLI::IsMember({"auto", "direct", "chain", "symmetric", "nccl"}));
-  sub->add_flag("--push", options->push,
-                "Push in buckets also where all engines are registered and a refit would do");
-  sub->add_option("--bucket-bytes", options->bucket_bytes,
-                  "Push in buckets of so many bytes, such as 64MiB (default: 64MiB; inline 1MiB; "
-                  "slot a slot)")
-      ->transform(CLI::AsSizeValue(false))
-      ->check(CLI::Range(uint64_t{kPackAlignment}, uint64_t{1} << 40));
-  sub->add_flag("--evict-late", options->evict_late,
-                "Evict instances that are late or fail instead of aborting");
-  sub->add_option("--wait-instances", options->wait_instances,
-                  "Begin when so many complete instances are attached")
-      ->check(CLI::Range(1, 65'536));
-  sub->add_option("--wait", options->wait_seconds,
-                  "Seconds that --wait-instances waits (default 60)")
-      ->check(CLI::Range(0.001, 86'400.0));
-  auto* create = sub->add_flag("--create", options->create,
-                               "Create the group if there is none, for one trainer rank");
-  sub->add_option("--instances", options->instances,
-                  "With --create: instances that an update waits for (default 1)")
-      ->needs(create)
-      ->check(CLI::Range(1, 65'536));
-  sub->add_flag("--encrypted-data", options->encrypted_data,
-                "With --create: the group's bytes cross between daemons encrypted or not at all")
-      ->needs(create);
-  sub->add_option("--mode", options->mode,
-                  "Push, and how bytes reach the daemon: region (shared memory; the default), slot "
-                  "(its staging), inline")
-      ->check(CLI::IsMember({"region", "slot", "inline"}));
-  sub->add_option(
-      "--coordinator", options->coordinator,
-      "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
-      "(default: the one at --socket)");
-  sub->add_flag("--progress", options->progress, "Show a progress bar on stderr");
+  sub.Add("CHECKPOINT_DIR", &options->folder,
+          "Folder with model.safetensors, or an index and its shards")
+      .Required();
+  sub.Add("--group", &options->group, "The group").Required();
+  sub.Add("--version", &options->version, "The version to install (default: the group's + 1, or 1)")
+      .InRange(int64_t{1}, INT64_MAX);
+  sub.Add("--duration", &options->duration_seconds,
+          "Seconds that the whole update may take (default: the daemon's)")
+      .InRange(0.001, 86'400.0);
+  sub.Add("--verification", &options->verification, "Default: the daemon's")
+      .OneOf({"off", "transfer", "readback"});
+  sub.Add("--broadcast", &options->broadcast,
+          "Push, and how bytes reach engines on several GPUs: auto (the default), direct, "
+          "chain, symmetric, nccl; all but the first two need a trainer on a GPU")
+      .OneOf({"auto", "direct", "chain", "symmetric", "nccl"});
+  sub.AddFlag("--push", &options->push,
+              "Push in buckets also where all engines are registered and a refit would do");
+  sub.Add("--bucket-bytes", &options->bucket_bytes,
+          "Push in buckets of so many bytes, such as 64MiB (default: 64MiB; inline 1MiB; "
+          "slot a slot)")
+      .AsSize()
+      .InRange(uint64_t{kPackAlignment}, uint64_t{1} << 40);
+  sub.AddFlag("--evict-late", &options->evict_late,
+              "Evict instances that are late or fail instead of aborting");
+  sub.Add("--wait-instances", &options->wait_instances,
+          "Begin when so many complete instances are attached")
+      .InRange(1, 65'536);
+  sub.Add("--wait", &options->wait_seconds, "Seconds that --wait-instances waits (default 60)")
+      .InRange(0.001, 86'400.0);
+  const Option create = sub.AddFlag("--create", &options->create,
+                                    "Create the group if there is none, for one trainer rank");
+  sub.Add("--instances", &options->instances,
+          "With --create: instances that an update waits for (default 1)")
+      .Needs(create)
+      .InRange(1, 65'536);
+  sub.AddFlag("--encrypted-data", &options->encrypted_data,
+              "With --create: the group's bytes cross between daemons encrypted or not at all")
+      .Needs(create);
+  sub.Add("--mode", &options->mode,
+          "Push, and how bytes reach the daemon: region (shared memory; the default), slot "
+          "(its staging), inline")
+      .OneOf({"region", "slot", "inline"});
+  sub.Add("--coordinator", &options->coordinator,
+          "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
+          "(default: the one at --socket)");
+  sub.AddFlag("--progress", &options->progress, "Show a progress bar on stderr");
   return {sub, [&global, options] { return RunPush(global, *options); }};
 }
 

@@ -69,16 +69,16 @@ int RunReady(const GlobalOptions& global, const ReadyOptions& options) {
 
 }  // namespace
 
-Command AddReady(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddReady(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "ready", "Whether an instance is ready to be sent requests; exit code 6: it is not");
   auto options = std::make_shared<ReadyOptions>();
   // Kubernetes puts no variables into the commands of probes, so the environment may name both.
-  sub->add_option("--group", options->group, "The group")->envname("REFITD_GROUP")->required();
-  sub->add_option("--instance", options->instance, "The instance")
-      ->envname("REFITD_INSTANCE")
-      ->required();
-  sub->add_flag("--wait", options->wait, "Wait until it is ready, for --timeout at most");
+  sub.Add("--group", &options->group, "The group").FromEnvironment("REFITD_GROUP").Required();
+  sub.Add("--instance", &options->instance, "The instance")
+      .FromEnvironment("REFITD_INSTANCE")
+      .Required();
+  sub.AddFlag("--wait", &options->wait, "Wait until it is ready, for --timeout at most");
   return {sub, [&global, options] { return RunReady(global, *options); }};
 }
 

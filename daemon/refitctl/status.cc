@@ -28,8 +28,8 @@ std::string NodesJson(const v1::GetStatusResponse& status) {
 
 }  // namespace
 
-Command AddStatus(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand("status", "The daemon: groups, instances, slots, resources");
+Command AddStatus(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand("status", "The daemon: groups, instances, slots, resources");
   return {sub, [&global] {
             const auto status = OperatorClient(global).GetStatus();
             if (!status.ok()) return Fail(status.status());
@@ -38,8 +38,8 @@ Command AddStatus(CLI::App* app, const GlobalOptions& global) {
           }};
 }
 
-Command AddGroups(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand("groups", "The groups and their versions");
+Command AddGroups(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand("groups", "The groups and their versions");
   return {sub, [&global] {
             const auto groups = OperatorClient(global).ListGroups();
             if (!groups.ok()) return Fail(groups.status());
@@ -48,10 +48,10 @@ Command AddGroups(CLI::App* app, const GlobalOptions& global) {
           }};
 }
 
-Command AddMembers(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand("members", "The attached trainer and engine ranks");
+Command AddMembers(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand("members", "The attached trainer and engine ranks");
   auto group = std::make_shared<std::string>();
-  sub->add_option("--group", *group, "Only this group's");
+  sub.Add("--group", group.get(), "Only this group's");
   return {sub, [&global, group] {
             const auto members = OperatorClient(global).ListMembers(*group);
             if (!members.ok()) return Fail(members.status());
@@ -60,9 +60,8 @@ Command AddMembers(CLI::App* app, const GlobalOptions& global) {
           }};
 }
 
-Command AddNodes(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub =
-      app->add_subcommand("nodes", "The daemons of each group, and the links between them");
+Command AddNodes(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand("nodes", "The daemons of each group, and the links between them");
   return {sub, [&global] {
             const auto status = OperatorClient(global).GetStatus();
             if (!status.ok()) return Fail(status.status());
@@ -71,11 +70,11 @@ Command AddNodes(CLI::App* app, const GlobalOptions& global) {
           }};
 }
 
-Command AddBuckets(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddBuckets(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "buckets", "How the buckets of a group's running update, or of its last one, went");
   auto group = std::make_shared<std::string>();
-  sub->add_option("--group", *group, "The group")->required();
+  sub.Add("--group", group.get(), "The group").Required();
   return {sub, [&global, group] {
             const auto statistics = OperatorClient(global).GetUpdateStatistics(*group);
             if (!statistics.ok()) return Fail(statistics.status());

@@ -8,10 +8,10 @@
 
 namespace refitd::refitctl {
 
-Command AddValidate(CLI::App* app, const GlobalOptions&) {
-  CLI::App* sub = app->add_subcommand("validate", "Check a configuration file of refitd");
+Command AddValidate(CommandApp app, const GlobalOptions&) {
+  CommandApp sub = app.AddCommand("validate", "Check a configuration file of refitd");
   auto path = std::make_shared<std::string>();
-  sub->add_option("CONFIG", *path, "The file (textproto)")->required();
+  sub.Add("CONFIG", path.get(), "The file (textproto)").Required();
   return {sub, [path] {
             const auto loaded = LoadConfig({"--config", *path}, {});
             if (!loaded.ok()) return Fail(loaded.status());

@@ -75,16 +75,16 @@ int RunWatch(const GlobalOptions& global, const WatchOptions& options) {
 
 }  // namespace
 
-Command AddWatch(CLI::App* app, const GlobalOptions& global) {
-  CLI::App* sub = app->add_subcommand(
+Command AddWatch(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
       "watch", "Updates with their progress; exits with 1 if one that it saw was aborted");
   auto options = std::make_shared<WatchOptions>();
-  sub->add_option("--group", options->group, "Only this group's");
-  sub->add_flag("--until-idle", options->until_idle, "End when no update runs");
-  sub->add_option("--interval", options->interval_ms, "Milliseconds between progress reports")
-      ->check(CLI::Range(20, 60'000));
+  sub.Add("--group", &options->group, "Only this group's");
+  sub.AddFlag("--until-idle", &options->until_idle, "End when no update runs");
+  sub.Add("--interval", &options->interval_ms, "Milliseconds between progress reports")
+      .InRange(20, 60'000);
   return {sub, [&global, options, app] {
-            options->timeout_given = app->count("--timeout") > 0;
+            options->timeout_given = app.given("--timeout");
             return RunWatch(global, *options);
           }};
 }
