@@ -55,12 +55,15 @@ class LeakTest(DaemonTest):
             fail(i)
         gc.collect()
         wait_until(lambda: self.regions_of_daemon() == 1, "the daemon closes regions of failed registrations")
-        before = descriptors(), mappings(), threading.active_count()
+        before = descriptors(), mappings()
+        threads = threading.active_count()
         memory = resident_bytes()
         for i in range(TIMES):
             fail(i)
         gc.collect()
-        self.assertEqual((descriptors(), mappings(), threading.active_count()), before)
+        self.assertEqual((descriptors(), mappings()), before)
+        # A call may come before the helper thread of the call before it waits again, and then starts another helper.
+        self.assertLess(threading.active_count() - threads, 10)
         self.assertLess(resident_bytes() - memory, 16 << 20)
         wait_until(lambda: self.regions_of_daemon() == 1, "the daemon closes regions of failed registrations")
 
