@@ -1,4 +1,4 @@
-#include "client/part.h"
+#include "client/events.h"
 
 #include <catch2/catch.hpp>
 #include <functional>
