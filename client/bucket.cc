@@ -1,7 +1,9 @@
 #include "client/bucket.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "client/c_structures.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
 
@@ -95,7 +97,67 @@ void EncodeSource(const Bucket& bucket, v1::Bucket* wire) {
   }
 }
 
+// ---- the C structure ----
+
+absl::Status SetRanges(const refit_bucket& given, Bucket* bucket) {
+  const refit_tensor* end = given.tensors + given.tensor_count;
+  if (std::all_of(given.tensors, end,
+                  [](const refit_tensor& tensor) { return tensor.count == REFIT_WHOLE; })) {
+    return absl::OkStatus();
+  }
+  for (int64_t i = 0; i < given.tensor_count; ++i) {
+    const refit_tensor& tensor = given.tensors[i];
+    TensorRange range{static_cast<uint32_t>(i), tensor.start, tensor.count};
+    if (tensor.count == REFIT_WHOLE) {
+      REFITD_ASSIGN_OR_RETURN(range.count, ElementCount(bucket->tensors[i].shape));
+    }
+    bucket->ranges.push_back(range);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SetSource(const refit_bucket& given, Bucket* bucket) {
+  if (given.region != nullptr) {
+    bucket->region = given.region->region;
+    const int64_t offsets = bucket->packed ? 1 : given.tensor_count;
+    if (given.region_offsets != nullptr) {
+      bucket->region_offsets.assign(given.region_offsets, given.region_offsets + offsets);
+    } else if (bucket->packed) {
+      bucket->region_offsets = {0};
+    } else {
+      return Null("bucket.region_offsets");
+    }
+  }
+  REFITD_RETURN_IF_ERROR(CheckList(given.chunks, given.chunk_count, "bucket.chunks"));
+  REFITD_RETURN_IF_ERROR(CheckList(given.chunk_bytes, given.chunk_count, "bucket.chunk_bytes"));
+  for (int32_t i = 0; i < given.chunk_count; ++i) {
+    REFITD_RETURN_IF_ERROR(CheckList(given.chunks[i], given.chunk_bytes[i], "bucket.chunks[i]"));
+    bucket->bytes.emplace_back(static_cast<const char*>(given.chunks[i]), given.chunk_bytes[i]);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+absl::StatusOr<Bucket> BucketOf(const refit_bucket* raw) {
+  REFITD_ASSIGN_OR_RETURN(const refit_bucket given, Read(raw, "bucket"));
+  Bucket bucket;
+  // Take the slot first, so that it is given up whatever else is wrong.
+  if (given.slot != nullptr) {
+    bucket.slot = std::move(given.slot->slot);
+    if (bucket.slot == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition, "bucket.slot was pushed before");
+    }
+  }
+  bucket.packed = given.packed != 0;
+  REFITD_ASSIGN_OR_RETURN(bucket.tensors, SpecsOf(given.tensors, given.tensor_count));
+  REFITD_RETURN_IF_ERROR(SetRanges(given, &bucket));
+  if (given.byte_offsets != nullptr) {
+    bucket.byte_offsets.assign(given.byte_offsets, given.byte_offsets + given.tensor_count);
+  }
+  REFITD_RETURN_IF_ERROR(SetSource(given, &bucket));
+  return bucket;
+}
 
 int64_t InlineBytes(const Bucket& bucket) {
   int64_t total = 0;

@@ -1,4 +1,5 @@
-// Encodes a Bucket as the message of PushBucket, and checks for the caller's mistakes. Pure.
+// A bucket in its three forms: the structure of the C interface, client::Bucket, and the message of
+// PushBucket. bucket.cc is the only file of the client that translates them. Pure.
 #ifndef REFITD_CLIENT_BUCKET_H_
 #define REFITD_CLIENT_BUCKET_H_
 
@@ -6,10 +7,16 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/refit.h"
 #include "client/trainer.h"
 #include "refitd/v1/types.pb.h"
 
 namespace refitd::client {
+
+// Takes the slot that the structure names, whatever else is wrong with it. Errors:
+// INVALID_ARGUMENT; FAILED_PRECONDITION: the slot was pushed before.
+absl::StatusOr<Bucket> BucketOf(const refit_bucket* given);
 
 // Fills everything but seq and a slot's number and grant, which the caller knows. Errors:
 // INVALID_ARGUMENT naming field and value; RESOURCE_EXHAUSTED: inline bytes over

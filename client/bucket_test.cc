@@ -5,6 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "client/c_structures.h"
+#include "client/refit_test_util.h"
+
 namespace refitd::client {
 namespace {
 
@@ -142,6 +145,45 @@ TEST_CASE("a bucket in a slot must be packed") {
   bucket.packed = false;
   bucket.byte_offsets.clear();
   CHECK(absl::IsInvalidArgument(EncodeBucket(bucket, kInlineLimit, &wire)));
+}
+
+TEST_CASE("a bucket of the C interface becomes the same bucket") {
+  const int64_t dims[] = {2, 3};
+  const refit_tensor tensors[] = {{"a", REFIT_FLOAT32, 2, dims, 0, REFIT_WHOLE},
+                                  {"b", REFIT_BFLOAT16, 1, dims + 1, 1, 2}};
+  const int64_t offsets[] = {0, 24};
+  refit_region region{AnyRegion()};
+  auto given = Initialised<refit_bucket>();
+  given.tensors = tensors;
+  given.tensor_count = 2;
+  given.packed = 1;
+  given.byte_offsets = offsets;
+  given.region = &region;
+  const absl::StatusOr<Bucket> bucket = BucketOf(&given);
+  REQUIRE(bucket.ok());
+  CHECK(bucket->tensors ==
+        std::vector<TensorSpec>{{"a", DType::kFloat32, {2, 3}}, {"b", DType::kBFloat16, {3}}});
+  REQUIRE(bucket->ranges.size() == 2);
+  CHECK(bucket->ranges[0].count == 6);
+  CHECK(bucket->ranges[1].start == 1);
+  CHECK(bucket->ranges[1].count == 2);
+  CHECK(bucket->packed);
+  CHECK(bucket->byte_offsets == std::vector<int64_t>{0, 24});
+  CHECK(bucket->region == region.region);
+  CHECK(bucket->region_offsets == std::vector<int64_t>{0});
+
+  given.packed = 0;  // a bucket that is not packed says where each tensor lies
+  CHECK(absl::IsInvalidArgument(BucketOf(&given).status()));
+}
+
+TEST_CASE("a bucket of the C interface empties its slot's handle, whatever else is wrong") {
+  refit_slot slot{std::make_unique<LocalSlot>()};
+  auto given = Initialised<refit_bucket>();
+  given.slot = &slot;
+  given.tensor_count = 1;  // at NULL
+  CHECK(absl::IsInvalidArgument(BucketOf(&given).status()));
+  CHECK(slot.slot == nullptr);
+  CHECK(absl::IsFailedPrecondition(BucketOf(&given).status()));
 }
 
 }  // namespace

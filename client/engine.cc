@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "client/engine_state.h"
+#include "client/events.h"
 #include "client/member.h"
-#include "client/part.h"
 #include "proto/convert.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/mutex.h"
@@ -87,7 +87,7 @@ class EngineImpl final : public Member<Engine, Session> {
   absl::Status SendFailed(Version version, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
-  Event Take(const Session& session, const v1::EngineEvent& event);
+  Event Take(const Session& session, const v1::EngineEvent& message);
   Event TakePart(const Session& session, const v1::BucketReady& bucket);
   // If the lease ended and all its events were taken, notes what follows for the weights and the
   // caller.
@@ -267,34 +267,28 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
   }
 }
 
-Event EngineImpl::Take(const Session& session, const v1::EngineEvent& event) {
-  if (event.has_bucket()) return TakePart(session, event.bucket());
+Event EngineImpl::Take(const Session& session, const v1::EngineEvent& message) {
+  if (message.has_bucket()) return TakePart(session, message.bucket());
+  Event event = DecodeEvent(message);
   MutexLock lock(&mutex_);
-  if (event.has_prepare()) {
-    const v1::Prepare& prepare = event.prepare();
-    state_.OnPrepare(Version(prepare.version()), session.Update(prepare.update_id()));
-    return Prepare{Version(prepare.version()), std::chrono::milliseconds(prepare.remaining_ms()),
-                   prepare.tensor_count()};
-  }
-  if (event.has_committed() && state_.OnCommitted(Version(event.committed().version()))) {
-    const Version version(event.committed().version());
+  if (const auto* prepare = std::get_if<Prepare>(&event)) {
+    state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
+  } else if (auto* committed = std::get_if<Committed>(&event)) {
+    if (!state_.OnCommitted(committed->version)) return Nothing{};
     // A daemon of an earlier release does not tell the incarnation here; then it is the lease's.
-    const uint64_t told = event.committed().incarnation();
-    origin_ = told != 0 ? told : session.connection->lease().incarnation();
-    if (state_.weights() == Weights::kGood) return Committed{version, origin_};
-    return Aborted{version, "it was committed, but this rank had failed", /*dirty=*/true};
+    origin_ = committed->incarnation != 0 ? committed->incarnation
+                                          : session.connection->lease().incarnation();
+    committed->incarnation = origin_;
+    if (state_.weights() == Weights::kGood) return event;
+    return Aborted{committed->version, "it was committed, but this rank had failed",
+                   /*dirty=*/true};
+  } else if (auto* aborted = std::get_if<Aborted>(&event)) {
+    if (!state_.OnAborted(aborted->version, aborted->dirty)) return Nothing{};
+    // A restarted daemon does not know what the daemon before it left in this memory; this rank
+    // does (P2).
+    aborted->dirty = aborted->dirty || state_.weights() != Weights::kGood;
   }
-  if (event.has_aborted()) {
-    const v1::Aborted& aborted = event.aborted();
-    if (state_.OnAborted(Version(aborted.version()), aborted.dirty())) {
-      // A restarted daemon does not know what the daemon before it left in this memory; this rank
-      // does (P2).
-      const bool dirty = aborted.dirty() || state_.weights() != Weights::kGood;
-      return Aborted{Version(aborted.version()), aborted.reason(), dirty};
-    }
-  }
-  if (event.has_draining()) return Draining{};
-  return Nothing{};
+  return event;
 }
 
 Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket) {

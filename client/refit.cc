@@ -13,7 +13,10 @@
 #include <variant>
 #include <vector>
 
+#include "client/bucket.h"
+#include "client/c_structures.h"
 #include "client/engine.h"
+#include "client/events.h"
 #include "client/packer.h"
 #include "client/python.h"
 #include "client/trainer.h"
@@ -23,17 +26,16 @@
 #include "transport/base/version.h"
 
 namespace client = refitd::client;
+using client::BucketOf;
+using client::CheckList;
+using client::DimsOf;
+using client::Null;
+using client::Read;
+using client::SpecOf;
+using client::SpecsOf;
+using client::Write;
 using refitd::Error;
 using refitd::Version;
-
-// A region's handle is one of its several owners.
-struct refit_region {
-  std::shared_ptr<client::Region> region;
-};
-
-struct refit_slot {
-  std::unique_ptr<client::LeasedSlot> slot;  // null once pushed
-};
 
 struct refit_update {
   std::unique_ptr<client::Update> update;
@@ -89,51 +91,6 @@ refit_status Guarded(Body body) {
   }
 }
 
-absl::Status Null(const char* what) {
-  return Error(absl::StatusCode::kInvalidArgument, "{} is NULL", what);
-}
-
-// Reads a caller's structure that begins with struct_size into this library's version of it;
-// missing fields are 0.
-template <typename T>
-absl::StatusOr<T> Read(const T* given, const char* what) {
-  if (given == nullptr) return Null(what);
-  const size_t size = given->struct_size;
-  if (size < sizeof(given->struct_size)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro", what, size);
-  }
-  const char* bytes = reinterpret_cast<const char*>(given);
-  if (size > sizeof(T) &&
-      std::any_of(bytes + sizeof(T), bytes + size, [](char c) { return c != 0; })) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}.struct_size is {}: it asks for what this library ({} bytes) does not know",
-                 what, size, sizeof(T));
-  }
-  T known{};
-  std::memcpy(&known, given, std::min(size, sizeof(T)));
-  return known;
-}
-
-// Writes as much of `value` as the caller's structure holds, and leaves the caller's struct_size.
-template <typename T>
-absl::Status Write(T value, T* taken, const char* what) {
-  const size_t size = taken->struct_size;
-  if (size < sizeof(taken->struct_size)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro", what, size);
-  }
-  value.struct_size = size;
-  std::memcpy(taken, &value, std::min(size, sizeof(T)));
-  return absl::OkStatus();
-}
-
-absl::Status CheckList(const void* list, int64_t count, const char* what) {
-  if (count >= 0 && (count == 0 || list != nullptr)) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "{}: {} entries{}", what, count,
-               list == nullptr ? " at NULL" : "");
-}
-
 absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
   if (packer == nullptr) return Null("packer");
   if (packer->packer->known()->Has(number)) return absl::OkStatus();
@@ -142,35 +99,6 @@ absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
 }
 
 std::string Text(const char* text) { return text == nullptr ? std::string() : std::string(text); }
-
-refitd::Dims DimsOf(const int64_t* dims, int32_t count) { return refitd::Dims(dims, dims + count); }
-
-absl::StatusOr<refitd::TensorSpec> SpecOf(const refit_tensor& tensor) {
-  if (tensor.name == nullptr) return Null("tensor.name");
-  refitd::TensorSpec spec;
-  spec.name = tensor.name;
-  REFITD_ASSIGN_OR_RETURN(spec.dtype, refitd::DTypeFromWire(tensor.dtype));
-  if (tensor.dim_count < 0 || tensor.dim_count > refitd::kMaxDims ||
-      (tensor.dim_count > 0 && tensor.dims == nullptr)) {
-    return Error(absl::StatusCode::kInvalidArgument, "\"{}\": dim_count is {}{}; 0 to {} are known",
-                 spec.name, tensor.dim_count, tensor.dims == nullptr ? " at NULL" : "",
-                 refitd::kMaxDims);
-  }
-  if (tensor.dim_count > 0) spec.shape = DimsOf(tensor.dims, tensor.dim_count);
-  return spec;
-}
-
-absl::StatusOr<std::vector<refitd::TensorSpec>> SpecsOf(const refit_tensor* tensors,
-                                                        int64_t count) {
-  REFITD_RETURN_IF_ERROR(CheckList(tensors, count, "tensors"));
-  std::vector<refitd::TensorSpec> specs;
-  specs.reserve(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i) {
-    REFITD_ASSIGN_OR_RETURN(refitd::TensorSpec spec, SpecOf(tensors[i]));
-    specs.push_back(std::move(spec));
-  }
-  return specs;
-}
 
 absl::StatusOr<client::GroupSpec> GroupSpecOf(const refit_group_spec* given) {
   REFITD_ASSIGN_OR_RETURN(const refit_group_spec known, Read(given, "spec"));
@@ -261,64 +189,6 @@ template <typename Member>
 absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_region** region) {
   REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
   return Give(member->AddCudaRegion(std::move(own), bytes), &refit_region::region, region);
-}
-
-absl::Status SetRanges(const refit_bucket& given, client::Bucket* bucket) {
-  const refit_tensor* end = given.tensors + given.tensor_count;
-  if (std::all_of(given.tensors, end,
-                  [](const refit_tensor& tensor) { return tensor.count == REFIT_WHOLE; })) {
-    return absl::OkStatus();
-  }
-  for (int64_t i = 0; i < given.tensor_count; ++i) {
-    const refit_tensor& tensor = given.tensors[i];
-    refitd::TensorRange range{static_cast<uint32_t>(i), tensor.start, tensor.count};
-    if (tensor.count == REFIT_WHOLE) {
-      REFITD_ASSIGN_OR_RETURN(range.count, refitd::ElementCount(bucket->tensors[i].shape));
-    }
-    bucket->ranges.push_back(range);
-  }
-  return absl::OkStatus();
-}
-
-absl::Status SetSource(const refit_bucket& given, client::Bucket* bucket) {
-  if (given.region != nullptr) {
-    bucket->region = given.region->region;
-    const int64_t offsets = bucket->packed ? 1 : given.tensor_count;
-    if (given.region_offsets != nullptr) {
-      bucket->region_offsets.assign(given.region_offsets, given.region_offsets + offsets);
-    } else if (bucket->packed) {
-      bucket->region_offsets = {0};
-    } else {
-      return Null("bucket.region_offsets");
-    }
-  }
-  REFITD_RETURN_IF_ERROR(CheckList(given.chunks, given.chunk_count, "bucket.chunks"));
-  REFITD_RETURN_IF_ERROR(CheckList(given.chunk_bytes, given.chunk_count, "bucket.chunk_bytes"));
-  for (int32_t i = 0; i < given.chunk_count; ++i) {
-    REFITD_RETURN_IF_ERROR(CheckList(given.chunks[i], given.chunk_bytes[i], "bucket.chunks[i]"));
-    bucket->bytes.emplace_back(static_cast<const char*>(given.chunks[i]), given.chunk_bytes[i]);
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<client::Bucket> BucketOf(const refit_bucket* raw) {
-  REFITD_ASSIGN_OR_RETURN(const refit_bucket given, Read(raw, "bucket"));
-  client::Bucket bucket;
-  // Take the slot first, so that it is given up whatever else is wrong.
-  if (given.slot != nullptr) {
-    bucket.slot = std::move(given.slot->slot);
-    if (bucket.slot == nullptr) {
-      return Error(absl::StatusCode::kFailedPrecondition, "bucket.slot was pushed before");
-    }
-  }
-  bucket.packed = given.packed != 0;
-  REFITD_ASSIGN_OR_RETURN(bucket.tensors, SpecsOf(given.tensors, given.tensor_count));
-  REFITD_RETURN_IF_ERROR(SetRanges(given, &bucket));
-  if (given.byte_offsets != nullptr) {
-    bucket.byte_offsets.assign(given.byte_offsets, given.byte_offsets + given.tensor_count);
-  }
-  REFITD_RETURN_IF_ERROR(SetSource(given, &bucket));
-  return bucket;
 }
 
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
@@ -471,66 +341,6 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   options.without_layout = given.without_layout != 0;
   if (given.note != nullptr) options.note = given.note;
   return options;
-}
-
-// Fills `views` with pointers into `tensors`, which must stay in place while `views` are used.
-void Show(const std::vector<client::TensorView>& tensors, std::vector<refit_view>* views) {
-  views->clear();
-  for (const client::TensorView& view : tensors) {
-    refit_view shown{};
-    shown.tensor.name = view.tensor.name.c_str();
-    shown.tensor.dtype = static_cast<int32_t>(view.tensor.dtype);
-    shown.tensor.dim_count = static_cast<int32_t>(view.tensor.shape.size());
-    shown.tensor.dims = view.tensor.shape.data();
-    shown.tensor.start = view.start;
-    shown.tensor.count = view.count;
-    shown.data = view.data;
-    views->push_back(shown);
-  }
-}
-
-// These functions show the event kept in the engine's handle as a C structure.
-void Show(const client::Part& part, refit_engine* engine, refit_event* shown) {
-  shown->kind = REFIT_EVENT_PART;
-  shown->version = part.version.value();
-  shown->update_id = part.update.value();
-  shown->part = part.part.value();
-  Show(part.tensors, &engine->views);
-  shown->views = engine->views.data();
-  shown->view_count = static_cast<int64_t>(engine->views.size());
-}
-
-refit_event Show(refit_engine* engine) {
-  refit_event shown{};
-  shown.reason = "";
-  if (const auto* prepare = std::get_if<client::Prepare>(&engine->event)) {
-    shown.kind = REFIT_EVENT_PREPARE;
-    shown.version = prepare->version.value();
-    shown.remaining_ms = prepare->remaining.count();
-    shown.tensor_count = prepare->tensor_count;
-  } else if (const auto* part = std::get_if<client::Part>(&engine->event)) {
-    Show(*part, engine, &shown);
-  } else if (const auto* committed = std::get_if<client::Committed>(&engine->event)) {
-    shown.kind = REFIT_EVENT_COMMITTED;
-    shown.version = committed->version.value();
-    shown.incarnation = committed->incarnation;
-  } else if (const auto* aborted = std::get_if<client::Aborted>(&engine->event)) {
-    shown.kind = REFIT_EVENT_ABORTED;
-    shown.version = aborted->version.value();
-    shown.dirty = aborted->dirty ? 1 : 0;
-    shown.reason = aborted->reason.c_str();
-  } else if (std::holds_alternative<client::Draining>(engine->event)) {
-    shown.kind = REFIT_EVENT_DRAINING;
-  } else if (const auto* lost = std::get_if<client::Lost>(&engine->event)) {
-    shown.kind = REFIT_EVENT_LOST;
-    shown.reason = lost->reason.c_str();
-    shown.weights = static_cast<int32_t>(lost->weights);
-  } else if (const auto* again = std::get_if<client::Reattached>(&engine->event)) {
-    shown.kind = REFIT_EVENT_REATTACHED;
-    shown.version = again->held_version.value_or(Version(-1)).value();
-    shown.weights = static_cast<int32_t>(again->weights);
-  }
-  return shown;
 }
 
 absl::Status GiveVersion(std::optional<Version> version, int64_t* out) {
@@ -861,7 +671,7 @@ refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_e
     REFITD_RETURN_IF_ERROR(Write(refit_event{}, event, "event"));
     REFITD_ASSIGN_OR_RETURN(engine->event,
                             engine->engine->Next(std::chrono::milliseconds(timeout_ms)));
-    return Write(Show(engine), event, "event");
+    return Write(client::Show(engine->event, &engine->views), event, "event");
   });
 }
 
@@ -926,7 +736,7 @@ refit_status refit_joiner_add(refit_joiner* joiner, const refit_engine* engine,
       return Error(absl::StatusCode::kFailedPrecondition, "the engine's last event is no part");
     }
     REFITD_ASSIGN_OR_RETURN(joiner->whole, joiner->joiner.Add(*part));
-    Show(joiner->whole, &joiner->views);
+    client::Show(joiner->whole, &joiner->views);
     *views = joiner->views.data();
     *view_count = static_cast<int64_t>(joiner->views.size());
     return absl::OkStatus();

@@ -47,6 +47,7 @@
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
+#include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/cuda/cuda_transport.h"
@@ -556,7 +557,7 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
 // The services of the daemon.
 struct Services {
   Services(const Config& config, const Door* door, Daemon* daemon)
-      : trainers(daemon, door),
+      : trainers(MakeTrainerService(daemon, door)),
         engines(daemon, door),
         operators(daemon, door),
         links(&daemon->joiners(), config.limits.message_bytes, LinkDoorOf(door)),
@@ -576,7 +577,7 @@ struct Services {
     return names;
   }
 
-  TrainerService trainers;
+  std::unique_ptr<grpc::Service> trainers;
   EngineService engines;
   OperatorService operators;
   PeerService links;
@@ -589,8 +590,9 @@ struct Services {
 bool StartServers(const Config& config, const CertificateStore* certificates, Services* services,
                   Servers* servers) {
   const bool apart = !config.peers.listen.empty();
-  std::vector<grpc::Service*> all = {&services->trainers, &services->engines, &services->operators,
-                                     &services->health, &services->reflection};
+  std::vector<grpc::Service*> all = {services->trainers.get(), &services->engines,
+                                     &services->operators, &services->health,
+                                     &services->reflection};
   if (!apart) all.push_back(&services->links);
   StartServer(config, all, certificates, &servers->members);
   if (apart) {

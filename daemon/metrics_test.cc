@@ -50,7 +50,6 @@ UpdateReport Committed(const std::string& group) {
           .prepare = milliseconds(2),
           .data = milliseconds(300),
           .verify = seconds(4),
-          .decide = milliseconds(1),
           .total = milliseconds(4303),
           .bytes = 1'000};
 }

@@ -1,13 +1,16 @@
-// A pushed bucket whose metadata was checked. One object serves from the check to the plan: the
-// call, the group's records, the parts and the executor share it, and nothing copies its lists.
+// A pushed bucket whose metadata was checked, and its parts. One object serves from the check to
+// the plan: the call, the group's records, the parts and the executor share it, and nothing copies
+// its lists.
 //
 // Immutable once it is shared, and so thread-safe.
 #ifndef REFITD_TRANSPORT_BUCKET_H_
 #define REFITD_TRANSPORT_BUCKET_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "transport/base/ids.h"
@@ -47,6 +50,60 @@ struct CheckedBucket {
     return range.count * ElementBytes(tensors[range.tensor].dtype);
   }
 };
+
+// The content of one part of a bucket, which moves through a slot or directly.
+struct PartContent {
+  // The bucket that was cut. Where the part came from another daemon: a bucket of the part alone.
+  std::shared_ptr<const CheckedBucket> bucket;
+  // ranges[i].tensor is an index into the bucket's lists; the range lies in the bucket's range.
+  std::vector<TensorRange> ranges;
+  std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
+  // With a slot: the end of what is packed in it. Without: the bytes carried.
+  int64_t bytes = 0;
+
+  const TensorSpec& tensor(size_t i) const { return bucket->tensors[ranges[i].tensor]; }
+  int64_t CarriedBytes() const {
+    int64_t carried = 0;
+    for (const TensorRange& range : ranges) carried += bucket->BytesOf(range);
+    return carried;
+  }
+
+  // Adds what all daemons of the part must agree on before it moves (P5). Daemons of other releases
+  // add the same numbers in the same order.
+  void AddTo(HashChain* chain) const {
+    const auto add = [chain](auto number) { chain->Add(static_cast<uint64_t>(number)); };
+    add(ranges.size());
+    for (size_t i = 0; i < ranges.size(); ++i) add(TensorHash(tensor(i)));
+    add(ranges.size());
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      add(i);
+      add(ranges[i].start);
+      add(ranges[i].count);
+    }
+    add(byte_offsets.size());
+    for (const int64_t offset : byte_offsets) add(offset);
+    add(bytes);
+  }
+};
+
+// All of a bucket as one part. A bucket in a leased slot keeps the trainer's offsets, so its part
+// reaches from the slot's start to the end of the last tensor. A bucket elsewhere has no slot and
+// so no offsets in one.
+inline PartContent WholeBucket(std::shared_ptr<const CheckedBucket> bucket) {
+  PartContent content;
+  content.ranges = bucket->ranges;
+  if (bucket->slot.has_value()) {
+    for (const TensorRange& range : bucket->ranges) {
+      const int64_t offset = bucket->places[range.tensor].byte_offset;
+      content.byte_offsets.push_back(offset);
+      content.bytes = std::max(content.bytes, offset + bucket->BytesOf(range));
+    }
+  } else {
+    content.bytes = bucket->bytes;
+  }
+  content.bucket = std::move(bucket);
+  return content;
+}
 
 }  // namespace refitd
 

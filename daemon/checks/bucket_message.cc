@@ -1,5 +1,7 @@
 #include "daemon/checks/bucket_message.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -9,19 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/checks/fields.h"
 #include "proto/convert.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd {
 namespace {
-
-using absl::StatusCode;
-
-absl::Status CheckListLength(std::string_view list, int got, size_t names) {
-  if (static_cast<size_t>(got) == names) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "bucket.{} has {} entries where names has {}", list,
-               got, names);
-}
 
 // The range carried of tensor i: all of it, or the part that sizes and starts name.
 absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& tensor,
@@ -33,26 +29,22 @@ absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& 
 
   range.count = bucket.sizes(i);
   if (range.count < 0) {
-    return Error(StatusCode::kInvalidArgument, "{} is {}, less than 0",
-                 BucketEntry("sizes", index, tensor), range.count);
+    return Invalid("{} is {}, less than 0", BucketEntry("sizes", index, tensor), range.count);
   }
   if (bucket.starts_size() == 0) {
     if (range.count == whole) return range;
-    return Error(StatusCode::kInvalidArgument,
-                 "{} is {} where {} has {} elements (a part needs bucket.starts)",
-                 BucketEntry("sizes", index, tensor), range.count,
-                 ToString(tensor.dtype, tensor.shape), whole);
+    return Invalid("{} is {} where {} has {} elements (a part needs bucket.starts)",
+                   BucketEntry("sizes", index, tensor), range.count,
+                   ToString(tensor.dtype, tensor.shape), whole);
   }
   range.start = bucket.starts(i);
   if (range.start < 0) {
-    return Error(StatusCode::kInvalidArgument, "{} is {}, less than 0",
-                 BucketEntry("starts", index, tensor), range.start);
+    return Invalid("{} is {}, less than 0", BucketEntry("starts", index, tensor), range.start);
   }
   if (range.start > whole || range.count > whole - range.start) {
-    return Error(StatusCode::kInvalidArgument,
-                 "{} is {} with start {}: outside of {}, which has {} elements",
-                 BucketEntry("sizes", index, tensor), range.count, range.start,
-                 ToString(tensor.dtype, tensor.shape), whole);
+    return Invalid("{} is {} with start {}: outside of {}, which has {} elements",
+                   BucketEntry("sizes", index, tensor), range.count, range.start,
+                   ToString(tensor.dtype, tensor.shape), whole);
   }
   return range;
 }
@@ -60,14 +52,13 @@ absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& 
 // Returns the bytes carried of each tensor; fills in out->ranges and out->bytes.
 absl::StatusOr<std::vector<int64_t>> CheckRanges(const v1::Bucket& bucket, CheckedBucket* out) {
   if (bucket.sizes_size() != 0) {
-    REFITD_RETURN_IF_ERROR(CheckListLength("sizes", bucket.sizes_size(), out->tensors.size()));
+    REFITD_RETURN_IF_ERROR(SameLength(bucket.sizes_size(), out->tensors.size(), "bucket.sizes"));
   }
   if (bucket.starts_size() != 0) {
-    REFITD_RETURN_IF_ERROR(CheckListLength("starts", bucket.starts_size(), out->tensors.size()));
+    REFITD_RETURN_IF_ERROR(SameLength(bucket.starts_size(), out->tensors.size(), "bucket.starts"));
     if (bucket.sizes_size() == 0) {
-      return Error(StatusCode::kInvalidArgument,
-                   "bucket.starts has {} entries where bucket.sizes has none",
-                   bucket.starts_size());
+      return Invalid("bucket.starts has {} entries where bucket.sizes has none",
+                     bucket.starts_size());
     }
   }
   std::vector<int64_t> bytes;
@@ -79,36 +70,30 @@ absl::StatusOr<std::vector<int64_t>> CheckRanges(const v1::Bucket& bucket, Check
     out->ranges.push_back(range);
     bytes.push_back(range.count * ElementBytes(tensor.dtype));  // at most kMaxTensorBytes
     if (bytes.back() > kMaxBucketBytes - out->bytes) {
-      return Error(StatusCode::kInvalidArgument, "{} ({}): the bucket is larger than {} bytes",
-                   BucketEntry("shapes", i, tensor), ToString(tensor.dtype, tensor.shape),
-                   kMaxBucketBytes);
+      return Invalid("{} ({}): the bucket is larger than {} bytes",
+                     BucketEntry("shapes", i, tensor), ToString(tensor.dtype, tensor.shape),
+                     kMaxBucketBytes);
     }
     out->bytes += bytes.back();
   }
   return bytes;
 }
 
-// OK: no two tensors share a byte.
-absl::Status CheckDisjoint(const Packing& packing, const std::vector<TensorSpec>& tensors,
-                           const std::vector<int64_t>& bytes) {
+// Two tensors that share a byte, the one with the lesser offset first; nullopt: there are none.
+std::optional<std::pair<size_t, size_t>> Overlap(const std::vector<int64_t>& offsets,
+                                                 const std::vector<int64_t>& bytes) {
   std::vector<size_t> order;
-  order.reserve(bytes.size());
-  for (size_t i = 0; i < bytes.size(); ++i) {
+  order.reserve(offsets.size());
+  for (size_t i = 0; i < offsets.size(); ++i) {
     if (bytes[i] > 0) order.push_back(i);
   }
   std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return packing.offsets[a] < packing.offsets[b]; });
+            [&](size_t a, size_t b) { return offsets[a] < offsets[b]; });
   for (size_t k = 1; k < order.size(); ++k) {
     const size_t before = order[k - 1];
-    const size_t i = order[k];
-    if (packing.offsets[before] + bytes[before] > packing.offsets[i]) {
-      return Error(
-          StatusCode::kInvalidArgument, "{} is {}: overlaps \"{}\", which has bytes {} to {}",
-          BucketEntry("byte_offsets", i, tensors[i]), packing.offsets[i], tensors[before].name,
-          packing.offsets[before], packing.offsets[before] + bytes[before]);
-    }
+    if (offsets[before] + bytes[before] > offsets[order[k]]) return {{before, order[k]}};
   }
-  return absl::OkStatus();
+  return std::nullopt;
 }
 
 absl::StatusOr<Packing> PackingOf(const v1::Bucket& bucket, const std::vector<TensorSpec>& tensors,
@@ -124,23 +109,28 @@ absl::StatusOr<Packing> PackingOf(const v1::Bucket& bucket, const std::vector<Te
     return packing;
   }
   REFITD_RETURN_IF_ERROR(
-      CheckListLength("byte_offsets", bucket.byte_offsets_size(), tensors.size()));
+      SameLength(bucket.byte_offsets_size(), tensors.size(), "bucket.byte_offsets"));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t offset = bucket.byte_offsets(static_cast<int>(i));
     if (offset < 0 || offset > kMaxBucketBytes) {
-      return Error(StatusCode::kInvalidArgument, "{} is {}, outside of 0 to {}",
-                   BucketEntry("byte_offsets", i, tensors[i]), offset, kMaxBucketBytes);
+      return Invalid("{} is {}, outside of 0 to {}", BucketEntry("byte_offsets", i, tensors[i]),
+                     offset, kMaxBucketBytes);
     }
     if (offset % ElementBytes(tensors[i].dtype) != 0) {
-      return Error(StatusCode::kInvalidArgument, "{} is {}: unaligned, not a multiple of {} bytes",
-                   BucketEntry("byte_offsets", i, tensors[i]), offset,
-                   ElementBytes(tensors[i].dtype));
+      return Invalid("{} is {}: unaligned, not a multiple of {} bytes",
+                     BucketEntry("byte_offsets", i, tensors[i]), offset,
+                     ElementBytes(tensors[i].dtype));
     }
     packing.offsets.push_back(offset);
     packing.bytes = std::max(packing.bytes, offset + bytes[i]);
   }
-  REFITD_RETURN_IF_ERROR(CheckDisjoint(packing, tensors, bytes));
-  return packing;
+  const auto overlap = Overlap(packing.offsets, bytes);
+  if (!overlap.has_value()) return packing;
+  const auto [before, i] = *overlap;
+  return Invalid("{} is {}: overlaps \"{}\", which has bytes {} to {}",
+                 BucketEntry("byte_offsets", i, tensors[i]), packing.offsets[i],
+                 tensors[before].name, packing.offsets[before],
+                 packing.offsets[before] + bytes[before]);
 }
 
 // Reads where the bytes are, as the message tells it.
@@ -184,8 +174,96 @@ absl::Status ReadSource(const v1::Bucket& message, ReceivedBucket* out) {
     case v1::Bucket::SOURCE_NOT_SET:
       break;
   }
-  return Error(StatusCode::kInvalidArgument,
-               "bucket.source is missing: one of inline_bytes, regions, slot, cuda_ipc");
+  return Invalid("bucket.source is missing: one of inline_bytes, regions, slot, cuda_ipc");
+}
+
+// ---- between daemons ----
+
+absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
+                                                  const std::vector<TensorSpec>& tensors,
+                                                  std::string_view field) {
+  REFITD_RETURN_IF_ERROR(
+      SameLength(wire.starts_size(), tensors.size(), fmt::format("{}.starts", field)));
+  REFITD_RETURN_IF_ERROR(
+      SameLength(wire.sizes_size(), tensors.size(), fmt::format("{}.sizes", field)));
+  std::vector<TensorRange> ranges;
+  ranges.reserve(tensors.size());
+  int64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    REFITD_ASSIGN_OR_RETURN(const int64_t whole, ElementCount(tensors[i].shape));
+    const int64_t start = wire.starts(static_cast<int>(i));
+    const int64_t count = wire.sizes(static_cast<int>(i));
+    REFITD_RETURN_IF_ERROR(InRange(start, 0, whole, fmt::format("{}.starts[{}]", field, i)));
+    REFITD_RETURN_IF_ERROR(InRange(count, 0, whole - start, fmt::format("{}.sizes[{}]", field, i)));
+    const int64_t carried = count * ElementBytes(tensors[i].dtype);
+    if (carried > kMaxBucketBytes - bytes) {
+      return Invalid("{}.sizes[{}] is {}: more than {} bytes together", field, i, count,
+                     kMaxBucketBytes);
+    }
+    bytes += carried;
+    ranges.push_back({static_cast<uint32_t>(i), start, count});
+  }
+  return ranges;
+}
+
+// Checks that the offsets lie in the slot, are aligned, and that the ranges do not overlap.
+absl::Status CheckOffsets(const v1::PeerTensors& wire, const CheckedBucket& bucket, bool has_slot,
+                          int64_t slot_bytes, std::string_view name) {
+  const std::string field = fmt::format("{}.byte_offsets", name);
+  REFITD_RETURN_IF_ERROR(SameLength(wire.byte_offsets_size(), has_slot ? bucket.tensors.size() : 0,
+                                    has_slot ? field : field + " (there is no slot)"));
+  if (!has_slot) return absl::OkStatus();
+  const std::vector<int64_t> offsets(wire.byte_offsets().begin(), wire.byte_offsets().end());
+  std::vector<int64_t> bytes;
+  bytes.reserve(offsets.size());
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    bytes.push_back(bucket.BytesOf(bucket.ranges[i]));
+    REFITD_RETURN_IF_ERROR(
+        InRange(offsets[i], 0, slot_bytes - bytes[i], fmt::format("{}[{}]", field, i)));
+    const int64_t element = ElementBytes(bucket.tensors[i].dtype);
+    if (offsets[i] % element == 0) continue;
+    return Invalid("{}[{}] is {}: unaligned, not a multiple of {} bytes", field, i, offsets[i],
+                   element);
+  }
+  const auto overlap = Overlap(offsets, bytes);
+  if (!overlap.has_value()) return absl::OkStatus();
+  return Invalid("{}[{}] is {}: overlaps entry {}", field, overlap->second,
+                 offsets[overlap->second], overlap->first);
+}
+
+absl::StatusOr<CheckedBucket> ReadTensors(const v1::PeerTensors& tensors,
+                                          const std::optional<SlotGrant>& slot, int64_t slot_bytes,
+                                          std::string_view field) {
+  CheckedBucket out;
+  REFITD_RETURN_IF_ERROR(InRange(tensors.names_size(), 1, kMaxTensorsPerBucket,
+                                 fmt::format("{}.names' length", field)));
+  REFITD_ASSIGN_OR_RETURN(out.tensors,
+                          CheckManifest(tensors.names(), tensors.dtypes(), tensors.shapes(), field,
+                                        kMaxTensorsPerBucket));
+  REFITD_ASSIGN_OR_RETURN(out.ranges, RangesOf(tensors, out.tensors, field));
+  for (const TensorRange& range : out.ranges) out.bytes += out.BytesOf(range);
+  REFITD_RETURN_IF_ERROR(CheckOffsets(tensors, out, slot.has_value(), slot_bytes, field));
+  if (!slot.has_value()) return out;
+  out.source = CheckedBucket::Source::kSlot;
+  for (const int64_t offset : tensors.byte_offsets()) out.places.push_back({.byte_offset = offset});
+  out.slot = slot;
+  return out;
+}
+
+// ---- writing ----
+
+// `message`: a v1::PeerTensors or a v1::BucketReady.
+template <typename Message>
+void WriteTensors(const PartContent& content, Message* message) {
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorSpec& tensor = content.tensor(i);
+    message->add_names(tensor.name);
+    message->add_dtypes(ToWire(tensor.dtype));
+    *message->add_shapes() = ToWire(tensor.shape);
+    message->add_starts(content.ranges[i].start);
+    message->add_sizes(content.ranges[i].count);
+  }
+  message->mutable_byte_offsets()->Add(content.byte_offsets.begin(), content.byte_offsets.end());
 }
 
 }  // namespace
@@ -196,10 +274,10 @@ absl::StatusOr<ReceivedBucket> ReadBucket(const v1::Bucket& message) {
   CheckedBucket& bucket = *out.bucket;
   bucket.seq = message.seq();
   if (bucket.seq < 0) {
-    return Error(StatusCode::kInvalidArgument, "bucket.seq is {}, less than 0", bucket.seq);
+    return Invalid("bucket.seq is {}, less than 0", bucket.seq);
   }
   if (message.names_size() == 0) {
-    return Error(StatusCode::kInvalidArgument, "bucket.names is empty: nothing is carried");
+    return Invalid("bucket.names is empty: nothing is carried");
   }
   REFITD_ASSIGN_OR_RETURN(
       bucket.tensors, CheckManifest(message.names(), message.dtypes(), message.shapes(), "bucket",
@@ -208,12 +286,40 @@ absl::StatusOr<ReceivedBucket> ReadBucket(const v1::Bucket& message) {
   if (message.packed()) {
     REFITD_ASSIGN_OR_RETURN(out.packing, PackingOf(message, bucket.tensors, bytes));
   } else if (message.byte_offsets_size() != 0) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.byte_offsets has {} entries where bucket.packed is false",
-                 message.byte_offsets_size());
+    return Invalid("bucket.byte_offsets has {} entries where bucket.packed is false",
+                   message.byte_offsets_size());
   }
   REFITD_RETURN_IF_ERROR(ReadSource(message, &out));
   return out;
+}
+
+absl::StatusOr<CheckedBucket> ReadBucket(const v1::PeerBucket& message,
+                                         const std::optional<SlotGrant>& slot, int64_t slot_bytes) {
+  REFITD_RETURN_IF_ERROR(NotNegative(message.seq(), "bucket.seq"));
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket out,
+                          ReadTensors(message.tensors(), slot, slot_bytes, "bucket.tensors"));
+  out.seq = message.seq();
+  return out;
+}
+
+absl::StatusOr<CheckedBucket> ReadBucket(const v1::PeerHeader& message,
+                                         const std::optional<SlotGrant>& slot, int64_t slot_bytes) {
+  return ReadTensors(message.content(), slot, slot_bytes, "header.content");
+}
+
+void WriteBucket(const PartContent& content, v1::PeerBucket* message) {
+  message->set_seq(content.bucket->seq);
+  WriteTensors(content, message->mutable_tensors());
+}
+
+void WriteBucket(const PartContent& content, v1::PeerHeader* message) {
+  WriteTensors(content, message->mutable_content());
+  message->set_bytes(content.bytes);
+}
+
+void WriteBucket(const PartContent& content, v1::BucketReady* message) {
+  WriteTensors(content, message);
+  message->set_bytes(content.bytes);
 }
 
 }  // namespace refitd

@@ -1,12 +1,15 @@
-// Checks of single fields that several calls of the node share (P10). Pure.
+// Checks of single fields that several messages share (P10). Pure.
 #ifndef REFITD_DAEMON_CHECKS_FIELDS_H_
 #define REFITD_DAEMON_CHECKS_FIELDS_H_
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 
 #include "absl/status/statusor.h"
+#include "transport/base/errors.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
 
@@ -18,16 +21,34 @@ inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
 inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
   constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
   if (ms < 0 || ms > kMaxMillis) {
-    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, ms,
-                 kMaxMillis);
+    return Invalid("{}: {} is not in 0..{}", field, ms, kMaxMillis);
   }
   return Millis(ms);
 }
 
+inline absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
+  if (value >= low && value <= high) return absl::OkStatus();
+  return Invalid("{} is {}, outside of {} to {}", field, value, low, high);
+}
+
+inline absl::Status NotNegative(int64_t value, std::string_view field) {
+  return InRange(value, 0, std::numeric_limits<int64_t>::max(), field);
+}
+
+inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view field) {
+  if (entries <= limit) return absl::OkStatus();
+  return Invalid("{} has {} entries, more than {}", field, entries, limit);
+}
+
+// Of a list beside the list `names`.
+inline absl::Status SameLength(int got, size_t want, std::string_view field) {
+  if (static_cast<size_t>(got) == want) return absl::OkStatus();
+  return Invalid("{} has {} entries where names has {}", field, got, want);
+}
+
 inline absl::Status CheckText(std::string_view text, size_t limit, std::string_view field) {
   if (text.size() <= limit) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "{}: {} bytes are more than {}", field,
-               text.size(), limit);
+  return Invalid("{}: {} bytes are more than {}", field, text.size(), limit);
 }
 
 // A text for people, which terminals show: CheckText, and no control characters.
@@ -40,8 +61,7 @@ inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_v
     const bool c1 =
         byte == 0xc2 && next < 0xa0;  // UTF-8 encodes U+0080 to U+009F as C2 80 to C2 9F
     if (!c0 && !c1) continue;
-    return Error(absl::StatusCode::kInvalidArgument, "{}: a control character at byte {}", field,
-                 i);
+    return Invalid("{}: a control character at byte {}", field, i);
   }
   return absl::OkStatus();
 }

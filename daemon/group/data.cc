@@ -24,30 +24,6 @@ PartContent WithoutSlot(PartContent content) {
 
 }  // namespace
 
-int64_t PartContent::CarriedBytes() const {
-  int64_t carried = 0;
-  for (const TensorRange& range : ranges) carried += bucket->BytesOf(range);
-  return carried;
-}
-
-// A bucket in a leased slot keeps the trainer's offsets, so its part reaches from the slot's start
-// to the end of the last tensor. A bucket elsewhere has no slot and so no offsets in one.
-PartContent WholeBucket(std::shared_ptr<const CheckedBucket> bucket) {
-  PartContent content;
-  content.ranges = bucket->ranges;
-  if (bucket->slot.has_value()) {
-    for (const TensorRange& range : bucket->ranges) {
-      const int64_t offset = bucket->places[range.tensor].byte_offset;
-      content.byte_offsets.push_back(offset);
-      content.bytes = std::max(content.bytes, offset + bucket->BytesOf(range));
-    }
-  } else {
-    content.bytes = bucket->bytes;
-  }
-  content.bucket = std::move(bucket);
-  return content;
-}
-
 absl::Status Group::Impl::NotOpen(Version wanted) const {
   for (auto it = past.rbegin(); it != past.rend(); ++it) {
     if (it->version == wanted) return Told(*it);

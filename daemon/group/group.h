@@ -48,6 +48,16 @@ inline constexpr bool kIsOneOf = false;
 template <typename T, typename... Ts>
 inline constexpr bool kIsOneOf<T, std::variant<Ts...>> = (std::is_same_v<T, Ts> || ...);
 
+template <typename A, typename B>
+struct JoinOf;
+template <typename... As, typename... Bs>
+struct JoinOf<std::variant<As...>, std::variant<Bs...>> {
+  using Type = std::variant<As..., Bs...>;
+};
+// The variant of the alternatives of both variants.
+template <typename A, typename B>
+using Joined = typename JoinOf<A, B>::Type;
+
 // ---- what a group is made with ----
 
 inline constexpr int kMaxSlots = 64;
@@ -533,22 +543,6 @@ struct SendPrepare {
   Duration remaining{};
   int64_t tensor_count = 0;
 };
-// The content of one part of a bucket, which moves through a slot or directly.
-struct PartContent {
-  // The bucket that was cut. Where the part came from another daemon: a bucket of the part alone.
-  std::shared_ptr<const CheckedBucket> bucket;
-  // ranges[i].tensor is an index into the bucket's lists; the range lies in the bucket's range.
-  std::vector<TensorRange> ranges;
-  std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
-  // With a slot: the end of what is packed in it. Without: the bytes carried.
-  int64_t bytes = 0;
-
-  const TensorSpec& tensor(size_t i) const { return bucket->tensors[ranges[i].tensor]; }
-  int64_t CarriedBytes() const;
-};
-// All of a bucket as one part: where it lies in its leased slot, or without a slot.
-PartContent WholeBucket(std::shared_ptr<const CheckedBucket> bucket);
-
 // Hand one part to a staged engine rank.
 struct SendPart {
   MemberId member;
@@ -561,6 +555,8 @@ struct SendPart {
 struct SendCommitted {
   MemberId member;
   Version version;
+  // The group's incarnation. The member's own daemon sets it when it tells the member.
+  uint64_t incarnation = 0;
 };
 struct SendAborted {
   MemberId member;

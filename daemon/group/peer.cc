@@ -37,19 +37,7 @@ uint64_t HeaderDigest(const BucketHeader& header) {
   add(header.part.value());
   add(header.group_seq);
   add(header.root.value());
-  const PartContent& content = *header.content;
-  const size_t tensors = content.ranges.size();
-  add(tensors);
-  for (size_t i = 0; i < tensors; ++i) add(TensorHash(content.tensor(i)));
-  add(tensors);
-  for (size_t i = 0; i < tensors; ++i) {
-    add(i);
-    add(content.ranges[i].start);
-    add(content.ranges[i].count);
-  }
-  add(content.byte_offsets.size());
-  for (const int64_t offset : content.byte_offsets) add(offset);
-  add(content.bytes);
+  header.content->AddTo(&chain);
   add(header.slot.has_value());
   if (header.slot.has_value()) {
     add(header.slot->slot.value());

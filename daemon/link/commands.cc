@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/link/member_actions.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
@@ -17,24 +18,20 @@
 namespace refitd {
 namespace {
 
-using peer::AtMost;
 using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckIncarnation;
 using peer::CheckSize;
 using peer::FlagsOf;
 using peer::IndicesOf;
-using peer::InRange;
 using peer::kEnvelopeBytes;
 using peer::MemberOf;
 using peer::MembersOf;
 using peer::MillisOf;
 using peer::MillisToWire;
-using peer::NotNegative;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
-using peer::SameLength;
 using peer::SetBucket;
 using peer::SetIds;
 using peer::SetSlot;
@@ -132,7 +129,6 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->set_group_seq(header.group_seq);
   out->set_root(header.root.value());
   SetBucket(*header.content, header.slot, out);
-  out->set_bytes(header.content->bytes);
   out->set_leased(header.leased);
   out->set_verification(ToWire(header.verification));
   out->set_digest(v.digest);
@@ -160,27 +156,6 @@ void Put(const PeerSendPart& v, v1::PeerAnswer* wire) {
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_part(v.part.value());
-}
-
-void Put(const SendCommitted& v, v1::PeerAnswer* wire) {
-  wire->mutable_committed()->set_member(v.member.value());
-  wire->mutable_committed()->set_version(v.version.value());
-}
-
-void Put(const SendAborted& v, v1::PeerAnswer* wire) {
-  v1::PeerAborted* out = wire->mutable_aborted();
-  out->set_member(v.member.value());
-  out->set_version(v.version.value());
-  out->set_reason(TextToWire(v.reason));
-  out->set_dirty(v.dirty);
-}
-
-void Put(const SendDraining& v, v1::PeerAnswer* wire) {
-  wire->mutable_draining()->set_member(v.member.value());
-}
-
-void Put(const MemberAction& v, v1::PeerAnswer* wire) {
-  std::visit([wire](const auto& action) { Put(action, wire); }, v);
 }
 
 void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
@@ -416,7 +391,7 @@ absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& wire, const PeerBoun
   REFITD_RETURN_IF_ERROR(NotNegative(wire.group_seq(), "header.group_seq"));
   out.group_seq = wire.group_seq();
   out.root = NodeId(wire.root());
-  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds));
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds, "header.slot"));
   out.slot = bucket.slot;
   PartContent content = WholeBucket(std::make_shared<const CheckedBucket>(std::move(bucket)));
   if (wire.bytes() != content.bytes) {
@@ -500,22 +475,6 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& wire, const PeerBo
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCommitted& wire, const PeerBounds&) {
-  SendCommitted out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "committed.member"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "committed.version"));
-  return out;
-}
-
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerAborted& wire, const PeerBounds&) {
-  SendAborted out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "aborted.member"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "aborted.version"));
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
-  out.dirty = wire.dirty();
-  return out;
-}
-
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBounds&) {
   PeerCompare v;
   v.update = UpdateId(wire.update());
@@ -526,11 +485,6 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBou
   }
   v.part = {wire.part(), wire.parts()};
   return v;
-}
-
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerDraining& wire, const PeerBounds&) {
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "draining.member"));
-  return SendDraining{member};
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& wire, const PeerBounds&) {
@@ -701,12 +655,6 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
       return CommandOf(answer.issue(), bounds);
     case v1::PeerAnswer::kSendPart:
       return CommandOf(answer.send_part(), bounds);
-    case v1::PeerAnswer::kCommitted:
-      return CommandOf(answer.committed(), bounds);
-    case v1::PeerAnswer::kAborted:
-      return CommandOf(answer.aborted(), bounds);
-    case v1::PeerAnswer::kDraining:
-      return CommandOf(answer.draining(), bounds);
     case v1::PeerAnswer::kVerify:
       return CommandOf(answer.verify(), bounds);
     case v1::PeerAnswer::kProgram:
@@ -736,9 +684,11 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
     case v1::PeerAnswer::kReadiness:
       return CommandOf(answer.readiness(), bounds);
     case v1::PeerAnswer::KIND_NOT_SET:
+      return Invalid("kind is missing, or not known");
+    default:
       break;
   }
-  return Invalid("kind is missing, or not known");
+  return MemberActionOf(answer);
 }
 
 }  // namespace refitd

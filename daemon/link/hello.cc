@@ -13,9 +13,7 @@
 namespace refitd {
 namespace {
 
-using peer::AtMost;
 using peer::CheckIncarnation;
-using peer::InRange;
 using peer::kMaxSerialisedBytes;
 using peer::MillisOf;
 using peer::TextOf;

@@ -77,7 +77,6 @@ FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
-FIELDS(SendCommitted, a, b)
 FIELDS(SendAborted, a, b, c, d)
 FIELDS(SendDraining, a)
 FIELDS(PeerVerify, a, b)
@@ -105,6 +104,14 @@ FIELDS(PeerReadiness, a, b, c)
 FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
+// All but the incarnation, which the member's own daemon sets.
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
+auto Fields(V& v) {
+  auto& [a, b, incarnation] = v;
+  (void)incarnation;
+  return std::tie(a, b);
+}
 // All but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>

@@ -9,8 +9,6 @@
 namespace refitd {
 namespace {
 
-using peer::AtMost;
-using peer::InRange;
 using peer::MemberOf;
 
 constexpr int64_t kVarintBytes = 10;

@@ -19,17 +19,14 @@
 namespace refitd {
 namespace {
 
-using peer::AtMost;
 using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckSize;
 using peer::IndicesOf;
-using peer::InRange;
 using peer::kEnvelopeBytes;
 using peer::MemberOf;
 using peer::MillisOf;
 using peer::MillisToWire;
-using peer::NotNegative;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
@@ -129,7 +126,6 @@ void PutEvent(const BucketEvent& e, v1::PeerCall* wire) {
   v1::PeerBucket* out = wire->mutable_bucket();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
-  out->set_seq(e.bucket->seq);
   SetBucket(WholeBucket(e.bucket), e.bucket->slot, out);
   out->set_update_id(e.update.value());
 }
@@ -400,9 +396,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& wire, const PeerBounds& 
   REFITD_ASSIGN_OR_RETURN(out.request_id,
                           TextOf(wire.request_id(), "bucket.request_id", kMaxRequestIdBytes));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "bucket.version"));
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.seq(), "bucket.seq"));
-  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds));
-  bucket.seq = wire.seq();
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds, "bucket.slot"));
   out.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
   out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};

@@ -20,6 +20,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/checks/bucket_message.h"
+#include "daemon/checks/fields.h"
 #include "daemon/group/peer.h"
 #include "daemon/link/limits.h"
 #include "refitd/v1/peer.pb.h"
@@ -30,28 +32,12 @@
 
 namespace refitd::peer {
 
-// ---- checks ----
-
-inline absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
-  if (value >= low && value <= high) return absl::OkStatus();
-  return Invalid("{} is {}, outside of {} to {}", field, value, low, high);
-}
-
-inline absl::Status NotNegative(int64_t value, std::string_view field) {
-  return InRange(value, 0, std::numeric_limits<int64_t>::max(), field);
-}
-
-inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view field) {
-  if (entries <= limit) return absl::OkStatus();
-  return Invalid("{} has {} entries, more than {}", field, entries, limit);
-}
+// ---- numbers ----
 
 inline absl::StatusOr<MemberId> MemberOf(uint64_t id, std::string_view field) {
   if (id == 0) return Invalid("{} is 0, which is no member", field);
   return MemberId(id);
 }
-
-// ---- numbers ----
 
 absl::StatusOr<CallId> CallOf(uint64_t id, std::string_view field);
 
@@ -118,17 +104,23 @@ absl::StatusOr<std::vector<uint32_t>> IndicesOf(
 
 // ---- buckets ----
 
-absl::Status SameLength(int got, size_t want, std::string_view field);
+// A bucket or a part's header, with the slot in which its tensors lie. `wire` is a v1::PeerBucket
+// or a v1::PeerHeader.
+template <typename Wire>
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot, Wire* wire) {
+  WriteBucket(content, wire);
+  if (slot.has_value()) SetSlot(*slot, wire->mutable_slot());
+}
 
-// A bucket and a part's header have the tensors in common, and the slot in which these lie.
-void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
-               v1::PeerBucket* wire);
-void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
-               v1::PeerHeader* wire);
-
-// A part is read as a bucket of its own. Without a slot, only the other daemon knows its bytes.
-absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerBucket& wire, const PeerBounds& bounds);
-absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerHeader& wire, const PeerBounds& bounds);
+template <typename Wire>
+absl::StatusOr<CheckedBucket> BucketOf(const Wire& wire, const PeerBounds& bounds,
+                                       std::string_view slot_field) {
+  std::optional<SlotGrant> slot;
+  if (wire.has_slot()) {
+    REFITD_ASSIGN_OR_RETURN(slot, SlotOf(wire.slot(), bounds, slot_field));
+  }
+  return ReadBucket(wire, slot, bounds.slot_bytes);
+}
 
 absl::StatusOr<Verification> VerificationOf(v1::Verification wire, std::string_view field);
 

@@ -86,7 +86,8 @@ struct Actions::Performer {
     Tell(member, PartNews{std::move(a), group->machine->spec().slot_bytes});
   }
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
-    Tell(a.member, CommittedNews{a.version, group->machine->incarnation()});
+    a.incarnation = group->machine->incarnation();
+    Tell(a.member, a);
   }
   // A member hears of some actions in the group's words.
   template <typename Action>

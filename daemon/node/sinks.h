@@ -51,13 +51,8 @@ struct PartNews {
   SendPart part;
   int64_t slot_bytes = 0;  // slot i of the pool begins at i * slot_bytes
 };
-struct CommittedNews {
-  Version version;
-  uint64_t incarnation = 0;
-};
 // The news that a member gets on its stream. Trainers get neither SendPrepare nor PartNews.
-using MemberNews =
-    std::variant<WelcomeNews, SendPrepare, PartNews, CommittedNews, SendAborted, SendDraining>;
+using MemberNews = Joined<std::variant<WelcomeNews, SendPrepare, PartNews>, MemberAction>;
 using MemberSink = EventSink<MemberNews>;
 
 // A watcher is told the state that a group's update has now.

@@ -86,7 +86,7 @@ TEST_CASE("inline bytes and a region's bytes are pushed into the engine's memory
     CHECK(pushed.As<BucketReply>().bytes == kElements);
     CHECK(world.Commit(version, 1).As<CommitReply>().version == Version(version));
     CHECK(std::string(world.weights.data(), kElements) == (inline_bytes ? bytes : "regional"));
-    CHECK(world.engine.inbox->Last<CommittedNews>()->version == Version(version));
+    CHECK(world.engine.inbox->Last<SendCommitted>()->version == Version(version));
   }
 }
 

@@ -179,7 +179,11 @@ class ReferenceEngine {
     return "unknown";
   }
 
-  absl::Status Handle(const client::Nothing&) { return absl::OkStatus(); }
+  // Nothing, and events that ask nothing of a reference engine.
+  template <typename Event>
+  absl::Status Handle(const Event&) {
+    return absl::OkStatus();
+  }
   absl::Status Handle(const client::Draining&) {
     log_.Tell("draining", json::object());
     return absl::OkStatus();

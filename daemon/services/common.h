@@ -32,6 +32,10 @@
 
 namespace refitd {
 
+// Asserts that the handler, called with these arguments, is noexcept.
+#define REFITD_METHOD_IS_NOEXCEPT(service, method, ...) \
+  static_assert(noexcept(std::declval<service&>().method(__VA_ARGS__)))
+
 // Abseil and gRPC use the same numbers as codes.
 inline grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;

@@ -4,6 +4,8 @@
 #include <type_traits>
 #include <variant>
 
+#include "daemon/checks/bucket_message.h"
+#include "daemon/link/member_actions.h"
 #include "daemon/process/version.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
@@ -37,22 +39,12 @@ void Fill(const SendPrepare& news, v1::Prepare* prepare) {
 
 void Fill(const PartNews& news, v1::BucketReady* bucket) {
   const SendPart& part = news.part;
-  const PartContent& content = *part.content;
   bucket->set_version(part.version.value());
   bucket->set_update_id(part.update.value());
   bucket->set_part(part.part.value());
   bucket->set_slot(part.slot.slot.value());
   bucket->set_slot_byte_offset(int64_t{part.slot.slot.value()} * news.slot_bytes);
-  bucket->set_bytes(content.bytes);
-  for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const TensorSpec& tensor = content.tensor(i);
-    bucket->add_names(tensor.name);
-    bucket->add_dtypes(ToWire(tensor.dtype));
-    *bucket->add_shapes() = ToWire(tensor.shape);
-    bucket->add_starts(content.ranges[i].start);
-    bucket->add_sizes(content.ranges[i].count);
-    bucket->add_byte_offsets(content.byte_offsets[i]);
-  }
+  WriteBucket(*part.content, bucket);
 }
 
 // Makes the event of each kind of news.
@@ -70,16 +62,9 @@ struct Teller {
     if constexpr (kEngine) Fill(news, event.mutable_bucket());
     REFITD_CHECK(kEngine);
   }
-  void operator()(const CommittedNews& news) {
-    event.mutable_committed()->set_version(news.version.value());
-    event.mutable_committed()->set_incarnation(news.incarnation);
-  }
-  void operator()(const SendAborted& news) {
-    event.mutable_aborted()->set_version(news.version.value());
-    event.mutable_aborted()->set_reason(news.reason);
-    event.mutable_aborted()->set_dirty(news.dirty);
-  }
-  void operator()(const SendDraining&) { event.mutable_draining(); }
+  template <typename Action>
+  requires kIsOneOf<Action, MemberAction>
+  void operator()(const Action& action) { event = EventOf<Event>(action); }
 };
 
 }  // namespace

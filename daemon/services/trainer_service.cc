@@ -1,14 +1,15 @@
 #include "daemon/services/trainer_service.h"
 
 #include <utility>
-#include <variant>
 
+#include "daemon/services/common.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/region_calls.h"
 #include "daemon/services/register_layout.h"
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_events.h"
 #include "proto/convert.h"
+#include "refitd/v1/trainer.grpc.pb.h"
 
 namespace refitd {
 namespace {
@@ -40,141 +41,167 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
   }
 }
 
+// Thread-safe.
+class TrainerService final : public v1::Trainer::CallbackService {
+ public:
+  TrainerService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
+
+  grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
+      grpc::CallbackServerContext* context) noexcept override {
+    return new AttachReactor<TrainerRole>(daemon_, door_, context);
+  }
+
+  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(
+      grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept override {
+    return new RegisterLayoutReactor(daemon_, door_->Admit(*context, {Rpc::kTrainerRegisterLayout}),
+                                     /*engine=*/false, response);
+  }
+
+  grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
+                                           const v1::RegisterRegionRequest* request,
+                                           v1::RegisterRegionResponse* response) noexcept override {
+    return AnswerRegisterRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
+  }
+
+  grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
+                                          const v1::ReleaseRegionRequest* request,
+                                          v1::ReleaseRegionResponse* response) noexcept override {
+    return AnswerReleaseRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
+  }
+
+  grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
+                                  const v1::BeginRequest* request,
+                                  v1::BeginResponse* response) noexcept override {
+    return Hand<BeginReply>(
+        context, Rpc::kTrainerBegin, *request, [&] { return EventOf(*request, MaxDuration()); },
+        [response](const BeginReply& begun) {
+          response->set_update_id(begun.update.value());
+          response->set_remaining_ms(ToMillis(begun.remaining));
+          response->set_instances(begun.instances);
+          response->set_leasable_slots(begun.leasable_slots);
+        });
+  }
+
+  grpc::ServerUnaryReactor* LeaseSlot(grpc::CallbackServerContext* context,
+                                      const v1::LeaseSlotRequest* request,
+                                      v1::LeaseSlotResponse* response) noexcept override {
+    return Hand<LeaseSlotReply>(
+        context, Rpc::kTrainerLeaseSlot, *request, [&] { return EventOf(*request); },
+        [response](const LeaseSlotReply& leased) {
+          response->set_slot(leased.grant.slot.value());
+          response->set_grant(leased.grant.grant.value());
+          response->set_bytes(leased.slot_bytes);
+          response->set_byte_offset(int64_t{leased.grant.slot.value()} * leased.slot_bytes);
+          response->set_expires_ms(ToMillis(leased.expires));
+        });
+  }
+
+  grpc::ServerUnaryReactor* ReleaseSlot(grpc::CallbackServerContext* context,
+                                        const v1::ReleaseSlotRequest* request,
+                                        v1::ReleaseSlotResponse* /*response*/) noexcept override {
+    return Hand<EmptyReply>(context, Rpc::kTrainerReleaseSlot, *request, [&] {
+      ReleaseSlotEvent event;
+      event.grant = {SlotIndex(request->slot()), GrantId(request->grant())};
+      return event;
+    });
+  }
+
+  grpc::ServerUnaryReactor* PushBucket(grpc::CallbackServerContext* context,
+                                       const v1::PushBucketRequest* request,
+                                       v1::PushBucketResponse* response) noexcept override {
+    return AnswerLater(
+        daemon_, *door_, context, {Rpc::kTrainerPushBucket},
+        [&](CallId call, const Peer& peer, ReplyFunction reply) {
+          daemon_->trainer_calls().PushBucket(call, CallerOf(request->lease(), peer),
+                                              PushOf(*request), std::move(reply));
+        },
+        [response](const ReplyPayload& payload) {
+          const auto& pushed = PayloadAs<BucketReply>(payload);
+          response->set_group_seq(pushed.group_seq);
+          response->set_bytes(pushed.bytes);
+        });
+  }
+
+  grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
+                                   const v1::CommitRequest* request,
+                                   v1::CommitResponse* response) noexcept override {
+    return Hand<CommitReply>(
+        context, Rpc::kTrainerCommit, *request, [&] { return EventOf(*request); },
+        [response](const CommitReply& committed) { Fill(committed, response); });
+  }
+
+  grpc::ServerUnaryReactor* Abort(grpc::CallbackServerContext* context,
+                                  const v1::AbortRequest* request,
+                                  v1::AbortResponse* /*response*/) noexcept override {
+    return Hand<EmptyReply>(context, Rpc::kTrainerAbort, *request,
+                            [&] { return EventOf(*request); });
+  }
+
+  grpc::ServerUnaryReactor* Refit(grpc::CallbackServerContext* context,
+                                  const v1::RefitRequest* request,
+                                  v1::CommitResponse* response) noexcept override {
+    return AnswerLater(
+        daemon_, *door_, context, {Rpc::kTrainerRefit},
+        [&](CallId call, const Peer& peer, ReplyFunction reply) {
+          daemon_->trainer_calls().Refit(call, CallerOf(request->lease(), peer),
+                                         EventOf(*request, MaxDuration()),
+                                         request->binding_generation(), std::move(reply));
+        },
+        [response](const ReplyPayload& payload) {
+          Fill(PayloadAs<CommitReply>(payload), response);
+        });
+  }
+
+  grpc::ServerUnaryReactor* GetUpdate(grpc::CallbackServerContext* context,
+                                      const v1::GetUpdateRequest* request,
+                                      v1::GetUpdateResponse* response) noexcept override {
+    return AnswerNow(*door_, context, {Rpc::kTrainerGetUpdate, request->group()}, response,
+                     [&](const Peer&) { return refitd::GetUpdate(daemon_, *request); });
+  }
+
+ private:
+  Duration MaxDuration() const { return daemon_->options().group.max_duration; }
+
+  // Hands the event that `make()` returns to the caller's group, once the door has admitted the
+  // caller. `fill(reply)` fills the response if the group's reply is OK.
+  template <typename Reply, typename Request, typename Make, typename FillIn>
+  grpc::ServerUnaryReactor* Hand(grpc::CallbackServerContext* context, Rpc rpc,
+                                 const Request& request, Make make, FillIn fill) {
+    return AnswerLater(
+        daemon_, *door_, context, {rpc},
+        [&](CallId call, const Peer& peer, ReplyFunction reply) {
+          daemon_->trainer_calls().Call(call, CallerOf(request.lease(), peer), make(),
+                                        std::move(reply));
+        },
+        [fill](const ReplyPayload& payload) { fill(PayloadAs<Reply>(payload)); });
+  }
+  template <typename Reply, typename Request, typename Make>
+  grpc::ServerUnaryReactor* Hand(grpc::CallbackServerContext* context, Rpc rpc,
+                                 const Request& request, Make make) {
+    return Hand<Reply>(context, rpc, request, make, [](const Reply&) {});
+  }
+
+  Daemon* const daemon_;
+  const Door* const door_;
+};
+
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Attach, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, RegisterLayout, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, RegisterRegion, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, ReleaseRegion, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Begin, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, LeaseSlot, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, ReleaseSlot, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, PushBucket, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Commit, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Abort, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Refit, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, GetUpdate, nullptr, nullptr, nullptr);
+
 }  // namespace
 
-grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* TrainerService::Attach(
-    grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<TrainerRole>(daemon_, door_, context);
-}
-
-grpc::ServerReadReactor<v1::LayoutChunk>* TrainerService::RegisterLayout(
-    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor(daemon_, door_->Admit(*context, {Rpc::kTrainerRegisterLayout}),
-                                   /*engine=*/false, response);
-}
-
-grpc::ServerUnaryReactor* TrainerService::RegisterRegion(
-    grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
-    v1::RegisterRegionResponse* response) noexcept {
-  return AnswerRegisterRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
-}
-
-grpc::ServerUnaryReactor* TrainerService::ReleaseRegion(
-    grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
-    v1::ReleaseRegionResponse* response) noexcept {
-  return AnswerReleaseRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
-}
-
-grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* context,
-                                                const v1::BeginRequest* request,
-                                                v1::BeginResponse* response) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerBegin},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer),
-                                      EventOf(*request, daemon_->options().group.max_duration),
-                                      std::move(reply));
-      },
-      [response](const ReplyPayload& payload) {
-        const auto& begun = PayloadAs<BeginReply>(payload);
-        response->set_update_id(begun.update.value());
-        response->set_remaining_ms(ToMillis(begun.remaining));
-        response->set_instances(begun.instances);
-        response->set_leasable_slots(begun.leasable_slots);
-      });
-}
-
-grpc::ServerUnaryReactor* TrainerService::LeaseSlot(grpc::CallbackServerContext* context,
-                                                    const v1::LeaseSlotRequest* request,
-                                                    v1::LeaseSlotResponse* response) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerLeaseSlot},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
-                                      std::move(reply));
-      },
-      [response](const ReplyPayload& payload) {
-        const auto& leased = PayloadAs<LeaseSlotReply>(payload);
-        response->set_slot(leased.grant.slot.value());
-        response->set_grant(leased.grant.grant.value());
-        response->set_bytes(leased.slot_bytes);
-        response->set_byte_offset(int64_t{leased.grant.slot.value()} * leased.slot_bytes);
-        response->set_expires_ms(ToMillis(leased.expires));
-      });
-}
-
-grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(
-    grpc::CallbackServerContext* context, const v1::ReleaseSlotRequest* request,
-    v1::ReleaseSlotResponse* /*response*/) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerReleaseSlot},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        ReleaseSlotEvent event;
-        event.grant = {SlotIndex(request->slot()), GrantId(request->grant())};
-        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), event,
-                                      std::move(reply));
-      },
-      [](const ReplyPayload&) {});
-}
-
-grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext* context,
-                                                     const v1::PushBucketRequest* request,
-                                                     v1::PushBucketResponse* response) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerPushBucket},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().PushBucket(call, CallerOf(request->lease(), peer),
-                                            PushOf(*request), std::move(reply));
-      },
-      [response](const ReplyPayload& payload) {
-        const auto& pushed = PayloadAs<BucketReply>(payload);
-        response->set_group_seq(pushed.group_seq);
-        response->set_bytes(pushed.bytes);
-      });
-}
-
-grpc::ServerUnaryReactor* TrainerService::Commit(grpc::CallbackServerContext* context,
-                                                 const v1::CommitRequest* request,
-                                                 v1::CommitResponse* response) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerCommit},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
-                                      std::move(reply));
-      },
-      [response](const ReplyPayload& payload) { Fill(PayloadAs<CommitReply>(payload), response); });
-}
-
-grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* context,
-                                                const v1::AbortRequest* request,
-                                                v1::AbortResponse* /*response*/) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerAbort},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
-                                      std::move(reply));
-      },
-      [](const ReplyPayload&) {});
-}
-
-grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* context,
-                                                const v1::RefitRequest* request,
-                                                v1::CommitResponse* response) noexcept {
-  return AnswerLater(
-      daemon_, *door_, context, {Rpc::kTrainerRefit},
-      [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        daemon_->trainer_calls().Refit(call, CallerOf(request->lease(), peer),
-                                       EventOf(*request, daemon_->options().group.max_duration),
-                                       request->binding_generation(), std::move(reply));
-      },
-      [response](const ReplyPayload& payload) { Fill(PayloadAs<CommitReply>(payload), response); });
-}
-
-grpc::ServerUnaryReactor* TrainerService::GetUpdate(grpc::CallbackServerContext* context,
-                                                    const v1::GetUpdateRequest* request,
-                                                    v1::GetUpdateResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kTrainerGetUpdate, request->group()}, response,
-                   [&](const Peer&) { return refitd::GetUpdate(daemon_, *request); });
+std::unique_ptr<grpc::Service> MakeTrainerService(Daemon* daemon, const Door* door) {
+  return std::make_unique<TrainerService>(daemon, door);
 }
 
 }  // namespace refitd

@@ -222,7 +222,7 @@ TEST_CASE("what becomes of an update is told to both roles alike") {
     check(MemberEventOf<v1::EngineEvent>(news));
     check(MemberEventOf<v1::TrainerEvent>(news));
   };
-  both(CommittedNews{Version(1), 2}, [](const auto& event) {
+  both(SendCommitted{MemberId(1), Version(1), 2}, [](const auto& event) {
     CHECK(event.committed().version() == 1);
     CHECK(event.committed().incarnation() == 2);
   });

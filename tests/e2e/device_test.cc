@@ -119,7 +119,7 @@ class LocalDaemon {
         std::make_unique<refitd::Daemon>(std::move(options), std::move(transport), processes_.get(),
                                          nullptr, id.empty() ? nullptr : dialer);
     door_ = std::make_unique<Door>(DoorOptions{.peers = &peers_, .policies = &policies_});
-    trainers_ = std::make_unique<TrainerService>(daemon_.get(), door_.get());
+    trainers_ = MakeTrainerService(daemon_.get(), door_.get());
     engines_ = std::make_unique<EngineService>(daemon_.get(), door_.get());
     operators_ = std::make_unique<OperatorService>(daemon_.get(), door_.get());
     accept_loop_ = *AcceptLoop::Create({socket(), 0600}, &peers_, [this](UniqueFd fd) {
@@ -191,7 +191,7 @@ class LocalDaemon {
   const PolicyStore policies_{
       *Policy::Make({.rules = {}, .uids = {geteuid()}, .gids = {}, .peers = ""})};
   std::unique_ptr<Door> door_;
-  std::unique_ptr<TrainerService> trainers_;
+  std::unique_ptr<grpc::Service> trainers_;
   std::unique_ptr<EngineService> engines_;
   std::unique_ptr<OperatorService> operators_;
   std::unique_ptr<PeerService> peer_links_;

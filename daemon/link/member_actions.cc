@@ -1,0 +1,104 @@
+#include "daemon/link/member_actions.h"
+
+#include <variant>
+
+#include "daemon/link/values.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using peer::MemberOf;
+using peer::TextOf;
+using peer::TextToWire;
+using peer::VersionOf;
+
+// Each action has three functions: Write writes it for the member's daemon, ActionOf reads it
+// there, Tell writes it for the member.
+
+// ---- committed ----
+
+void Write(const SendCommitted& v, v1::PeerAnswer* answer) {
+  v1::PeerCommitted* out = answer->mutable_committed();
+  out->set_member(v.member.value());
+  out->set_version(v.version.value());
+}
+
+absl::StatusOr<MemberAction> ActionOf(const v1::PeerCommitted& wire) {
+  SendCommitted out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "committed.member"));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "committed.version"));
+  return out;
+}
+
+template <typename Event>
+void Tell(const SendCommitted& v, Event* event) {
+  event->mutable_committed()->set_version(v.version.value());
+  event->mutable_committed()->set_incarnation(v.incarnation);
+}
+
+// ---- aborted ----
+
+void Write(const SendAborted& v, v1::PeerAnswer* answer) {
+  v1::PeerAborted* out = answer->mutable_aborted();
+  out->set_member(v.member.value());
+  out->set_version(v.version.value());
+  out->set_reason(TextToWire(v.reason));
+  out->set_dirty(v.dirty);
+}
+
+absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& wire) {
+  SendAborted out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "aborted.member"));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "aborted.version"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
+  out.dirty = wire.dirty();
+  return out;
+}
+
+template <typename Event>
+void Tell(const SendAborted& v, Event* event) {
+  event->mutable_aborted()->set_version(v.version.value());
+  event->mutable_aborted()->set_reason(v.reason);
+  event->mutable_aborted()->set_dirty(v.dirty);
+}
+
+// ---- draining ----
+
+void Write(const SendDraining& v, v1::PeerAnswer* answer) {
+  answer->mutable_draining()->set_member(v.member.value());
+}
+
+absl::StatusOr<MemberAction> ActionOf(const v1::PeerDraining& wire) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "draining.member"));
+  return SendDraining{member};
+}
+
+template <typename Event>
+void Tell(const SendDraining& /*v*/, Event* event) {
+  event->mutable_draining();
+}
+
+}  // namespace
+
+void Put(const MemberAction& action, v1::PeerAnswer* answer) {
+  std::visit([answer](const auto& kind) { Write(kind, answer); }, action);
+}
+
+absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerAnswer& answer) {
+  if (answer.has_committed()) return ActionOf(answer.committed());
+  if (answer.has_aborted()) return ActionOf(answer.aborted());
+  if (answer.has_draining()) return ActionOf(answer.draining());
+  return Invalid("kind is not known");
+}
+
+template <typename Event>
+Event EventOf(const MemberAction& action) {
+  Event event;
+  std::visit([&event](const auto& kind) { Tell(kind, &event); }, action);
+  return event;
+}
+template v1::EngineEvent EventOf(const MemberAction& action);
+template v1::TrainerEvent EventOf(const MemberAction& action);
+
+}  // namespace refitd

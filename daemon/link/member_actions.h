@@ -1,0 +1,26 @@
+// What a member is told of its group (MemberAction) as messages: of the coordinator to the member's
+// daemon, and of that daemon to the member. member_actions.cc is the only file that knows both.
+//
+// Pure functions, thread-safe.
+#ifndef REFITD_DAEMON_LINK_MEMBER_ACTIONS_H_
+#define REFITD_DAEMON_LINK_MEMBER_ACTIONS_H_
+
+#include "absl/status/statusor.h"
+#include "daemon/group/group.h"
+#include "refitd/v1/engine.pb.h"
+#include "refitd/v1/peer.pb.h"
+#include "refitd/v1/trainer.pb.h"
+
+namespace refitd {
+
+void Put(const MemberAction& action, v1::PeerAnswer* answer);
+// INVALID_ARGUMENT, naming field and value: the message is malformed, or is not for a member.
+absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerAnswer& answer);
+
+// The event on the member's stream. `Event` is v1::EngineEvent or v1::TrainerEvent.
+template <typename Event>
+Event EventOf(const MemberAction& action);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_LINK_MEMBER_ACTIONS_H_
