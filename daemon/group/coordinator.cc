@@ -1136,15 +1136,15 @@ void Coordinator::Impl::SendCutPartsAgain() {
   if (!ended) return;
   if (AnyCut()) {
     if (!epoch.has_value() || !epoch->ready) return;
-    int64_t parts = 0;
+    std::optional<PartSeq> first;
     for (auto& [seq, part] : spread->parts) {
       if (!part.cut) continue;
-      ++parts;
+      if (!first.has_value()) first = seq;
       SendAgain(&part);
     }
-    Do(GroupAction(LogLine{LogLine::kInfo,
-                           fmt::format("the update to version {} sends {} parts again",
-                                       spread->version, parts)}));
+    Do(GroupAction(LogLine{
+        LogLine::kInfo,
+        fmt::format("the update to version {} goes on from part {}", spread->version, *first)}));
   }
   if (spread->program.has_value()) RunIfAgreed();
   if (spread.has_value() && spread->update == update && !spread->abandoned) EnsureEpoch();

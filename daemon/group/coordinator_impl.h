@@ -61,8 +61,8 @@ struct PartJob {
   // A node was lost and the epoch closed while the part was under way. The part is sent again to
   // the sinks that lack it when all remaining nodes have ended their shares.
   bool cut = false;
-  std::set<NodeId> lack;                  // sinks whose share ended without the part
-  std::map<NodeId, PeerHeader> headers;   // as the nodes got them; of a part on the wire only
+  std::set<NodeId> lack;                 // sinks whose share ended without the part
+  std::map<NodeId, PeerHeader> headers;  // as the nodes got them; of a part on the wire only
   absl::Status status;
   int failed_destination = -1;  // a destination's number in the group
   std::vector<int64_t> bytes_written;

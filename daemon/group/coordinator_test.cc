@@ -1297,6 +1297,35 @@ TEST_CASE("a push that is given up while a part waits to be sent again ends at o
   CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
 }
 
+// The data plane is no longer needed before the last members of the daemon are evicted.
+TEST_CASE("a bucket that waits for the data plane when the last other daemon dies stays here") {
+  constexpr MemberId kHere{2};
+  Fixture f;
+  f.JoinThird();
+  EngineIdentity engine;
+  engine.instance = "here";
+  f.Do(GroupEvent(EngineAttached{kHere, engine}));
+  f.Do(GroupEvent(LayoutRegistered{kHere, LayoutOf({Bytes("t", 100), Bytes("u", 100)})}));
+  f.Prepare();
+  f.BringUp(kEpoch, {kNode, kThird});
+  f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
+  f.ReportAll(ReadyEvent{kRemoteEngine, f.update()});
+  f.Do(NodeLost{kThird, "it died"});
+  BucketDraft bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
+  bucket.call = CallId(10);
+  f.Forget();
+  f.Do(GroupEvent(BucketEvent(bucket)));
+  CHECK(f.Local<StartTransfer>().empty());
+  f.Do(NodeLost{kNode, "it died, too"});
+  CHECK(f.Local<SendAborted>().empty());
+  REQUIRE(f.Local<StartTransfer>().size() == 1);
+  const StartTransfer copy = f.Local<StartTransfer>()[0];
+  CHECK_FALSE(copy.wired);
+  f.Do(GroupEvent(TransferDone{copy.update, copy.part, absl::OkStatus(), {100}}));
+  REQUIRE(f.Local<Reply>().size() == 1);
+  CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
+}
+
 // A refit to the instances of daemons a, c and d while its program runs, which has ten rounds and
 // moves nothing here.
 struct RunningRefit : Fixture {

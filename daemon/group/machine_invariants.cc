@@ -138,8 +138,8 @@ void Coordinator::Impl::CheckSpread() const {
     // A cut part may have lost all its sinks.
     REFITD_CHECK(part.header.wired ? part.cut || !part.sinks.empty() : part.sinks.empty());
     REFITD_CHECK(!part.cut || (part.header.wired && !s.abandoned));
-    REFITD_CHECK(std::includes(part.sinks.begin(), part.sinks.end(), part.lack.begin(),
-                               part.lack.end()));
+    REFITD_CHECK(
+        std::includes(part.sinks.begin(), part.sinks.end(), part.lack.begin(), part.lack.end()));
     REFITD_CHECK(part.bytes_written.size() == s.destination_count);
     // P4: a part that no node runs is answered at once, or waits to be sent again.
     REFITD_CHECK(!part.running.empty() || (part.cut && !part.lack.empty()));

@@ -4,10 +4,12 @@
 //
 // A part on the root:  header -> pack (slots, own engines) -> issued: collective -> done
 //      on the others:  header -> issued: collective -> unpack (own engines, their slots) -> done
-// A part whose epoch is closed before its collective is done without having been sent or stored. Its
-// header may come again: the root keeps what it packed, so that it reads and writes nothing twice.
 // Packing needs no agreement, since it stays inside the daemon. Collectives start in the order of
 // Issue (P7), so that one part is packed and another unpacked while a third is on the wire.
+//
+// If the part's epoch is closed before the collective has ended, the daemon's share ends without
+// the part. The header may come again: the root keeps what it packed, so nothing is read or written
+// twice.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_WORKER_H_
