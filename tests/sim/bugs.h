@@ -31,7 +31,7 @@ inline constexpr std::array<Planted, 27> kPlanted = {{
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
-    {Bug::kHastyLeave, "hasty-leave", "REST", 500},
+    {Bug::kHastyLeave, "hasty-leave", "REST", 4000},
     {Bug::kBlindWire, "blind-wire", "REST", 2000},
     {Bug::kPatientCleanUp, "patient-clean-up", "P4", 500},
     {Bug::kTrustedReply, "trusted-reply", "P10", 500},
