@@ -26,10 +26,11 @@ namespace refitd {
 // GroupSpec.encrypted_data.
 // V5: a program goes on from a round after the loss of a daemon (PeerRun.resume,
 // PeerRunDone.lacks).
-enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4, kV5 = 5 };
+// V6: a part of a bucket is sent again after the loss of a daemon (PeerHeader.again).
+enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4, kV5 = 5, kV6 = 6 };
 
 inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this
-inline constexpr Protocol kProtocol = Protocol::kV5;
+inline constexpr Protocol kProtocol = Protocol::kV6;
 
 struct AgreedProtocol {
   Protocol protocol = kProtocol;

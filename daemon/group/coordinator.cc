@@ -270,18 +270,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     if (epoch.has_value()) CloseEpochEverywhere();
   }
   if (spread.has_value()) {
-    // No report of this node comes any more, so it is not waited for.
-    std::vector<PartSeq> parts;
-    for (auto& [seq, part] : spread->parts) {
-      part.unacknowledged.erase(id);
-      if (part.running.erase(id) > 0) {
-        if (part.status.ok()) {
-          part.status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
-        }
-        parts.push_back(seq);
-      }
-    }
-    for (const PartSeq seq : parts) CompleteIfDone(seq);
+    LoseNodeInParts(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
   }
   if (spread.has_value() && spread->program.has_value()) {
     LoseNodeInProgram(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
@@ -297,32 +286,35 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
 }
 
 // The loss of a node without trainers costs only the node's own instances. The other nodes get a
-// new epoch, and if the program was running, they go on with it (RunAgainIfEnded). The writes that
-// the lost node owed do not matter, since its instances are evicted (P1). If a pushed part is under
-// way, the update is given up, because the part would have to be sent again to some of its readers
-// only.
+// new epoch. If the program was running, they go on with it (RunAgainIfEnded), and parts that were
+// under way are sent again to those that lack them (SendCutPartsAgain). The writes that the lost
+// node owed do not matter, since its instances are evicted (P1).
 void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
   if (spread->abandoned) return;
   if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost);
   spread->wire_verdict.reset();
-  if (!ProgramRuns()) return;
-  spread->program->again = true;
+  if (!CutShort()) return;
   Do(GroupAction(LogLine{LogLine::kWarning,
                          fmt::format("the update to version {} goes on without a daemon: {}",
                                      spread->version, reason)}));
 }
 
 bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
-  if (group.SendsFrom(id) || !spread->parts.empty()) return false;
+  if (group.SendsFrom(id)) return false;
+  const auto all_speak = [this](Protocol version) {
+    return std::all_of(spread->nodes.begin(), spread->nodes.end(),
+                       [&](NodeId n) { return Speaks(n, version); });
+  };
+  // Daemons with an older protocol take each part only once.
+  if (AnyWired() && !all_speak(Protocol::kV6)) return false;
   if (!ProgramRuns()) return true;
   // A second run would drop the digests of buckets that were pushed before it, and daemons with an
   // older protocol run a program only once.
-  return !spread->pushed && std::all_of(spread->nodes.begin(), spread->nodes.end(),
-                                        [this](NodeId n) { return Speaks(n, Protocol::kV3); });
+  return !spread->pushed && all_speak(Protocol::kV3);
 }
 
 bool Coordinator::Impl::NeedsWire() const {
-  if (!spread->program.has_value()) return true;
+  if (!spread->program.has_value() || AnyWired()) return true;
   return !spread->program->complete;  // the program is the last part
 }
 
@@ -742,16 +734,13 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
       CompleteIfDone(a.part);
       return;
     }
-    h.epoch = epoch->id;
-    h.wire_seq = WireSeq(epoch->next_seq++);
-    // The number of ranks stands for a root that is not in the epoch.
-    const auto size = static_cast<uint32_t>(epoch->ranks.size());
-    h.ranks.push_back(epoch->RankOf(part.root).value_or(size));
-    for (const NodeId node : part.sinks) h.ranks.push_back(epoch->RankOf(node).value_or(size));
+    PlaceOnWire(part.sinks, &part);
     spread->to_issue.push_back(a.part);
   }
   for (const NodeId node : part.running) {
-    Send(node, HeaderFor(node, a, part, std::move(staged[node])));
+    PeerHeader header = HeaderFor(node, a, part, std::move(staged[node]));
+    if (h.wired) part.headers.emplace(node, header);
+    Send(node, std::move(header));
   }
   const bool wired = part.header.wired;
   spread->parts.emplace(a.part, std::move(part));
@@ -759,6 +748,16 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   // wait for the wire overlap.
   const bool first = spread->to_issue.size() == 1;
   if (wired && first && epoch->ready && spread->lock_order.empty()) AskLocks();
+}
+
+void Coordinator::Impl::PlaceOnWire(const std::set<NodeId>& receivers, PartJob* part) {
+  PeerHeader& h = part->header;
+  h.epoch = epoch->id;
+  h.wire_seq = WireSeq(epoch->next_seq++);
+  // The number of ranks stands for a root that is not in the epoch.
+  const auto size = static_cast<uint32_t>(epoch->ranks.size());
+  h.ranks = {epoch->RankOf(part->root).value_or(size)};
+  for (const NodeId node : receivers) h.ranks.push_back(epoch->RankOf(node).value_or(size));
 }
 
 // The part without its place on the wire. `staged` gets the staged ranks that read it, by node and
@@ -771,11 +770,12 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
     const auto remote = remotes.find(member);
     const NodeId node = remote == remotes.end() ? kCoordinatorNode : remote->second.node;
     (*staged)[node].push_back(remote == remotes.end() ? member : remote->second.id);
-    if (node != part.root) part.sinks.insert(node);
+    if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
   }
+  // The members of a node that is being lost are evicted one by one.
   for (const uint32_t d : a.touched) {
     const NodeId node = NodeOf(a.destinations[d]);
-    if (node != part.root) part.sinks.insert(node);
+    if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
   }
   PeerHeader& h = part.header;
   h.header.update = a.update;
@@ -842,6 +842,7 @@ void Coordinator::Impl::Abandon() {
     GiveLocksBack();
   }
   if (spread->program.has_value()) AbandonProgram();
+  AbandonCutParts();
 }
 
 void Coordinator::Impl::End(const UpdateEnded& a) {
@@ -932,9 +933,16 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   part.unacknowledged.erase(node);
   part.digests[node] = r.digests;
   if (node == part.root) part.broadcast = r.broadcast;
+  if (r.wire_failed && node != part.root) part.lack.insert(node);
+  if (part.cut && (r.status.ok() || r.wire_failed)) {
+    AddBytes(node, r, &part);
+    return SendCutPartsAgain();
+  }
   const PartSeq seq = r.part;
   HearEnd(node, r, fmt::format("part {}", seq), part.header.wired, &part);
-  if (spread.has_value()) CompleteIfDone(seq);
+  if (!spread.has_value()) return;
+  if (spread->culprit.has_value()) return DropCulprit();
+  CompleteIfDone(seq);
 }
 
 void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
@@ -982,7 +990,7 @@ std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
 }
 
 bool Coordinator::Impl::FindCulprit() {
-  if (!ProgramRuns() || !spread->wire_verdict.has_value()) return false;
+  if (!spread->wire_verdict.has_value() || (!ProgramRuns() && !AnyWired())) return false;
   const std::optional<NodeId> node = WireCulprit();
   if (!node.has_value() || *node == kCoordinatorNode || !nodes.contains(*node)) return false;
   const bool others = std::any_of(
@@ -997,8 +1005,7 @@ bool Coordinator::Impl::FindCulprit() {
   const auto word = std::find_if(words.begin(), words.end(), names);
   spread->culprit.emplace(*node, fmt::format("its data plane failed: {}", Message(word->status)));
   spread->wire_verdict.reset();
-  spread->program->again = true;
-  return true;
+  return CutShort();
 }
 
 void Coordinator::Impl::DropCulprit() {
@@ -1080,6 +1087,121 @@ void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
   Feed(done);
 }
 
+// ---- parts that were cut ----
+
+bool Coordinator::Impl::AnyCut() const {
+  return std::any_of(spread->parts.begin(), spread->parts.end(),
+                     [](const auto& p) { return p.second.cut; });
+}
+
+bool Coordinator::Impl::AnyWired() const {
+  return std::any_of(spread->parts.begin(), spread->parts.end(),
+                     [](const auto& p) { return p.second.header.wired; });
+}
+
+// The failures that nodes have reported so far are of the wire only: any other would have failed
+// the update.
+bool Coordinator::Impl::CutShort() {
+  const bool runs = ProgramRuns();
+  if (runs) spread->program->again = true;
+  for (auto& [seq, part] : spread->parts) {
+    if (!part.header.wired) continue;
+    part.cut = true;
+    part.status = absl::OkStatus();
+    part.failed_destination = -1;
+    std::erase(spread->to_issue, seq);
+  }
+  return runs || AnyCut();
+}
+
+// Completes the cut parts that no remaining node lacks. The others go over the new epoch when all
+// remaining nodes have ended their shares of all cut parts: then no byte of the epoch before can
+// arrive any more in a slot that receives again, and the parts keep their order (P7). Until then
+// the group starts no part (TellDataPlane). The trainer's bytes, or the slot into which the root
+// has packed them, are held until the part is completed (P6).
+void Coordinator::Impl::SendCutPartsAgain() {
+  if (spread->abandoned || !AnyCut()) return;
+  const UpdateId update = spread->update;
+  std::vector<PartSeq> whole;
+  bool ended = true;
+  for (const auto& [seq, part] : spread->parts) {
+    if (!part.cut) continue;
+    ended &= part.running.empty();
+    if (part.running.empty() && part.lack.empty()) whole.push_back(seq);
+  }
+  for (const PartSeq seq : whole) {
+    CompleteIfDone(seq);
+    if (!spread.has_value() || spread->update != update || spread->abandoned) return;
+  }
+  if (!ended) return;
+  if (AnyCut()) {
+    if (!epoch.has_value() || !epoch->ready) return;
+    std::optional<PartSeq> first;
+    for (auto& [seq, part] : spread->parts) {
+      if (!part.cut) continue;
+      if (!first.has_value()) first = seq;
+      SendAgain(&part);
+    }
+    Do(GroupAction(LogLine{
+        LogLine::kInfo,
+        fmt::format("the update to version {} goes on from part {}", spread->version, *first)}));
+  }
+  if (spread->program.has_value()) RunIfAgreed();
+  if (spread.has_value() && spread->update == update && !spread->abandoned) EnsureEpoch();
+}
+
+// P5: the root and the receivers agree to the part once more. The root sends the slot that it has
+// packed; its digests, and those of the sinks that have the part, stay known (P1).
+void Coordinator::Impl::SendAgain(PartJob* part) {
+  PeerHeader& h = part->header;
+  const PartSeq seq = h.header.part;
+  const std::set<NodeId> receivers = std::exchange(part->lack, {});
+  part->cut = part->issued = false;
+  PlaceOnWire(receivers, part);
+  part->running = receivers;
+  part->running.insert(part->root);
+  part->unacknowledged = part->running;
+  spread->to_issue.push_back(seq);
+  for (const NodeId node : std::set<NodeId>(part->running)) {
+    PeerHeader& header = part->headers.at(node);
+    header.again = true;
+    header.epoch = h.epoch;
+    header.wire_seq = h.wire_seq;
+    header.ranks = h.ranks;
+    Send(node, header);
+  }
+}
+
+// Answers for the cut parts whose shares have ended, so that the group need not wait for them.
+void Coordinator::Impl::AbandonCutParts() {
+  std::vector<PartSeq> ended;
+  for (auto& [seq, part] : spread->parts) {
+    if (!std::exchange(part.cut, false)) continue;
+    part.status = absl::CancelledError("the update was given up");
+    if (part.running.empty()) ended.push_back(seq);
+  }
+  for (const PartSeq seq : ended) CompleteIfDone(seq);
+}
+
+// No report of the node comes any more, so it is not waited for.
+void Coordinator::Impl::LoseNodeInParts(NodeId node, const absl::Status& why) {
+  std::vector<PartSeq> ended;
+  for (auto& [seq, part] : spread->parts) {
+    part.unacknowledged.erase(node);
+    const bool ran = part.running.erase(node) > 0;
+    if (part.cut) {
+      part.sinks.erase(node);
+      part.lack.erase(node);
+      continue;
+    }
+    if (!ran) continue;
+    if (part.status.ok()) part.status = why;
+    ended.push_back(seq);
+  }
+  for (const PartSeq seq : ended) CompleteIfDone(seq);
+  if (spread.has_value()) SendCutPartsAgain();
+}
+
 // ---- verification ----
 
 void Coordinator::Impl::StartReadback(const StartVerify& a) {
@@ -1158,7 +1280,9 @@ Duration Coordinator::Impl::AttemptLimit() const {
   return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
 }
 
+// While a part was cut and waits to be sent again, the parts after it wait as well (P7).
 void Coordinator::Impl::TellDataPlane(bool up) {
+  up = up && !AnyCut();
   if (spread->data_plane_up == up) return;
   spread->data_plane_up = up;
   Feed(DataPlaneState{spread->update, up});
@@ -1264,6 +1388,7 @@ void Coordinator::Impl::CameUp(NodeId node, const EpochUp& r) {
     epoch->ready = true;
     if (!spread.has_value() || spread->abandoned) return;
     JudgeSearch();
+    if (spread.has_value() && !spread->abandoned) SendCutPartsAgain();
     if (spread.has_value() && !spread->abandoned) TellDataPlane(true);
   } else if (epoch->up.size() + epoch->failed.size() >= epoch->ranks.size()) {
     JudgeEpoch();

@@ -58,6 +58,11 @@ struct PartJob {
   std::set<NodeId> unacknowledged;
   std::set<NodeId> running;  // nodes that have not reported its end
   bool issued = false;
+  // A node was lost and the epoch closed while the part was under way. The part is sent again to
+  // the sinks that lack it when all remaining nodes have ended their shares.
+  bool cut = false;
+  std::set<NodeId> lack;                 // sinks whose share ended without the part
+  std::map<NodeId, PeerHeader> headers;  // as the nodes got them; of a part on the wire only
   absl::Status status;
   int failed_destination = -1;  // a destination's number in the group
   std::vector<int64_t> bytes_written;
@@ -296,15 +301,22 @@ struct Coordinator::Impl {
   void End(const UpdateEnded& a);
 
   // ---- parts ----
+  template <typename Done, typename Job>
+  void AddBytes(NodeId node, const Done& r, Job* job) const {
+    const auto destinations = spread->destinations.find(node);
+    if (destinations == spread->destinations.end()) return;
+    const std::vector<uint32_t>& index = destinations->second;
+    for (size_t d = 0; d < std::min(index.size(), r.bytes_written.size()); ++d) {
+      job->bytes_written[index[d]] += r.bytes_written[d];
+    }
+  }
   // Adds a node's result to the results that the other nodes gave for the same part or program.
   template <typename Done, typename Job>
   void AddResult(NodeId node, const Done& r, Job* job) const {
+    AddBytes(node, r, job);
     const auto destinations = spread->destinations.find(node);
     if (destinations != spread->destinations.end()) {
       const std::vector<uint32_t>& index = destinations->second;
-      for (size_t d = 0; d < std::min(index.size(), r.bytes_written.size()); ++d) {
-        job->bytes_written[index[d]] += r.bytes_written[d];
-      }
       const auto failed = static_cast<size_t>(std::max(r.failed_destination, 0));
       if (r.failed_destination >= 0 && failed < index.size() && job->status.ok()) {
         job->failed_destination = static_cast<int>(index[failed]);
@@ -341,7 +353,7 @@ struct Coordinator::Impl {
   // The node whose wire failed, by what the others said of it; nullopt: nobody was named, or the
   // update can't go on without that node.
   std::optional<NodeId> WireCulprit() const;
-  // Whether the program goes on without the node whose wire failed. Then that node is to be dropped
+  // Whether the update goes on without the node whose wire failed. Then that node is to be dropped
   // (DropCulprit) once the event that told of it is handled.
   bool FindCulprit();
   void DropCulprit();
@@ -350,6 +362,17 @@ struct Coordinator::Impl {
   absl::Status Judge();
   void FailForOthers(const std::string& what, const absl::Status& status);
   void CompleteIfDone(PartSeq seq);
+  // Takes note that the program and the parts that are on the wire, or wait for it, have to go on
+  // over another epoch. False: there are none.
+  bool CutShort();
+  void SendCutPartsAgain();
+  void SendAgain(PartJob* part);
+  void AbandonCutParts();
+  void LoseNodeInParts(NodeId node, const absl::Status& why);
+  bool AnyCut() const;
+  bool AnyWired() const;
+  // Gives the part its place on the wire of the current epoch.
+  void PlaceOnWire(const std::set<NodeId>& receivers, PartJob* part);
   absl::Status CompareDigests(const PartJob& part) const;
   void CompleteVerifyIfDone();
   void IssueParts();

@@ -183,7 +183,8 @@ void Coordinator::Impl::CompleteCompareIfDone() {
 void Coordinator::Impl::RunIfAgreed() {
   ProgramJob& job = *spread->program;
   if (!job.run.has_value() || job.sent) return;
-  if (!spread->abandoned && !job.agreed) return;
+  // The program comes after all parts (P7).
+  if (!spread->abandoned && (!job.agreed || AnyCut())) return;
   job.sent = true;
   job.started = now;
   job.took.clear();

@@ -16,6 +16,7 @@ namespace {
 
 constexpr NodeId kNode{1};
 constexpr NodeId kThird{2};
+constexpr NodeId kFourth{3};
 constexpr MemberId kTrainer{1};
 constexpr MemberId kRemoteEngine{7};
 constexpr EpochId kEpoch{1};
@@ -42,6 +43,12 @@ class Fixture {
   void JoinThird() {
     Do(NodeJoined{kThird, "c", "elsewhere"});
     nodes_.push_back(kThird);
+  }
+  void JoinFourth(Protocol protocol) {
+    NodeJoined joined{kFourth, "d", "elsewhere"};
+    joined.protocol = protocol;
+    Do(joined);
+    nodes_.push_back(kFourth);
   }
 
   // Actions of that type on this daemon since the last Forget.
@@ -95,7 +102,7 @@ class Fixture {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
     for (const NodeId node : nodes_) {
-      engine.instance = node == kNode ? "i" : "j";
+      engine.instance = node == kNode ? "i" : node == kThird ? "j" : "k";
       Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
     }
     ReportAll(PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100), Bytes("u", 100)})});
@@ -125,8 +132,9 @@ class Fixture {
     commit.bucket_count = 2;
     Forget();
     Do(GroupEvent(commit));
-    for (const PeerVerify& verify : Sent<PeerVerify>()) {
-      Report(VerifyDone{verify.update, absl::OkStatus(), {}});
+    for (const SendCommand& send : Local<SendCommand>()) {
+      if (!std::holds_alternative<PeerVerify>(send.command)) continue;
+      Do(ReportReceived{send.node, VerifyDone{update_, absl::OkStatus(), {}}});
     }
     const std::vector<Reply> replies = Local<Reply>();
     return replies.size() == 1 ? replies[0].status : absl::UnknownError("not answered");
@@ -365,10 +373,15 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   std::string culprit;
   SECTION("rank 0 has its say in time") {
     f.Do(WireDone{kEpoch, WireSeq(0), absl::DeadlineExceededError("waited 2000 ms for rank 2")});
-    CHECK(f.Sent<PeerAbandon>().empty());  // rank 2 may have a report of its own
+    CHECK(f.Local<DropNode>().empty());  // rank 2 may have a report of its own
     f.Wait(std::chrono::milliseconds(600));
-    CHECK_FALSE(f.Sent<PeerAbandon>().empty());
-    culprit = "for rank 2 (rank 2 is daemon c)";
+    CHECK(f.Sent<PeerAbandon>().empty());
+    const auto dropped = f.Local<DropNode>();
+    REQUIRE(dropped.size() == 1);
+    CHECK(dropped[0].node == kThird);
+    CHECK_THAT(std::string(dropped[0].status.message()),
+               Catch::Contains("for rank 2 (rank 2 is daemon c)"));
+    return;
   }
   SECTION("rank 0, which passes on what rank 2 sends, sees that rank 1 closed its connection") {
     f.Do(WireDone{kEpoch, WireSeq(0),
@@ -980,10 +993,342 @@ TEST_CASE("an instance is ready until its first byte is written, and again from 
   CHECK_FALSE(f.coordinator().readiness()->Of("late", 5)->ready);
 }
 
+// A push to the instances of daemons a, c and d, of 100 bytes a bucket.
+struct RunningPush : Fixture {
+  explicit RunningPush(Protocol of_fourth = kProtocol) {
+    JoinThird();
+    JoinFourth(of_fourth);
+    OpenUpdate();
+  }
+  // The daemon's share of a part has ended: it has the part, or the closing of the epoch cut it.
+  void End(NodeId node, int64_t part, bool whole, uint64_t digest = 42) {
+    PeerPartDone done;
+    done.update = update();
+    done.part = PartSeq(part);
+    done.bytes_written = {whole ? 100 : 0};
+    if (whole) {
+      done.digests = {digest};
+    } else {
+      done.status = absl::CancelledError("closed");
+      done.wire_failed = true;
+    }
+    Do(ReportReceived{node, done});
+  }
+  // This daemon's collective has ended.
+  void EndHere(EpochId epoch, uint64_t seq, absl::Status status) {
+    Do(WireDone{epoch, WireSeq(seq), std::move(status)});
+  }
+  // The headers that were sent since the last Forget, by daemon.
+  std::map<NodeId, std::vector<PeerHeader>> Headers() const {
+    std::map<NodeId, std::vector<PeerHeader>> headers;
+    for (const SendCommand& send : Local<SendCommand>()) {
+      const auto* header = std::get_if<PeerHeader>(&send.command);
+      if (header != nullptr) headers[send.node].push_back(*header);
+    }
+    return headers;
+  }
+  // All daemons to which headers were sent since the last Forget agree to them.
+  void Acknowledge() {
+    for (const auto& [node, headers] : Headers()) {
+      for (const PeerHeader& header : headers) {
+        Do(ReportReceived{node, PeerHeaderAck{update(), header.header.part, header.digest, ""}});
+      }
+    }
+  }
+  std::vector<PartSeq> Issued(NodeId to) const {
+    std::vector<PartSeq> issued;
+    for (const SendCommand& send : Local<SendCommand>()) {
+      const auto* issue = std::get_if<PeerIssue>(&send.command);
+      if (issue != nullptr && send.node == to) issued.push_back(issue->part);
+    }
+    return issued;
+  }
+  // Pushes the second bucket to the daemons `in` and commits.
+  absl::Status PushRestAndCommit(EpochId epoch, uint64_t seq, const std::vector<NodeId>& in) {
+    Push(1, "u");
+    EndHere(epoch, seq, absl::OkStatus());
+    for (const NodeId node : in) End(node, 1, true);
+    return Commit();
+  }
+};
+
+TEST_CASE("a part under way when a daemon is lost is sent again, only to those that lack it") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Forget();
+  const bool before = GENERATE(false, true);
+  if (before) f.End(kNode, 0, true);
+  f.Do(NodeLost{kThird, "it died"});
+  CHECK(f.Sent<OpenEpoch>().size() == 2);
+  if (!before) f.End(kNode, 0, true);
+  const bool up_first = GENERATE(false, true);
+  if (up_first) f.BringUp(EpochId(2), {kNode, kFourth});
+  f.End(kFourth, 0, false);
+  // This daemon, too, may still send over the epoch before.
+  CHECK(f.Sent<PeerHeader>().empty());
+  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  if (!up_first) {
+    CHECK(f.Sent<PeerHeader>().empty());
+    f.BringUp(EpochId(2), {kNode, kFourth});
+  }
+
+  const auto headers = f.Headers();
+  REQUIRE(headers.size() == 1);
+  REQUIRE(headers.begin()->first == kFourth);
+  const PeerHeader& again = headers.begin()->second.at(0);
+  CHECK(again.again);
+  CHECK(again.epoch == EpochId(2));
+  CHECK(again.wire_seq == WireSeq(0));
+  CHECK(again.ranks == std::vector<uint32_t>{0, 2});
+  CHECK(again.digest == HeaderDigest(again.header));
+  CHECK(f.Local<StartTransfer>().empty());  // it is packed here already
+  CHECK(f.Sent<PeerIssue>().empty());
+  f.Acknowledge();  // P5
+  CHECK(f.Issued(kFourth) == std::vector{PartSeq(0)});
+  CHECK(f.Issued(kNode).empty());
+  REQUIRE(f.Local<StartWire>().size() == 1);
+  CHECK(f.Local<StartWire>()[0].ranks == again.ranks);
+  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  CHECK(f.Local<Reply>().empty());
+  f.End(kFourth, 0, true);
+  REQUIRE(f.Local<Reply>().size() == 1);
+  CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
+  CHECK(f.PushRestAndCommit(EpochId(2), 1, {kNode, kFourth}) == absl::OkStatus());
+}
+
+TEST_CASE("a part that is not issued when a daemon is lost goes over the next epoch") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.Forget();
+  f.Do(NodeLost{kThird, "it died"});
+  f.End(kNode, 0, false);
+  f.End(kFourth, 0, false);
+  f.BringUp(EpochId(2), {kNode, kFourth});
+  const auto headers = f.Headers();
+  REQUIRE(headers.size() == 2);
+  CHECK(headers.at(kNode).at(0).ranks == std::vector<uint32_t>{0, 1, 2});
+  f.GrantWire();
+  CHECK(f.Sent<PeerIssue>().empty());
+  f.Acknowledge();
+  CHECK(f.Sent<PeerIssue>().size() == 2);
+  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  f.End(kNode, 0, true);
+  f.End(kFourth, 0, true);
+  CHECK(f.PushRestAndCommit(EpochId(2), 1, {kNode, kFourth}) == absl::OkStatus());
+}
+
+TEST_CASE("buckets that come while a part waits to be sent again go after it") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Do(NodeLost{kThird, "it died"});
+  f.End(kNode, 0, true);
+  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  BucketDraft next = TestGroup::MakeBucket(kTrainer, 1, 1, {Bytes("u", 100)});
+  next.call = CallId(11);
+  f.Forget();
+  f.Do(GroupEvent(BucketEvent(next)));
+  const bool up_first = GENERATE(false, true);
+  if (up_first) f.BringUp(EpochId(2), {kNode, kFourth});
+  CHECK(f.Sent<PeerHeader>().empty());
+  f.End(kFourth, 0, false);
+  if (!up_first) f.BringUp(EpochId(2), {kNode, kFourth});
+  const std::vector<PeerHeader> told = f.Headers().at(kFourth);
+  REQUIRE(told.size() == 2);
+  CHECK(told[0].header.part == PartSeq(0));
+  CHECK(told[0].wire_seq == WireSeq(0));
+  CHECK(told[1].header.part == PartSeq(1));
+  CHECK(told[1].wire_seq == WireSeq(1));
+  CHECK_FALSE(told[1].again);
+  const StartTransfer pack = f.Local<StartTransfer>().at(0);
+  CHECK(pack.part == PartSeq(1));
+  f.Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
+  f.Acknowledge();
+  CHECK(f.Issued(kFourth) == std::vector{PartSeq(0), PartSeq(1)});
+  CHECK(f.Issued(kNode) == std::vector{PartSeq(1)});
+  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  f.EndHere(EpochId(2), 1, absl::OkStatus());
+  f.End(kNode, 1, true);
+  f.End(kFourth, 1, true);
+  CHECK(f.Local<Reply>().size() == 1);  // to the second bucket; the first lacks daemon d
+  f.End(kFourth, 0, true);
+  CHECK(f.Commit() == absl::OkStatus());
+}
+
+TEST_CASE("a part that every remaining daemon has is not sent again") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  f.End(kNode, 0, true);
+  f.End(kFourth, 0, true);
+  f.Forget();
+  f.Do(NodeLost{kThird, "it died"});
+  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  REQUIRE(f.Local<Reply>().size() == 1);
+  CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
+  f.BringUp(EpochId(2), {kNode, kFourth});
+  CHECK(f.Sent<PeerHeader>().empty());
+  CHECK(f.PushRestAndCommit(EpochId(2), 0, {kNode, kFourth}) == absl::OkStatus());
+}
+
+TEST_CASE("a push goes on after a second loss, whenever it comes") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Forget();
+  f.Do(NodeLost{kThird, "it died"});
+  const EpochId last(3);
+  SECTION("before the shares have ended") {
+    f.Do(NodeLost{kFourth, "it died, too"});
+    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.End(kNode, 0, false);
+  }
+  SECTION("while the new epoch is formed") {
+    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.End(kNode, 0, false);
+    f.End(kFourth, 0, false);
+    f.Do(NodeLost{kFourth, "it died, too"});
+  }
+  SECTION("while the part is sent again") {
+    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.End(kNode, 0, false);
+    f.End(kFourth, 0, false);
+    f.BringUp(EpochId(2), {kNode, kFourth});
+    const bool issued = GENERATE(false, true);
+    if (issued) f.Acknowledge();
+    f.Do(NodeLost{kFourth, "it died, too"});
+    if (issued) f.EndHere(EpochId(2), 0, absl::CancelledError("closed"));
+    f.End(kNode, 0, false);
+  }
+  f.Forget();
+  f.BringUp(last, {kNode});
+  REQUIRE(f.Headers().size() == 1);
+  CHECK(f.Headers().at(kNode).at(0).ranks == std::vector<uint32_t>{0, 1});
+  CHECK(f.Headers().at(kNode).at(0).epoch == last);
+  f.Acknowledge();
+  f.EndHere(last, 0, absl::OkStatus());
+  f.End(kNode, 0, true);
+  CHECK(f.PushRestAndCommit(last, 1, {kNode}) == absl::OkStatus());
+}
+
+// P1: what daemons stored before the loss counts as well.
+TEST_CASE("a daemon that received other bytes than were sent fails a push that went on") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  const bool early = GENERATE(false, true);
+  f.End(kNode, 0, true, early ? 43 : 42);
+  f.Do(NodeLost{kThird, "it died"});
+  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  f.End(kFourth, 0, false);
+  f.BringUp(EpochId(2), {kNode, kFourth});
+  f.Acknowledge();
+  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  CHECK(f.Sent<PeerUpdateEnded>().empty());
+  f.End(kFourth, 0, true, early ? 42 : 43);
+  const auto ended = f.Sent<PeerUpdateEnded>();
+  REQUIRE(ended.size() == 2);
+  CHECK_THAT(ended[0].reason, Catch::Contains(early ? "what daemon a received is not what daemon b"
+                                                    : "what daemon d received is not what daemon"));
+}
+
+TEST_CASE("of the daemons of a push, the one that the others wait for is dropped") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Forget();
+  PeerPartDone cut;
+  cut.update = f.update();
+  cut.part = PartSeq(0);
+  cut.wire_failed = true;
+  cut.status = absl::DeadlineExceededError("waited 2000 ms for rank 2");
+  f.Do(ReportReceived{kNode, cut});
+  f.Do(ReportReceived{kFourth, cut});
+  CHECK(f.Local<DropNode>().empty());
+  const bool last = GENERATE(false, true);
+  if (last) {
+    // All have had their say.
+    f.EndHere(kEpoch, 0, absl::UnavailableError("the connection to rank 1 broke"));
+    f.End(kThird, 0, true);
+  } else {
+    f.Wait(std::chrono::milliseconds(600));
+    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  }
+  const auto dropped = f.Local<DropNode>();
+  REQUIRE(dropped.size() == 1);
+  CHECK(dropped[0].node == kThird);
+  f.BringUp(EpochId(2), {kNode, kFourth});
+  CHECK(f.Headers().size() == 2);
+  CHECK(f.Sent<PeerUpdateEnded>().empty());
+}
+
+TEST_CASE("a push that loses a daemon is given up where a daemon takes each part only once") {
+  RunningPush f(Protocol::kV5);
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Do(NodeLost{kThird, "it died"});
+  CHECK(f.Sent<PeerAbandon>().size() == 2);
+  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  f.End(kNode, 0, false);
+  f.End(kFourth, 0, false);
+  REQUIRE(f.Sent<PeerUpdateEnded>().size() == 2);
+  CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
+}
+
+TEST_CASE("a push that is given up while a part waits to be sent again ends at once") {
+  RunningPush f;
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Do(NodeLost{kThird, "it died"});
+  f.End(kNode, 0, false);
+  const bool ended = GENERATE(false, true);
+  if (ended) {
+    f.End(kFourth, 0, false);
+    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  }
+  f.Do(GroupEvent(OperatorAbort{CallId(40), "enough"}));
+  CHECK(f.Sent<PeerUpdateEnded>().empty() == !ended);
+  if (!ended) {
+    f.End(kFourth, 0, false);
+    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  }
+  REQUIRE(f.Sent<PeerUpdateEnded>().size() == 2);
+  CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
+}
+
+// The data plane is no longer needed before the last members of the daemon are evicted.
+TEST_CASE("a bucket that waits for the data plane when the last other daemon dies stays here") {
+  constexpr MemberId kHere{2};
+  Fixture f;
+  f.JoinThird();
+  EngineIdentity engine;
+  engine.instance = "here";
+  f.Do(GroupEvent(EngineAttached{kHere, engine}));
+  f.Do(GroupEvent(LayoutRegistered{kHere, LayoutOf({Bytes("t", 100), Bytes("u", 100)})}));
+  f.Prepare();
+  f.BringUp(kEpoch, {kNode, kThird});
+  f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
+  f.ReportAll(ReadyEvent{kRemoteEngine, f.update()});
+  f.Do(NodeLost{kThird, "it died"});
+  BucketDraft bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
+  bucket.call = CallId(10);
+  f.Forget();
+  f.Do(GroupEvent(BucketEvent(bucket)));
+  CHECK(f.Local<StartTransfer>().empty());
+  f.Do(NodeLost{kNode, "it died, too"});
+  CHECK(f.Local<SendAborted>().empty());
+  REQUIRE(f.Local<StartTransfer>().size() == 1);
+  const StartTransfer copy = f.Local<StartTransfer>()[0];
+  CHECK_FALSE(copy.wired);
+  f.Do(GroupEvent(TransferDone{copy.update, copy.part, absl::OkStatus(), {100}}));
+  REQUIRE(f.Local<Reply>().size() == 1);
+  CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
+}
+
 // A refit to the instances of daemons a, c and d while its program runs, which has ten rounds and
 // moves nothing here.
 struct RunningRefit : Fixture {
-  static constexpr NodeId kFourth{3};
   const std::vector<NodeId> daemons = {kNode, kThird, kFourth};
 
   explicit RunningRefit(Protocol of_fourth = kProtocol, Duration slow = {}, bool fill = true)
@@ -1057,7 +1402,7 @@ TEST_CASE("a refit goes on from the first step that a survivor lacks") {
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
   CHECK(f.Sent<PeerRun>().empty());
-  f.Cut(RunningRefit::kFourth, 4);
+  f.Cut(kFourth, 4);
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
@@ -1069,7 +1414,7 @@ TEST_CASE("a refit runs from its beginning where a survivor can't say what it la
   RunningRefit f(old ? Protocol::kV4 : kProtocol);
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
-  f.Cut(RunningRefit::kFourth, old ? std::optional<int64_t>(4) : std::nullopt);
+  f.Cut(kFourth, old ? std::optional<int64_t>(4) : std::nullopt);
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
@@ -1081,14 +1426,14 @@ TEST_CASE("a second daemon that dies while the loss of the first is handled cost
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
   SECTION("before its run has ended") {}
-  SECTION("after its run has ended, in the next attempt") { f.Cut(RunningRefit::kFourth, 4); }
+  SECTION("after its run has ended, in the next attempt") { f.Cut(kFourth, 4); }
   SECTION("after its run has ended, before its read-back has") {
     f.reads_back = false;
-    f.Cut(RunningRefit::kFourth, 4);
+    f.Cut(kFourth, 4);
     f.reads_back = true;
   }
   f.Forget();
-  f.Do(NodeLost{RunningRefit::kFourth, "it died, too"});
+  f.Do(NodeLost{kFourth, "it died, too"});
   f.Cut(kNode, 6, 1);  // if the next attempt had begun; else it is not heard
   CHECK(f.Sent<PeerUpdateEnded>().empty());
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
@@ -1104,15 +1449,15 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
   f.Cut(kNode, 10);
   f.Do(ReportReceived{kNode, VerifyDone{f.id, absl::OkStatus(), {}}});
   f.Forget();
-  f.Cut(RunningRefit::kFourth, 4);
-  f.Do(ReportReceived{RunningRefit::kFourth, VerifyDone{f.id, absl::CancelledError("cut"), {}}});
+  f.Cut(kFourth, 4);
+  f.Do(ReportReceived{kFourth, VerifyDone{f.id, absl::CancelledError("cut"), {}}});
   CHECK(f.Sent<PeerVerify>().size() == 2);
-  const std::vector<NodeId> survivors = {kNode, RunningRefit::kFourth};
+  const std::vector<NodeId> survivors = {kNode, kFourth};
   f.BringUp(EpochId(2), survivors);
   // This daemon's own share, which is without moves, ends when it is issued.
   f.Do(ReportReceived{kNode, PeerWireGranted{f.id}});
   f.Do(WireGranted{});
-  f.Do(ReportReceived{RunningRefit::kFourth, PeerWireGranted{f.id}});
+  f.Do(ReportReceived{kFourth, PeerWireGranted{f.id}});
   for (const NodeId node : survivors) {
     PeerRunDone done;
     done.update = f.id;
@@ -1121,7 +1466,7 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
     done.lacks = 10;
     f.Do(ReportReceived{node, done});
   }
-  f.Do(ReportReceived{RunningRefit::kFourth, VerifyDone{f.id, absl::OkStatus(), {}}});
+  f.Do(ReportReceived{kFourth, VerifyDone{f.id, absl::OkStatus(), {}}});
   CHECK(f.Sent<PeerUpdateEnded>().empty());
   f.Do(ReportReceived{kNode, VerifyDone{f.id, absl::OkStatus(), {}}});
   REQUIRE_FALSE(f.Sent<PeerUpdateEnded>().empty());
@@ -1137,7 +1482,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
     return absl::DeadlineExceededError(fmt::format("waited 2000 ms for rank {}", rank));
   };
   f.Cut(other, 3, 0, waited(culprit));
-  f.Cut(RunningRefit::kFourth, 4, 0, waited(culprit));
+  f.Cut(kFourth, 4, 0, waited(culprit));
   f.Cut(culprit, 5, 0, waited(other));
   f.Wait(std::chrono::milliseconds(600));
   const auto dropped = f.Local<DropNode>();
@@ -1215,7 +1560,7 @@ TEST_CASE("a daemon that held a refit back is left out of the next, and its inst
   BeginRefit(&f, 2);
   CHECK(f.Sent<PeerAbandon>().size() == 1);
   REQUIRE(f.Sent<OpenEpoch>().size() == 2);  // to daemons a and d
-  const std::vector<NodeId> others = {kNode, RunningRefit::kFourth};
+  const std::vector<NodeId> others = {kNode, kFourth};
   for (const NodeId node : others) {
     f.Do(ReportReceived{node, PeerProgramBuilt{f.id, absl::OkStatus(), 10, {}}});
   }
@@ -1233,7 +1578,7 @@ TEST_CASE("the only instance of a refit is not left out, however slow its daemon
   RunningRefit f(kProtocol, std::chrono::seconds(2));
   EndRefit(&f, f.daemons, true);
   f.Do(NodeLost{kNode, "it died"});
-  f.Do(NodeLost{RunningRefit::kFourth, "it died"});
+  f.Do(NodeLost{kFourth, "it died"});
   REQUIRE_FALSE(WhySlow(f).empty());
   BeginRefit(&f, 2);
   CHECK(f.Sent<PeerPrepare>().size() == 1);

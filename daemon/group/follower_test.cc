@@ -625,6 +625,157 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   CHECK(f.Sent<VerifyDone>().empty());
 }
 
+// A daemon with a registered rank, and the header of a part that crosses to the rank.
+struct CutPart : Fixture {
+  explicit CutPart(bool root = false) {
+    Register(kCall);
+    Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
+    if (root) {
+      Do(GroupEvent(TrainerAttached{kTrainer, TrainerIdentity{}}));
+      Command(PeerWelcome{kTrainer, std::nullopt});
+    }
+    Command(PrepareEngine(Digest()));
+    Command(OpenEpoch{EpochId(1), root ? 0 : 1, 2});
+    header = Crossing(Verification::kTransfer, {});
+    if (root) {
+      BucketDraft bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
+      bucket.call = CallId(5);
+      Do(GroupEvent(BucketEvent(bucket)));
+      header.is_root = header.fill_slot = true;
+      header.bucket_call = bucket.call;
+      header.trainer = kTrainer;
+      header.bucket_ranges = {0};
+    }
+    Forget();
+    Command(header);
+  }
+  // The header comes again, over the second epoch.
+  void Again() {
+    Forget();
+    Command(OpenEpoch{EpochId(2), header.is_root ? 0 : 1, 2});
+    header.again = true;
+    header.epoch = EpochId(2);
+    Command(header);
+  }
+  void EndTransfer(const StartTransfer& start) {
+    Do(GroupEvent(TransferDone{start.update, start.part, absl::OkStatus(), {100}, -1, {42}}));
+  }
+
+  static constexpr MemberId kTrainer{9};
+  PeerHeader header;
+};
+
+TEST_CASE("a part that was cut is stored when it comes again, and not a second time") {
+  CutPart f;
+  const bool issued = GENERATE(false, true);
+  if (issued) f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  f.Command(CloseEpoch{EpochId(1)});
+  if (issued) f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("closed")});
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].wire_failed);
+  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});
+  // P1: nothing is read back while a part is owed.
+  f.Command(PeerVerify{UpdateId(1), {false}});
+  CHECK(f.Own<StartVerify>().empty());
+  CHECK(f.Sent<VerifyDone>().empty());
+
+  f.Again();
+  REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
+  CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  CHECK(f.Peers<StartWire>().size() == 1);
+  f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
+  REQUIRE(f.Own<StartTransfer>().size() == 1);
+  CHECK(f.Own<StartVerify>().empty());
+  f.EndTransfer(f.Own<StartTransfer>()[0]);
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{100});
+  CHECK(f.Own<StartVerify>().size() == 1);
+
+  f.Again();
+  REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
+  CHECK(f.Sent<PeerHeaderAck>()[0].mismatch == "the part is stored here already");
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  CHECK(f.Peers<StartWire>().empty());
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK_FALSE(f.Sent<PeerPartDone>()[0].status.ok());
+}
+
+TEST_CASE("a part that is being stored when its epoch is closed is stored") {
+  CutPart f;
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
+  f.Command(CloseEpoch{EpochId(1)});
+  CHECK(f.Sent<PeerPartDone>().empty());
+  f.EndTransfer(f.Own<StartTransfer>().at(0));
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+}
+
+TEST_CASE("a part comes again only with the header that it had, and after its share has ended") {
+  CutPart f;
+  std::string mismatch;
+  SECTION("its share has not ended") {
+    f.Again();
+    mismatch = "this daemon's share of the part has not ended";
+  }
+  SECTION("it had another slot") {
+    f.Command(CloseEpoch{EpochId(1)});
+    f.header.header.slot->grant = GrantId(6);
+    f.header.digest = HeaderDigest(f.header.header);
+    f.Again();
+    mismatch = "the part was announced with another header before";
+  }
+  SECTION("it is not known") {
+    f.Command(CloseEpoch{EpochId(1)});
+    f.header.header.part = PartSeq(1);
+    f.header.digest = HeaderDigest(f.header.header);
+    f.Again();
+    mismatch = "the part was not announced here before";
+  }
+  REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
+  CHECK(f.Sent<PeerHeaderAck>()[0].mismatch == mismatch);
+  f.Command(PeerIssue{UpdateId(1), f.header.header.part});
+  CHECK(f.Peers<StartWire>().empty());
+}
+
+TEST_CASE("the root of a part that was cut sends what it has packed, and packs nothing again") {
+  CutPart f(true);
+  REQUIRE(f.Own<StartTransfer>().size() == 1);
+  const StartTransfer pack = f.Own<StartTransfer>()[0];
+  const int when = GENERATE(0, 1, 2);  // it is packing, it waits for Issue, its part is on the wire
+  if (when == 0) {
+    f.Command(CloseEpoch{EpochId(1)});
+    CHECK(f.Sent<PeerPartDone>().empty());
+  }
+  f.EndTransfer(pack);
+  if (when == 1) f.Command(CloseEpoch{EpochId(1)});
+  if (when == 2) {
+    f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+    f.Command(CloseEpoch{EpochId(1)});
+    f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("closed")});
+  }
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].wire_failed);
+  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{100});  // the own rank
+  CHECK(f.Sent<PeerPartDone>()[0].digests == std::vector<uint64_t>{42});
+
+  f.Again();
+  CHECK(f.Own<StartTransfer>().empty());
+  REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
+  CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
+  CHECK(f.Peers<StartWire>().empty());
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  REQUIRE(f.Peers<StartWire>().size() == 1);
+  CHECK(f.Peers<StartWire>()[0].epoch == EpochId(2));
+  f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});  // counted before
+  CHECK(f.Sent<PeerPartDone>()[0].digests == std::vector<uint64_t>{42});
+}
+
 TEST_CASE("a daemon whose last member went with a part under way leaves when that has ended") {
   Fixture f;
   PeerPrepare prepare;

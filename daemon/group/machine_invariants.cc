@@ -134,14 +134,23 @@ void Coordinator::Impl::CheckSpread() const {
   }
   for (const auto& [seq, part] : s.parts) {
     REFITD_CHECK(part.header.header.part == seq && part.header.header.update == s.update);
-    REFITD_CHECK(!part.sinks.contains(part.root) && part.header.wired == !part.sinks.empty());
+    REFITD_CHECK(!part.sinks.contains(part.root));
+    // A cut part may have lost all its sinks.
+    REFITD_CHECK(part.header.wired ? part.cut || !part.sinks.empty() : part.sinks.empty());
+    REFITD_CHECK(!part.cut || (part.header.wired && !s.abandoned));
+    REFITD_CHECK(
+        std::includes(part.sinks.begin(), part.sinks.end(), part.lack.begin(), part.lack.end()));
     REFITD_CHECK(part.bytes_written.size() == s.destination_count);
-    REFITD_CHECK(!part.running.empty());  // P4: a part without one is answered at once
+    // P4: a part that no node runs is answered at once, or waits to be sent again.
+    REFITD_CHECK(!part.running.empty() || (part.cut && !part.lack.empty()));
     REFITD_CHECK(std::includes(part.running.begin(), part.running.end(),
                                part.unacknowledged.begin(), part.unacknowledged.end()));
     if (part.issued) REFITD_CHECK(part.unacknowledged.empty());  // P5
   }
-  // P7: parts are issued in their order.
+  // P7: parts are issued in their order, those that were cut first.
+  if (std::any_of(s.parts.begin(), s.parts.end(), [](const auto& p) { return p.second.cut; })) {
+    REFITD_CHECK(s.to_issue.empty() && !s.data_plane_up);
+  }
   REFITD_CHECK(std::is_sorted(s.to_issue.begin(), s.to_issue.end()));
   REFITD_CHECK(!s.abandoned || (s.to_issue.empty() && !s.wire_verdict.has_value()));
   if (s.wire_verdict.has_value()) REFITD_CHECK(!s.wire_verdict->words.empty());

@@ -10,6 +10,10 @@
 // tensor that differs from what the node itself knows: the root compares with the trainer's bucket,
 // the others with their engines' layouts. When all agree, the coordinator sends Issue in part
 // order, and the nodes start their collectives in that order.
+//
+// If a node is lost meanwhile, the epoch is closed, and each remaining node ends its share of every
+// part that has to cross the wire (PeerPartDone). The coordinator then sends the header again, for
+// another epoch, to the root and to those that lack the part, and the steps are taken once more.
 #ifndef REFITD_DAEMON_GROUP_PEER_H_
 #define REFITD_DAEMON_GROUP_PEER_H_
 
@@ -227,6 +231,9 @@ struct PeerHeader {
   std::vector<bool> skip;        // by destination; true: evicted since
   std::vector<MemberId> staged;  // this node's ranks that will be handed the slot
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
+  // The part was announced before, over an epoch that was closed. The root sends the slot that it
+  // packed then; the other nodes of this header lack the part.
+  bool again = false;
 };
 struct PeerIssue {
   UpdateId update;

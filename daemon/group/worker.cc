@@ -228,23 +228,49 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
     out.reports->push_back(std::move(done));
     return;
   }
+  if (update->parts.contains(header.part)) {
+    ack.mismatch = "this daemon's share of the part has not ended";
+    out.reports->push_back(std::move(ack));
+    return;
+  }
   ack.mismatch = Disagreement(*update, command);
-  const bool agreed = ack.mismatch.empty() && ack.digest == command.digest;
-  const std::string mismatch = ack.mismatch;
+  if (ack.mismatch.empty() && command.again) ack.mismatch = WhyNotAgain(*update, command);
+  std::string mismatch = ack.mismatch;
+  if (mismatch.empty() && ack.digest != command.digest) mismatch = "the header's digest differs";
   out.reports->push_back(std::move(ack));
-  update->handouts[header.part] = {header, command.staged};
-  Part& part = update->parts[header.part];
+  Announce(update, command, mismatch, out);
+}
+
+// P1: what a daemon has stored is not stored once more, and a root sends what it has packed. The
+// header must be that of the first time, since the slot was granted for it.
+std::string Worker::WhyNotAgain(const Update& update, const PeerHeader& command) {
+  const auto before = update.handouts.find(command.header.part);
+  if (before == update.handouts.end()) return "the part was not announced here before";
+  if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
+    return "the part was announced with another header before";
+  }
+  if (command.is_root == before->second.held) return "";
+  return command.is_root ? "the part is not packed here" : "the part is stored here already";
+}
+
+void Worker::Announce(Update* update, const PeerHeader& command, const std::string& mismatch,
+                      const Output& out) {
+  const PartSeq seq = command.header.part;
+  update->cut.erase(seq);
+  Handout& handout = update->handouts[seq];
+  if (!command.again) handout = {command.header, command.staged, false, {}};
+  Part& part = update->parts[seq];
   part.header = command;
-  part.result.update = header.update;
-  part.result.part = header.part;
+  part.result.update = command.header.update;
+  part.result.part = seq;
   part.result.bytes_written.resize(update->destinations.size());
-  if (!agreed) {
-    Finish(
-        update, header.part,
-        absl::FailedPreconditionError(mismatch.empty() ? "the header's digest differs" : mismatch),
-        out);
+  if (!mismatch.empty()) {
+    Finish(update, seq, absl::FailedPreconditionError(mismatch), out);
   } else if (update->abandoned) {
-    Finish(update, header.part, absl::CancelledError("the update was given up"), out);
+    Finish(update, seq, absl::CancelledError("the update was given up"), out);
+  } else if (command.is_root && command.again) {
+    part.transferred = true;
+    part.result.digests = handout.digests;
   } else if (command.is_root) {
     Transfer(update, &part, out);
   }
@@ -279,6 +305,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
       fills || !start.staged.empty() || (command.is_root && command.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
     part->transferred = true;
+    update->handouts.at(header.part).held = true;
     if (!command.is_root || !command.wired) Finish(update, header.part, absl::OkStatus(), out);
     return;
   }
@@ -317,13 +344,19 @@ bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   part.result.failed_destination = done.failed_destination;
   part.result.digests = done.source_digests;
   part.result.broadcast = done.broadcast;
-  const bool more =
-      done.status.ok() && part.header.is_root && part.header.wired && !update->abandoned;
+  if (done.status.ok()) {
+    Handout& handout = update->handouts.at(done.part);
+    handout.held = true;
+    if (part.header.is_root) handout.digests = done.source_digests;
+  }
+  const bool to_send = done.status.ok() && part.header.is_root && part.header.wired;
   const UpdateId id = update->id;
-  if (!more) {
-    const bool lost = done.status.ok() && part.header.is_root && part.header.wired;
-    Finish(update, done.part, lost ? absl::CancelledError("the update was given up") : done.status,
-           out);
+  if (!to_send) {
+    Finish(update, done.part, done.status, out);
+  } else if (update->abandoned) {
+    Finish(update, done.part, absl::CancelledError("the update was given up"), out);
+  } else if (epoch_ != part.header.epoch) {
+    CutPart(update, done.part, out);
   }
   PumpWire(update, now, out);
   DropIfOver(id, out);
@@ -333,6 +366,7 @@ bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
 void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, const Output& out) {
   const auto it = update->parts.find(seq);
   it->second.result.status = status;
+  if (it->second.result.wire_failed && !it->second.header.is_root) update->cut.insert(seq);
   out.reports->push_back(std::move(it->second.result));
   update->parts.erase(it);
   std::erase(update->to_wire, seq);
@@ -366,9 +400,8 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     Part& part = update->parts.at(seq);
     if (part.header.is_root && !part.transferred) return;
     update->to_wire.pop_front();
-    if (!epoch_.has_value() || *epoch_ != part.header.epoch) {
-      part.result.wire_failed = true;
-      Finish(update, seq, absl::CancelledError("the data plane of the update was closed"), out);
+    if (epoch_ != part.header.epoch) {
+      CutPart(update, seq, out);
       continue;
     }
     StartWire start;
@@ -385,6 +418,22 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     out.actions->push_back(PeerAction(std::move(start)));
   }
   if (update->job.has_value()) AdvanceRun(update, now, out);
+}
+
+void Worker::CutPart(Update* update, PartSeq part, const Output& out) {
+  update->parts.at(part).result.wire_failed = true;
+  Finish(update, part, absl::CancelledError("the data plane of the update was closed"), out);
+}
+
+// Ends the parts that wait for a collective of the closed epoch. A root's part that is still being
+// packed ends after that, and a part that is on the wire with its WireDone.
+void Worker::CutParts(Update* update, EpochId closed, const Output& out) {
+  std::vector<PartSeq> waiting;
+  for (const auto& [seq, part] : update->parts) {
+    if (!part.header.wired || part.header.epoch != closed || Running(part)) continue;
+    if (part.transferred == part.header.is_root) waiting.push_back(seq);
+  }
+  for (const PartSeq seq : waiting) CutPart(update, seq, out);
 }
 
 void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
@@ -448,6 +497,7 @@ void Worker::Handle(const CloseEpoch& command, TimePoint, const Output& out) {
   epoch_state_ = "";
   // A run that has nothing on the wire yet would wait for good (P4).
   for (auto& [id, update] : updates_) {
+    CutParts(&update, command.epoch, out);
     if (!update.job.has_value() || !update.job->run.has_value()) continue;
     Job& job = *update.job;
     if (job.done || !job.run->wired || job.run->epoch != command.epoch) continue;
@@ -525,6 +575,7 @@ void Worker::Handle(const PeerVerify& command, TimePoint, const Output& out) {
 
 void Worker::VerifyIfWritten(Update* update, const Output& out) {
   if (!update->to_verify.has_value() || !update->parts.empty()) return;
+  if (!update->cut.empty() && !update->abandoned) return;
   if (update->job.has_value() && update->job->run.has_value() && !update->job->done) return;
   const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
   VerifyDone verified;
@@ -574,6 +625,7 @@ void Worker::Handle(const PeerAbandon& command, TimePoint, const Output& out) {
   for (const PartSeq seq : idle) {
     Finish(update, seq, absl::CancelledError("the update was given up"), out);
   }
+  VerifyIfWritten(update, out);
   if (update->job.has_value() && update->job->run.has_value()) {
     StopRun(&*update->job, absl::CancelledError("the update was given up"));
     EndRunIfQuiet(update, out);
@@ -607,7 +659,8 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, Update
     return Error(absl::StatusCode::kFailedPrecondition, "part {}: no slot of it is known here",
                  part);
   }
-  const auto& [header, staged] = handout->second;
+  const BucketHeader& header = handout->second.header;
+  const std::vector<MemberId>& staged = handout->second.staged;
   // Coordinators of older versions name no staged ranks. Ranks without slots of their own read the
   // slot in host memory, so they can be handed the part all the same.
   if (own_slots && std::find(staged.begin(), staged.end(), member) == staged.end()) {

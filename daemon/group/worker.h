@@ -7,6 +7,10 @@
 // Packing needs no agreement, since it stays inside the daemon. Collectives start in the order of
 // Issue (P7), so that one part is packed and another unpacked while a third is on the wire.
 //
+// If the part's epoch is closed before the collective has ended, the daemon's share ends without
+// the part. The header may come again: the root keeps what it packed, so nothing is read or written
+// twice.
+//
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_WORKER_H_
 #define REFITD_DAEMON_GROUP_WORKER_H_
@@ -17,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -205,6 +210,8 @@ class Worker {
   struct Handout {
     BucketHeader header;
     std::vector<MemberId> staged;
+    bool held = false;  // root: its slot is packed; other nodes: they have stored the part
+    std::vector<uint64_t> digests;  // root, once it holds the part: of the trainer's bytes
   };
   using Round = worker::Round;
   using Job = worker::Job;
@@ -222,6 +229,9 @@ class Worker {
     std::map<PartSeq, Part> parts;  // those without a report yet
     std::map<PartSeq, Handout> handouts;
     std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
+    // Parts that this daemon has not stored because the wire failed. If the update goes on, they
+    // are announced again.
+    std::set<PartSeq> cut;
     bool abandoned = false;
     bool ended = false;
     std::optional<PeerVerify> to_verify;  // set until no part is left
@@ -234,6 +244,9 @@ class Worker {
   Update* Find(UpdateId id);
   Update* FindLocal(UpdateId local);
   std::string Disagreement(const Update& update, const PeerHeader& command) const;
+  static std::string WhyNotAgain(const Update& update, const PeerHeader& command);
+  void Announce(Update* update, const PeerHeader& command, const std::string& mismatch,
+                const Output& out);
   std::shared_ptr<const PartContent> OfOwnBucket(const PeerHeader& command) const;
   std::vector<bool> Skip(const Update& update, const std::vector<bool>& skip) const;
   bool AnyTouched(const Update& update, const PartContent& content,
@@ -267,6 +280,8 @@ class Worker {
                   std::map<uint32_t, std::vector<uint64_t>>* sums);
 
   void PumpWire(Update* update, TimePoint now, const Output& out);
+  void CutPart(Update* update, PartSeq part, const Output& out);
+  void CutParts(Update* update, EpochId closed, const Output& out);
   void Finish(Update* update, PartSeq part, const absl::Status& status, const Output& out);
   void DropIfOver(UpdateId id, const Output& out);
   void GiveWireBackIfQuiet(const Output& out);

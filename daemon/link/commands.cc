@@ -144,6 +144,7 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
   SetIds(v.staged, out->mutable_staged());
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
+  out->set_again(v.again);
 }
 
 void Put(const PeerIssue& v, v1::PeerAnswer* wire) {
@@ -459,6 +460,10 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& wire, const PeerBoun
   if (wire.has_broadcast()) {
     REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
   }
+  if (wire.again() && !wire.wired()) {
+    return Invalid("header.again is true where the part is not sent over the data plane");
+  }
+  out.again = wire.again();
   return out;
 }
 

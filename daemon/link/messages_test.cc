@@ -74,7 +74,7 @@ FIELDS(BroadcastTotals, a, b, c)
 FIELDS(CommitReply, a, b, c, d, e, f, g)
 FIELDS(Reply, a, b, c)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
-FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
+FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
 FIELDS(SendAborted, a, b, c, d)
@@ -439,6 +439,7 @@ void Agree(Rng& rng, BucketHeader* v) {
 void Agree(Rng& rng, PeerHeader* v) {
   v->wired = v->wired && v->header.slot.has_value();
   v->fill_slot = v->fill_slot && v->header.slot.has_value();
+  v->again = v->again && v->wired;
   if (!v->header.slot.has_value()) v->staged.clear();
   v->bucket_ranges.clear();
   for (size_t i = 0; v->is_root && i < v->header.content->ranges.size(); ++i) {
@@ -601,12 +602,14 @@ TEST_CASE("The highest version that both sides speak is agreed, and none in comm
   CHECK_FALSE(agree(1, 4)->newer);
   CHECK(agree(1, 5)->protocol == Protocol::kV5);
   CHECK_FALSE(agree(1, 5)->newer);
-  CHECK(agree(2, 6)->protocol == Protocol::kV5);
-  CHECK(agree(2, 6)->newer);
-  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {6, 0}, {6, 7}, {2, 1}, {-1, 6}}) {
+  CHECK(agree(1, 6)->protocol == Protocol::kV6);
+  CHECK_FALSE(agree(1, 6)->newer);
+  CHECK(agree(2, 7)->protocol == Protocol::kV6);
+  CHECK(agree(2, 7)->newer);
+  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {7, 0}, {7, 8}, {2, 1}, {-1, 6}}) {
     const absl::Status status = agree(lowest, highest).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 5"));
+    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 6"));
   }
 }
 
@@ -620,10 +623,10 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
   CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
-  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(6));
+  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(7));
   CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
   answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
-  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(6));
+  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(7));
   CHECK(AcceptedFromWire(answer)->newer);
 }
 
@@ -838,7 +841,7 @@ TEST_CASE("A malformed hello is refused with field and value") {
   CHECK_THAT(error("pong {}"), Contains("must be hello"));
   CHECK_THAT(
       error("hello { group: 'g' }"),
-      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 5"));
+      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 6"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));

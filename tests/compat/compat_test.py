@@ -135,7 +135,7 @@ class DaemonTest(unittest.TestCase):
             with self.assertRaises(grpc.RpcError) as refused:
                 next(events)
             self.assertEqual(refused.exception.code(), grpc.StatusCode.FAILED_PRECONDITION)
-            self.assertIn("speaks versions 0 to 0, this daemon speaks 1 to 5", refused.exception.details())
+            self.assertIn("speaks versions 0 to 0, this daemon speaks 1 to 6", refused.exception.details())
 
     def test_a_daemon_of_the_release_before_joins_it(self):
         with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "new") as daemon:

@@ -17,7 +17,7 @@ struct Planted {
   uint64_t within;            // seeds that are tried
 };
 
-inline constexpr std::array<Planted, 25> kPlanted = {{
+inline constexpr std::array<Planted, 27> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -31,7 +31,7 @@ inline constexpr std::array<Planted, 25> kPlanted = {{
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
-    {Bug::kHastyLeave, "hasty-leave", "REST", 500},
+    {Bug::kHastyLeave, "hasty-leave", "REST", 4000},
     {Bug::kBlindWire, "blind-wire", "REST", 2000},
     {Bug::kPatientCleanUp, "patient-clean-up", "P4", 500},
     {Bug::kTrustedReply, "trusted-reply", "P10", 500},
@@ -43,6 +43,8 @@ inline constexpr std::array<Planted, 25> kPlanted = {{
     {Bug::kTornGiver, "torn-giver", "P1", 1000},
     {Bug::kStubbornFill, "stubborn-fill", "GIVE", 1000},
     {Bug::kBlindFill, "blind-fill", "P1", 1000},
+    {Bug::kSkippedPart, "skipped-part", "P1 REST", 1000},
+    {Bug::kTwiceStored, "twice-stored", "P1 REST", 1000},
 }};
 
 }  // namespace refitd::sim

@@ -104,7 +104,7 @@ void World::MakeScenario() {
     for (int t = 0; t < tensors; ++t) {
       group.model.push_back({fmt::format("t{}", t), DType::kInt64, {random_.Int(3, 90)}});
     }
-    const int pushes = one_daemon_ == OneDaemon::kLost ? 20 : 50;
+    const int pushes = one_daemon_ == OneDaemon::kLost ? 40 : 50;
     group.way = random_.Percent(pushes)               ? GroupWorld::Way::kPush
                 : tensors == 1 || random_.Percent(50) ? GroupWorld::Way::kRefit
                                                       : GroupWorld::Way::kMixed;
@@ -125,11 +125,15 @@ void World::MakeScenario() {
     base.version = group.top;
     base.outcome = Outcome::kCommitted;
     rounds_.push_back(std::move(base));
+    // Where a daemon without trainers is to be lost, all trainers are on one daemon. That is not
+    // always the coordinator's, so that joined daemons send parts again as well.
+    const bool apart = group.way == GroupWorld::Way::kPush && random_.Percent(50);
+    const int source = apart ? (group.home + 1) % daemons : group.home;
     for (int rank = 0; rank < group.spec.trainer_ranks; ++rank) {
       Seat seat;
       seat.g = g;
       seat.trainer = true;
-      seat.d = one_daemon_ == OneDaemon::kLost ? group.home : random_.Int(0, daemons - 1);
+      seat.d = one_daemon_ == OneDaemon::kLost ? source : random_.Int(0, daemons - 1);
       seat.rank = rank;
       seat.world_size = group.spec.trainer_ranks;
       seats_.push_back(seat);
@@ -342,11 +346,11 @@ void World::CheckKeptOut(int g) {
 }
 
 void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
-  // A daemon that is lost costs others a push whose part is under way.
-  const bool refit = GroupOf(g).way == GroupWorld::Way::kRefit;
+  // A daemon that is lost costs others an update whose program runs after buckets were pushed.
+  const bool mixed = GroupOf(g).way == GroupWorld::Way::kMixed;
   const bool own_cost = one_daemon_ == OneDaemon::kOnlyEngines ||
                         one_daemon_ == OneDaemon::kOneSided ||
-                        (one_daemon_ == OneDaemon::kLost && refit);
+                        (one_daemon_ == OneDaemon::kLost && !mixed);
   if (!own_cost || healed_ || a.outcome == Outcome::kCommitted) return;
   if (round.due - round.assembled < seconds(2)) return;  // the update had too little time
   for (const auto& [instance, pids] : round.instances) {

@@ -143,6 +143,9 @@ void World::RunCopy(const std::shared_ptr<Copy>& copy, bool end) {
         std::min(range.start + range.count, p.first[t] + static_cast<int64_t>(p.cells[t].size()));
   };
   Machine* m = Find(copy->d, copy->g);
+  const bool again = m != nullptr && m->nonce == copy->nonce && copy->source == nullptr &&
+                     m->again.contains(copy->start.part);
+  if (again && options_.bug == Bug::kSkippedPart) return;
   const bool sums = end && m != nullptr && m->nonce == copy->nonce &&
                     copy->start.verification == Verification::kReadback;
   for (size_t i = 0; i < content.ranges.size(); ++i) {
@@ -212,6 +215,11 @@ void World::EndCopy(const std::shared_ptr<Copy>& copy, bool) {
   RunCopy(copy, true);
   if (over_) return;
   TransferDone done = ResultOf(*copy);
+  if (const Machine* of = Find(copy->d, copy->g); options_.bug == Bug::kTwiceStored &&
+                                                  copy->source == nullptr && of != nullptr &&
+                                                  of->again.contains(copy->start.part)) {
+    for (int64_t& bytes : done.bytes_written) bytes *= 2;
+  }
   for (const auto& [slot, use] : copy->uses) EndUse(copy->pool.get(), slot, use);
   if (copy->told) return;
   const Verification verification = copy->start.verification;

@@ -49,6 +49,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     sum.forwards += result.forwards;
     sum.reruns += result.reruns;
     sum.resumes += result.resumes;
+    sum.parts_again += result.parts_again;
     sum.fills += result.fills;
     sum.gave_way += result.gave_way;
     sum.fills_failed += result.fills_failed;
@@ -71,10 +72,11 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   }
   fmt::print(
       "\nrefits committed: {} within daemons, {} over several; with pushes {} and {}; {} ends of "
-      "exchanges; {} runs again, {} from a later round\nfills: {} committed, {} gave way, {} "
-      "failed\n",
+      "exchanges; {} runs again, {} from a later round; {} parts sent again\nfills: {} committed, "
+      "{} "
+      "gave way, {} failed\n",
       sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges,
-      sum.reruns, sum.resumes, sum.fills, sum.gave_way, sum.fills_failed);
+      sum.reruns, sum.resumes, sum.parts_again, sum.fills, sum.gave_way, sum.fills_failed);
   CHECK(broken == 0);
   // Fewer updates would mean that the scenarios test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
@@ -87,6 +89,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   CHECK(sum.forwards > static_cast<int64_t>(kSeeds) / 10);
   CHECK(sum.reruns > static_cast<int64_t>(kSeeds) / 200);
   CHECK(sum.resumes > 0);
+  CHECK(sum.parts_again > static_cast<int64_t>(kSeeds) / 500);
   CHECK(sum.fills > static_cast<int64_t>(kSeeds) / 20);
   CHECK(sum.gave_way > static_cast<int64_t>(kSeeds) / 50);
   CHECK(sum.fills_failed > static_cast<int64_t>(kSeeds) / 200);

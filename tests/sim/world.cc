@@ -770,6 +770,10 @@ void World::On(int d, int g, const SendCommand& a) {
     record.ranks = header->ranks.size();
     record.sent.insert(a.node);
     wired_parts_[{g, m->nonce, header->header.update, header->header.part}] = key;
+    result_.parts_again += header->again ? 1 : 0;
+    if (one_daemon_ == OneDaemon::kLost && random_.Percent(25)) {
+      In(random_.Millis(0, 12), [this] { LoseDaemon(); });
+    }
     if (options_.bug == Bug::kEarlyIssue) {
       Letter first;
       first.command = a.command;
@@ -958,6 +962,11 @@ void World::Receive(int index, bool down, const Letter& letter) {
     if (auto* prepare = std::get_if<PeerPrepare>(&command);
         prepare != nullptr && options_.bug == Bug::kPatientCleanUp) {
       prepare->remaining = std::chrono::hours(1);
+    }
+    if (std::holds_alternative<PeerPrepare>(command)) m->again.clear();
+    if (const auto* header = std::get_if<PeerHeader>(&command);
+        header != nullptr && header->again) {
+      m->again.insert(header->header.part);
     }
     Feed(d, link.g, CommandReceived{std::move(command)});
   } else {

@@ -74,6 +74,8 @@ enum class Bug : uint8_t {
   kTornGiver,     // an engine loses some of its weights when a fill begins, and goes on giving
   kStubbornFill,  // calls that open an update are held up while a fill runs
   kBlindFill,     // a fill's read-back finds nothing
+  kSkippedPart,   // a joined daemon stores nothing of a part that is sent again
+  kTwiceStored,   // a joined daemon stores a part that is sent again twice
 };
 
 struct Options {
@@ -128,8 +130,9 @@ struct Result {
   int64_t fills = 0;     // committed
   int64_t gave_way = 0;  // fills that were given up for no failure of their own
   int64_t fills_failed = 0;
-  int64_t reruns = 0;   // programs that a daemon was told to run again without a lost daemon
-  int64_t resumes = 0;  // those of them that went on from a later round than the first
+  int64_t reruns = 0;       // programs that a daemon was told to run again without a lost daemon
+  int64_t resumes = 0;      // those of them that went on from a later round than the first
+  int64_t parts_again = 0;  // headers of parts that were sent again to a daemon
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -326,6 +329,8 @@ struct Machine {
   std::map<UpdateId, std::map<MemberId, std::vector<std::pair<uint64_t, Tag>>>> sums;
   // The worker's id of the first run of each version's program.
   std::map<Version, UpdateId> first_runs;
+  // The parts of the running update that were sent again to this daemon, a joined one.
+  std::set<PartSeq> again;
 };
 
 struct Call {
