@@ -14,6 +14,9 @@ namespace refitd {
 // Errors: INVALID_ARGUMENT, as listed at Trainer.PushBucket.
 absl::StatusOr<ReceivedBucket> ReadBucket(const v1::Bucket& message);
 
+// The block of device memory that a request to register a region names. It points into the request.
+DeviceRef BlockOf(const v1::RegisterRegionRequest& request);
+
 }  // namespace refitd
 
 #endif  // REFITD_DAEMON_CHECKS_BUCKET_MESSAGE_H_
