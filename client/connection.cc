@@ -234,7 +234,7 @@ Connection::Connection(const ConnectOptions& options, const Target& target,
       call_margin_(options.call_margin),
       encrypted_data_(options.spec.has_value() && options.spec->encrypted_data),
       device_(options.device),
-      cuda_library_(options.cuda_library) {}
+      device_library_(options.cuda_library) {}
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const ConnectOptions& options,
                                                              TimePoint deadline) {
@@ -403,17 +403,17 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> Connection::Pool(Access access
   REFITD_RETURN_IF_ERROR(CheckShares());
   MutexLock lock(&pool_mutex_);
   if (pool_ != nullptr) return pool_;
-  const bool gpu = OnGpu(device_);
+  const bool on_device = OnDevice(device_);
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kMapPool;
-  const Duration limit = gpu ? call_margin_ + kDeviceLimit : call_margin_;
+  const Duration limit = on_device ? call_margin_ + kDeviceLimit : call_margin_;
   REFITD_ASSIGN_OR_RETURN(DescriptorAnswer answer, descriptors_->Ask(request, -1, After(limit)));
   if (!answer.fd.valid()) {
     return Error(absl::StatusCode::kInternal, "the daemon's pool came without a descriptor");
   }
-  if (gpu) {
+  if (on_device) {
     REFITD_ASSIGN_OR_RETURN(
-        pool_, MapDeviceSlots(std::move(answer.fd), answer.reply.bytes, device_, cuda_library_));
+        pool_, MapDeviceSlots(std::move(answer.fd), answer.reply.bytes, device_, device_library_));
   } else {
     REFITD_ASSIGN_OR_RETURN(pool_, MapHostSlots(answer.fd, answer.reply.bytes, access));
   }
@@ -468,26 +468,27 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddMemfd(UniqueFd memfd, int64_
   return Share(std::move(source), std::move(memory));
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Regions::Add(const CudaIpcBlock& block) {
-  if (block.handle.size() != kCudaIpcHandleBytes || block.bytes <= 0) {
+absl::StatusOr<std::shared_ptr<Region>> Regions::AddBlock(const std::string& handle,
+                                                          int64_t bytes) {
+  if (handle.size() != kCudaIpcHandleBytes || bytes <= 0) {
     return Error(absl::StatusCode::kInvalidArgument,
-                 "a block of {} bytes with a handle of {}: they must be positive, and {}",
-                 block.bytes, block.handle.size(), kCudaIpcHandleBytes);
+                 "a block of {} bytes with a handle of {}: they must be positive, and {}", bytes,
+                 handle.size(), kCudaIpcHandleBytes);
   }
   RegionSource source;
-  source.handle = block.handle;
-  source.bytes = block.bytes;
+  source.handle = handle;
+  source.bytes = bytes;
   return Share(std::move(source), nullptr);
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Regions::Add(UniqueFd vmm, int64_t bytes) {
-  if (!vmm.valid() || bytes <= 0) {
+absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, int64_t bytes) {
+  if (!exported.valid() || bytes <= 0) {
     return Error(absl::StatusCode::kInvalidArgument, "device memory of {} bytes with descriptor {}",
-                 bytes, vmm.get());
+                 bytes, exported.get());
   }
   RegionSource source;
   source.kind = RegionKind::kDevice;
-  source.fd = std::move(vmm);
+  source.fd = std::move(exported);
   source.bytes = bytes;
   return Share(std::move(source), nullptr);
 }

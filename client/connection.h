@@ -64,7 +64,7 @@ struct RegionOwner {
 struct RegionSource {
   RegionKind kind = RegionKind::kMemfd;  // of `fd`
   UniqueFd fd{};
-  std::string handle{};  // not empty: the handle of a block of cudaMalloc, in place of `fd`
+  std::string handle{};  // not empty: the driver's handle of a block, in place of `fd`
   int64_t bytes = 0;
 
   bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
@@ -107,7 +107,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   absl::Status ToWire(v1::Bucket* bucket);
   absl::Status ToWire(Layout* layout);
 
-  // The staging pool of this member's device, mapped at the first call. On a GPU `access` has no
+  // The staging pool of this member's device, mapped at the first call. On a device `access` has no
   // meaning.
   absl::StatusOr<std::shared_ptr<const SlotMemory>> Pool(Access access);
   // The staging pool if it was mapped already; else null.
@@ -131,7 +131,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const Duration call_margin_;
   const bool encrypted_data_;  // the spec demands it
   const std::string device_;
-  const std::string cuda_library_;
+  const std::string device_library_;  // the driver
   v1::Welcome welcome_;
   std::unique_ptr<DescriptorClient> descriptors_;
 
@@ -155,8 +155,8 @@ class Regions : public std::enable_shared_from_this<Regions> {
   absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes);
   // The same for device memory. INVALID_ARGUMENT: the handle or the block has a wrong number of
   // bytes.
-  absl::StatusOr<std::shared_ptr<Region>> Add(const CudaIpcBlock& block);
-  absl::StatusOr<std::shared_ptr<Region>> Add(UniqueFd vmm, int64_t bytes);
+  absl::StatusOr<std::shared_ptr<Region>> AddBlock(const std::string& handle, int64_t bytes);
+  absl::StatusOr<std::shared_ptr<Region>> AddExported(UniqueFd exported, int64_t bytes);
   // Registers every region with the daemon of `connection`, then makes that the current connection.
   absl::Status MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop);
   // The regions that the layout's pieces lie in; the daemon knows a region as long as anyone holds

@@ -19,6 +19,10 @@ inline constexpr int32_t kDlpackHost = 1;      // device type of memory that the
 inline constexpr int32_t kDlpackCuda = 2;      // of memory of a GPU
 inline constexpr int32_t kDlpackCudaHost = 3;  // of pinned memory, which the CPU reads as well
 
+inline constexpr bool ReadableByHost(int32_t device_type) {
+  return device_type == kDlpackHost || device_type == kDlpackCudaHost;
+}
+
 struct DlpackType {
   uint8_t code = 0;
   uint8_t bits = 0;

@@ -11,6 +11,7 @@
 #include "client/events.h"
 #include "client/member.h"
 #include "proto/convert.h"
+#include "proto/delivery.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -115,8 +116,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   v1::EngineHello* hello = message.mutable_hello();
   SayHello(options.connect, options.rank, options.world_size, deadline, hello);
   hello->set_instance(options.instance);
-  hello->set_delivery(options.delivery == Delivery::kStaged ? v1::DELIVERY_STAGED
-                                                            : v1::DELIVERY_REGISTERED);
+  hello->set_delivery(static_cast<v1::Delivery>(options.delivery));
   if (options.manifest) {
     v1::Manifest* manifest = hello->mutable_manifest();
     for (const TensorSpec& tensor : *options.manifest) {
@@ -130,7 +130,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     hello->set_held_origin(options.held_origin);
   }
   hello->set_dirty(options.dirty);
-  hello->set_fill(options.fill && options.delivery == Delivery::kRegistered);
+  hello->set_fill(options.fill && Fills(options.delivery));
   return message;
 }
 
@@ -147,8 +147,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
                  *options.held_version);
   }
   if (!options.manifest) return absl::OkStatus();
-  if (options.delivery != Delivery::kStaged) {
-    return Error(absl::StatusCode::kInvalidArgument, "a manifest is for staged delivery only");
+  if (!DeclaresManifest(options.delivery)) {
+    return Error(absl::StatusCode::kInvalidArgument, "a manifest is for {} delivery only",
+                 DeliveriesWith(DeclaresManifest));
   }
   for (const TensorSpec& tensor : *options.manifest) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
   return absl::OkStatus();
@@ -180,7 +181,7 @@ absl::Status EngineImpl::AttachOver(Session* session, TimePoint deadline,
                          stop, [&]() -> absl::Status {
                            // Map the slots now, so that a driver that is missing or refuses is an
                            // error of Attach and not of the first update.
-                           if (options.delivery != Delivery::kStaged || !OnGpu(connect_.device)) {
+                           if (!ReadsSlots(options.delivery) || !OnDevice(connect_.device)) {
                              return absl::OkStatus();
                            }
                            return session->connection->Pool(Access::kReadOnly).status();

@@ -49,12 +49,13 @@
 #include <vector>
 
 #include "client/types.h"
+#include "proto/delivery.h"
 
 namespace refitd::client {
 
 class SlotMemory;  // client/slot_memory.h
 
-enum class Delivery : uint8_t { kRegistered, kStaged };
+using Delivery = refitd::DeliveryMode;
 
 // The state of the weights in this rank's memory.
 enum class Weights : uint8_t {
@@ -152,21 +153,9 @@ struct Reattached {
 using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;
 
 // Thread-safe, but events should be answered by one thread. Destroying it detaches.
-class Engine {
+class Engine : public SharesMemory {
  public:
   static absl::StatusOr<std::unique_ptr<Engine>> Attach(const EngineOptions& options);
-  virtual ~Engine() = default;
-
-  // Shared memory that the daemon may write: parameters live here (registered delivery).
-  virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
-  // Does what Trainer::AddMemfd does.
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
-  // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
-  // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
-  // segments, ncclMemAlloc). The daemon writes it. Errors: as
-  // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without
   // any piece: trainers may push or refit the other, and nothing is written for it. Register fills

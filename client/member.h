@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <stop_token>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -111,12 +112,6 @@ class Member : public Interface {
   absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) final {
     return Share([&] { return regions_->AddMemfd(std::move(memfd), bytes); });
   }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) final {
-    return Share([&] { return regions_->Add(block); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) final {
-    return Share([&] { return regions_->Add(std::move(vmm), bytes); });
-  }
   int reattachments() const final {
     MutexLock lock(&mutex_);
     return reattachments_;
@@ -137,6 +132,14 @@ class Member : public Interface {
         seed_(SeedOf(connect.group, name, rank)),
         regions_(std::make_shared<Regions>(reattaches(), RegionOwner{engine, connect.device})),
         registration_(regions_, reattaches()) {}
+
+  absl::StatusOr<std::shared_ptr<Region>> AddDeviceBlock(const std::string& handle,
+                                                         int64_t bytes) final {
+    return Share([&] { return regions_->AddBlock(handle, bytes); });
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes) final {
+    return Share([&] { return regions_->AddExported(std::move(exported), bytes); });
+  }
 
   bool reattaches() const { return connect_.reattach.count() > 0; }
   // Ends the thread that attaches again; after this no other thread changes lease_.

@@ -8,8 +8,7 @@
 namespace refitd::client {
 
 bool KnownTensor::Matches(const DlpackTensor& shown) const {
-  if (!(shown.type == type) ||
-      (shown.device_type != kDlpackHost && shown.device_type != kDlpackCudaHost) ||
+  if (!(shown.type == type) || !ReadableByHost(shown.device_type) ||
       shown.dim_count != static_cast<int32_t>(spec.shape.size()) ||
       (shown.data == nullptr && bytes != 0)) {
     return false;

@@ -8,6 +8,7 @@
 #include <exception>
 #include <iterator>
 #include <new>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -20,6 +21,7 @@
 #include "client/packer.h"
 #include "client/python.h"
 #include "client/trainer.h"
+#include "proto/delivery.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -301,10 +303,13 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   options.instance = Text(given.instance);
   options.rank = given.rank;
   if (given.world_size != 0) options.world_size = given.world_size;
-  if (given.delivery != REFIT_DELIVERY_REGISTERED && given.delivery != REFIT_DELIVERY_STAGED) {
+  // The C interface counts from 0, so that the default is the first.
+  const std::optional<refitd::DeliveryMode> delivery =
+      refitd::DeliveryOf(int64_t{given.delivery} + 1);
+  if (!delivery.has_value()) {
     return Error(absl::StatusCode::kInvalidArgument, "delivery is {}", given.delivery);
   }
-  if (given.delivery == REFIT_DELIVERY_STAGED) options.delivery = client::Delivery::kStaged;
+  options.delivery = *delivery;
   if (given.has_manifest != 0) {
     REFITD_ASSIGN_OR_RETURN(options.manifest, SpecsOf(given.manifest, given.manifest_count));
   }

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <string>
 #include <thread>
 
 #include "client/refit_test_util.h"
+#include "proto/delivery.h"
 
 namespace {
 
@@ -194,6 +196,29 @@ TEST_CASE("dirty engine options are taken, older ones mean that they are not") {
   options.struct_size = sizeof(options);
   options.has_held_version = 0;
   CHECK(refit_engine_attach(&options, &engine) == REFIT_UNAVAILABLE);
+}
+
+TEST_CASE("every delivery mode can be chosen, and no other number") {
+  CHECK(REFIT_DELIVERY_REGISTERED + 1 == static_cast<int>(refitd::DeliveryMode::kRegistered));
+  CHECK(REFIT_DELIVERY_STAGED + 1 == static_cast<int>(refitd::DeliveryMode::kStaged));
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.socket = "/nonexistent/refitd.sock";
+  connect.wait_ms = 1;
+  auto options = Initialised<refit_engine_options>();
+  options.connect = &connect;
+  options.instance = "i";
+  const auto modes = static_cast<int32_t>(refitd::kDeliveries.size());
+  refit_engine* engine = nullptr;
+  for (int32_t mode = 0; mode < modes; ++mode) {
+    options.delivery = mode;
+    CHECK(refit_engine_attach(&options, &engine) == REFIT_UNAVAILABLE);
+  }
+  for (const int32_t wrong : {-1, modes, INT32_MAX}) {
+    options.delivery = wrong;
+    CHECK(refit_engine_attach(&options, &engine) == REFIT_INVALID_ARGUMENT);
+    CHECK(std::string(refit_last_error()) == "delivery is " + std::to_string(wrong));
+  }
 }
 
 TEST_CASE("where no daemon listens attaching is UNAVAILABLE after its wait, naming the socket") {

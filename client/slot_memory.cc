@@ -88,7 +88,7 @@ absl::StatusOr<std::unique_ptr<JoinBuffer>> NewHostBuffer(int64_t bytes) {
   return std::make_unique<HostBuffer>(std::move(made));
 }
 
-bool OnGpu(const std::string& device) { return !device.empty() && device != "host"; }
+bool OnDevice(const std::string& device) { return !device.empty() && device != "host"; }
 
 absl::StatusOr<std::shared_ptr<const SlotMemory>> MapHostSlots(const UniqueFd& fd, int64_t bytes,
                                                                Access access) {

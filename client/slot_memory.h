@@ -50,8 +50,8 @@ class SlotMemory {
   const int64_t bytes_;
 };
 
-// Whether ConnectOptions::device is a GPU.
-bool OnGpu(const std::string& device);
+// Whether ConnectOptions::device is not the host.
+bool OnDevice(const std::string& device);
 
 // Maps the pool of a sealed memfd. Errors: as HostRegion::Map.
 absl::StatusOr<std::shared_ptr<const SlotMemory>> MapHostSlots(const UniqueFd& fd, int64_t bytes,

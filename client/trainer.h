@@ -197,27 +197,11 @@ struct UpdateOutcome {
 };
 
 // A trainer rank, attached to its daemon. Thread-safe. Destroying it detaches.
-class Trainer {
+class Trainer : public SharesMemory {
  public:
   // Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE if no daemon answers at the socket within
   // `wait`.
   static absl::StatusOr<std::unique_ptr<Trainer>> Attach(const TrainerOptions& options);
-  virtual ~Trainer() = default;
-
-  // Shared memory that buckets can name as their source.
-  virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
-  // Makes a region of [0, bytes) of an existing memfd, which must be made with MFD_ALLOW_SEALING,
-  // be sealed against shrinking (fcntl F_ADD_SEALS, F_SEAL_SHRINK) and be open for reading and
-  // writing. The client maps it too. Errors: INVALID_ARGUMENT not a memfd, of huge pages, not
-  // sealed, or smaller than `bytes`; PERMISSION_DENIED not open for reading and writing; those of
-  // docs/descriptor_socket.md.
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
-  // Makes a region of memory of ConnectOptions::device, which the caller keeps allocated (see
-  // Region): a block of cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor
-  // (torch's expandable segments, ncclMemAlloc). Buckets and layouts name it as any other region.
-  // Errors: as refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
   // Opens or joins the update; OK when every engine rank is ready. Errors: as
   // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has already begun the update, and the Update
   // object of that call lives (it goes on undisturbed).

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -139,6 +140,42 @@ class Region {
   virtual char* data() const = 0;  // null: device memory
   virtual int64_t bytes() const = 0;
   virtual RegionId id() const = 0;
+};
+
+// The part of Trainer and Engine by which memory becomes regions.
+class SharesMemory {
+ public:
+  virtual ~SharesMemory() = default;
+
+  // Shared host memory: a trainer's buckets can name it as their source, an engine's parameters can
+  // live there.
+  virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // Makes a region of [0, bytes) of an existing memfd, which must be made with MFD_ALLOW_SEALING,
+  // be sealed against shrinking (fcntl F_ADD_SEALS, F_SEAL_SHRINK) and be open for reading and
+  // writing. The client maps it too. Errors: INVALID_ARGUMENT not a memfd, of huge pages, not
+  // sealed, or smaller than `bytes`; PERMISSION_DENIED not open for reading and writing; those of
+  // docs/descriptor_socket.md.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
+
+  // Makes a region of memory of ConnectOptions::device, which the caller keeps allocated (see
+  // Region): a block of cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor
+  // (torch's expandable segments, ncclMemAlloc). Buckets and layouts name it as any other region;
+  // the daemon writes an engine's. Errors: as refitd.v1.Trainer.RegisterRegion; those of
+  // docs/descriptor_socket.md.
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) {
+    return AddDeviceBlock(block.handle, block.bytes);
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) {
+    return AddDeviceMemory(std::move(vmm), bytes);
+  }
+
+ protected:
+  // The same for memory of any device that the daemon serves: a block that its driver's handle
+  // names, or memory that its driver exported as a descriptor.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceBlock(const std::string& handle,
+                                                                 int64_t bytes) = 0;
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported,
+                                                                  int64_t bytes) = 0;
 };
 
 }  // namespace refitd::client

@@ -13,7 +13,6 @@
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "transport/base/status.h"
-#include "transport/cuda/driver.h"
 
 namespace refitd {
 namespace {
@@ -316,8 +315,9 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
 }
 
 void Metrics::Show(const v1::GetStatusResponse& status, Families* families) {
-  families->Gauge("refitd_build_info", "1, with what this build is.",
-                  {{"version", status.daemon_version()}, {"cuda", CudaBuild()}}, int64_t{1});
+  Labels build = {{"version", status.daemon_version()}};
+  for (const auto& [transport, text] : DeviceBuilds()) build.push_back({transport, text});
+  families->Gauge("refitd_build_info", "1, with what this build is.", std::move(build), int64_t{1});
   families->Gauge("refitd_uptime_seconds", "Time since the daemon began.", {},
                   status.uptime_seconds());
   families->Gauge("refitd_serving", "0: draining.", {}, int64_t{status.serving()});

@@ -468,11 +468,7 @@ static_assert(static_cast<int>(DType::kBool) == v1::DTYPE_BOOL);
 static_assert(static_cast<int>(Verification::kOff) == v1::VERIFICATION_OFF);
 static_assert(static_cast<int>(Verification::kTransfer) == v1::VERIFICATION_TRANSFER);
 static_assert(static_cast<int>(Verification::kReadback) == v1::VERIFICATION_READBACK);
-static_assert(static_cast<int>(BroadcastMethod::kAuto) == v1::BROADCAST_METHOD_UNSPECIFIED);
-static_assert(static_cast<int>(BroadcastMethod::kDirect) == v1::BROADCAST_METHOD_DIRECT);
-static_assert(static_cast<int>(BroadcastMethod::kChain) == v1::BROADCAST_METHOD_CHAIN);
-static_assert(static_cast<int>(BroadcastMethod::kSymmetric) == v1::BROADCAST_METHOD_SYMMETRIC);
-static_assert(static_cast<int>(BroadcastMethod::kNccl) == v1::BROADCAST_METHOD_NCCL);
-static_assert(v1::BroadcastMethod_MAX == v1::BROADCAST_METHOD_NCCL);
+// convert_test compares the names.
+static_assert(v1::BroadcastMethod_MAX == static_cast<int>(kBroadcastMethods) - 1);
 
 }  // namespace refitd

@@ -1,6 +1,7 @@
 #include "proto/convert.h"
 
 #include <catch2/catch.hpp>
+#include <cctype>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -351,10 +352,13 @@ TEST_CASE("Every dtype and verification has the same number on the wire") {
 }
 
 TEST_CASE("Every broadcast method has the same number on the wire, and auto is unspecified") {
-  for (const BroadcastMethod method :
-       {BroadcastMethod::kAuto, BroadcastMethod::kDirect, BroadcastMethod::kChain,
-        BroadcastMethod::kSymmetric, BroadcastMethod::kNccl}) {
+  for (size_t number = 0; number < kBroadcastMethods; ++number) {
+    const auto method = static_cast<BroadcastMethod>(number);
     CHECK(BroadcastFromWire(ToWire(method)).value() == method);
+    std::string name = "BROADCAST_METHOD_" + std::string(kBroadcastMethodNames[number]);
+    for (char& c : name) c = static_cast<char>(std::toupper(c));
+    if (method == BroadcastMethod::kAuto) name = "BROADCAST_METHOD_UNSPECIFIED";
+    CHECK(v1::BroadcastMethod_Name(ToWire(method)) == name);
   }
   CHECK(ToWire(BroadcastMethod::kAuto) == v1::BROADCAST_METHOD_UNSPECIFIED);
   for (const int number : {-1, 5}) {

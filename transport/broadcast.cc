@@ -23,26 +23,12 @@ int64_t ChainCost(const BroadcastLoad& load) {
 
 }  // namespace
 
-std::string_view BroadcastMethodName(BroadcastMethod method) {
-  switch (method) {
-    case BroadcastMethod::kAuto:
-      return "auto";
-    case BroadcastMethod::kDirect:
-      return "direct";
-    case BroadcastMethod::kChain:
-      return "chain";
-    case BroadcastMethod::kSymmetric:
-      return "symmetric";
-    case BroadcastMethod::kNccl:
-      return "nccl";
-  }
-  return "unknown";
-}
-
 bool BroadcastsThroughSlots(const Transport& transport) {
-  return transport.CanBroadcast(BroadcastMethod::kChain).ok() ||
-         transport.CanBroadcast(BroadcastMethod::kSymmetric).ok() ||
-         transport.CanBroadcast(BroadcastMethod::kNccl).ok();
+  for (size_t number = 0; number < kBroadcastMethods; ++number) {
+    const auto method = static_cast<BroadcastMethod>(number);
+    if (NeedsSlots(method) && transport.CanBroadcast(method).ok()) return true;
+  }
+  return false;
 }
 
 BroadcastMethod FastestBroadcast(const BroadcastLoad& load, const Transport& transport) {

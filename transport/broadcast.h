@@ -4,14 +4,10 @@
 
 #include <cstdint>
 #include <map>
-#include <string_view>
 
 #include "transport/transport.h"
 
 namespace refitd {
-
-// "auto", "direct", "chain", "symmetric", "nccl".
-std::string_view BroadcastMethodName(BroadcastMethod method);
 
 // Whether the transport can move a bucket through slots, by any method.
 bool BroadcastsThroughSlots(const Transport& transport);

@@ -14,26 +14,13 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "transport/broadcast_method.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/plan.h"
 
 namespace refitd {
 
 enum class Verification : uint8_t { kOff = 1, kTransfer = 2, kReadback = 3 };
-
-// The way in which the bytes of one source reach several devices of this node.
-//   kAuto       whichever is expected to be the fastest for the bytes and the devices
-//   kDirect     the source's device stores into every destination; no staging
-//   kChain      copy engines relay chunks from device to device, slot to slot
-//   kSymmetric  each receiver gets its share, then all-gather over symmetric windows (NCCL)
-//   kNccl       one NCCL broadcast, slot to slot
-enum class BroadcastMethod : uint8_t {
-  kAuto = 0,
-  kDirect = 1,
-  kChain = 2,
-  kSymmetric = 3,
-  kNccl = 4
-};
 
 // Memory that can be copied to or from: a mapped region, a slot, a request's bytes. `keep_alive`
 // outlives every copy (P6).

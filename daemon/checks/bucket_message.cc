@@ -133,6 +133,10 @@ absl::StatusOr<Packing> PackingOf(const v1::Bucket& bucket, const std::vector<Te
                  packing.offsets[before] + bytes[before]);
 }
 
+DeviceRef RefOf(const v1::CudaIpcHandle& handle) {
+  return {handle.gpu_uuid(), handle.handle(), handle.byte_offset(), handle.bytes()};
+}
+
 // Reads where the bytes are, as the message tells it.
 absl::Status ReadSource(const v1::Bucket& message, ReceivedBucket* out) {
   const size_t tensors = out->bucket->tensors.size();
@@ -166,7 +170,7 @@ absl::Status ReadSource(const v1::Bucket& message, ReceivedBucket* out) {
     case v1::Bucket::kCudaIpc: {
       auto& read = out->source.emplace<std::vector<DeviceRef>>();
       for (const v1::CudaIpcHandle& handle : message.cuda_ipc().handles()) {
-        read.push_back({handle.gpu_uuid(), handle.handle(), handle.byte_offset(), handle.bytes()});
+        read.push_back(RefOf(handle));
       }
       out->bucket->source = CheckedBucket::Source::kDevice;
       return absl::OkStatus();
@@ -267,6 +271,8 @@ void WriteTensors(const PartContent& content, Message* message) {
 }
 
 }  // namespace
+
+DeviceRef BlockOf(const v1::RegisterRegionRequest& request) { return RefOf(request.cuda_ipc()); }
 
 absl::StatusOr<ReceivedBucket> ReadBucket(const v1::Bucket& message) {
   ReceivedBucket out;

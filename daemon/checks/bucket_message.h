@@ -35,6 +35,9 @@ void WriteBucket(const PartContent& content, v1::PeerBucket* message);
 void WriteBucket(const PartContent& content, v1::PeerHeader* message);
 void WriteBucket(const PartContent& content, v1::BucketReady* message);
 
+// The block of device memory that a request to register a region names. It points into the request.
+DeviceRef BlockOf(const v1::RegisterRegionRequest& request);
+
 }  // namespace refitd
 
 #endif  // REFITD_DAEMON_CHECKS_BUCKET_MESSAGE_H_

@@ -3,16 +3,12 @@
 #include <set>
 
 #include "daemon/group/group_impl.h"
-#include "transport/broadcast.h"
+#include "transport/broadcast_method.h"
 
 namespace refitd {
 namespace {
 
 // Whether the method can't work without slots.
-bool NeedsSlots(BroadcastMethod method) {
-  return method != BroadcastMethod::kAuto && method != BroadcastMethod::kDirect;
-}
-
 absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
   if (told < 0 || told > max) {
     return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);

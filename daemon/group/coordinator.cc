@@ -445,7 +445,7 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   const bool engine = std::holds_alternative<EngineIdentity>(r.identity);
   node->members[r.member] = ours;
   const auto* const rank = std::get_if<EngineIdentity>(&r.identity);
-  const bool filled = engine && rank->fill && NeedsLayout(rank->delivery);
+  const bool filled = engine && rank->fill && Fills(rank->delivery);
   remotes[ours] = {node->id, r.member, engine, filled};
   const NodeId id = node->id;
   const std::string daemon = node->daemon_id;

@@ -34,7 +34,7 @@ bool Group::Impl::Fillable(const Instance& instance) const {
   if (WhyKeptOut(instance) != nullptr || !Complete(instance)) return false;
   return std::all_of(instance.ranks.begin(), instance.ranks.end(), [this](const auto& rank) {
     const Member& member = *Find(rank.second);
-    return member.fill && NeedsLayout(member.delivery);
+    return member.fill && Fills(member.delivery);
   });
 }
 

@@ -32,6 +32,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/readiness.h"
+#include "proto/delivery.h"
 #include "transport/base/ids.h"
 #include "transport/bucket.h"
 #include "transport/plan/layout.h"
@@ -135,19 +136,6 @@ struct GroupLimits {
 };
 
 // ---- members ----
-
-enum class DeliveryMode : uint8_t { kRegistered = 1, kStaged = 2 };
-// These functions tell what follows from an engine rank's mode. All other code asks them.
-
-// The rank takes part in updates only once it has registered a layout, and updates write to that.
-constexpr bool NeedsLayout(DeliveryMode mode) { return mode == DeliveryMode::kRegistered; }
-// The rank is handed the parts of buckets in slots, and acknowledges each.
-constexpr bool ReadsSlots(DeliveryMode mode) { return mode == DeliveryMode::kStaged; }
-// The rank may declare the tensors that every update must bring.
-constexpr bool DeclaresManifest(DeliveryMode mode) { return mode == DeliveryMode::kStaged; }
-constexpr std::string_view Name(DeliveryMode mode) {
-  return mode == DeliveryMode::kRegistered ? "registered" : "staged";
-}
 
 struct TrainerIdentity {
   int rank = 0;

@@ -26,8 +26,6 @@
 
 namespace refitd::group {
 
-inline constexpr size_t kBroadcastMethods = 5;  // values of BroadcastMethod
-
 // An accepted bucket. `request` is answered after the last read of its source (P6).
 struct Bucket {
   std::shared_ptr<Request> request;

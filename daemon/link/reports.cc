@@ -13,6 +13,7 @@
 #include "daemon/checks/fields.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
+#include "proto/delivery.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 
@@ -306,15 +307,16 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
   engine.instance = e.instance();
   engine.rank = e.rank();
   engine.world_size = e.world_size();
-  REFITD_RETURN_IF_ERROR(InRange(e.delivery(), v1::DELIVERY_REGISTERED, v1::DELIVERY_STAGED,
-                                 "attach.engine.delivery"));
+  REFITD_RETURN_IF_ERROR(
+      InRange(e.delivery(), 1, static_cast<int64_t>(kDeliveries.size()), "attach.engine.delivery"));
   engine.delivery = static_cast<DeliveryMode>(e.delivery());
   engine.pid = e.pid();
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
   engine.fill = e.fill();
-  if (engine.fill && !NeedsLayout(engine.delivery)) {
-    return Invalid("attach.engine.fill: only registered delivery takes part in fills");
+  if (engine.fill && !Fills(engine.delivery)) {
+    return Invalid("attach.engine.fill: only {} delivery takes part in fills",
+                   DeliveriesWith(Fills));
   }
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,

@@ -19,10 +19,14 @@ constexpr std::string_view kCompiler = "gcc " __VERSION__;
 
 }  // namespace
 
+std::vector<std::pair<std::string, std::string>> DeviceBuilds() { return {{"cuda", CudaBuild()}}; }
+
 std::string BuildInfo() {
-  return fmt::format(
-      "{}, C++{}, gRPC {}, Protobuf {}, {}", kCompiler, (__cplusplus / 100) % 100, grpc::Version(),
-      google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION), CudaBuild());
+  std::string info = fmt::format(
+      "{}, C++{}, gRPC {}, Protobuf {}", kCompiler, (__cplusplus / 100) % 100, grpc::Version(),
+      google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION));
+  for (const auto& [transport, build] : DeviceBuilds()) info += ", " + build;
+  return info;
 }
 
 }  // namespace refitd

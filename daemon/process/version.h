@@ -3,12 +3,18 @@
 #define REFITD_DAEMON_PROCESS_VERSION_H_
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "transport/base/version.h"
 
 namespace refitd {
 
-// One line: compiler, language, libraries, and whether CUDA is compiled in.
+// What of the kinds of devices is compiled in, each by the name of its transport: "CUDA 13.0",
+// "CUDA not compiled in".
+std::vector<std::pair<std::string, std::string>> DeviceBuilds();
+
+// One line: compiler, language, libraries, and DeviceBuilds.
 std::string BuildInfo();
 
 }  // namespace refitd

@@ -3,7 +3,6 @@
 //
 // The words "ok", "note" and "broken", the findings' names, and the JSON are those of `python -m
 // refitd.doctor`, which also knows of Python's packages.
-#include <dlfcn.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -16,6 +15,7 @@
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -23,6 +23,7 @@
 #include "client/trainer.h"
 #include "daemon/process/version.h"
 #include "daemon/refitctl/command.h"
+#include "daemon/refitctl/devices.h"
 #include "transport/base/status.h"
 
 namespace refitd::refitctl {
@@ -75,14 +76,8 @@ Finding LookAtProgram() {
 }
 
 Finding LookAtDriver() {
-  // The name alone is asked for: the daemon says what its driver can do.
-  void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-  if (driver == nullptr) {
-    return {"gpu", State::kNote, "no NVIDIA driver (libcuda.so.1): host memory only", "", {}};
-  }
-  ::dlclose(driver);
-  return {
-      "gpu", State::kOk, "an NVIDIA driver is here; `daemon` below says what it serves", "", {}};
+  const DriverFinding driver = FindDriver();
+  return {driver.what, driver.found ? State::kOk : State::kNote, driver.text, "", {}};
 }
 
 Finding LookAtLimits() {
@@ -176,11 +171,10 @@ Finding LookAtDaemon(const GlobalOptions& global) {
     found.text += fmt::format("; {} {} ({})", transport.name(),
                               transport.available() ? "served" : "not served", transport.detail());
     found.figures["transports"][transport.name()] = transport.available();
-    if (!transport.available() || !transport.has_nccl()) continue;
-    const v1::NcclStatus& nccl = transport.nccl();
-    found.figures["nccl"] = nccl.version();
-    found.text +=
-        nccl.version().empty() ? "; no NCCL: " + nccl.problem() : "; NCCL " + nccl.version();
+    const std::optional<Collectives> collectives = CollectivesOf(transport);
+    if (!collectives.has_value()) continue;
+    found.figures[collectives->name] = collectives->version;
+    found.text += "; " + collectives->text;
   }
   if (!status->serving()) {
     found.state = State::kBroken;

@@ -14,6 +14,7 @@
 #include "daemon/refitctl/format.h"
 #include "daemon/refitctl/holder.h"
 #include "daemon/refitctl/safetensors.h"
+#include "proto/delivery.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 
@@ -37,7 +38,7 @@ struct EngineCommandOptions {
   std::string instance;
   int rank = 0;
   int world_size = 1;
-  std::string delivery = "registered";
+  std::string delivery = std::string(kDeliveries.front().name);
   int slice = -1;  // -1: whole tensors
   bool verify = true;
   int64_t versions = 0;  // 0: until SIGTERM
@@ -87,7 +88,7 @@ class EventLog {
   std::string who_;
 };
 
-// Private memory for staged delivery, in place of an engine's own tensors.
+// Private memory for delivery through slots, in place of an engine's own tensors.
 class OwnMemory {
  public:
   static absl::StatusOr<std::unique_ptr<OwnMemory>> Make(int64_t bytes) {
@@ -124,13 +125,10 @@ class ReferenceEngine {
     attach.instance = options_.instance;
     attach.rank = options_.rank;
     attach.world_size = options_.world_size;
-    const bool staged = options_.delivery == "staged";
-    if (staged) {
-      attach.delivery = client::Delivery::kStaged;
-      attach.manifest = holder_.tensors();
-    }
+    attach.delivery = DeliveryOf(options_.delivery).value();  // the flag's check has the same names
+    if (DeclaresManifest(attach.delivery)) attach.manifest = holder_.tensors();
     REFITD_ASSIGN_OR_RETURN(engine_, client::Engine::Attach(attach));
-    REFITD_RETURN_IF_ERROR(staged ? MakeOwnMemory() : RegisterMemory());
+    REFITD_RETURN_IF_ERROR(NeedsLayout(attach.delivery) ? RegisterMemory() : MakeOwnMemory());
     log_.Tell("attached", {{"tensors", holder_.tensors().size()},
                            {"bytes", holder_.holding().tensor_bytes},
                            {"pid", ::getpid()}});
@@ -315,9 +313,15 @@ Command AddEngine(CommandApp app, const GlobalOptions& global) {
   sub.Add("--rank", &options->rank, "Default 0").InRange(0, 65'535);
   sub.Add("--world-size", &options->world_size, "Ranks of the instance (default 1)")
       .InRange(1, 65'536);
-  sub.Add("--delivery", &options->delivery,
-          "registered (the daemon writes in place, default) or staged (through slots)")
-      .OneOf({"registered", "staged"});
+  std::string deliveries;
+  std::vector<std::string> names;
+  for (const DeliveryTraits& traits : kDeliveries) {
+    const bool first = names.empty();
+    deliveries += fmt::format("{}{} ({}{})", first ? "" : " or ", traits.name, traits.how,
+                              first ? ", default" : "");
+    names.emplace_back(traits.name);
+  }
+  sub.Add("--delivery", &options->delivery, deliveries).OneOf(names);
   sub.Add("--slice", &options->slice,
           "Hold the rank's torch.chunk part of this dimension; 1-D tensors whole")
       .InRange(0, kMaxDims - 1);

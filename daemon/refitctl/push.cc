@@ -19,9 +19,10 @@
 #include "daemon/refitctl/placement.h"
 #include "daemon/refitctl/render.h"
 #include "daemon/refitctl/safetensors.h"
+#include "proto/delivery.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
-#include "transport/broadcast.h"
+#include "transport/broadcast_method.h"
 
 namespace refitd::refitctl {
 namespace {
@@ -296,7 +297,8 @@ std::string WhyPush(const v1::GroupStatus& group, const v1::ListMembersResponse&
   for (const v1::MemberStatus& member : members.members()) {
     if (member.role() != "engine") continue;
     ++engines;
-    if (member.delivery() == "registered") continue;
+    const std::optional<DeliveryMode> delivery = DeliveryOf(member.delivery());
+    if (delivery.has_value() && NeedsLayout(*delivery)) continue;
     return fmt::format("engine {} rank {} takes {} delivery", member.instance(), member.rank(),
                        member.delivery());
   }
@@ -433,11 +435,10 @@ std::optional<Verification> VerificationOf(const std::string& word) {
 }
 
 BroadcastMethod BroadcastOf(const std::string& word) {
-  for (const BroadcastMethod method : {BroadcastMethod::kDirect, BroadcastMethod::kChain,
-                                       BroadcastMethod::kSymmetric, BroadcastMethod::kNccl}) {
-    if (word == BroadcastMethodName(method)) return method;
-  }
-  return BroadcastMethod::kAuto;
+  const auto* const found =
+      std::find(kBroadcastMethodNames.begin(), kBroadcastMethodNames.end(), word);
+  if (found == kBroadcastMethodNames.end()) return BroadcastMethod::kAuto;
+  return static_cast<BroadcastMethod>(found - kBroadcastMethodNames.begin());
 }
 
 client::BeginOptions BeginOf(const PushOptions& options, const Checkpoint& checkpoint,
@@ -586,7 +587,7 @@ Command AddPush(CommandApp app, const GlobalOptions& global) {
   sub.Add("--broadcast", &options->broadcast,
           "Push, and how bytes reach engines on several GPUs: auto (the default), direct, "
           "chain, symmetric, nccl; all but the first two need a trainer on a GPU")
-      .OneOf({"auto", "direct", "chain", "symmetric", "nccl"});
+      .OneOf({kBroadcastMethodNames.begin(), kBroadcastMethodNames.end()});
   sub.AddFlag("--push", &options->push,
               "Push in buckets also where all engines are registered and a refit would do");
   sub.Add("--bucket-bytes", &options->bucket_bytes,

@@ -5,6 +5,9 @@
 
 #include <algorithm>
 
+#include "daemon/refitctl/devices.h"
+#include "transport/broadcast_method.h"
+
 namespace refitd::refitctl {
 namespace {
 
@@ -15,20 +18,9 @@ std::string VersionWord(const Message& message) {
 }
 
 std::string MethodWord(v1::BroadcastMethod method) {
-  switch (method) {
-    case v1::BROADCAST_METHOD_UNSPECIFIED:
-      return "auto";
-    case v1::BROADCAST_METHOD_DIRECT:
-      return "direct";
-    case v1::BROADCAST_METHOD_CHAIN:
-      return "chain";
-    case v1::BROADCAST_METHOD_SYMMETRIC:
-      return "symmetric";
-    case v1::BROADCAST_METHOD_NCCL:
-      return "nccl";
-    default:
-      return fmt::format("method {}", static_cast<int>(method));  // from a newer daemon
-  }
+  const auto number = static_cast<size_t>(method);
+  if (number < kBroadcastMethods) return std::string(kBroadcastMethodNames[number]);
+  return fmt::format("method {}", static_cast<int>(method));  // from a newer daemon
 }
 
 std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
@@ -131,29 +123,6 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
     text += fmt::format("  {}: {}\n", HasEnded(group.fill()) ? "last fill" : "fill",
                         RenderUpdate(group.fill(), ProgressMeter()));
   }
-  return text;
-}
-
-std::string RenderCommunicator(const v1::CommunicatorStatus& communicator) {
-  std::string text = fmt::format("communicator {} of {}", communicator.epoch(),
-                                 fmt::join(communicator.gpu_uuids(), ", "));
-  if (communicator.copy_engines()) text += ", by copy engines";
-  if (communicator.windows() > 0) {
-    text += fmt::format("; windows: {}, {} on each GPU", communicator.windows(),
-                        HumanBytes(communicator.window_bytes()));
-  }
-  if (!communicator.error().empty()) text += "; " + communicator.error();
-  return text;
-}
-
-std::string RenderEpoch(const v1::WireEpochStatus& epoch) {
-  std::string text = epoch.group().empty()
-                         ? std::string("epoch of no group")
-                         : fmt::format("epoch {} of group {}", epoch.epoch(), epoch.group());
-  text += fmt::format(": rank {} of {} daemons on {}, {}; {} sent, {} received", epoch.rank(),
-                      epoch.ranks(), epoch.gpu_uuid(), epoch.state(),
-                      HumanBytes(epoch.bytes_sent()), HumanBytes(epoch.bytes_received()));
-  if (!epoch.error().empty()) text += "; " + epoch.error();
   return text;
 }
 
@@ -337,15 +306,7 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
   for (const auto& transport : status.transports()) {
     text += fmt::format("transport  {}: {}{}\n", transport.name(),
                         transport.available() ? "" : "not available: ", transport.detail());
-    for (const auto& each : transport.nccl().communicators()) {
-      text += fmt::format("nccl       {}\n", RenderCommunicator(each));
-    }
-    for (const auto& each : transport.nccl().epochs()) {
-      text += fmt::format("nccl       {}\n", RenderEpoch(each));
-    }
-    if (const int64_t abandoned = transport.nccl().abandoned_epochs(); abandoned > 0) {
-      text += fmt::format("nccl       {} epochs never connected\n", abandoned);
-    }
+    text += RenderCollectives(transport);
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));
   text += fmt::format("wire       {}\n", RenderWire(status.resources()));

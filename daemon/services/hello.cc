@@ -1,5 +1,9 @@
 #include "daemon/services/hello.h"
 
+#include <fmt/format.h>
+
+#include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -8,6 +12,7 @@
 #include "daemon/checks/fields.h"
 #include "daemon/link/hello.h"
 #include "proto/convert.h"
+#include "proto/delivery.h"
 #include "proto/protocol.h"
 #include "transport/base/status.h"
 
@@ -45,6 +50,16 @@ absl::StatusOr<TrainerIdentity> IdentityOf(const v1::TrainerHello& hello, const 
                          peer.credentials ? peer.credentials->pid : hello.pid(), NodeId(), ""};
 }
 
+absl::Status NoDelivery(v1::Delivery given) {
+  std::string known;
+  for (const DeliveryTraits& traits : kDeliveries) {
+    known += fmt::format("{}{} ({})", known.empty() ? "" : " nor ", traits.name,
+                         static_cast<int>(traits.mode));
+  }
+  return Error(absl::StatusCode::kInvalidArgument, "delivery: {} is neither {}",
+               static_cast<int>(given), known);
+}
+
 absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
   REFITD_RETURN_IF_ERROR(CheckHello(hello));
   REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));
@@ -53,18 +68,9 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   identity.rank = hello.rank();
   identity.world_size = hello.world_size();
   identity.pid = peer.credentials ? peer.credentials->pid : hello.pid();
-  switch (hello.delivery()) {
-    case v1::DELIVERY_REGISTERED:
-      identity.delivery = DeliveryMode::kRegistered;
-      break;
-    case v1::DELIVERY_STAGED:
-      identity.delivery = DeliveryMode::kStaged;
-      break;
-    default:
-      return Error(absl::StatusCode::kInvalidArgument,
-                   "delivery: {} is neither registered (1) nor staged (2)",
-                   static_cast<int>(hello.delivery()));
-  }
+  const std::optional<DeliveryMode> delivery = DeliveryOf(hello.delivery());
+  if (!delivery.has_value()) return NoDelivery(hello.delivery());
+  identity.delivery = *delivery;
   identity.dirty = hello.dirty();
   if (hello.dirty() && hello.has_held_version()) {
     return absl::InvalidArgumentError("dirty: weights that hold a version are not dirty");
@@ -81,12 +87,14 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   }
   identity.held_origin = hello.held_origin();
   identity.fill = hello.fill();
-  if (hello.fill() && !NeedsLayout(identity.delivery)) {
-    return absl::InvalidArgumentError("fill: only registered delivery takes part in fills");
+  if (hello.fill() && !Fills(identity.delivery)) {
+    return Error(absl::StatusCode::kInvalidArgument, "fill: only {} delivery takes part in fills",
+                 DeliveriesWith(Fills));
   }
   if (hello.has_manifest()) {
     if (!DeclaresManifest(identity.delivery)) {
-      return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
+      return Error(absl::StatusCode::kInvalidArgument, "manifest: only {} delivery takes one",
+                   DeliveriesWith(DeclaresManifest));
     }
     REFITD_ASSIGN_OR_RETURN(
         identity.manifest,

@@ -2,8 +2,10 @@
 #ifndef REFITD_DAEMON_SERVICES_REGION_CALLS_H_
 #define REFITD_DAEMON_SERVICES_REGION_CALLS_H_
 
+#include <string>
 #include <utility>
 
+#include "daemon/checks/bucket_message.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/regions.h"
 #include "daemon/policy/rpcs.h"
@@ -19,10 +21,10 @@ inline grpc::ServerUnaryReactor* AnswerRegisterRegion(Daemon* daemon, const Door
                                                       v1::RegisterRegionResponse* response) {
   const Rpc rpc = engine ? Rpc::kEngineRegisterRegion : Rpc::kTrainerRegisterRegion;
   return AnswerOnce(daemon, door, context, {rpc}, response, [&](const Peer& peer, auto reply) {
-    const v1::CudaIpcHandle& block = request.cuda_ipc();
+    const DeviceRef block = BlockOf(request);
     daemon->regions().RegisterDevice(
         CallerOf(request.lease(), peer), engine,
-        {block.handle(), block.gpu_uuid(), block.byte_offset(), block.bytes()},
+        {std::string(block.handle), std::string(block.device), block.byte_offset, block.bytes},
         [reply](const absl::StatusOr<Regions::Registered>& registered) {
           if (!registered.ok()) return reply(registered.status());
           v1::RegisterRegionResponse answer;

@@ -10,6 +10,11 @@ PAGE = "docs/changing.md"
 TREE = os.path.dirname(os.path.dirname(os.path.realpath(PAGE)))
 TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 
+# A transport's own folders, and files with names of other projects' interfaces that sound like it.
+OWN = ("transport/cuda/", "client/python/refitd/cuda/")
+OTHERS = ("client/python/refitd/sglang/controls.py", "client/python/refitd/skyrl.py")
+TEST_FILE = re.compile(r"(^|/)(tests|examples)/|_test[._]|/test_|_test_util\.|_testing\.")
+
 
 def paths_of(text):
     """Every path from the tree's root in the text, as `a/b.c` or the folder `a/b/`."""
@@ -24,6 +29,32 @@ def sections_of(text):
 
 def anchor_of(heading):
     return "#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def code_of(path, text):
+    """The file's text without comments and strings."""
+    if path.endswith(".py"):
+        left_out = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*'
+    else:
+        left_out = r'//[^\n]*|/\*[\s\S]*?\*/|"(?:\\.|[^"\\\n])*"'
+    return re.sub(left_out, " ", text)
+
+
+def files_that_name(pattern, tree=TREE):
+    """The product's files whose code has a name that matches."""
+    found = []
+    for top in ("client", "daemon", "proto", "transport"):
+        for folder, _, names in os.walk(os.path.join(tree, top)):
+            for name in names:
+                path = os.path.relpath(os.path.join(folder, name), tree)
+                if not path.endswith((".h", ".cc", ".c", ".proto", ".py")) or TEST_FILE.search(path):
+                    continue
+                if path.startswith(OWN) or path in OTHERS:
+                    continue
+                with open(os.path.join(tree, path)) as file:
+                    if re.search(pattern, code_of(path, file.read()), flags=re.I):
+                        found.append(path)
+    return sorted(found)
 
 
 class ChangingTest(unittest.TestCase):
@@ -56,6 +87,10 @@ class ChangingTest(unittest.TestCase):
             self.assertEqual([int(number) for number, _ in rows], list(range(1, int(files) + 1)), anchor)
             self.assertEqual(len(set(paths)), len(paths), anchor)
             self.assertEqual(sum(path.startswith("client/python/") for path in paths), int(python), anchor)
+
+    def test_a_transports_list_has_the_files_whose_code_names_it(self):
+        rows = re.findall(r"^\| \d+ \| `([^`]*)` \|", sections_of(self.page)["A transport"], flags=re.M)
+        self.assertEqual(sorted(rows), files_that_name("cuda|nccl|gpu"))
 
 
 if __name__ == "__main__":

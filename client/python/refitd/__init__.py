@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._layout import Box, Layout, PushedTensors, TensorSpec
+from .cuda import CudaMemory
 from .engine import Engine
 from .errors import (
     AlreadyExists,
@@ -42,7 +43,7 @@ from .errors import (
     UpdateAborted,
 )
 from .events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
-from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
+from .memory import FilledMemory, HostMemory, RegionMemory
 from .regions import Region, adopt, empty, locate
 from .tls import TLS
 from .trainer import Trainer

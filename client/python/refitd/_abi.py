@@ -21,10 +21,12 @@ WHOLE = -1
 CUDA_IPC_HANDLE_BYTES = 64
 
 # refit_engine_options.delivery
-DELIVERY_REGISTERED = 0
-DELIVERY_STAGED = 1
+DELIVERIES = {"registered": 0, "staged": 1}
 FILL_DEFAULT = 0
 FILL_NEVER = 1
+
+# refit_begin_options.broadcast
+BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 
 # refit_event.kind
 EVENT_NOTHING = 0

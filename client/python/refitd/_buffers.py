@@ -1,7 +1,8 @@
-"""Bytes at an address as what Python's libraries take: memoryview, numpy array, torch tensor; on a GPU, torch tensor."""
+"""Bytes at an address as what Python's libraries take: memoryview, numpy array, torch tensor; on a device, torch tensor."""
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import math
 from collections.abc import Sequence
@@ -50,48 +51,32 @@ class HostBytes:
         return torch.frombuffer(self._array, dtype=kind).view(tuple(shape))
 
 
-class _CudaArray:
-    """What torch.as_tensor takes by __cuda_array_interface__."""
+class DeviceBytes(abc.ABC):
+    """`nbytes` bytes at `pointer` on a device whose memory the host can't read; all tensors made of them keep them there. The package
+    of the kind of device has the class (`_device.py`)."""
 
-    def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+    pointer: int
+    nbytes: int
 
-
-class CudaBytes:
-    """`nbytes` bytes at `pointer` on GPU `device_index`; `owner` keeps them there, as do all tensors made of them."""
-
-    def __init__(self, pointer: int, nbytes: int, owner: Any, device_index: int) -> None:
-        self.pointer = pointer
-        self.nbytes = nbytes
-        self._owner = owner
-        self._device_index = device_index
-
-    def part(self, at: int, nbytes: int) -> CudaBytes:
+    @abc.abstractmethod
+    def part(self, at: int, nbytes: int) -> HostBytes | DeviceBytes:
         """The `nbytes` bytes from offset `at`."""
-        return CudaBytes(self.pointer + at, nbytes, self, self._device_index)
 
+    @abc.abstractmethod
     def synchronize(self) -> None:
-        """Waits until the work that torch has queued on the GPU's current stream has ended."""
-        import torch
+        """Waits until the work that torch has queued on the device's current stream has ended."""
 
-        torch.cuda.current_stream(self._device_index).synchronize()
-
+    @abc.abstractmethod
     def memory(self, writable: bool = True) -> memoryview:
-        raise Unimplemented("these bytes are on a GPU: take them as a torch tensor")
+        """Raises Unimplemented."""
 
+    @abc.abstractmethod
     def numpy(self, shape: Sequence[int], dtype: str, writable: bool = True) -> numpy.ndarray[Any, Any]:
-        raise Unimplemented("these bytes are on a GPU: take them as a torch tensor")
+        """Raises Unimplemented."""
 
+    @abc.abstractmethod
     def torch(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        import torch
-
-        device = torch.device("cuda", self._device_index)
-        kind = torch_dtype(dtype)
-        if self.nbytes == 0:
-            return torch.empty(tuple(shape), dtype=kind, device=device)
-        raw = torch.as_tensor(_CudaArray(self.pointer, self.nbytes, self._owner), device=device)
-        return raw.view(kind).view(tuple(shape))
+        """The bytes as a tensor of the device."""
 
 
 def numpy_dtype(name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import aio
+from . import _devices, aio
 from ._wait import awaited
 from .engine import Engine
 from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
@@ -180,7 +180,7 @@ class Sender:
         self._ranks.join(rank, world_size)
 
     async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
-        """Sends as send() does, on another thread, with this thread's GPU."""
+        """Sends as send() does, on another thread, with this thread's device."""
         return await self._on_thread(partial(self.send, *arguments, **options))
 
     async def refit_async(self, *arguments: Any, **options: Any) -> UpdateResult:
@@ -188,11 +188,10 @@ class Sender:
         return await self._on_thread(partial(self.refit, *arguments, **options))
 
     async def _on_thread(self, call: Callable[[], UpdateResult]) -> UpdateResult:
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        take_devices = _devices.thread_devices()
 
         def run() -> UpdateResult:
-            if device is not None:
-                torch.cuda.set_device(device)  # of this thread
+            take_devices()
             with torch.no_grad():
                 return call()
 
@@ -407,12 +406,8 @@ def next_version(known: int | None, wanted: int | None = None) -> int:
 
 
 def rollout_device() -> str:
-    """The GPU that this worker shares with its inference engine, or "host"."""
-    if not torch.cuda.is_available():
-        return "host"
-    from .cuda import device_uuid
-
-    return device_uuid(torch.cuda.current_device())
+    """The device that this worker shares with its inference engine, or "host"."""
+    return _devices.current_or_host()
 
 
 def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
@@ -437,15 +432,16 @@ def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch
         if not view.name.startswith(FILLER):
             tensor = view.torch()
             tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
-    if keep and tensors and tensors[0][1].is_cuda:
-        torch.cuda.current_stream(tensors[0][1].device).synchronize()
+    if keep and tensors:
+        _devices.synchronize_tensor(tensors[0][1])
     return tensors
 
 
 def _synchronize(member: Engine) -> None:
     """Waits for the device work that reads the tensors of a part."""
-    if member.device not in (None, "host"):
-        torch.cuda.current_stream().synchronize()
+    kind = _devices.kind_of(member.device)
+    if kind is not None:
+        kind.synchronize()
 
 
 def _give_up(member: Engine, version: int) -> None:

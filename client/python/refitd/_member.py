@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
 import warnings
 import weakref
@@ -14,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _abi, regions
+from ._devices import connect_fields, kind_of, on_host
 from ._dtypes import DTYPES
 from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import Piece, PieceList, TensorList, check_boxes, numbers
@@ -21,12 +20,12 @@ from ._native import Handle, check, text, texts
 from ._tensors import Addresses
 from ._wait import ends_soon, interruptible
 from .errors import InvalidArgument, NotFound, StagingWarning
-from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
+from .memory import DeviceMemory, FilledMemory, HostMemory, RegionMemory
 from .regions import Region, aligned
 from .tls import TLS
 
 if TYPE_CHECKING:
-    from .cuda import Allocation, CudaResolver
+    from ._device import Resolver
 
 # close() waits so long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
 CLOSE_SECONDS = 10.0
@@ -92,10 +91,10 @@ class ConnectOptions:
             coordinator=text(self.coordinator),
             reattach_ms=milliseconds(self.reattach_seconds, "reattach_seconds"),
             silence_ms=milliseconds(self.silence_seconds, "silence_seconds"),
-            device=text(None if self.device == "host" else self.device),
-            cuda_library=text(os.environ.get("REFITD_CUDA_LIBRARY")),
+            device=text(None if on_host(self.device) else self.device),
             address=text(self.address),
             insecure=int(self.insecure),
+            **connect_fields(),
             **({} if self.tls is None else self.tls.fields()),
         )
         if spec is not None:
@@ -156,7 +155,7 @@ class Registration:
     pieces: list[Piece] = field(default_factory=list)
     staged: list[tuple[HostMemory, Region, int]] = field(default_factory=list)  # copied before each refit
     filled: list[tuple[FilledMemory, memoryview]] = field(default_factory=list)  # filled before each refit
-    cuda_regions: dict[int, tuple[Allocation, Handle]] = field(default_factory=dict)  # by base address
+    device_regions: dict[int, tuple[Any, Handle]] = field(default_factory=dict)  # of the resolver, by base address
     owners: list[Region] = field(default_factory=list)
     pushed_tensors: PushedTensors | None = None  # that every refit pushes, those of `pushed`
     before_refit: Callable[[], None] | None = None
@@ -168,7 +167,7 @@ class Registration:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
         if self._addresses is None:
             memories = {id(box.memory): box.memory for box in self.boxes}.values()
-            movable = [m for m in memories if isinstance(m, (HostMemory, CudaMemory)) and m.pointer_now is not None]
+            movable = [m for m in memories if isinstance(m, (HostMemory, DeviceMemory)) and m.pointer_now is not None]
             self._addresses = Addresses([m.pointer_now for m in movable if m.pointer_now is not None], [m.pointer for m in movable])
         return self._addresses.moved()
 
@@ -176,11 +175,11 @@ class Registration:
         """The first tensor whose memory lies elsewhere; "a tensor" where none does."""
         return next((self.tensor_of(box) for box, _, _ in self.moved_boxes()), "a tensor")
 
-    def moved_boxes(self) -> Iterator[tuple[Box, HostMemory | CudaMemory, int]]:
+    def moved_boxes(self) -> Iterator[tuple[Box, HostMemory | DeviceMemory, int]]:
         """Boxes whose memory lies elsewhere than when it was registered: the box, its memory, and the address now."""
         for box in self.boxes:
             memory = box.memory
-            if isinstance(memory, (HostMemory, CudaMemory)) and memory.pointer_now is not None:
+            if isinstance(memory, (HostMemory, DeviceMemory)) and memory.pointer_now is not None:
                 pointer = memory.pointer_now()
                 if pointer != memory.pointer:
                     yield box, memory, pointer
@@ -201,23 +200,13 @@ class Registration:
             room.fill(view)
 
 
-def current_gpu() -> str | None:
-    """The UUID of torch's current GPU, where this process has used CUDA; None elsewhere."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    from .cuda import device_uuid
-
-    return device_uuid(torch.cuda.current_device())
-
-
 class Member:
     """A trainer or engine rank that is attached to its daemon. Thread-safe where its methods do not say otherwise."""
 
     _kind: str  # "trainer" or "engine", as in the names of C functions
     _handle: Handle
     label: str  # names this rank in errors, as the daemon does
-    device: str | None  # a GPU's UUID; None or "host": host memory
+    device: str | None  # a device's name (a GPU's UUID); None or "host": host memory
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -286,8 +275,8 @@ class Member:
         return f"<refitd {self.label}{', closed' if self.closed else ''}>"
 
     @property
-    def _on_gpu(self) -> bool:
-        return self.device not in (None, "host")
+    def _on_host(self) -> bool:
+        return on_host(self.device)
 
     @property
     def reattachments(self) -> int:
@@ -348,7 +337,7 @@ class Member:
         """Registers anew where tensors' memory moved since; returns how many tensors' did."""
         if not registration.moved():
             return 0
-        moved: dict[int, HostMemory | CudaMemory] = {}
+        moved: dict[int, HostMemory | DeviceMemory] = {}
         tensors: set[int] = set()
         for box, memory, pointer in registration.moved_boxes():
             if id(memory) not in moved:
@@ -376,9 +365,9 @@ class Member:
         rooms: dict[int, FilledMemory] = {}
         for box in registration.boxes:
             memory = box.memory
-            if id(memory) in places or id(memory) in rooms or isinstance(memory, CudaMemory):
+            if id(memory) in places or id(memory) in rooms or isinstance(memory, DeviceMemory):
                 continue
-            if self._on_gpu:
+            if not self._on_host:
                 what = registration.tensor_of(box)
                 raise InvalidArgument(f"{what} of {self.label} is in host memory, but device is {self.device}", culprit=what)
             if isinstance(memory, RegionMemory):
@@ -403,10 +392,10 @@ class Member:
                     )
                 rooms[id(memory)] = memory
         self._make_staging(registration, outside, rooms, places)
-        cuda = self._cuda_resolver(registration)
+        resolver = self._resolver(registration)
         for box in registration.boxes:
-            if cuda is not None and isinstance(box.memory, CudaMemory):
-                registration.pieces += cuda.pieces(box, registration.tensor_of(box))
+            if resolver is not None and isinstance(box.memory, DeviceMemory):
+                registration.pieces += resolver.pieces(box, registration.tensor_of(box))
                 continue
             region, base = places[id(box.memory)]
             registration.pieces.append(
@@ -415,18 +404,20 @@ class Member:
                 )
             )
         registration.owners += [region for region, _ in places.values()]
-        if cuda is not None:
-            registration.cuda_regions = cuda.regions
+        if resolver is not None:
+            registration.device_regions = resolver.regions
 
-    def _cuda_resolver(self, registration: Registration) -> CudaResolver | None:
-        """None where no box is on a GPU."""
-        if not any(isinstance(box.memory, CudaMemory) for box in registration.boxes):
+    def _resolver(self, registration: Registration) -> Resolver | None:
+        """None where no box is on a device."""
+        memory = next((box.memory for box in registration.boxes if isinstance(box.memory, DeviceMemory)), None)
+        if memory is None:
             return None
-        from .cuda import CudaResolver
-
-        before = self._registration.cuda_regions if self._registration is not None else {}
+        # A member on the host has no kind: the memory's own then says that it is on another device than the member.
+        kind = kind_of(self.device) or kind_of(memory.device_uuid)
+        assert kind is not None
+        before = self._registration.device_regions if self._registration is not None else {}
         itemsizes = [DTYPES[tensor.dtype].itemsize for tensor in registration.tensors]
-        return CudaResolver(self.label, self._kind, self._handle, self.device, itemsizes, before)
+        return kind.resolver(self.label, self._kind, self._handle, self.device, itemsizes, before)
 
     def _make_staging(
         self,

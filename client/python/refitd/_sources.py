@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._buffers import CudaBytes, HostBytes
+from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import DTYPES, DType, resolve
 from ._tensors import add_plain, plain
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -19,13 +19,13 @@ from .errors import FailedPrecondition, InvalidArgument, Unimplemented
 
 class Source(NamedTuple):
     """A tensor to push. `copy(target, start, count)` copies elements [start, start + count) to `target`, which has room for them;
-    the copy to a GPU may still be under way when it returns: `CudaBytes` targets are synchronised by the caller."""
+    the copy to a device may still be under way when it returns: `DeviceBytes` targets are synchronised by the caller."""
 
     dtype: DType
     shape: tuple[int, ...]
     elements: int
     # None: contiguous host memory at `pointer`, which is copied from there.
-    copy: Callable[[HostBytes | CudaBytes, int, int], None] | None
+    copy: Callable[[HostBytes | DeviceBytes, int, int], None] | None
     pointer: int
     owner: Any
 
@@ -104,7 +104,7 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
         return Source(dtype, shape, count, None, pointer, tensor)
     flat: list[Any] = []  # of a tensor whose elements can't be viewed in a row: made at the first copy
 
-    def copy(target: HostBytes | CudaBytes, start: int, n: int) -> None:
+    def copy(target: HostBytes | DeviceBytes, start: int, n: int) -> None:
         with torch.no_grad():
             if n == count:
                 target.torch(shape, dtype.name).copy_(tensor)
@@ -140,7 +140,7 @@ def _of_numpy(numpy: Any, name: str, value: Any) -> Source:
         return Source(dtype, tuple(value.shape), value.size, None, value.ctypes.data, value)
     flat: list[Any] = []
 
-    def copy(target: HostBytes | CudaBytes, start: int, n: int) -> None:
+    def copy(target: HostBytes | DeviceBytes, start: int, n: int) -> None:
         if n == value.size and isinstance(target, HostBytes):
             numpy.copyto(target.numpy(value.shape, dtype.name), value)
             return
@@ -198,7 +198,7 @@ def _reinterpreted(name: str, source: Source, dtype: DType, shape: Sequence[int]
     return Source(dtype, dims, count, None, source.pointer, source.owner)
 
 
-def copy_host(target: HostBytes | CudaBytes, pointer: int, nbytes: int) -> None:
+def copy_host(target: HostBytes | DeviceBytes, pointer: int, nbytes: int) -> None:
     """Copies contiguous host memory to the target."""
     if isinstance(target, HostBytes):
         ctypes.memmove(target.pointer, pointer, nbytes)

@@ -25,11 +25,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from . import _dtypes, _gc
+from . import _devices, _dtypes, _gc
 from ._boxes import NotBoxes, first_overlap, view_boxes
 from ._layout import Box, TensorSpec
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
-from .memory import CudaMemory, HostMemory, Memory
+from .memory import Memory
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
 MAX_RUNS = 64
@@ -862,15 +862,9 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     nbytes = _span(tensor.shape, tensor.stride()) * itemsize
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + nbytes or tensor.device.type == "meta":
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
-    if tensor.device.type == "cpu":
-        return HostMemory(tensor.data_ptr(), nbytes, tensor, name, tensor.data_ptr), itemsize
-    if tensor.device.type != "cuda":
-        raise InvalidArgument(f"parameter '{name}' is on device {tensor.device}: host memory and CUDA are possible", culprit=f"parameter '{name}'")
-    import torch
-
-    device = tensor.device.index or 0
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return CudaMemory(uuid, tensor.data_ptr(), nbytes, device, tensor, name, tensor.data_ptr), itemsize
+    what = f"parameter '{name}'"
+    pointer_now = tensor.data_ptr
+    return _devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize
 
 
 class _Callable(types.ModuleType):

@@ -24,15 +24,15 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zlib import crc32
 
-from . import _dtypes
+from . import _devices, _dtypes
 from ._boxes import range_boxes, row_major
 from ._layout import Box
 from ._sources import Source
 from .errors import FailedPrecondition, InvalidArgument
-from .memory import CudaMemory, FilledMemory
+from .memory import DeviceMemory, FilledMemory, HostMemory
 
 if TYPE_CHECKING:
-    from ._buffers import CudaBytes, HostBytes
+    from ._buffers import DeviceBytes, HostBytes
     from .update import Update
 
 DEFAULT_STAGING_BYTES = 256 << 20
@@ -186,25 +186,24 @@ class _Room:
     address: int = 0
     targets: list[Any] = field(default_factory=list)
 
-    def memory(self) -> FilledMemory | CudaMemory:
+    def memory(self) -> FilledMemory | HostMemory | DeviceMemory:
         device = self.casts[0].source.device
         label = f"{len(self.casts)} cast tensors"
         if device.type == "cpu":
             return FilledMemory(self.nbytes, self.fill, label)
         return self._on_device(device, label)
 
-    def _on_device(self, device: Any, label: str) -> CudaMemory:
+    def _on_device(self, device: Any, label: str) -> HostMemory | DeviceMemory:
         import torch
 
         room = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         targets = self._targets_in(room)
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
         def refresh() -> int:
             self._cast_into(targets)
             return int(room.data_ptr())
 
-        return CudaMemory(uuid, room.data_ptr(), self.nbytes, device.index or 0, room, label, refresh)
+        return _devices.memory_at(device, room.data_ptr(), self.nbytes, room, label, refresh, what=label, culprit=label)
 
     def fill(self, view: memoryview) -> None:
         """Casts every shard into `view`, of `nbytes` bytes."""
@@ -258,7 +257,7 @@ class CastPush:
 def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
     """A source of the elements of a box at `at` in the global tensor, in row-major order, cast when they are copied."""
 
-    def copy(target: HostBytes | CudaBytes, start: int, count: int) -> None:
+    def copy(target: HostBytes | DeviceBytes, start: int, count: int) -> None:
         import torch
 
         with torch.no_grad():

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from ctypes import byref
 from typing import Any
 
-from . import _abi, _gc
-from ._buffers import CudaBytes, HostBytes
+from . import _abi, _devices, _gc
+from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, current_gpu
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
@@ -91,7 +91,7 @@ class Engine(Member):
             raise InvalidArgument(f"engine rank {rank} of instance {instance}: world_size is {world_size}", culprit=f"engine rank {rank}")
         self.label = f"engine rank {rank} of instance {instance}"
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
-        self.device = current_gpu() if device is None else device
+        self.device = _devices.current() if device is None else device
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
@@ -100,7 +100,7 @@ class Engine(Member):
             instance=text(instance),
             rank=rank,
             world_size=world_size,
-            delivery=_abi.DELIVERY_STAGED if staged else _abi.DELIVERY_REGISTERED,
+            delivery=_abi.DELIVERIES["staged" if staged else "registered"],
             dirty=int(dirty),
             fill=_abi.FILL_DEFAULT if fill else _abi.FILL_NEVER,
         )
@@ -241,24 +241,14 @@ class Engine(Member):
             views.append(View(tensor.name.decode(), dtype.name, shape, tensor.start, tensor.count, data))
         return tuple(views)
 
-    def _bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | CudaBytes:
-        if not self._on_gpu:
-            return HostBytes(pointer, nbytes, owner)
-        from .cuda import device_index
+    def _bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
+        return _devices.bytes_at(self.device, pointer, nbytes, owner)
 
-        assert self.device is not None
-        return CudaBytes(pointer, nbytes, owner, device_index(self.device))
-
-    def _new_bytes(self, nbytes: int) -> HostBytes | CudaBytes:
+    def _new_bytes(self, nbytes: int) -> HostBytes | DeviceBytes:
         """Memory of its own, on this rank's device."""
-        if self._on_gpu:
-            import torch
-
-            from .cuda import device_index
-
-            assert self.device is not None
-            made = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index(self.device)))
-            return CudaBytes(made.data_ptr(), nbytes, made, made.device.index)
+        kind = _devices.kind_of(self.device)
+        if kind is not None and self.device is not None:
+            return kind.new_bytes(self.device, nbytes)
         # From its own region: page-aligned, and given back to the system as soon as it goes.
         from .regions import Region
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Union
 
-from ._buffers import CudaBytes, HostBytes
+from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import DTYPES
 from .errors import InvalidArgument
 
@@ -63,7 +63,7 @@ class View:
     shape: tuple[int, ...]
     start: int
     count: int
-    data: Union[HostBytes, CudaBytes] = field(repr=False, compare=False)
+    data: Union[HostBytes, DeviceBytes] = field(repr=False, compare=False)
 
     @property
     def whole(self) -> bool:

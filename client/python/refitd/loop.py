@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import regions
+from . import _devices, regions
 from .engine import Engine
 from .errors import Closed, DeadlineExceeded, Error, FailedPrecondition
 from .events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
@@ -34,10 +34,10 @@ class EngineLoop:
         self._version: int | None = None
         self._error: Exception | None = None
         parameters = dict(model.state_dict(keep_vars=True)) if names is None else dict(names)
-        self._cuda = any(tensor.device.type == "cuda" for tensor in parameters.values())
-        if not self._cuda:
+        self._kind = _devices.kind_of_tensors(parameters.values())
+        if self._kind is None:
             regions.adopt(model)
-            options.setdefault("device", "host")
+            options.setdefault("device", _devices.HOST)
         self.engine = Engine(group, instance=instance, dirty=not clean, **options)
         try:
             self.engine.register(parameters)
@@ -144,10 +144,8 @@ class EngineLoop:
             if not ended:
                 event.fail(f"{self._uses} uses of the weights did not end within {event.remaining_seconds} s")
                 return
-            if self._cuda:
-                import torch
-
-                torch.cuda.synchronize()
+            if self._kind is not None:
+                self._kind.synchronize_all()
             event.ready()
         except Closed:
             raise

@@ -7,7 +7,7 @@ Four kinds exist:
 - `RegionMemory`: bytes of one region, named by the region itself.
 - `FilledMemory`: bytes that do not exist yet. The member keeps room for them in a region, and a function of the caller fills
   that room before each refit (a cast, for instance).
-- `CudaMemory`: bytes on a GPU.
+- `DeviceMemory`: bytes on a device, of a class for its kind (`refitd.CudaMemory` on a GPU).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class FilledMemory:
 
 
 @dataclass(frozen=True)
-class CudaMemory:
-    """`nbytes` bytes from `pointer` on the GPU with `device_uuid` ("GPU-..."); `device_index` is this process's number of it.
+class DeviceMemory:
+    """`nbytes` bytes from `pointer` on the device with `device_uuid`; `device_index` is this process's number of it.
 
     `owner` keeps the memory allocated. `pointer_now`, if given, tells where the bytes are at each refit: memory that moved is
     bound anew, after `check_moved`, as of HostMemory.
@@ -77,4 +77,4 @@ class CudaMemory:
     check_moved: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
 
-Memory = Union[HostMemory, RegionMemory, FilledMemory, CudaMemory]
+Memory = Union[HostMemory, RegionMemory, FilledMemory, DeviceMemory]

@@ -21,7 +21,7 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
-from . import _dtypes, _gc
+from . import _devices, _dtypes, _gc
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
 from ._lists import integers
@@ -29,7 +29,7 @@ from ._tensors import TensorAddress
 from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
 from .errors import FailedPrecondition, InvalidArgument
-from .memory import CudaMemory, HostMemory, Memory
+from .memory import HostMemory, Memory
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
 _CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -384,7 +384,6 @@ class _Collector:
         self._tied = tied
         self._rank = rank
         self._device = None if device is None else str(device)
-        self._uuids: dict[int, str] = {}
         # By name: index in the layout and how the tensor is stored; boxes of it.
         self._tensors: dict[str, tuple[int, str]] = {}
         self._boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
@@ -541,19 +540,5 @@ class _Collector:
         if view.device is None:
             return HostMemory(view.pointer, view.nbytes, tensor, name)
         check = partial(held.check, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._rank)
-        if view.device.type == "cpu":
-            return HostMemory(view.pointer, view.nbytes, tensor, name, held.address, check)
-        if view.device.type != "cuda":
-            raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=f"tensor '{name}'"
-            )
-        index = view.device.index or 0
-        return CudaMemory(self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, held.address, check)
-
-    def _uuid_of(self, index: int) -> str:
-        uuid = self._uuids.get(index)
-        if uuid is None:
-            import torch
-
-            uuid = self._uuids[index] = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        return uuid
+        what, culprit = f"rank {self._rank}: tensor '{name}'", f"tensor '{name}'"
+        return _devices.memory_at(view.device, view.pointer, view.nbytes, tensor, name, held.address, check, what=what, culprit=culprit)

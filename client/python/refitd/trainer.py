@@ -8,17 +8,17 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from . import _abi, _gc
-from ._buffers import CudaBytes, HostBytes
+from . import _abi, _devices, _gc
+from ._buffers import DeviceBytes, HostBytes
 from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, current_gpu, group_spec, milliseconds
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
 from ._tensors import Packer
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
 from .tls import TLS
-from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
+from .update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
 
 
 class Trainer(Member):
@@ -97,7 +97,7 @@ class Trainer(Member):
         self.group, self.rank, self.world_size = group, rank, world_size
         self.device = device
         if device is None and address is None:
-            self.device = current_gpu()
+            self.device = _devices.current()
         self.shares_memory = address is None  # with the daemon
         spec = None
         if create:
@@ -285,7 +285,7 @@ class Trainer(Member):
             evict_late=int(evict_late),
             tensor_count=tensor_count or 0,
             total_bytes=total_bytes or 0,
-            broadcast=_number(BROADCASTS, broadcast, "broadcast"),
+            broadcast=_number(_abi.BROADCASTS, broadcast, "broadcast"),
             without_layout=int(not with_layout),
             note=note.encode() or None,
         )
@@ -337,23 +337,14 @@ class Trainer(Member):
         except Error:
             pass  # the update had not begun, or has ended: then the call ends by itself
 
-    def _slot_bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | CudaBytes:
-        if not self._on_gpu:
-            return HostBytes(pointer, nbytes, owner)
-        from .cuda import device_index
-
-        assert self.device is not None
-        return CudaBytes(pointer, nbytes, owner, device_index(self.device))
+    def _slot_bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
+        return _devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _synchronize(self) -> None:
         """Waits for the work that wrote the shards."""
-        if self._on_gpu:
-            import torch
-
-            from .cuda import device_index
-
-            assert self.device is not None
-            torch.cuda.current_stream(device_index(self.device)).synchronize()
+        kind = _devices.kind_of(self.device)
+        if kind is not None:
+            kind.synchronize(self.device)
 
 
 def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Sequence[int]) -> Registration:

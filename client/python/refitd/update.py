@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi
-from ._buffers import CudaBytes, HostBytes
+from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE
 from ._layout import TensorSpec
 from ._lists import check_name, check_tensors
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
-BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 # A bucket over TCP has at most this: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
 INLINE_BYTES = 1 << 20
 OUTCOMES = ("unknown", "running", "committed", "aborted")
@@ -84,7 +83,7 @@ def result_of(
         instances.append(
             InstanceOutcome((name.value or b"").decode(), bool(committed.value), (reason.value or b"").decode(errors="replace"))
         )
-    pushed = {method: raw.pushed_bytes[i] for method, i in BROADCASTS.items() if raw.pushed_bytes[i]}
+    pushed = {method: raw.pushed_bytes[i] for method, i in _abi.BROADCASTS.items() if raw.pushed_bytes[i]}
     return UpdateResult(
         raw.version, raw.bytes, raw.seconds, tuple(instances), pushed, raw.left_out_tensors, raw.left_out_bytes, staged_bytes, rebound
     )
@@ -148,7 +147,7 @@ class Known(NamedTuple):
 class _Slot:
     """A leased slot that is being packed; without a `handle`, memory of this process whose bytes travel inside the call."""
 
-    def __init__(self, handle: Handle | None, data: HostBytes | CudaBytes, window: _Window) -> None:
+    def __init__(self, handle: Handle | None, data: HostBytes | DeviceBytes, window: _Window) -> None:
         self.handle = handle
         self.data = data
         self.on_host = isinstance(data, HostBytes)
@@ -330,7 +329,7 @@ class Update:
         slot = self._slot
         if slot is None and then is None:
             return
-        if slot is not None and isinstance(slot.data, CudaBytes):
+        if slot is not None and isinstance(slot.data, DeviceBytes):
             slot.data.synchronize()  # the stream of this thread
 
         def send() -> None:

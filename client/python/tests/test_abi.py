@@ -60,14 +60,15 @@ class AbiTest(unittest.TestCase):
             for field, *_ in structure._fields_:
                 lines.append(f"SAME(offsetof({name}, {field}), {getattr(structure, field).offset});")
                 lines.append(f"SAME(sizeof((({name}*)0)->{field}), {getattr(structure, field).size});")
-        for name in ("WHOLE", "CUDA_IPC_HANDLE_BYTES", "DELIVERY_REGISTERED", "DELIVERY_STAGED"):
+        for name in ("WHOLE", "CUDA_IPC_HANDLE_BYTES"):
             lines.append(f"SAME(REFIT_{name}, {getattr(_abi, name)});")
         lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(_abi).items() if name.startswith("EVENT_")]
         lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in _dtypes.DTYPES.values()]
         lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]
         lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in events.Weights]
         lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(update.OUTCOMES)]
-        lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in update.BROADCASTS.items()]
+        lines += [f"SAME(REFIT_DELIVERY_{name.upper()}, {i});" for name, i in _abi.DELIVERIES.items()]
+        lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in _abi.BROADCASTS.items()]
         lines += [f"SAME(REFIT_VERIFICATION_{(name or 'default').upper()}, {i});" for name, i in update.VERIFICATIONS.items()]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "same.c"

@@ -8,7 +8,8 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
-from refitd._buffers import CudaBytes, HostBytes
+from refitd._buffers import HostBytes
+from refitd.cuda import CudaBytes
 
 try:
     import numpy

@@ -1,4 +1,4 @@
-"""Memory of GPUs as regions: a block of cudaMalloc by its IPC handle, memory of cuMemCreate (torch's expandable segments) as a
+"""GPUs, as a kind of device (`_device.py`). Their memory as regions: a block of cudaMalloc by its IPC handle, memory of cuMemCreate (torch's expandable segments) as a
 descriptor. Calls the driver with ctypes; torch is asked for device numbers only."""
 
 from __future__ import annotations
@@ -8,17 +8,26 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi
-from ._layout import Box
-from ._lists import Piece
-from ._native import Handle, check
-from .errors import FailedPrecondition, InvalidArgument, Unavailable
-from .memory import CudaMemory
+from .. import _abi
+from .._buffers import DeviceBytes
+from .._device import DeviceKind, Resolver
+from .._dtypes import torch_dtype
+from .._layout import Box
+from .._lists import Piece
+from .._native import Handle, check, text
+from ..errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
+from ..memory import DeviceMemory
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    from .._finding import Finding
 
 # cuda.h
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -34,6 +43,7 @@ def device_uuid(index: int) -> str:
 
 
 _indices: dict[str, int] = {}
+_uuids: dict[int, str] = {}  # of GPUs that tensors were on: asking torch takes long for each of many tensors
 
 
 def device_index(uuid: str) -> int:
@@ -48,6 +58,54 @@ def device_index(uuid: str) -> int:
     if uuid not in _indices:
         raise InvalidArgument(f"device: {uuid} is none of this process's GPUs: {', '.join(_indices) or 'it sees none'}", culprit="device")
     return _indices[uuid]
+
+
+class CudaMemory(DeviceMemory):
+    """Bytes on a GPU, whose `device_uuid` is "GPU-..."."""
+
+
+class _CudaArray:
+    """What torch.as_tensor takes by __cuda_array_interface__."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+class CudaBytes(DeviceBytes):
+    """`nbytes` bytes at `pointer` on GPU `device_index`; `owner` keeps them there, as do all tensors made of them."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: Any, device_index: int) -> None:
+        self.pointer = pointer
+        self.nbytes = nbytes
+        self._owner = owner
+        self._device_index = device_index
+
+    def part(self, at: int, nbytes: int) -> CudaBytes:
+        """The `nbytes` bytes from offset `at`."""
+        return CudaBytes(self.pointer + at, nbytes, self, self._device_index)
+
+    def synchronize(self) -> None:
+        """Waits until the work that torch has queued on the GPU's current stream has ended."""
+        import torch
+
+        torch.cuda.current_stream(self._device_index).synchronize()
+
+    def memory(self, writable: bool = True) -> memoryview:
+        raise Unimplemented("these bytes are on a GPU: take them as a torch tensor")
+
+    def numpy(self, shape: Sequence[int], dtype: str, writable: bool = True) -> numpy.ndarray[Any, Any]:
+        raise Unimplemented("these bytes are on a GPU: take them as a torch tensor")
+
+    def torch(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        import torch
+
+        device = torch.device("cuda", self._device_index)
+        kind = torch_dtype(dtype)
+        if self.nbytes == 0:
+            return torch.empty(tuple(shape), dtype=kind, device=device)
+        raw = torch.as_tensor(_CudaArray(self.pointer, self.nbytes, self._owner), device=device)
+        return raw.view(kind).view(tuple(shape))
 
 
 class Allocation(NamedTuple):
@@ -128,7 +186,7 @@ def driver() -> Driver:
     return _driver
 
 
-class CudaResolver:
+class CudaResolver(Resolver):
     """Makes pieces of one registration's boxes on a GPU. Each allocation of the driver becomes one region.
 
     `regions` holds the regions of the layout before, by base address: its tensors are alive, so what lies there is the same memory.
@@ -229,3 +287,87 @@ class CudaResolver:
                     os.close(descriptor)
         assert out.value is not None
         return Handle(out.value, library.refit_region_free, "a region on a GPU")
+
+
+class CudaKind(DeviceKind):
+    name = "CUDA"
+    torch_type = "cuda"
+
+    def knows(self, device: str) -> bool:
+        return device.startswith(("GPU-", "MIG-"))
+
+    def current(self, used: bool) -> str | None:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available() or (used and not torch.cuda.is_initialized()):
+            return None
+        return device_uuid(torch.cuda.current_device())
+
+    def thread_device(self) -> Callable[[], None] | None:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        device = torch.cuda.current_device()
+        return lambda: torch.cuda.set_device(device)
+
+    def connect_fields(self) -> dict[str, Any]:
+        return {"cuda_library": text(os.environ.get("REFITD_CUDA_LIBRARY"))}
+
+    def looks(self) -> Sequence[tuple[str, Callable[[], Finding]]]:
+        from .looks import LOOKS
+
+        return LOOKS
+
+    def memory_at(
+        self,
+        device: Any,
+        pointer: int,
+        nbytes: int,
+        owner: Any,
+        label: str,
+        pointer_now: Callable[[], int] | None,
+        check_moved: Callable[[], None] | None,
+    ) -> CudaMemory:
+        index = device.index or 0
+        uuid = _uuids.get(index)
+        if uuid is None:
+            uuid = _uuids[index] = device_uuid(index)
+        return CudaMemory(uuid, pointer, nbytes, index, owner, label, pointer_now, check_moved)
+
+    def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
+        return CudaBytes(pointer, nbytes, owner, device_index(device))
+
+    def new_bytes(self, device: str, nbytes: int) -> CudaBytes:
+        import torch
+
+        made = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index(device)))
+        return CudaBytes(made.data_ptr(), nbytes, made, made.device.index)
+
+    def resolver(
+        self,
+        label: str,
+        member_kind: str,
+        member: Handle,
+        device: str | None,
+        itemsizes: Sequence[int],
+        regions: dict[int, tuple[Any, Handle]],
+    ) -> CudaResolver:
+        return CudaResolver(label, member_kind, member, device, itemsizes, regions)
+
+    def synchronize(self, device: str | None = None) -> None:
+        import torch
+
+        torch.cuda.current_stream(None if device is None else device_index(device)).synchronize()
+
+    def synchronize_tensor(self, tensor: Any) -> None:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+    def synchronize_all(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+KIND = CudaKind()

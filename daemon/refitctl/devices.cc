@@ -1,0 +1,69 @@
+#include "daemon/refitctl/devices.h"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "daemon/refitctl/format.h"
+
+namespace refitd::refitctl {
+namespace {
+
+std::string RenderCommunicator(const v1::CommunicatorStatus& communicator) {
+  std::string text = fmt::format("communicator {} of {}", communicator.epoch(),
+                                 fmt::join(communicator.gpu_uuids(), ", "));
+  if (communicator.copy_engines()) text += ", by copy engines";
+  if (communicator.windows() > 0) {
+    text += fmt::format("; windows: {}, {} on each GPU", communicator.windows(),
+                        HumanBytes(communicator.window_bytes()));
+  }
+  if (!communicator.error().empty()) text += "; " + communicator.error();
+  return text;
+}
+
+std::string RenderEpoch(const v1::WireEpochStatus& epoch) {
+  std::string text = epoch.group().empty()
+                         ? std::string("epoch of no group")
+                         : fmt::format("epoch {} of group {}", epoch.epoch(), epoch.group());
+  text += fmt::format(": rank {} of {} daemons on {}, {}; {} sent, {} received", epoch.rank(),
+                      epoch.ranks(), epoch.gpu_uuid(), epoch.state(),
+                      HumanBytes(epoch.bytes_sent()), HumanBytes(epoch.bytes_received()));
+  if (!epoch.error().empty()) text += "; " + epoch.error();
+  return text;
+}
+
+}  // namespace
+
+std::string RenderCollectives(const v1::TransportStatus& transport) {
+  std::string text;
+  for (const auto& each : transport.nccl().communicators()) {
+    text += fmt::format("nccl       {}\n", RenderCommunicator(each));
+  }
+  for (const auto& each : transport.nccl().epochs()) {
+    text += fmt::format("nccl       {}\n", RenderEpoch(each));
+  }
+  if (const int64_t abandoned = transport.nccl().abandoned_epochs(); abandoned > 0) {
+    text += fmt::format("nccl       {} epochs never connected\n", abandoned);
+  }
+  return text;
+}
+
+std::optional<Collectives> CollectivesOf(const v1::TransportStatus& transport) {
+  if (!transport.available() || !transport.has_nccl()) return std::nullopt;
+  const v1::NcclStatus& nccl = transport.nccl();
+  return Collectives{
+      "nccl", nccl.version(),
+      nccl.version().empty() ? "no NCCL: " + nccl.problem() : "NCCL " + nccl.version()};
+}
+
+DriverFinding FindDriver() {
+  // The name alone is asked for: the daemon says what its driver can do.
+  void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (driver == nullptr) {
+    return {"gpu", false, "no NVIDIA driver (libcuda.so.1): host memory only"};
+  }
+  ::dlclose(driver);
+  return {"gpu", true, "an NVIDIA driver is here; `daemon` below says what it serves"};
+}
+
+}  // namespace refitd::refitctl
