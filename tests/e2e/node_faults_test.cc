@@ -52,8 +52,9 @@ TEST_CASE("a daemon killed in any phase aborts the update or leaves it to the re
   RunTable(Fault::kKill,
            {
                {Victim::kSource, {kAborts, kAborts, kAborts}},
-               // The sink has engines only: without a part under way the update goes on without it.
-               {Victim::kSink, {kCommits, kEither, kCommits}},
+               // The sink has engines only: the update goes on without it, and parts that were under way
+               // are sent again.
+               {Victim::kSink, {kCommits, kCommits, kCommits}},
                {Victim::kCoordinator, {kAborts, kAborts, kAborts}},
            },
            1);
@@ -75,7 +76,7 @@ TEST_CASE("a daemon stopped in any phase is given up in time, and welcome again"
   RunTable(Fault::kStop,
            {
                {Victim::kSource, {kAborts, kAborts, kAborts}},
-               {Victim::kSink, {kCommits, kEither, kCommits}},
+               {Victim::kSink, {kCommits, kCommits, kCommits}},
                // When it goes on, it may hear of the sink's loss first, and decide.
                {Victim::kCoordinator, {kAborts, kAborts, kEither}},
            },
