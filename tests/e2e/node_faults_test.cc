@@ -52,8 +52,8 @@ TEST_CASE("a daemon killed in any phase aborts the update or leaves it to the re
   RunTable(Fault::kKill,
            {
                {Victim::kSource, {kAborts, kAborts, kAborts}},
-               // The sink has engines only: the update goes on without it, and parts that were under way
-               // are sent again.
+               // The sink has engines only: the update goes on without it, and parts that were
+               // under way are sent again.
                {Victim::kSink, {kCommits, kCommits, kCommits}},
                {Victim::kCoordinator, {kAborts, kAborts, kAborts}},
            },

@@ -308,7 +308,11 @@ class CudaKind(DeviceKind):
         if not torch.cuda.is_available():
             return None
         device = torch.cuda.current_device()
-        return lambda: torch.cuda.set_device(device)
+
+        def set_device() -> None:
+            torch.cuda.set_device(device)
+
+        return set_device
 
     def connect_fields(self) -> dict[str, Any]:
         return {"cuda_library": text(os.environ.get("REFITD_CUDA_LIBRARY"))}
