@@ -1,6 +1,8 @@
 """Random orders of updates, sleep, waking, kills and requests over a real engine, and what the engine may answer after each step.
 
-An engine is driven through a `Subject`. REFITD_ENGINES_ORDERS says how many orders run, and REFITD_ENGINES_SEED which ones.
+An engine is driven through a `Subject`. REFITD_ENGINES_ORDERS says how many orders there are, and REFITD_ENGINES_SEED which. What an
+order does follows from the seed and its number alone, so that REFITD_ENGINES_FIRST, the number at which a run begins, lets a run that was
+cut go on with another engine.
 """
 
 from __future__ import annotations
@@ -8,15 +10,20 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import models
 import pytest
-from support import CALL_SECONDS, LOOK_SECONDS, EngineFailed, TrainerProcess, following
+from refitd import testing
+from support import CALL_SECONDS, LOOK_SECONDS, EngineFailed, EngineProcess, TrainerProcess, following, fresh
 
 SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
 ORDERS = int(os.environ.get("REFITD_ENGINES_ORDERS", "10"))
+FIRST = int(os.environ.get("REFITD_ENGINES_FIRST", "0"))
 STEPS = 5  # of an order
 # In these phases of an update somebody is killed.
 PHASES = ("idle", "prepare", "parts", "commit")
@@ -75,7 +82,7 @@ class Orders:
 
     def __init__(self, subject: Subject, daemon: Any, checkpoints: list[Path], expected: list[tuple[Any, Any]], folder: Path) -> None:
         assert expected[0][0] != expected[1][0], "the two checkpoints give the same tokens: the test could not fail"
-        self.choose = random.Random(SEED)
+        self.choose = random.Random()
         self.subject, self.daemon, self.checkpoints, self.expected, self.folder = subject, daemon, checkpoints, expected, folder
         self.version = 0
         self.held: tuple[int, int] | None = None
@@ -87,19 +94,20 @@ class Orders:
         """Makes all orders. Each kill of one of the engine's processes happens in one order, since an engine takes long to come up."""
         started = time.monotonic()
         kills = [(process, phase) for process in self.subject.processes for phase in PHASES]
-        at = dict(zip(self.choose.sample(range(ORDERS), min(ORDERS, len(kills))), kills))
+        at = dict(zip(random.Random(SEED).sample(range(ORDERS), min(ORDERS, len(kills))), kills))
         self.trainer.started()
         self.subject.start()
         self._check()
         self._until(lambda found: found["attached"] is True, "it attaches")
-        for number in range(ORDERS):
+        for number in range(FIRST, ORDERS):
+            self.choose.seed(f"{SEED} {number}")
             try:
                 self._order(at.get(number))
             except BaseException as error:
                 error.add_note(f"seed {SEED}, order {number}, steps {self.counts}, held {self.held}, asleep {self.asleep}")
                 raise
             print(f"order {number} after {time.monotonic() - started:.0f} s, version {self.version}", flush=True)
-        print(f"\n{ORDERS} orders of seed {SEED} in {time.monotonic() - started:.0f} s: {self.counts}")
+        print(f"\norders {FIRST} to {ORDERS - 1} of seed {SEED} in {time.monotonic() - started:.0f} s: {self.counts}")
 
     def close(self) -> None:
         self.trainer.kill()
@@ -269,5 +277,15 @@ class Orders:
         self.trainer.started()
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
-    return [models.make("qwen3", folder, seed) for seed in (1, 2)]
+def check_random_orders(kind: Callable[[Path, Path, Any], Subject], folder: Path) -> None:
+    """Makes all orders with a subject of the kind, which is made of a checkpoint, a folder for its log, and a daemon."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    loaded = partial(fresh, EngineProcess, tmp_path=folder, generate="generate_one_by_one", dtype="bfloat16")
+    with ThreadPoolExecutor(len(checkpoints)) as pool:
+        expected = list(pool.map(loaded, checkpoints))
+    with testing.daemon() as daemon:
+        orders = Orders(kind(checkpoints[0], folder, daemon), daemon, checkpoints, expected, folder)
+        try:
+            orders.run()
+        finally:
+            orders.close()

@@ -4,15 +4,12 @@ printed."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from orders import Orders, checkpoints_of
-from refitd import testing
-from support import EngineFailed, EngineProcess, following, fresh
+from orders import check_random_orders
+from support import EngineFailed, EngineProcess, following
 
 
 class InProcess:
@@ -63,14 +60,4 @@ class InProcess:
 
 def test_random_orders_over_an_engine_in_one_process(tmp_path: Path) -> None:
     """The engine answers with the version that it tells, whole, or not at all; and with each next version again."""
-    checkpoints = checkpoints_of(tmp_path)
-    loaded = partial(fresh, EngineProcess, tmp_path=tmp_path, generate="generate_one_by_one", dtype="bfloat16")
-    with ThreadPoolExecutor(len(checkpoints)) as pool:
-        expected = list(pool.map(loaded, checkpoints))
-    with testing.daemon() as daemon:
-        subject = InProcess(checkpoints[0], tmp_path, daemon)
-        orders = Orders(subject, daemon, checkpoints, expected, tmp_path)
-        try:
-            orders.run()
-        finally:
-            orders.close()
+    check_random_orders(InProcess, tmp_path)
