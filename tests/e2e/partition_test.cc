@@ -245,10 +245,9 @@ void Round(Fixture* f, Phase phase, Fault fault) {
               << f->alpha.log() << "\nbeta:\n"
               << f->beta.log());
   CHECK(took < std::max(kSilence, kWire) + kSlack);
-  // Engines that are lost while no part is under way are evicted, and the other engines get the
-  // update. Between buckets the next bucket is under way before the loss is noticed.
-  const bool idle = phase == Phase::kPrepare || phase == Phase::kVerify;
-  const bool goes_on = idle && f->side == Side::kAlpha;
+  // Beta's engines are evicted, and the other engines get the update, unless the trainer is at
+  // beta.
+  const bool goes_on = f->side == Side::kAlpha;
   CHECK(failed.ok() == goes_on);
   if (goes_on) {
     f->good = version;

@@ -329,16 +329,31 @@ void World::SendWrongPayload() {
   Post(index, false, std::move(letter));
 }
 
-// If no failure names a node, the broken daemon alone may lose its place.
+// Whether each instance with a rank on the daemon has a rank on a broken daemon, too. Then no epoch
+// without the broken daemon needs this daemon, and no search can tell the two apart.
+bool World::OnlyBesideBroken(int g, int d) const {
+  const auto of_group = [g](const Seat& seat) { return seat.g == g && !seat.trainer; };
+  return std::all_of(seats_.begin(), seats_.end(), [&](const Seat& here) {
+    if (!of_group(here) || here.d != d) return true;
+    return std::any_of(seats_.begin(), seats_.end(), [&](const Seat& seat) {
+      return of_group(seat) && seat.instance == here.instance &&
+             daemons_[static_cast<size_t>(seat.d)].wire_trouble != Daemon::WireTrouble::kNone;
+    });
+  });
+}
+
+// If no failure names a node, the broken daemon alone may lose its place, and daemons that can't be
+// told from it.
 void World::CheckKeptOut(int g) {
   if (!nameless_ || healed_) return;
   const Machine* m = Find(GroupOf(g).home, g);
   if (m == nullptr) return;
   for (const NodeView& node : m->machine->View(now_).nodes) {
     if (node.kept_out.empty()) continue;
-    for (const Daemon& daemon : daemons_) {
-      if (daemon.id != node.daemon_id) continue;
-      if (daemon.wire_trouble != Daemon::WireTrouble::kNone) continue;
+    for (size_t d = 0; d < daemons_.size(); ++d) {
+      if (daemons_[d].id != node.daemon_id) continue;
+      if (daemons_[d].wire_trouble != Daemon::WireTrouble::kNone) continue;
+      if (OnlyBesideBroken(g, static_cast<int>(d))) continue;
       return Violate("REST", fmt::format("g{}: {} is kept out, whose data plane works: {}", g,
                                          node.daemon_id, node.kept_out));
     }

@@ -739,6 +739,7 @@ class World {
   void FeedWithoutFill(int d, int g, GroupEvent event);
   void CheckFilled(int d, int g);
   void CheckRest(int g, const Round& round, const UpdateEnded& a);
+  bool OnlyBesideBroken(int g, int d) const;
   void CheckKeptOut(int g);
   // Daemons without a trainer of any group and without a group of their own.
   std::vector<int> DaemonsWithoutTrainers(bool joined_only) const;
