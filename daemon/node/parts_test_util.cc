@@ -23,6 +23,8 @@ SharedMemory::SharedMemory(int64_t size)
 DaemonParts::DaemonParts(const std::string& id, DaemonOptions options) {
   processes_ = *ProcessWatch::Create();
   options.daemon_id = id;
+  // A live daemon is silent for longer than the default on a busy machine under a sanitizer.
+  options.peers.peer = kPatience;
   const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
     dial.credentials = grpc::InsecureChannelCredentials();
     return PeerLink::Dial(std::move(dial), std::move(callbacks));
