@@ -1,7 +1,7 @@
 // tools/bench nodes: two daemons on this host, linked over loopback. Real processes: two refitd,
 // this process as the trainer at the first, others of this binary as engines at the second.
 //
-//   nodes_bench --refitd PATH [--case NAME]... [--model qwen3-0.6b] [--rounds 15] [--json]
+//   nodes_bench --refitd PATH [--case NAME]... [--model qwen3-0.6b] [--rounds 15] [--tls] [--json]
 //   nodes_bench --role engine --socket PATH ...            (started by the former)
 //   nodes_bench --role tcp --bytes N                       (likewise; the other end is its stdin)
 //
@@ -10,6 +10,9 @@
 // Baseline and measured cases take turns. Every round has new random weights and a poisoned
 // destination; the engine's process computes a digest that checks the result, outside the measured
 // time.
+//
+// With --tls the daemons have certificates, made for the run, and links and weights cross under
+// TLS. The baseline stays in the clear.
 //
 // The cases "faults" and "chaos" kill and stop real processes (faults.h). They use the daemons of
 // this build, take minutes, and run only if they are named.
@@ -26,6 +29,7 @@
 #include "tests/bench/session.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/plain_tcp.h"
+#include "transport/tls/test_certificates.h"
 
 namespace refitd::bench {
 namespace {
@@ -192,6 +196,23 @@ void BenchFanOut(Report* report, const Nodes& nodes, int rounds) {
 
 }  // namespace
 
+// The flags by which the daemon of that id trusts its peers: in the clear without an authority.
+std::vector<std::string> TrustFlags(const TestAuthority* authority, const std::string& dir,
+                                    const std::string& id) {
+  if (authority == nullptr) return {"--insecure"};
+  const TlsFiles files = TlsFilesIn(dir, id);
+  WriteTlsFiles(files, authority->Issue({.uris = {"spiffe://bench/refitd/" + id}}),
+                authority->root());
+  return {"--tls-certificate", files.certificate, "--tls-key",        files.key,
+          "--tls-roots",       files.roots,       "--peers-identity", "spiffe://bench/refitd/*"};
+}
+
+std::vector<std::string> With(std::vector<std::string> command,
+                              const std::vector<std::string>& more) {
+  command.insert(command.end(), more.begin(), more.end());
+  return command;
+}
+
 int Main(int argc, char** argv) {
   CLI::App app("refitd's benchmark of two daemons on one host");
   std::string role;
@@ -201,6 +222,7 @@ int Main(int argc, char** argv) {
   int rounds = 15;
   int64_t bytes = 0;
   bool json = false;
+  bool tls = false;
   std::vector<std::string> cases;
   int faults = 500;
   uint64_t seed = 1;
@@ -219,6 +241,7 @@ int Main(int argc, char** argv) {
   app.add_option("--faults", faults, "of chaos: each in one update, with one update after it")
       ->check(CLI::Range(1, 100'000));
   app.add_option("--seed", seed, "of chaos");
+  app.add_flag("--tls", tls, "links and weights cross under TLS");
   app.add_flag("--json", json, "one object a line");
   CLI11_PARSE(app, argc, argv);
   if (role == "engine") {
@@ -245,11 +268,15 @@ int Main(int argc, char** argv) {
   nodes.socket_a = dir + "/a.sock";
   nodes.far.socket = dir + "/b.sock";
   {
-    Child a({refitd, "--listen-unix", nodes.socket_a, "--listen-tcp", "127.0.0.1:0", "--daemon-id",
-             "a", "--log-level", "warning", "--insecure"},
+    std::unique_ptr<const TestAuthority> authority;
+    if (tls) authority = std::make_unique<TestAuthority>("bench");
+    Child a(With({refitd, "--listen-unix", nodes.socket_a, "--listen-tcp", "127.0.0.1:0",
+                  "--daemon-id", "a", "--log-level", "warning"},
+                 TrustFlags(authority.get(), dir, "a")),
             false);
-    Child b({refitd, "--listen-unix", nodes.far.socket, "--daemon-id", "b", "--log-level",
-             "warning", "--insecure"},
+    Child b(With({refitd, "--listen-unix", nodes.far.socket, "--daemon-id", "b", "--log-level",
+                  "warning"},
+                 TrustFlags(authority.get(), dir, "b")),
             false);
     constexpr std::string_view kTcp = "tcp:";
     const v1::GetStatusResponse answer = StatusOf(nodes.socket_a);
