@@ -163,6 +163,15 @@ TEST_CASE("a larger structure is taken only if what is unknown in it is 0") {
   CHECK(std::string(refit_last_error()).find("struct_size") != std::string::npos);
 }
 
+// A group at a socket where no daemon listens.
+refit_connect_options ConnectToNobody() {
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.socket = "/nonexistent/refitd.sock";
+  connect.wait_ms = 1;
+  return connect;
+}
+
 TEST_CASE("a smaller structure is taken with its missing fields 0") {
   auto connect = Initialised<refit_connect_options>();
   connect.group = "g";
@@ -178,10 +187,7 @@ TEST_CASE("a smaller structure is taken with its missing fields 0") {
 }
 
 TEST_CASE("dirty engine options are taken, older ones mean that they are not") {
-  auto connect = Initialised<refit_connect_options>();
-  connect.group = "g";
-  connect.socket = "/nonexistent/refitd.sock";
-  connect.wait_ms = 1;
+  const refit_connect_options connect = ConnectToNobody();
   auto options = Initialised<refit_engine_options>();
   options.connect = &connect;
   options.instance = "i";
@@ -201,10 +207,7 @@ TEST_CASE("dirty engine options are taken, older ones mean that they are not") {
 TEST_CASE("every delivery mode can be chosen, and no other number") {
   CHECK(REFIT_DELIVERY_REGISTERED + 1 == static_cast<int>(refitd::DeliveryMode::kRegistered));
   CHECK(REFIT_DELIVERY_STAGED + 1 == static_cast<int>(refitd::DeliveryMode::kStaged));
-  auto connect = Initialised<refit_connect_options>();
-  connect.group = "g";
-  connect.socket = "/nonexistent/refitd.sock";
-  connect.wait_ms = 1;
+  const refit_connect_options connect = ConnectToNobody();
   auto options = Initialised<refit_engine_options>();
   options.connect = &connect;
   options.instance = "i";
@@ -222,10 +225,7 @@ TEST_CASE("every delivery mode can be chosen, and no other number") {
 }
 
 TEST_CASE("where no daemon listens attaching is UNAVAILABLE after its wait, naming the socket") {
-  auto connect = Initialised<refit_connect_options>();
-  connect.group = "g";
-  connect.socket = "/nonexistent/refitd.sock";
-  connect.wait_ms = 1;
+  const refit_connect_options connect = ConnectToNobody();
   auto options = Initialised<refit_trainer_options>();
   options.connect = &connect;
   refit_trainer* trainer = nullptr;
@@ -263,10 +263,7 @@ TEST_CASE("a daemon over TCP takes certificates, or a word for being without") {
 
 TEST_CASE(
     "options of older callers mean what they meant: no reattaching, the default for silence") {
-  auto connect = Initialised<refit_connect_options>();
-  connect.group = "g";
-  connect.socket = "/nonexistent/refitd.sock";
-  connect.wait_ms = 1;
+  refit_connect_options connect = ConnectToNobody();
   auto options = Initialised<refit_trainer_options>();
   options.connect = &connect;
   refit_trainer* trainer = nullptr;

@@ -147,12 +147,6 @@ TEST_CASE("a group expires when it has been empty for its time, not while someon
   CHECK(world.groups.Expired(kNow + seconds(320)) == Names{"g"});
 }
 
-PeerGreeting HelloTo(const std::string& group) {
-  PeerGreeting hello;
-  hello.group = group;
-  return hello;
-}
-
 TEST_CASE("a group that another daemon has joined is not empty") {
   World world;
   const GroupRecord* const group = world.Coordinate("g");

@@ -18,19 +18,10 @@ using std::chrono::milliseconds;
 Peers::Waiting Waits(std::shared_ptr<KeptSession> session, const std::string& group,
                      const std::string& boot_id, TimePoint deadline = TimePoint::max()) {
   Peers::Waiting peer;
-  peer.hello.group = group;
-  peer.hello.boot_id = boot_id;
+  peer.hello = HelloTo(group, boot_id);
   peer.session = std::move(session);
   peer.deadline = deadline;
   return peer;
-}
-
-PeerGreeting Of(const std::string& group, const std::string& boot_id = "", uint64_t dial = 0) {
-  PeerGreeting hello;
-  hello.group = group;
-  hello.boot_id = boot_id;
-  hello.dial = dial;
-  return hello;
 }
 
 TEST_CASE("daemons that wait are taken in the order in which they came, each group's alone") {
@@ -73,8 +64,8 @@ TEST_CASE("daemons wait for a group under a list of candidates, and under no oth
 TEST_CASE("the nodes of a group are those that have joined it") {
   Peers peers;
   CHECK(peers.NodesOf("a").empty());
-  const NodeId node = peers.Join(Of("a"), std::make_shared<KeptSession>(1));
-  peers.Join(Of("b"), std::make_shared<KeptSession>(2));
+  const NodeId node = peers.Join(HelloTo("a"), std::make_shared<KeptSession>(1));
+  peers.Join(HelloTo("b"), std::make_shared<KeptSession>(2));
   CHECK(peers.NodesOf("a") == std::vector<NodeId>{node});
 }
 
@@ -83,18 +74,18 @@ TEST_CASE("a hello that comes after that of a later link of its process is refus
   Peers::Waiting waits = Waits(std::make_shared<KeptSession>(1), "a", "x");
   waits.hello.dial = 5;
   peers.Wait(std::move(waits));
-  peers.Join(Of("b", "x", 6), std::make_shared<KeptSession>(2));
+  peers.Join(HelloTo("b", "x", 6), std::make_shared<KeptSession>(2));
   for (const std::string group : {"a", "b"}) {
     INFO(group);
-    CHECK(peers.CheckLatest(Of(group, "x", 4)).code() == absl::StatusCode::kAborted);
-    CHECK(peers.CheckLatest(Of(group, "x", 7)).ok());
-    CHECK(peers.CheckLatest(Of(group, "y", 4)).ok());  // another process counts anew
-    CHECK(peers.CheckLatest(Of(group, "x")).ok());     // an earlier release does not tell
+    CHECK(peers.CheckLatest(HelloTo(group, "x", 4)).code() == absl::StatusCode::kAborted);
+    CHECK(peers.CheckLatest(HelloTo(group, "x", 7)).ok());
+    CHECK(peers.CheckLatest(HelloTo(group, "y", 4)).ok());  // another process counts anew
+    CHECK(peers.CheckLatest(HelloTo(group, "x")).ok());     // an earlier release does not tell
   }
-  CHECK(peers.CheckLatest(Of("a", "x", 5)).ok());
-  CHECK(peers.CheckLatest(Of("c", "x", 1)).ok());
+  CHECK(peers.CheckLatest(HelloTo("a", "x", 5)).ok());
+  CHECK(peers.CheckLatest(HelloTo("c", "x", 1)).ok());
   REQUIRE(peers.Remove(2).has_value());
-  CHECK(peers.CheckLatest(Of("b", "x", 4)).ok());
+  CHECK(peers.CheckLatest(HelloTo("b", "x", 4)).ok());
 }
 
 TEST_CASE("a daemon that dials anew waits once, and its earlier link is ended") {
@@ -139,8 +130,8 @@ TEST_CASE("a session is one node's until it ends, by either side") {
   Peers peers;
   const auto a = std::make_shared<KeptSession>(1);
   const auto b = std::make_shared<KeptSession>(2);
-  const NodeId node_a = peers.Join(Of("g"), a);
-  const NodeId node_b = peers.Join(Of("g"), b);
+  const NodeId node_a = peers.Join(HelloTo("g"), a);
+  const NodeId node_b = peers.Join(HelloTo("g"), b);
   peers.CheckInvariants();
   CHECK(node_a != node_b);
   CHECK(peers.Any("g"));
@@ -170,8 +161,8 @@ TEST_CASE("a group that is deleted ends its sessions, and no other group's") {
   Peers peers;
   const auto deleted = std::make_shared<KeptSession>(1);
   const auto kept = std::make_shared<KeptSession>(2);
-  peers.Join(Of("g"), deleted);
-  peers.Join(Of("h"), kept);
+  peers.Join(HelloTo("g"), deleted);
+  peers.Join(HelloTo("h"), kept);
   peers.EndGroup("g", absl::AbortedError("the group was deleted"));
   peers.CheckInvariants();
   CHECK(deleted->ends.size() == 1);
@@ -184,7 +175,7 @@ TEST_CASE("all sessions end with the daemon, those that wait too") {
   Peers peers;
   const auto joined = std::make_shared<KeptSession>(1);
   const auto waiting = std::make_shared<KeptSession>(2);
-  peers.Join(Of("g"), joined);
+  peers.Join(HelloTo("g"), joined);
   peers.Wait(Waits(waiting, "h", "x"));
   peers.EndAll(absl::UnavailableError("the daemon stops"));
   CHECK(joined->ends.size() == 1);

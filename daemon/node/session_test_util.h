@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,16 @@
 #include "daemon/node/peers.h"
 
 namespace refitd {
+
+// A hello of which nothing else is told.
+inline PeerGreeting HelloTo(const std::string& group, const std::string& boot_id = "",
+                            uint64_t dial = 0) {
+  PeerGreeting hello;
+  hello.group = group;
+  hello.boot_id = boot_id;
+  hello.dial = dial;
+  return hello;
+}
 
 class KeptSession : public PeerSession {
  public:

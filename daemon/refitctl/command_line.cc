@@ -14,25 +14,15 @@ Option Option::FromEnvironment(const std::string& variable) {
   return *this;
 }
 
-Option Option::InRange(int lowest, int highest) {
+template <typename T>
+Option Option::InRange(T lowest, T highest) {
   option_->check(CLI::Range(lowest, highest));
   return *this;
 }
-
-Option Option::InRange(int64_t lowest, int64_t highest) {
-  option_->check(CLI::Range(lowest, highest));
-  return *this;
-}
-
-Option Option::InRange(uint64_t lowest, uint64_t highest) {
-  option_->check(CLI::Range(lowest, highest));
-  return *this;
-}
-
-Option Option::InRange(double lowest, double highest) {
-  option_->check(CLI::Range(lowest, highest));
-  return *this;
-}
+template Option Option::InRange(int, int);
+template Option Option::InRange(int64_t, int64_t);
+template Option Option::InRange(uint64_t, uint64_t);
+template Option Option::InRange(double, double);
 
 Option Option::OneOf(const std::vector<std::string>& allowed) {
   option_->check(CLI::IsMember(allowed));
@@ -55,30 +45,16 @@ CommandApp CommandApp::AddCommand(const std::string& name, const std::string& he
 
 void CommandApp::RequireCommand() { app_->require_subcommand(1); }
 
-Option CommandApp::Add(const std::string& names, std::string* value, const std::string& help) {
+template <typename T>
+Option CommandApp::Add(const std::string& names, T* value, const std::string& help) {
   return Option(app_->add_option(names, *value, help));
 }
-
-Option CommandApp::Add(const std::string& names, std::vector<std::string>* value,
-                       const std::string& help) {
-  return Option(app_->add_option(names, *value, help));
-}
-
-Option CommandApp::Add(const std::string& names, int* value, const std::string& help) {
-  return Option(app_->add_option(names, *value, help));
-}
-
-Option CommandApp::Add(const std::string& names, int64_t* value, const std::string& help) {
-  return Option(app_->add_option(names, *value, help));
-}
-
-Option CommandApp::Add(const std::string& names, uint64_t* value, const std::string& help) {
-  return Option(app_->add_option(names, *value, help));
-}
-
-Option CommandApp::Add(const std::string& names, double* value, const std::string& help) {
-  return Option(app_->add_option(names, *value, help));
-}
+template Option CommandApp::Add(const std::string&, std::string*, const std::string&);
+template Option CommandApp::Add(const std::string&, std::vector<std::string>*, const std::string&);
+template Option CommandApp::Add(const std::string&, int*, const std::string&);
+template Option CommandApp::Add(const std::string&, int64_t*, const std::string&);
+template Option CommandApp::Add(const std::string&, uint64_t*, const std::string&);
+template Option CommandApp::Add(const std::string&, double*, const std::string&);
 
 Option CommandApp::AddFlag(const std::string& names, bool* value, const std::string& help) {
   return Option(app_->add_flag(names, *value, help));

@@ -30,10 +30,8 @@ class Option {
   // The environment variable that gives the value where the command line has none.
   Option FromEnvironment(const std::string& variable);
   // `lowest` and `highest` are allowed. The type is that of the value.
-  Option InRange(int lowest, int highest);
-  Option InRange(int64_t lowest, int64_t highest);
-  Option InRange(uint64_t lowest, uint64_t highest);
-  Option InRange(double lowest, double highest);
+  template <typename T>  // int, int64_t, uint64_t, double
+  Option InRange(T lowest, T highest);
   Option OneOf(const std::vector<std::string>& allowed);
   // The value may have a unit of bytes: 64MiB, 64MB.
   Option AsSize();
@@ -54,12 +52,8 @@ class CommandApp {
   void RequireCommand();
   // `names`: "-o,--output", or "NAME" for a value by its place. `value` keeps its value if the
   // option is not given, and must outlive parsing. Several values: the option may be repeated.
-  Option Add(const std::string& names, std::string* value, const std::string& help);
-  Option Add(const std::string& names, std::vector<std::string>* value, const std::string& help);
-  Option Add(const std::string& names, int* value, const std::string& help);
-  Option Add(const std::string& names, int64_t* value, const std::string& help);
-  Option Add(const std::string& names, uint64_t* value, const std::string& help);
-  Option Add(const std::string& names, double* value, const std::string& help);
+  template <typename T>  // std::string, std::vector<std::string>, int, int64_t, uint64_t, double
+  Option Add(const std::string& names, T* value, const std::string& help);
   // "--verify,!--no-verify": the second name means false.
   Option AddFlag(const std::string& names, bool* value, const std::string& help);
 
