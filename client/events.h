@@ -1,6 +1,6 @@
-// What an engine is told, in its three forms: the daemon's message, client::Event, and the
-// structure of the C interface. events.cc is the only file that translates them. Pure; no number of
-// a message is used as an offset or a count before it was checked (P10).
+// An engine's event has three forms: the daemon's message, client::Event, and the structure of the
+// C interface. events.cc is the only file that translates them. Pure; no number of a message is
+// used as an offset or a count before it was checked (P10).
 #ifndef REFITD_CLIENT_EVENTS_H_
 #define REFITD_CLIENT_EVENTS_H_
 

@@ -38,7 +38,7 @@ TEST_CASE("A rank gets its bytes in its layout, or else in slots, or in both") {
     CHECK((traits.needs_layout || traits.reads_slots));
     // A fill reads and writes registered memory.
     if (traits.fills) CHECK(traits.needs_layout);
-    // What is declared is what arrives in slots.
+    // A manifest names tensors that arrive in slots.
     if (traits.declares_manifest) CHECK(traits.reads_slots);
   }
 }

@@ -1,6 +1,6 @@
 // A bucket in its messages: as a trainer pushes it, as daemons pass it and its parts on, as an
 // engine is told of a part. bucket_message.cc is the only file of the daemon that translates them.
-// What is read is checked (P10).
+// Everything that is read is checked (P10).
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_CHECKS_BUCKET_MESSAGE_H_

@@ -26,7 +26,7 @@ struct PeerGreeting {
   std::string candidates{};
   uint64_t known_incarnation = 0;  // the greatest of the group that the daemon knows of
   Duration searched{};             // for how long the daemon has searched for a coordinator
-  uint64_t dial = 0;               // which link of its process this is, counted up; 0: not told
+  uint64_t dial = 0;               // the number of the link among those of its process; 0: not told
 };
 
 // A daemon's question whether this daemon coordinates a group, checked.

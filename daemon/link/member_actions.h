@@ -1,5 +1,6 @@
-// What a member is told of its group (MemberAction) as messages: of the coordinator to the member's
-// daemon, and of that daemon to the member. member_actions.cc is the only file that knows both.
+// A MemberAction, by which a group tells a member something, has two messages: the coordinator's to
+// the member's daemon, and that daemon's to the member. member_actions.cc is the only file that
+// knows both.
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_LINK_MEMBER_ACTIONS_H_

@@ -10,8 +10,8 @@
 
 namespace refitd {
 
-// What of the kinds of devices is compiled in, each by the name of its transport: "CUDA 13.0",
-// "CUDA not compiled in".
+// Tells for each kind of device whether it is compiled in, by the name of its transport: "CUDA
+// 13.0", "CUDA not compiled in".
 std::vector<std::pair<std::string, std::string>> DeviceBuilds();
 
 // One line: compiler, language, libraries, and DeviceBuilds.

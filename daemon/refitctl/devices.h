@@ -1,5 +1,5 @@
-// What refitctl says of the devices that a machine has and a daemon serves, and of the libraries
-// that move their bytes. Only this file of refitctl tells kinds of devices apart.
+// The texts of refitctl about the devices that a machine has and a daemon serves, and about the
+// libraries that move their bytes. Only this file of refitctl tells kinds of devices apart.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_DEVICES_H_
