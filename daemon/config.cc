@@ -362,7 +362,7 @@ absl::Status CheckTcpAddress(std::string_view field, const std::string& address)
   return absl::OkStatus();
 }
 
-// P9: TCP needs TLS, or `insecure` in so many words.
+// P9: TCP needs TLS, or `insecure`, which must be set explicitly.
 absl::Status CheckGrpcOverTcp(std::string_view field,
                               const google::protobuf::RepeatedPtrField<std::string>& addresses,
                               const RefitdConfig& config) {

@@ -86,9 +86,9 @@ std::string ReadAll(const UniqueFd& fd) {
   }
 }
 
-// Whether the server has ended its side, though the client reads nothing: its connection is not
-// established any more. The kernel's table has local and remote address in hexadecimal, then the
-// state.
+// Whether the server has ended its side of the connection although the client reads nothing. Then
+// the kernel's table of connections, whose lines have the local and the remote address in
+// hexadecimal and then the state, shows the server's side as established no more.
 bool LetGo(const UniqueFd& client) {
   sockaddr_in name{};
   socklen_t length = sizeof(name);

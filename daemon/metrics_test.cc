@@ -200,7 +200,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
     add("c", "lost");
     group->mutable_nodes(2)->set_kept_out("its data plane did not come up");
     group->mutable_nodes(1)->set_slow("it held the others back");
-    add("twice", "joined");  // its earlier process is not noticed as lost yet
+    add("twice", "joined");  // the loss of its earlier process is not noticed yet
     add("twice", "lost");
     add("", "joining");
     status.add_groups()->set_name("alone");
@@ -239,7 +239,7 @@ v1::GetStatusResponse WithInstances(size_t ready) {
   v1::InstanceStatus* odd = group->add_instances();
   odd->set_name("odd");
   odd->set_lag(3);
-  group->add_instances()->set_name("unknown");  // what can't be compared has no lag
+  group->add_instances()->set_name("unknown");  // a version that can't be compared has no lag
   return status;
 }
 

@@ -40,7 +40,7 @@ inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view fiel
   return Invalid("{} has {} entries, more than {}", field, entries, limit);
 }
 
-// OK: a list beside the list `names` has as many entries as it.
+// OK: a list has as many entries as the list `names` beside it.
 inline absl::Status SameLength(int got, size_t want, std::string_view field) {
   if (static_cast<size_t>(got) == want) return absl::OkStatus();
   return Invalid("{} has {} entries where names has {}", field, got, want);

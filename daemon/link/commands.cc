@@ -299,8 +299,8 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& wire) {
   return BucketReply{wire.group_seq(), wire.bytes()};
 }
 
-// The limit for the totals in one answer, which has one for each method: this version has fewer
-// methods, and so will the next.
+// The limit for the number of totals in one answer, which has one total for each method. This
+// version has fewer methods, and so will the next version.
 constexpr int kMaxBroadcastTotals = 64;
 
 absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {

@@ -25,8 +25,8 @@ namespace {
 constexpr int64_t kMessageBytes = 8 << 20;
 constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 
-// ---- every field of every value, by structured bindings: a new field does not compile until it is
-// counted here; it is then filled, sent and compared ----
+// ---- lists every field of every value, by structured bindings: a value with a new field does not
+// compile until the field is counted here; it is then filled, sent and compared ----
 
 #define FIELDS(T, ...)                               \
   template <typename V>                              \
@@ -200,7 +200,7 @@ bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const L
   return a->tensors == b->tensors && a->pieces == b->pieces &&
          a->binding_generation == b->binding_generation && a->pushed_tensors == b->pushed_tensors;
 }
-// Only places in a slot are known to other daemons.
+// Other daemons know a place only by its offset in a slot, so only that is compared.
 bool Equal(const CheckedBucket::Place& a, const CheckedBucket::Place& b) {
   return a.byte_offset == b.byte_offset;
 }
@@ -528,7 +528,7 @@ TEST_CASE("Every report arrives as it was sent") {
   ReportDecoder decoder(kBounds);
   ForEachAlternative<PeerReport>(
       rng, [&](const PeerReport& report) { CHECK(Equal(There(report, &decoder), report)); });
-  // The hello is the only other kind.
+  // The hello is the only kind of message that is no report.
   CHECK(v1::PeerMessage::descriptor()->FindOneofByName("kind")->field_count() ==
         std::variant_size_v<PeerReport> + 1);
 }
@@ -920,7 +920,8 @@ TEST_CASE("A call that makes no sense is refused before it is sent") {
   CHECK_THAT(Message(wire.status()), Contains("wait_ms is -1000"));
 }
 
-// Otherwise the link would end, and with it the leases of all members of this daemon.
+// If such a report were sent, the link would end, and with it the leases of all members of this
+// daemon.
 TEST_CASE("What a client says that the group's bounds forbid is refused before it is sent") {
   const auto error = [](const PeerReport& report) {
     const auto wire = ToWire(report, kBounds, kMessageBytes);

@@ -252,8 +252,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     return absl::OkStatus();
   }
 
-  // P9: this daemon lets in on the wire whoever has the identity that an address names. Of the
-  // addresses that a coordinator sends, its own is the one that its link can vouch for.
+  // P9: on the wire this daemon admits whoever has the identity that an address names. Of the
+  // addresses that a coordinator sends, its link can vouch only for the coordinator's own.
   absl::Status CheckAddress(const PeerCommand& command) const {
     const auto* const connect = std::get_if<PeerEpochConnect>(&command);
     if (connect == nullptr || !connect->coordinator_rank.has_value()) return absl::OkStatus();
@@ -315,7 +315,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
   PeerQueue<v1::PeerMessage> queue_ ABSL_GUARDED_BY(mutex_);
   std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended the link
-  // the largest message that the coordinator takes
+  // The largest message that the coordinator takes.
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);  // of the group
   bool up_ ABSL_GUARDED_BY(mutex_) = false;

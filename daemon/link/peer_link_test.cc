@@ -435,7 +435,7 @@ void FillUp(Send send) {
 }
 
 TEST_CASE("A coordinator that does not read costs a bounded queue, then its link") {
-  // Its gRPC thread is held in Report until the link is lost.
+  // A coordinator whose gRPC thread is held in Report until the link is lost.
   class Stuck : public Coordinator {
    public:
     using Coordinator::Coordinator;

@@ -72,7 +72,7 @@ class PlanWriter {
     bytes_ = 0;
   }
 
-  // The chunk that takes an entry of about `bytes`.
+  // Returns the chunk to which an entry of about `bytes` bytes is added.
   v1::PeerPlan* Room(int64_t bytes) {
     if (bytes_ > 0 && bytes_ + bytes > chunk_bytes_) Next();
     bytes_ += bytes;

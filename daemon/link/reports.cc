@@ -39,7 +39,7 @@ using peer::TextOf;
 using peer::TextToWire;
 using peer::VersionOf;
 
-// No run of a program takes longer, since an update may not.
+// A run of a program can't take longer than this, since an update can't.
 constexpr int64_t kMaxBusyMicros =
     std::chrono::duration_cast<std::chrono::microseconds>(kMaxWireTimeout).count();
 
@@ -510,7 +510,7 @@ absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
   }
   REFITD_RETURN_IF_ERROR(AtMost(wire.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
   out.digests.assign(wire.digests().begin(), wire.digests().end());
-  // The method is only counted, and may be one that only the next version knows.
+  // The method is only counted. One that only a later version knows counts as direct.
   if (wire.has_broadcast()) {
     out.broadcast = BroadcastFromWire(wire.broadcast()).value_or(BroadcastMethod::kDirect);
   }
@@ -640,7 +640,7 @@ absl::Status ValidateStructure(const Layout& structure, absl::Status* destinatio
       return Invalid("piece {} has {} strides where its box has {} dimensions", i,
                      piece.strides.size(), piece.box.extent.size());
     }
-    // SpanBytes needs this check, too.
+    // Strides must not be negative for SpanBytes either.
     for (const int64_t stride : piece.strides) {
       REFITD_RETURN_IF_ERROR(NotNegative(stride, fmt::format("layout.piece_strides of {}", i)));
     }

@@ -129,7 +129,7 @@ class Policy {
 
  private:
   explicit Policy(std::vector<PolicyRule> rules) : rules_(std::move(rules)) {}
-  // The rule that allows it. Null: none does.
+  // The rule that lets the caller act in the role. Null: there is none.
   const PolicyRule* Find(const Principal& caller, Role role, std::string_view group,
                          std::string_view owner) const;
 

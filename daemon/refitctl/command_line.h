@@ -1,4 +1,4 @@
-// The command line of refitctl: what commands say of it, over CLI11.
+// The command line of refitctl, as its commands declare it; CLI11 parses it.
 //
 // CLI11 is a library of templates, which takes more time to compile than any command here.
 // command_line.cc alone includes it.

@@ -230,7 +230,7 @@ std::string ToJson(const RouteExplanation& e) {
   return out.dump(1) + "\n";
 }
 
-// Fails if the plan leaves out tensors beyond those that the flags let be pushed.
+// Fails if the plan leaves out more tensors than the flags let be pushed.
 int Outcome(const RoutePlan& plan, const PlanFlags& flags) {
   const bool all = plan.unplaced_tensors <= static_cast<int64_t>(flags.pushed.size());
   return all ? kExitOk : kExitFailed;
