@@ -1,5 +1,5 @@
-// The search for the daemons with which an epoch does not come up, where no failure names one (NCCL
-// names nobody).
+// Searches for the daemons with which an epoch does not come up, if no failure names a daemon (NCCL
+// names none).
 //
 // Every daemon was in an epoch that came up since the search began (*proven*), or is in one of the
 // lists that wait to be tried, one after another:
@@ -7,9 +7,8 @@
 //   - The epoch comes up: the list is proven. If it was half of a list with which the epoch had
 //     failed, the other half is at fault.
 //   - The epoch fails: the list is halved. If some daemons are proven, the update goes on with
-//   these
-//     alone, and the next one tries the first half, but before it all that is in no half; else the
-//     update goes on with the first half.
+//     these alone, and the next update tries the first half, but before that all daemons that are
+//     in no half. Else the update goes on with the first half.
 //   - One daemon alone at fault, and an epoch that comes up without it: that daemon is broken. The
 //     next update tries all that are left in the lists together.
 // So one broken daemon among n is found by about log2(n) tries, and any number of them are found;

@@ -89,7 +89,7 @@ struct Actions::Performer {
     a.incarnation = group->machine->incarnation();
     Tell(a.member, a);
   }
-  // A member hears of some actions in the group's words.
+  // The action itself is the news that the member is told.
   template <typename Action>
   requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
   void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {

@@ -26,7 +26,7 @@ class Region : public DeviceRegion {
   const std::vector<char> memory_;
 };
 
-// GPUs in name only. What is made is counted until it is given back.
+// Stands in for the memory of GPUs. Counts what was made and not given back yet.
 class FakeMemory : public DeviceMemory {
  public:
   absl::StatusOr<int> DeviceOf(std::string_view /*name*/) const override { return 0; }
@@ -128,7 +128,7 @@ class World : public TurnHost {
   // Waits until the thread has done what it was given so far.
   void AwaitThread() {
     std::atomic<int> done{0};
-    // Slots that are destroyed in a job are given back by a job behind it.
+    // Slots that a job destroys are given back by a job behind it, so two jobs are awaited.
     thread->Submit([&] { thread->Submit([&] { ++done; }); });
     REQUIRE(Eventually([&] { return done == 1; }));
   }

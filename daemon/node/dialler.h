@@ -66,7 +66,8 @@ class Dialler {
   bool can_join() const { return dial_ != nullptr; }
 
   // Begins a try to join, for the members that wait. Ends the try before it. If the group has
-  // candidates, the try is for the one at JoinRecord::address, and says what this daemon knows.
+  // candidates, the try is for the candidate at JoinRecord::address, and tells it what this daemon
+  // knows of the group.
   void Dial(GroupRecord* group, const Waiters& waiters, TimePoint now);
   // Handles a failed try to join a candidate. If another candidate, or the same one later, may take
   // this daemon in, the members go on waiting and the search for a coordinator goes on; else they
@@ -83,8 +84,9 @@ class Dialler {
   // Begins the tries whose pause is over.
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
-  // When a member that waits for its group is refused, unless an event decides before (P4). A
-  // member's own deadline counts while the candidates are searched, and no try runs.
+  // When a member that waits for its group is refused, unless an event decides before (P4). While
+  // the candidates are searched for a coordinator, no try runs, and the member's own deadline
+  // counts.
   // `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);
   // Why a member is refused that has waited for as long as it may.
@@ -101,7 +103,7 @@ class Dialler {
   Mutex* const mutex_;
 
   // Guarded by the mutex.
-  int links_ = 0;         // dialled, and on_lost has not returned yet
+  int links_ = 0;         // links that were dialled and whose on_lost has not returned
   uint64_t dialled_ = 0;  // in the life of this process
   CondVar links_cond_;
 };

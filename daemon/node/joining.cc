@@ -75,7 +75,8 @@ absl::Status Joining::CheckCandidates(GroupRecord* group, const std::string& nam
                  named, group->name(), coordinates ? "this daemon" : group->join.address);
   }
   const std::string& others = coordinates ? group->candidates : group->join.named;
-  // Members that name the coordinator alone may have come first.
+  // The members that came first may have named the coordinator alone, which leaves the candidates
+  // open.
   const bool one = others.empty() || others == group->join.address;
   if (!one && others != named) {
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -196,7 +197,7 @@ void Joining::IndexDestinations(const DialTry& of, PeerPrepare* prepare) {
   }
   if (layouts.empty()) return;
   auto index = Follower::MakeIndex(prepare->destinations, std::move(layouts));
-  // The worker makes it again and reports the error.
+  // If the index can't be made, the worker tries again and reports the error.
   if (index.ok()) prepare->index = *std::move(index);
 }
 

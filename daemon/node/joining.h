@@ -75,7 +75,8 @@ class Joining : private DialHost {
   void LinkSays(const DialTry& of, PeerCommand command) override;
   void LinkIsLost(const DialTry& of, absl::Status status) override;
 
-  // OK: the group, which this daemon has joined, takes a member that names its coordinator so.
+  // OK: the group, which this daemon has joined, takes a member that names the coordinator as
+  // `named`.
   absl::Status CheckJoined(const GroupRecord& group, const std::string& named,
                            const std::optional<GroupSpec>& spec) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);

@@ -91,7 +91,7 @@ TEST_CASE("a malformed spec is refused before any daemon is dialled (P10)") {
   CHECK(b.groups() == 0);
 }
 
-// Regression: the running try to join decided alone, however long it took.
+// Regression: only the end of the running try to join ended the wait, however long the try took.
 TEST_CASE("a wait ends by its deadline and a grace, though the first try to join still runs (P4)") {
   const Silent coordinator;
   DaemonParts b("b");

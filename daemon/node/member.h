@@ -30,7 +30,7 @@ struct Peer {
   bool any_owner = false;
 };
 
-// Who that is, as rules name it: "uid:1000", "spiffe://...", "dns:..." or "anonymous".
+// The peer's identity, as rules name it: "uid:1000", "spiffe://...", "dns:..." or "anonymous".
 inline std::string IdentityOf(const Peer& peer) {
   if (peer.credentials.has_value()) return "uid:" + std::to_string(peer.credentials->uid);
   return peer.identity.empty() ? "anonymous" : peer.identity;

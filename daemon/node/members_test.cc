@@ -94,7 +94,8 @@ TEST_CASE("a member whose process dies loses its lease, though its stream is ope
   Arrival arrival = DaemonParts::Trainer();
   arrival.record.peer.credentials.emplace();
   arrival.record.peer.credentials->pid = child.pid();
-  // Credentials without a pidfd would say that the process had ended when it was let in.
+  // Credentials without a pidfd would say that the process had ended before its connection was
+  // accepted.
   const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, child.pid(), 0));
   REQUIRE(pidfd >= 0);
   arrival.record.peer.credentials->pidfd = std::make_shared<const UniqueFd>(pidfd);

@@ -2,7 +2,8 @@
 //
 // Invariants
 //  1. No member has more regions than its limit, and all members together no more than theirs.
-//  2. An engine registers the same memory once only: otherwise two tensors could lie in the same
+//  1. No member has more regions than its limit, and all members together have no more than the
+//     limit of the daemon.
 //     bytes, which ValidateLayout would not see.
 //  3. A region that a layout or an unanswered bucket uses can't be taken away (P6).
 //

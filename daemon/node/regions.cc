@@ -84,7 +84,7 @@ void Regions::Close(RegionRecord region, std::function<void()> closed) {
     return closed();
   }
   auto held = std::make_shared<RegionRecord>(std::move(region));
-  // In line behind local moves that are bound ahead and may hold the region.
+  // The closing comes after local moves that were bound ahead, since they may hold the region.
   data_plane_.AfterBinding([this, held, closed = std::move(closed)] {
     state_.regions_thread->Submit([this, held, closed] {
       *held = {};
@@ -167,8 +167,8 @@ absl::StatusOr<PoolHandle> Regions::MapPool(const Token& token, const PeerCreden
 
 // ---- device memory ----
 
-// Closing waits for the driver, and the last reference may be dropped anywhere, even under the
-// mutex.
+// The region is closed by a job of the thread for regions: closing waits for the driver, and the
+// last reference may be dropped anywhere, even under the mutex.
 RegionRecord Regions::RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine) const {
   const DeviceRegion* const raw = region.get();
   std::shared_ptr<const void> kept(
