@@ -8,7 +8,8 @@
 namespace refitd {
 namespace {
 
-// Whether the method can't work without slots.
+// Checks a number that a rank tells of the update: it must be in 0..max, and not differ from what
+// the ranks before told. 0: not told.
 absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
   if (told < 0 || told > max) {
     return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
@@ -455,7 +456,7 @@ void Group::Impl::OpenDataIfReady() {
     }
   }
   if (FillRuns()) {
-    // Nothing is pushed, and no trainer has to commit.
+    // In a fill nothing is pushed, and no trainer has to commit.
     Step(&update->state, UpdateTrigger::kAllCommitted);
     update->data_ended = now;
   }

@@ -16,8 +16,8 @@ namespace {
 // Once a node said that the wire failed, other nodes have this long to say whom they waited for. It
 // is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
-// Otherwise an event that waits for its turn would be copied, and an event may have every tensor of
-// a model.
+// If moving could throw, an event that waits for its turn would be copied, and an event may have
+// every tensor of a model.
 static_assert(std::is_nothrow_move_constructible_v<GroupEvent>);
 
 // The shortest attempt to bring an epoch up from which a daemon can be blamed: if a shorter attempt
@@ -715,7 +715,7 @@ void Coordinator::Impl::Announce() {
   if (search.active() && !spread->fill) LeaveOutSuspects();
   if (!slow.slow().empty() && spread.has_value() && !spread->fill) LeaveOutSlow();
   EnsureEpoch();
-  // An epoch that came up while the update before was being given up has not been judged.
+  // An epoch that came up while the update before was being given up has not been judged yet.
   if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
 }
 
@@ -772,7 +772,8 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
     (*staged)[node].push_back(remote == remotes.end() ? member : remote->second.id);
     if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
   }
-  // The members of a node that is being lost are evicted one by one.
+  // The members of a node that is being lost are evicted one by one, so such a node may still have
+  // members among the destinations.
   for (const uint32_t d : a.touched) {
     const NodeId node = NodeOf(a.destinations[d]);
     if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
@@ -958,8 +959,8 @@ void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
 }
 
 // Ranks that waited say more than ranks whose connection broke, since the end of one run breaks the
-// connections of others. A node that said nothing itself is to blame before one that did, then the
-// node that more of the others name.
+// connections of others. Of the nodes that are named, one that said nothing itself is to blame
+// first, and then the one that more of the others name.
 std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
   const std::vector<coordinator::WireVerdict::Word>& words = spread->wire_verdict->words;
   const auto waited = [](const auto& word) {
@@ -1273,8 +1274,8 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
 
 // ---- the data plane ----
 
-// Half of the remaining time: an update that loses it to an unreachable daemon still has the other
-// half for an epoch without that daemon, and for its data.
+// An attempt gets half of the remaining time, so that an update that loses this half to an
+// unreachable daemon still has the other half for an epoch without that daemon, and for its data.
 Duration Coordinator::Impl::AttemptLimit() const {
   const Duration half = (spread->deadline - now) / 2;
   return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
@@ -1562,7 +1563,8 @@ Coordinator::Impl::Sharing Coordinator::Impl::HowNodesShare() const {
   }
   Sharing sharing;
   for (const auto& [instance, of_instance] : nodes_of) {
-    // Ranks on trainers' nodes join no nodes: those nodes are never left out.
+    // Nodes with trainers are never left out, so an instance with ranks there does not tie its
+    // other nodes to them.
     const std::set<NodeId> joined = Candidates(of_instance);
     if (joined.empty()) continue;
     NodeId first = *joined.begin();
@@ -1662,8 +1664,8 @@ void Coordinator::Impl::NoteLinks(NodeId node, const PeerRunDone& r) {
   }
 }
 
-// A fill that gave way to an update shows how fast its newcomers receive as well as one that ended,
-// but it has no other receivers to compare them with.
+// Every run, even a fill that gave way to an update, shows whether a slow node is usual again. A
+// fill makes no node slow, since there are no other receivers to compare its newcomers with.
 void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
   if (options.peer_limits.slow == Duration(0)) return;
   for (const NodeId node : slow.Review(job.uses)) {

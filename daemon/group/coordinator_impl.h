@@ -32,7 +32,7 @@ struct Node {
   TimePoint heard;
   TimePoint next_ping;
   uint64_t pings = 0;
-  bool told_readiness = false;           // it knows everything of Impl::book
+  bool told_readiness = false;           // the node knows everything of Impl::book
   std::map<MemberId, MemberId> members;  // its id -> the coordinator's
 };
 struct KnownLayout {
@@ -391,7 +391,7 @@ struct Coordinator::Impl {
   // The nodes to blame if the epoch does not come up. `over`: its time has passed. Empty: no node
   // can be left out for the failure. nullopt: no failure names a node.
   std::optional<std::set<NodeId>> Unreachable(bool over) const;
-  // The nodes that the group can do without, of a set of nodes.
+  // Those nodes of `from` that the group can do without.
   template <typename Nodes>
   std::set<NodeId> Candidates(const Nodes& from) const {
     std::set<NodeId> candidates;
@@ -419,7 +419,7 @@ struct Coordinator::Impl {
   void JudgeSlow(const ProgramJob& job);
   std::string WhySlow(NodeId node) const;
   coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& culprits) const;
-  // The epoch failed and nobody is named: tries it without some of the nodes.
+  // Called when the epoch failed and no node is named: leaves out some of the nodes, for a try.
   void SearchOn();
   void LeaveOutForTry(const std::set<NodeId>& out);
   // Called when the epoch is up. If the search knows by now which nodes are broken, since the epoch

@@ -60,8 +60,8 @@ void Coordinator::Impl::AnnounceProgram() {
   SendPlans();
 }
 
-// A plan is large, and each node's part is different. So some nodes are sent theirs at first, and
-// each other node when one before it has built its own.
+// A plan is large, and each node's part is different. So at first only some nodes are sent their
+// parts. Each further node is sent its part when a node before it has built its own.
 void Coordinator::Impl::SendPlans() {
   ProgramJob& job = *spread->program;
   while (!job.without_plan.empty() && !spread->abandoned &&
@@ -274,7 +274,7 @@ void Coordinator::Impl::CompleteRunIfDone() {
   if (spread.has_value()) CompleteVerifyIfDone();
 }
 
-// Reads the plan's matrix once a program, since it has a number for each pair of nodes.
+// Reads the plan's matrix only once for each program, since it has a number for each pair of nodes.
 void Coordinator::Impl::NoteRun(const ProgramJob& job) {
   const std::vector<NodeId>& ids = job.use.nodes;
   const LinkBytes& links = job.use.plan->routes.links;

@@ -1248,7 +1248,7 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   CHECK(f.Local<DropNode>().empty());
   const bool last = GENERATE(false, true);
   if (last) {
-    // All have had their say.
+    // All nodes have reported.
     f.EndHere(kEpoch, 0, absl::UnavailableError("the connection to rank 1 broke"));
     f.End(kThird, 0, true);
   } else {
@@ -1297,7 +1297,8 @@ TEST_CASE("a push that is given up while a part waits to be sent again ends at o
   CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
 }
 
-// The data plane is no longer needed before the last members of the daemon are evicted.
+// When the last other daemon dies, the data plane stops being needed before that daemon's last
+// members are evicted.
 TEST_CASE("a bucket that waits for the data plane when the last other daemon dies stays here") {
   constexpr MemberId kHere{2};
   Fixture f;
@@ -1497,8 +1498,8 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
   CHECK(runs[0].resume == 3);
 }
 
-// Commits the running refit to the daemons `in`. They, and this daemon, send as much to each other
-// as in 1 s, and to daemon c as in 4 s if `slow`.
+// Commits the running refit to the daemons `in`. By their reports, the links between them were busy
+// for 1 s, but those to daemon c for 4 s if `slow`.
 void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
   f->Forget();
   for (const NodeId node : in) {

@@ -347,8 +347,9 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
   if (bucket->parts_left == 0) FinishBucket(*bucket);
 }
 
-// Cuts a bucket that needs no slot. Only planning gains from parts here, and it works tensor by
-// tensor. However small the tensors are, the bucket makes no more parts than any other (P10).
+// Cuts a bucket that needs no slot. The parts are for planning alone: one part moves while the next
+// is planned. Planning works tensor by tensor, so cuts are between tensors. However small the
+// tensors are, the bucket makes no more parts than any other (P10).
 void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
   const CheckedBucket& all = *bucket->content;
   const auto tensors = static_cast<int64_t>(all.ranges.size());
@@ -494,7 +495,7 @@ void Group::Impl::On(const TransferDone& e) {
   if (--part.bucket->parts_left == 0) FinishBucket(*part.bucket);
 }
 
-// If no staged rank reads the slot, it is given back at once: earlier parts may still run.
+// Gives the slot back at once if no staged rank reads it, although earlier parts may still run.
 void Group::Impl::GiveBackIfUnread(Part* part) {
   if (!part->slot.has_value() || !update->readers.empty()) return;
   ledger.Publish(*part->slot, {});

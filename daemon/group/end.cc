@@ -44,8 +44,8 @@ absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress) c
   return last ? CheckCoverage() : absl::OkStatus();
 }
 
-// Whether every element of every tensor that came, or that an instance still in knows, came once
-// (P1).
+// Whether every element of every tensor that came, or that an instance still in the update knows,
+// came once (P1).
 absl::Status Group::Impl::CheckCoverage() const {
   if (update->pushed_incomplete > 0) {
     const std::string* partial = nullptr;
@@ -356,8 +356,9 @@ void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
   }
 }
 
-// Only before the first byte: one daemon that the others can't reach must not keep every instance
-// from every version.
+// One daemon that the others can't reach must not keep every instance from every version. The
+// coordinator sends this only before the data phase, or about nodes that the update has left out
+// already.
 void Group::Impl::On(const KeepNodesOut& e) {
   if (update == nullptr || update->id != e.update) return;
   if (update->state == UpdateState::kDraining) return;

@@ -11,8 +11,8 @@
 //     in no half. Else the update goes on with the first half.
 //   - One daemon alone at fault, and an epoch that comes up without it: that daemon is broken. The
 //     next update tries all that are left in the lists together.
-// So one broken daemon among n is found by about log2(n) tries, and any number of them are found;
-// no daemon is called broken on less than an epoch that failed with it and came up without it.
+// So one broken daemon among n is found by about log2(n) tries, and any number of them are found; a
+// daemon is called broken only after an epoch failed with it and another came up without it.
 //
 // Invariants (checked): no list is empty, no daemon is in two lists, none in a list is proven.
 //
@@ -32,7 +32,7 @@ class EpochSearch {
  public:
   bool active() const { return !lists_.empty(); }
 
-  // An update begins that these daemons take part in. Others are not tried, and forgotten.
+  // An update begins that these daemons take part in. Other daemons are forgotten and not tried.
   void Restrict(const std::set<NodeId>& daemons);
   // The daemons that the update leaves out from its begin.
   std::set<NodeId> LeftOut() const;
@@ -41,8 +41,8 @@ class EpochSearch {
   // Begins a search, if none is active. Returns the daemons that the next epoch of the same update
   // has to do without. `daemons` is not empty.
   std::set<NodeId> Failed(const std::set<NodeId>& daemons);
-  // An epoch with these daemons and not with others came up. Returns those that are broken, which
-  // the search then knows no more.
+  // An epoch of these daemons, and of no others, came up. Returns the daemons that are broken,
+  // which the search then forgets.
   std::set<NodeId> CameUp(const std::set<NodeId>& daemons);
   // The daemon is gone, or known to be broken.
   void Forget(NodeId daemon);

@@ -59,8 +59,8 @@ std::vector<std::string> Group::Impl::Newcomers() const {
 }
 
 // Instances on the newcomers' own nodes come first, since their bytes cross no link. After a fill
-// that failed only one instance gives, each time another: one that can't be reached, say, then
-// costs a try and not every fill.
+// that failed, only one instance gives, and each time another one, so that an instance that can't
+// be reached costs one try and not every fill.
 std::vector<std::string> Group::Impl::ChooseGivers(
     const std::vector<std::string>& newcomers) const {
   std::vector<std::string> givers =
@@ -344,7 +344,7 @@ void Group::Impl::CheckFill() const {
   for (const std::string& giver : u.fill->givers) {
     REFITD_CHECK(instances.contains(giver) && Gives(instances.at(giver)));
   }
-  // Nothing is moved by anything but a program, and nothing is settled before it is there.
+  // Only a program moves bytes in a fill, and the fill stays opening until the program is there.
   if (u.state != UpdateState::kOpening) {
     REFITD_CHECK(u.program.has_value() && u.program->sources == u.fill->sources);
   }

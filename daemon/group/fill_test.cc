@@ -33,7 +33,7 @@ struct Served {
     g.Expire();
     if (g.compiling.has_value()) g.FinishCompile();
   }
-  // And up to its copies.
+  // Lets that fill go on up to its copies.
   void Copy() {
     Open();
     g.ReadyAll();
@@ -132,7 +132,7 @@ TEST_CASE("who does not take part neither gives nor is filled") {
   s.g.Staged("staged", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
   CHECK(s.FillOf("old_client").empty());
-  // Only one of two ranks takes part.
+  // Only one of the two ranks takes part in fills.
   s.g.Fillable("half", kModel, 0, 2);
   s.g.Registered("half", kModel, 1, 2);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());

@@ -347,8 +347,8 @@ void Follower::Impl::Lose(const absl::Status& status) {
   Do(GroupAction(StateChanged{}));
 }
 
-// Instances of ranks that were told to be ready are in doubt, also if the coordinator had no time
-// to say that the instances take part in an update (P2).
+// Instances with ranks that were sent Prepare are in doubt, even if the coordinator had no time to
+// say that the instances take part in an update (P2).
 void Follower::Impl::KeepReadiness() {
   if (!book.has_value()) return;
   last_readiness = LastReadiness{*std::exchange(book, std::nullopt), {}};
@@ -471,7 +471,7 @@ void Follower::Impl::Take(const MemberAction& c) {
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
-  // A fill has the version of an update that was committed.
+  // A fill has the version of an update that was committed, so it is not remembered.
   if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
@@ -540,7 +540,8 @@ void Follower::Impl::CheckState() const {
   REFITD_CHECK(reports.empty());
   REFITD_CHECK(state != State::kJoined || heard.has_value());
   REFITD_CHECK(past.size() <= kRememberedUpdates);
-  // P2, P4: whoever lost the coordinator has told its members and answered what can be answered.
+  // P2, P4: a follower that lost the coordinator has ended its members' streams and given the
+  // answers that can be given.
   REFITD_CHECK(state != State::kLost || (members.empty() && layouts.empty() && !lost.ok()));
 }
 
@@ -550,7 +551,8 @@ void Follower::Impl::CheckInvariants() const {
   for (const auto& [id, member] : members) {
     REFITD_CHECK(id != MemberId());
     REFITD_CHECK(member.engine == std::holds_alternative<EngineIdentity>(member.identity));
-    // The coordinator has not heard of a rank that waits for its slots, so it sent it nothing.
+    // The coordinator has not heard of a rank that waits for its slots, so it has sent nothing to
+    // that rank.
     REFITD_CHECK(!member.awaits_slots || (member.own_slots && !member.welcomed));
     REFITD_CHECK(!member.prepared.has_value() || member.engine);
   }

@@ -456,7 +456,7 @@ TEST_CASE("a program was bound to what an evicted engine registered after Prepar
   CHECK(f.Sent<PeerProgramBuilt>()[0].status == absl::OkStatus());
 }
 
-// A long plan would else keep the planner from other groups.
+// If it went on, a long plan would keep the planner from other groups.
 TEST_CASE("a program was built on after its update had ended") {
   Fixture f;
   f.Register(kCall);
@@ -566,7 +566,7 @@ TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step
   CHECK(f.Peers<StartExchange>().size() == 1);
   f.Forget();
   f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
-  // The step that it has stored is received and not stored again.
+  // The step that the daemon has stored is received again, and not stored again.
   const std::vector<StartMoves> moves = f.Peers<StartMoves>();
   CHECK(moves.size() == (resume == 1 ? 1 : 0));
   for (const StartMoves& move : moves) CHECK(move.round == 1);

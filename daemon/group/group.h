@@ -65,12 +65,14 @@ inline constexpr int kMaxSlots = 64;
 inline constexpr int kMaxTrainerRanks = 65'536;
 inline constexpr int kMaxEngineRanks = 65'536;  // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;
-// Prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the trainers.
+// The limit of prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the
+// trainers.
 inline constexpr int kMaxUnwantedPrefixes = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
-// Instances that give at a time in one fill: planning, comparing and the set of daemons that must
-// stay up grow with them, while a newcomer's own link is the limit from a few on.
+// How many instances give at a time in one fill. Planning, comparing and the set of daemons that
+// must stay up grow with their number, while from a few givers on a newcomer's own link is the
+// limit.
 inline constexpr int kMaxGivers = 8;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
@@ -78,7 +80,8 @@ inline constexpr int kRememberedRequests = 256;  // finished request ids kept pe
 inline constexpr int kRememberedBuckets = 4096;
 
 struct GroupSpec {
-  // Trainers of another world size replace it when they attach while no trainer is attached.
+  // Trainers of another world size replace this number when they attach while no trainer is
+  // attached.
   int trainer_ranks = 1;
   int min_instances = 1;
   int64_t slot_bytes = 0;  // never 0: the caller has filled in defaults
@@ -116,7 +119,8 @@ struct GroupLimits {
   // A compiled refit compares every box that several ranks hold once within this many versions: a
   // part of the boxes on each version. 1: all boxes on every version.
   int64_t compare_every = 32;
-  // Limit for each trainer rank, and for how far a seq may be ahead of the next in order.
+  // The limit of unanswered buckets of each trainer rank, and of how far a seq may be ahead of the
+  // next in order.
   int outstanding_buckets = 256;
   // For updates whose Begin names no verification. kReadback: see Group::Impl::DefaultVerification.
   Verification default_verification = Verification::kReadback;
@@ -580,8 +584,8 @@ struct StartTransfer {
   std::vector<bool> skip_destination;             // true: evicted since
   std::vector<uint32_t> touched;                  // destinations that the part has elements for
   std::vector<MemberId> staged;                   // ranks that will be handed the slot
-  // The wire then sends the slot to other daemons: the executor fills the place of the slot that
-  // the wire reads.
+  // True: the wire then sends the slot to other daemons, so the executor fills the place of the
+  // slot that the wire reads.
   bool wired = false;
   // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;

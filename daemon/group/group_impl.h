@@ -199,8 +199,8 @@ struct Group::Impl {
     Do(Reply{call, std::move(status), EmptyReply{}});
   }
 
-  // Requests. Repeated: whether the call repeats a request; it was then answered, or waits with the
-  // first call.
+  // Requests. Repeated returns whether the call repeats a request. If so, the call was answered, or
+  // waits with the first call.
   bool Repeated(Member* member, CallKind kind, const std::string& id, const std::string& what,
                 CallId call);
   std::shared_ptr<Request> Track(Member* member, CallKind kind, const std::string& id,

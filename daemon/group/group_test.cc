@@ -1373,7 +1373,8 @@ TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for
   BucketDraft part = g.MakeBucket(g.trainer, 1, 0, {kModel[0]});
   part.ranges[0].count = 400;
   g.Push(part);
-  // "b" is new and comes before the refused range; so does more of "a".
+  // The range of "a" is refused, since it repeats element 399. It also brings new elements of "a",
+  // and "b", which is new, comes before it.
   BucketDraft bad = g.MakeBucket(g.trainer, 1, 1, {kModel[1], kModel[0]});
   bad.ranges[1] = {1, 399, 601};
   CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
@@ -2186,7 +2187,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   REQUIRE(g.Instance(name).state == "clean");
   g.Do(EngineFailed{engine, UpdateId(77), "another update"});  // no effect
   CHECK(g.Instance(name).state == "clean");
-  // The failure comes before the next update, or while that asks who is ready.
+  // The failure comes before the next update, or while that update asks who is ready.
   const bool asked = GENERATE(false, true);
   CallId begin;
   if (asked) begin = g.Begin(g.trainer, 2);

@@ -640,7 +640,7 @@ class TestGroup {
     CHECK_FALSE(comparing.has_value());
     for (const MemberId source : assembled->program->sources) {
       CheckAlive(source);
-      // P1: what gives is whole.
+      // P1: an instance that gives is clean.
       if (assembled->program->fill) CHECK_FALSE(dirty.contains(engines.at(source).instance));
     }
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {

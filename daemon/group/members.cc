@@ -200,7 +200,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
     }
     return;
   }
-  // A new layout binds other memory, which nobody said holds the version.
+  // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
   if (member->engine) look_for_fill = true;
   member->layout = e.layout;

@@ -39,7 +39,7 @@ enum class Standing : uint8_t {
   kEmpty = 5,     // complete, but it holds no version in a group that had one before
 };
 inline constexpr int kStandings = 6;
-// The standings below this number have a number on the wire. kEmpty is told as kForming, which
+// Messages name the standings below this number by their numbers. kEmpty is told as kForming, which
 // joined daemons of every release know and do not count as ready.
 inline constexpr int kWireStandings = 5;
 std::string_view Name(Standing standing);

@@ -425,7 +425,7 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
   CHECK(follower.indices_made() == 0);
   ended.update = UpdateId(2);
   take(ended);
-  // A rank registered anew after the index was made: the follower makes its own.
+  // A rank registered anew after the index was made, so the follower makes an index of its own.
   take(SendCommitted{MemberId(4), Version(1)});
   follower.Handle(GroupEvent(LayoutRegistered{MemberId(4), LayoutOf(Tensors(3)), CallId(9)}), now,
                   &actions);

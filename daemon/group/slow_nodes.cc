@@ -88,7 +88,8 @@ std::set<NodeId> SlowNodes::Judge(const std::vector<Use>& uses,
   const std::map<NodeId, Received> all = ReceivedBy(uses);
   std::set<NodeId> blamed;
   for (const Suspect& suspect : Suspects(uses, all)) {
-    // A node that only blamed nodes sent to shares their links, and may have a fast one itself.
+    // If only blamed nodes sent to this node, it shares their slow links, and may have a fast link
+    // itself.
     if (std::ranges::includes(blamed, suspect.senders)) continue;
     blamed.insert(suspect.node);
     if (!candidates.contains(suspect.node) || slow_.contains(suspect.node)) continue;

@@ -63,7 +63,7 @@ struct TrainerProgress {
   bool committed = false;
   int64_t bucket_count = 0;
   std::vector<std::shared_ptr<Request>> commits;  // unanswered; those of Refit, too
-  bool one_call = false;                          // Refit began it: no other call can end it
+  bool one_call = false;  // Refit began the update for this rank: no other call can end it
   // Begin said that the rank's shards have no part in the update.
   bool without_layout = false;
 };

@@ -580,7 +580,7 @@ void Worker::VerifyIfWritten(Update* update, const Output& out) {
   const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
   VerifyDone verified;
   verified.update = command.update;
-  // After a run that was cut, more is stored before anything counts as whole.
+  // After a run that was cut, more must be stored before the destinations count as whole.
   const bool cut = update->job.has_value() && update->job->result.wire_failed;
   if (update->abandoned || cut) {
     verified.status = absl::CancelledError(cut ? "the data plane failed before all was stored"

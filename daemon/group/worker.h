@@ -73,8 +73,8 @@ struct Job {
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
-// Tells whoever builds a program that its result is not wanted any more, when it is destroyed or
-// replaced. The builder may be on another thread.
+// When this object is destroyed or replaced, it tells the builder of a program, which may be on
+// another thread, that its result is not wanted any more.
 class BuildCancel {
  public:
   BuildCancel() = default;
@@ -82,7 +82,7 @@ class BuildCancel {
   BuildCancel(const BuildCancel&) = delete;
   BuildCancel& operator=(const BuildCancel&) = delete;
 
-  // Cancels the build before.
+  // Cancels the previous build. Returns the flag of the next one.
   std::shared_ptr<const std::atomic<bool>> Next() {
     Cancel();
     cancelled_ = std::make_shared<std::atomic<bool>>(false);
@@ -219,7 +219,7 @@ class Worker {
   struct Update {
     UpdateId id;
     UpdateId local;
-    // The ids before, of runs of the program that ended without a node that was lost.
+    // Earlier ids, of runs after which the program was begun anew because a node was lost.
     std::vector<UpdateId> earlier_locals;
     Version version;
     Verification verification = Verification::kOff;
@@ -298,7 +298,7 @@ class Worker {
   std::string_view epoch_state_;
   int epoch_rank_ = 0;
   int epoch_size_ = 0;
-  std::optional<UpdateId> wire_update_;  // whose lock was asked for, if any
+  std::optional<UpdateId> wire_update_;  // the update for which the lock was asked, if any
   bool wire_held_ = false;
   bool giving_back_ = false;
   std::optional<Program> program_;

@@ -25,10 +25,10 @@ bool SameRanks(const std::vector<LocalMember>& known, const std::vector<PlanMemb
                     [](const LocalMember& a, const PlanMember& b) { return a.rank == b.rank; });
 }
 
-// Digests of the streams that the program sends to, and receives from, each node over the wire,
-// whatever nodes it passes: so a chain's nodes each agree with the source, not with their
-// neighbours only. `out(stream)` and `in(stream)` give the hash of a stream; nullopt: it counts for
-// nothing.
+// Digests of the streams that the program sends to, and receives from, each node over the wire.
+// Streams count for their source and their receiver, whatever nodes they pass, so that each node of
+// a chain agrees with the source and not only with its neighbours. `out(stream)` and `in(stream)`
+// give the hash of a stream; nullopt: it counts for nothing.
 template <typename Out, typename In>
 std::vector<PeerStream> StreamsOf(const NodeProgram& program, const Out& out, const In& in) {
   std::map<uint32_t, PeerStream> streams;
@@ -94,7 +94,8 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   std::shared_ptr<const BoundProgram> bound = program_->bound;
   const absl::Status status = Bind(*update, bound->program, &bound);
   if (status.code() == absl::StatusCode::kFailedPrecondition) {
-    // The pieces may be in another order, say: the same plan is planned for this node once more.
+    // The pieces may be in another order, for example. So this node's part of the same plan is
+    // compiled once more.
     return Build(*update, out);
   }
   if (status.ok()) job.bound = program_->bound = bound;
@@ -417,7 +418,8 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
   start.bound = job.bound;
   start.verification = update->verification;
   start.part = job.part;
-  // Also before the run: its local moves are bound while replicas are compared.
+  // The destinations to skip are needed before the run, too: its local moves are bound while
+  // replicas are compared.
   start.skip_destination = Skip(*update, job.run.has_value() ? job.run->skip : std::vector<bool>());
   if (job.run.has_value()) {
     if (!job.run->slots.empty()) {
@@ -510,8 +512,8 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
   return false;
 }
 
-// The wire counts from when the epoch was opened, since when parts may have been pushed over it. So
-// the first round of a run only says from where to count.
+// The wire's counts begin when the epoch is opened, and parts may have been pushed over it since.
+// So the first round of a run only says from where to count.
 void Worker::CountLinks(const WireDone& done, Job* job) {
   const std::vector<WireUse> before = std::exchange(job->uses, done.uses);
   if (before.size() != done.uses.size()) return;
@@ -578,7 +580,7 @@ void Worker::NoteHeld(Job* job) {
   job->bound->program->Hold(job->first_round, &job->course);
   job->packed_before =
       std::max(job->packed_before, job->first_round + static_cast<int64_t>(job->rounds.size()));
-  // The digests of such a round were counted, and it would be stored once more.
+  // A round that was unpacked out of order had its digests counted, and would be stored once more.
   job->broken |= std::any_of(job->rounds.begin(), job->rounds.end(),
                              [](const auto& r) { return r.second.unpacked; });
 }
