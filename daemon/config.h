@@ -44,7 +44,7 @@ inline constexpr int64_t kSlotBytesMultiple = 4096;                    // a page
 // Below this size, a part costs more than the copying of its bytes.
 inline constexpr int64_t kMinSlotBytes = 64 << 10;
 inline constexpr int64_t kMaxSlotBytes = int64_t{16} << 30;
-inline constexpr int kMinConfiguredSlots = 2;   // one is filled while one is read
+inline constexpr int kMinConfiguredSlots = 2;   // one slot is filled while another is read
 inline constexpr int kMaxConfiguredSlots = 64;  // as kMaxSlots of a group
 inline constexpr int64_t kMinMessageBytes = 64 << 10;
 inline constexpr int64_t kMaxMessageBytes = 1 << 30;        // gRPC buffers a message whole
@@ -128,7 +128,7 @@ struct PeersConfig {
 // The data plane over host memory.
 struct DataConfig {
   bool unencrypted = false;  // weights go in the clear although there is TLS
-  uint16_t port = 0;         // where it listens; 0: a free one
+  uint16_t port = 0;         // where the data plane listens; 0: a free port
   int streams = 0;           // connections between two daemons; 0: the daemon chooses
   bool operator==(const DataConfig&) const = default;
 };

@@ -66,8 +66,8 @@ namespace {
 constexpr std::chrono::seconds kShutdownGrace{2};
 // How long updates in host memory may go on after the GPUs were lost.
 constexpr std::chrono::seconds kLostGrace{2};
-// A daemon that lost its GPUs ends after this time, whatever hangs. Longer than both graces and the
-// clean-up of a group (GroupLimits) together.
+// A daemon that lost its GPUs ends after this time, whatever hangs. This is longer than both graces
+// and the clean-up of a group (GroupLimits) together.
 constexpr std::chrono::seconds kLostLimit{8};
 // How long a connection over TCP may take for its handshake (P4).
 constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
@@ -324,7 +324,7 @@ struct TcpServer {
 // `certificates`: null for TCP without TLS.
 void StartServer(const Config& config, const std::vector<grpc::Service*>& services,
                  const CertificateStore* certificates, TcpServer* started) {
-  // gRPC's own service does not ask who calls; HealthService does
+  // gRPC's own service does not ask who calls; HealthService does.
   grpc::EnableDefaultHealthCheckService(false);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));

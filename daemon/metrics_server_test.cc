@@ -47,7 +47,7 @@ std::unique_ptr<MetricsServer> StartServer(MetricsServerOptions options) {
   return *std::move(server);
 }
 
-// Not valid: nothing listens there.
+// Connects to the address. Not valid: nothing listens there.
 UniqueFd Connect(const std::string& address, int receive_bytes = 0) {
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   REQUIRE(fd.valid());
@@ -86,9 +86,9 @@ std::string ReadAll(const UniqueFd& fd) {
   }
 }
 
-// Whether the server has ended its side of the connection although the client reads nothing. Then
-// the kernel's table of connections, whose lines have the local and the remote address in
-// hexadecimal and then the state, shows the server's side as established no more.
+// Whether the server has closed its side of the connection although the client reads nothing: the
+// kernel's table then shows that side as established no more. A line of the table has the local and
+// the remote address in hexadecimal, and then the state (01: established).
 bool LetGo(const UniqueFd& client) {
   sockaddr_in name{};
   socklen_t length = sizeof(name);

@@ -17,7 +17,8 @@ namespace refitd {
 
 inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
 
-// A wait that a caller asks for: not negative, and short enough to add to a clock.
+// Checks a wait that a caller asks for: it must not be negative, and be short enough to be added to
+// a clock.
 inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
   constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
   if (ms < 0 || ms > kMaxMillis) {

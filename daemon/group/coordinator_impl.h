@@ -403,7 +403,7 @@ struct Coordinator::Impl {
   // Nodes that share an instance, directly or through others, are left out together, so the search
   // knows such nodes by one name, that of the first.
   struct Sharing {
-    std::map<NodeId, NodeId> first;             // of all nodes that share one
+    std::map<NodeId, NodeId> first;             // of all nodes that share an instance
     std::vector<std::set<NodeId>> by_instance;  // those in the update that is assembled
     std::set<NodeId> FirstOf(const std::set<NodeId>& nodes) const;
     std::set<NodeId> AllOf(const std::set<NodeId>& firsts) const;

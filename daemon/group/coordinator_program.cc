@@ -336,9 +336,10 @@ std::optional<int64_t> Coordinator::Impl::FirstLacked() const {
   return first;
 }
 
-// Begins the next attempt when all remaining nodes have ended the one before, and their read-backs.
-// It goes on from the first round that one of them lacks, or moves all bytes again. Nodes report
-// the sums over what counts: over all attempts, or over the next one alone (P1).
+// Begins the next attempt when all remaining nodes have ended the attempt before, and their
+// read-backs. The next attempt goes on from the first round that one of these nodes lacks, or moves
+// all bytes again. The sums that nodes report are accordingly over all attempts, or over the next
+// attempt alone (P1).
 void Coordinator::Impl::RunAgainIfEnded() {
   ProgramJob& job = *spread->program;
   if (!job.running.empty() || !spread->verifying.empty()) return;

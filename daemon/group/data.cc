@@ -35,8 +35,8 @@ absl::Status Group::Impl::NotOpen(Version wanted) const {
   return Precondition("no update to version {} is open: begin it first", wanted);
 }
 
-// The rank began an update that is over. Its call means that update only, never the one that runs
-// now, even if that installs the same version.
+// The rank began an update that is over. Its call means that update only, never the update that
+// runs now, even if both install the same version.
 absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
   for (const group::EndedUpdate& ended : past) {
     if (ended.update == wanted) return Told(ended);

@@ -105,8 +105,8 @@ void EpochSearch::Tidy() {
   Check();
 }
 
-// Joins the lists that are tried next into one, before the others. `halves`: also what is left of
-// lists that were at fault.
+// Joins the lists that are tried next into one list, and puts it before the others. `halves`: also
+// what is left of lists that were at fault.
 void EpochSearch::JoinLists(bool halves) {
   List all;
   std::deque<List> others;

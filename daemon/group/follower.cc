@@ -134,7 +134,7 @@ struct Follower::Impl {
   std::optional<LastReadiness> last_readiness;
   Worker worker;
   std::optional<TimePoint> heard;
-  // By when the coordinator must have told how the update ended.
+  // The time by which the coordinator must have told how the update ended.
   std::map<UpdateId, TimePoint> outcome_due;
 
   // Valid during one Handle.
@@ -412,7 +412,7 @@ void Follower::Impl::Take(const RefuseMember& c) {
 }
 
 // An answer of another kind than its call would reach the caller as something else. No correct
-// coordinator sends one.
+// coordinator sends such an answer.
 void Follower::Impl::Take(const Reply& c) {
   const auto call = calls.find(c.call);
   const bool layout = layouts.contains(c.call);

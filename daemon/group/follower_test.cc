@@ -412,7 +412,7 @@ PeerPrepare PrepareEngine(uint64_t digest) {
 // coordinator counts on the rank.
 TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
   Fixture f;
-  f.AttachStaged(kStaged);  // else the daemon would leave with its last member
+  f.AttachStaged(kStaged);  // without it the daemon would leave with its last member
   f.Do(SlotsMade{kStaged, absl::OkStatus()});
   f.Register(kCall);
   f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});

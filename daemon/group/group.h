@@ -106,7 +106,7 @@ struct GroupLimits {
   Duration default_duration = std::chrono::seconds(120);
   Duration max_duration = std::chrono::hours(1);
   Duration ready_limit = std::chrono::seconds(30);  // from Prepare to Ready
-  // From BucketReady, or from the previous Ack if that is later, to Ack.
+  // The wait from BucketReady, or from the previous Ack if that came later, to Ack.
   Duration ack_limit = std::chrono::seconds(30);
   // How long an update may go without a call from a trainer rank while no call is outstanding.
   Duration idle_limit = std::chrono::seconds(30);
@@ -130,8 +130,8 @@ struct GroupLimits {
   int64_t direct_part_tensors = 64;
   // Whether instances that lack the group's version are filled by clean instances.
   bool fills = true;
-  // From the moment at which a fill is possible to its start, so that instances which attach at
-  // about the same time are filled at once.
+  // The time from the moment at which a fill is possible to its start, so that instances which
+  // attach at about the same time are filled at once.
   Duration fill_gather = std::chrono::milliseconds(100);
   // How long an instance whose fill failed is left alone; doubled at each further failure, up to
   // fill_most_wait.
@@ -713,8 +713,8 @@ struct InstanceView {
   // The incarnation in which `version` was committed; 0: not told, or no version.
   uint64_t origin = 0;
   Readiness readiness{};
-  // For an instance that lacks the group's version and could be filled: what becomes of that. Empty
-  // for others.
+  // Tells what fills do for an instance that lacks the group's version and could be filled. Empty
+  // for other instances.
   std::string fill;
 };
 struct UpdateView {
@@ -754,7 +754,7 @@ struct GroupView {
   std::optional<Version> version;
   std::vector<MemberView> members;
   std::vector<InstanceView> instances;
-  std::optional<UpdateView> update;  // of the trainers: the running one, or else the last
+  std::optional<UpdateView> update;  // of the trainers: the running update, or else the last
   std::optional<UpdateView> fill;    // the running one, or else the last
   std::vector<SlotView> slots;
   int64_t committed = 0;

@@ -83,7 +83,7 @@ struct Instance {
   // the next may begin.
   int failed_fills = 0;
   TimePoint fill_after;
-  std::string fill_failure;  // why the last one failed
+  std::string fill_failure;  // why the last of those fills failed
 };
 
 // How the buckets of the running update, or else of the last update, went.
@@ -453,7 +453,8 @@ struct Group::Impl {
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name
-  // Instances whose standing may have changed since TakeStandings; names of gone ones too.
+  // The names of instances, also of those that are gone, whose standing may have changed since
+  // TakeStandings.
   std::set<std::string> restood;
   // Nodes with members that are kept out of updates, and why.
   std::map<NodeId, std::string> kept_out;

@@ -422,7 +422,8 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   g.Staged("c", kModel, 1, 2);  // restarted without a version
   CHECK(g.Instance("c").state == "clean");
   CHECK(g.Instance("c").version == std::nullopt);
-  // Not greater than the version that engines hold, which is of another incarnation.
+  // Version 6 is not greater than the version that engines hold, but that version is of another
+  // incarnation.
   const CallId begin = g.Begin(g.AttachTrainer(), 6);
   CHECK(g.Answer(begin) == nullptr);
   CHECK(g.group.update_running());

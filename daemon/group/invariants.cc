@@ -7,7 +7,7 @@
 namespace refitd {
 namespace {
 
-// Whether a state is one between Prepare and the outcome.
+// Whether the state lies between Prepare and the outcome.
 bool InUpdate(MemberState state) {
   return state == MemberState::kPreparing || state == MemberState::kReady;
 }

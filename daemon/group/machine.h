@@ -211,7 +211,7 @@ class GroupMachine {
   void Handle(MachineEvent&& event, TimePoint now, MachineActions* actions) {
     Handle(event, now, actions);
   }
-  // When the next Tick is due; nullopt: nothing waits.
+  // The time at which the next Tick is due; nullopt: nothing waits.
   virtual std::optional<TimePoint> NextDeadline() const = 0;
 
   virtual const std::string& name() const = 0;

@@ -33,7 +33,7 @@ void Group::Impl::On(const RefitEvent& e) {
   if (Repeated(member, CallKind::kRefit, e.request_id, what, e.call)) return;
   const auto begun =
       update == nullptr ? decltype(update->trainers.end()){} : update->trainers.find(member->rank);
-  // A call that names the update that it ends never opens one.
+  // A call that names the update that it ends never opens an update.
   const bool joined = e.update != UpdateId() ||
                       (update != nullptr && update->version == e.version &&
                        begun != update->trainers.end() && member->state == MemberState::kReady);

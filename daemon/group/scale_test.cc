@@ -414,7 +414,7 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
   take(prepare);
   CHECK(follower.indices_made() == 0);
   CHECK(index->use_count() > 2);  // the follower kept it
-  // Nothing is to be made while the layouts stay the same.
+  // No index has to be made while the layouts stay the same.
   PeerUpdateEnded ended;
   ended.update = UpdateId(1);
   take(ended);

@@ -193,7 +193,7 @@ struct Update {
   std::vector<NodeId> nodes;              // nodes with a rank in the update; ascending
   TimePoint ready_deadline;
   bool data_plane_up = true;                 // between the update's nodes
-  std::map<MemberId, StagedReader> readers;  // staged ranks still in
+  std::map<MemberId, StagedReader> readers;  // staged ranks still in the update
   AckClock acks;                             // when those readers are late
   std::map<MemberId, uint32_t> participant_of;
 

@@ -426,7 +426,7 @@ void Worker::CutPart(Update* update, PartSeq part, const Output& out) {
 }
 
 // Ends the parts that wait for a collective of the closed epoch. A root's part that is still being
-// packed ends after that, and a part that is on the wire with its WireDone.
+// packed ends when it is packed, and a part that is on the wire ends with its WireDone.
 void Worker::CutParts(Update* update, EpochId closed, const Output& out) {
   std::vector<PartSeq> waiting;
   for (const auto& [seq, part] : update->parts) {

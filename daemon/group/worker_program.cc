@@ -270,7 +270,7 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   AdvanceRun(update, now, out);
 }
 
-// P1: a run that goes on from a round after one that this node lacks would leave a gap.
+// P1: a run that went on after a round that this node lacks would leave a gap.
 absl::Status Worker::CheckResume(const Job& job, const PeerRun& command) {
   if (!command.resume.has_value()) return absl::OkStatus();
   const int64_t lacks = job.run.has_value() ? job.bound->program->FirstLacking(job.course) : 0;

@@ -405,7 +405,7 @@ absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& wire, const PeerBoun
   return out;
 }
 
-// A header that uses a slot must name one.
+// A header that uses a slot must name the slot.
 absl::Status CheckSlotUse(const v1::PeerHeader& wire) {
   const auto check = [&](bool used, std::string_view field) {
     if (!used || wire.has_slot()) return absl::OkStatus();

@@ -104,7 +104,7 @@ FIELDS(PeerReadiness, a, b, c)
 FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
-// All but the incarnation, which the member's own daemon sets.
+// All fields but the incarnation, which the member's own daemon sets.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
@@ -112,7 +112,7 @@ auto Fields(V& v) {
   (void)incarnation;
   return std::tie(a, b);
 }
-// All but slots_on_devices, which is never true for a joined daemon's ranks.
+// All fields but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
 auto Fields(V& v) {
@@ -120,7 +120,7 @@ auto Fields(V& v) {
   (void)slots_on_devices;
   return std::tie(a, b, c, d, e, f, g, h, i, j, k, l);
 }
-// All but the index, which is made on arrival.
+// All fields but the index, which is made on arrival.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerPrepare>
 auto Fields(V& v) {
@@ -128,7 +128,7 @@ auto Fields(V& v) {
   (void)index;
   return std::tie(a, b, c, d, e, f, g, h, i);
 }
-// All but the digest, which is computed on arrival.
+// All fields but the digest, which is computed on arrival.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
@@ -136,7 +136,7 @@ auto Fields(V& v) {
   (void)digest;
   return std::tie(a, b, c, d);
 }
-// All but the fields from which the coordinator makes the plan's part.
+// All fields but those from which the coordinator makes the plan's part.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerProgram>
 auto Fields(V& v) {

@@ -164,7 +164,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
 
   struct Encoded {
     std::vector<v1::PeerMessage> messages;
-    std::vector<size_t> sizes;  // one a message
+    std::vector<size_t> sizes;  // of each message
     size_t bytes = 0;           // of all messages
   };
 

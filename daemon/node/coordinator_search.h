@@ -53,7 +53,8 @@ class CoordinatorSearch {
     size_t candidate = 0;  // kJoin, kAsk
   };
   Decision Decide(TimePoint now) const;
-  // When a candidate whose last probe failed will be gone, unless it answers; nullopt: none will.
+  // The time at which a candidate whose last probe failed will be gone, unless it answers; nullopt:
+  // none will.
   std::optional<TimePoint> NextGone(TimePoint now) const;
   // For how long this daemon, or the one on whose behalf it searches, has searched.
   Duration searched(TimePoint now) const { return now - since_; }

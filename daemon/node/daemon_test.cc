@@ -201,7 +201,7 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
     a.daemon().members().Happened(rank.id, ReadyEvent{rank.id, update});
   }
   CHECK(begun);
-  // One view, for the change that the last Ready made.
+  // At most one view was made, for the change that the last Ready made.
   CHECK(a.daemon().watched_views() - before <= 1);
   CHECK(updates->sent() >= 2);  // told of that change and of the beginning
 }

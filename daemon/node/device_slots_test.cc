@@ -152,7 +152,7 @@ TEST_CASE("a group's engines are all on GPUs or all in host memory, and trainers
   CHECK(world.slots.CheckEntering(group, world.Record("own", 1)).ok());
   CHECK_THAT(std::string(world.slots.CheckEntering(group, world.Record("own", {})).message()),
              Contains("group 'own' has engine ranks on 'GPU-0'"));
-  // Host memory into a GPU goes, the other way does not.
+  // Host memory can be copied into a GPU, but not the other way round.
   CHECK(world.slots.CheckEntering(group, world.Record("own", {}, /*engine=*/false)).ok());
   World host;
   host.Attach("own", {});

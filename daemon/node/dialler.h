@@ -74,7 +74,7 @@ class Dialler {
   // are refused. The group's record goes in either case.
   static void LeaveCandidate(GroupRecord* group, const absl::Status& status, bool goes_on,
                              Waiters* waiters);
-  // The group's record, if the try is its last; else null.
+  // The group's record if this is the group's newest try, else null.
   static GroupRecord* Current(const DialTry& of, Groups* groups);
   // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
   // for the others, at once or after a pause. Returns whether a member still waits. With `goes_on`
@@ -84,12 +84,11 @@ class Dialler {
   // Begins the tries whose pause is over.
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
-  // When a member that waits for its group is refused, unless an event decides before (P4). While
-  // the candidates are searched for a coordinator, no try runs, and the member's own deadline
-  // counts.
-  // `groups` must outlive the result.
+  // The time at which a member that waits for its group is refused, unless an event decides before
+  // (P4). While the candidates are searched for a coordinator, no try runs, and the member's own
+  // deadline counts. `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);
-  // Why a member is refused that has waited for as long as it may.
+  // The reason for which a member is refused that has waited for as long as it may.
   static absl::Status LateStatus(const Waiters::OfGroup& member, const Groups& groups);
 
   // Waits until every link has reported its end. `mutex` is the daemon's.

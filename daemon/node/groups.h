@@ -149,8 +149,8 @@ class Groups {
   // result is destroyed, which must not happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
-  // What is remembered of a group with candidates whose coordinator this daemon lost: the group
-  // that another candidate makes has a greater incarnation and the same owner (P9).
+  // A group with candidates whose coordinator this daemon lost, as it is remembered: the group that
+  // another candidate makes has a greater incarnation and the same owner (P9).
   struct Remembered {
     uint64_t incarnation = 0;
     std::string owner;

@@ -36,7 +36,7 @@ inline std::string IdentityOf(const Peer& peer) {
   return peer.identity.empty() ? "anonymous" : peer.identity;
 }
 
-// Who calls, and the lease that the caller presents, unchecked.
+// The caller, and the lease that the caller presents, unchecked.
 struct Caller {
   Peer peer;
   std::string token;

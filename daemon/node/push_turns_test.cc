@@ -24,7 +24,7 @@ bool Becomes(const std::function<bool()>& condition) {
 }
 
 TEST_CASE("who goes ahead waits for one push at most, however many there are") {
-  // so long that this limit plays no part, even on a busy machine
+  // The limit is so long that it plays no part, even on a busy machine.
   PushTurns turns(std::chrono::minutes(1));
   Mutex mutex;
   int64_t pushed = 0;  // guarded by mutex

@@ -5,9 +5,9 @@
 // readiness that was known last: no version is committed without the coordinator, so the loss alone
 // makes no instance older. The kept readiness counts for Options::keep at most, since the
 // coordinator may live behind a broken link and commit versions with other daemons. An instance
-// that had ranks on this daemon must besides show that it lives: one of its ranks waits here to
-// attach again, or came within kReattachLimit. A rank that comes with other weights than were known
-// ends what is kept of its instance (P2).
+// that had ranks on this daemon must also show that it lives: one of its ranks waits here to attach
+// again, or came within kReattachLimit. A rank that comes with other weights than were known ends
+// what is kept of its instance (P2).
 //
 // Invariants
 //  1. A watcher is told a state when it comes, and then each change once.
@@ -56,8 +56,7 @@ class InstanceReadiness {
                               TimePoint now) const;
 
   // Returns the watcher's id, and tells the watcher at once whether the instance is ready.
-  // RESOURCE_EXHAUSTED:
-  // kMaxWatchers.
+  // RESOURCE_EXHAUSTED: kMaxWatchers.
   absl::StatusOr<uint64_t> Watch(std::string group, std::string instance,
                                  std::shared_ptr<ReadinessSink> sink, TimePoint now);
   void StopWatching(uint64_t watcher) { watchers_.erase(watcher); }
@@ -69,7 +68,7 @@ class InstanceReadiness {
   void Arrived(const std::string& group, const EngineIdentity& engine, TimePoint now);
   // Called when time has passed.
   void Look(TimePoint now);
-  // When Look is due; nullopt: nothing waits.
+  // The time at which Look is due; nullopt: nothing waits.
   std::optional<TimePoint> NextDue() const;
 
   // Aborts the process if an invariant does not hold.

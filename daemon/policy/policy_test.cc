@@ -91,7 +91,7 @@ TEST_CASE("A rule counts for its callers, its roles and its groups alone") {
   CHECK_FALSE(May(*policy, Certified("dns:a.engines"), Role::kEngine, "llama-8bx"));
   CHECK_FALSE(May(*policy, Certified("dns:a.b.engines"), Role::kEngine, "llama-8b"));
   CHECK(May(*policy, User(7, {1, 44}), Role::kOperatorWrite, "any"));
-  // a caller who may write may read
+  // A caller who may write may read.
   CHECK(May(*policy, User(7, {1, 44}), Role::kOperatorRead, "any"));
   CHECK_FALSE(May(*policy, User(44), Role::kOperatorWrite, "any"));
 }

@@ -1,5 +1,5 @@
-// Limits how often one kind of line is logged whose number strangers decide. A log that they can
-// fill hides what matters, and costs disk (P10).
+// Limits how often lines of one kind are logged whose cause is up to strangers. A log that
+// strangers can fill hides what matters, and costs disk (P10).
 #ifndef REFITD_DAEMON_PROCESS_LOG_LIMIT_H_
 #define REFITD_DAEMON_PROCESS_LOG_LIMIT_H_
 

@@ -57,7 +57,7 @@ std::optional<Collectives> CollectivesOf(const v1::TransportStatus& transport) {
 }
 
 DriverFinding FindDriver() {
-  // Only whether the library loads is found out here. What the driver can do, the daemon says.
+  // This finds out only whether the library loads. The daemon tells what its driver can do.
   void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (driver == nullptr) {
     return {"gpu", false, "no NVIDIA driver (libcuda.so.1): host memory only"};

@@ -142,7 +142,7 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
 template <typename Event, typename Reactor>
 class EventStream {
  public:
-  // an engine has at most as many unacknowledged parts as there are slots
+  // An engine has at most as many unacknowledged parts as there are slots, which are fewer.
   static constexpr size_t kMaxQueued = 4096;
   static constexpr size_t kMaxQueuedBytes = size_t{64} << 20;
 

@@ -159,7 +159,7 @@ void Door::Told(const Asked& asked, const Peer& peer, const absl::Status& answer
   if (options_.audit == nullptr) return;
   const RpcEntry& entry = EntryOf(asked.rpc);
   if (!entry.audit.has_value()) {
-    // These answers mean that somebody used a lease's token that belongs to another identity.
+    // These answers mean that somebody presented a token that is no lease's, or another identity's.
     if (absl::IsPermissionDenied(answer) || absl::IsUnauthenticated(answer)) {
       Refused(asked, IdentityOf(peer), PidOf(peer), answer);
     }

@@ -52,8 +52,8 @@ class Door {
   explicit Door(DoorOptions options) : options_(std::move(options)) {}
 
   // Returns the caller if the policy lets it in. If the group comes in a later message (Attach,
-  // Link), `asked` names none here, and Enter must follow.
-  // UNAUTHENTICATED: the certificate gives no identity.
+  // Link), `asked` names none here, and Enter must follow. PERMISSION_DENIED names identity, role
+  // and group. UNAUTHENTICATED: the certificate gives no identity.
   absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context, const Asked& asked) const;
   // The second half of Admit, for calls that name their group in a stream's first message. Fills in
   // what the node must know of the peer's rights.
