@@ -147,6 +147,7 @@ void Coordinator::Impl::On(GroupEvent& event) {
   } else if (std::holds_alternative<refitd::Tick>(event)) {
     Tick();
   }
+  // If the group takes the new incarnation, the joined daemons hear of it.
   const auto* replace = std::get_if<ReplaceGroup>(&event);
   const std::optional<uint64_t> incarnation =
       replace == nullptr ? std::nullopt : std::optional(replace->incarnation);
@@ -884,6 +885,7 @@ void Coordinator::Impl::IssueParts() {
   if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
   while (!spread->to_issue.empty()) {
     const PartSeq seq = spread->to_issue.front();
+    // The next in line is the update's program or, if `program` is null, a part.
     ProgramJob* const program = spread->program.has_value() && spread->program->run.has_value() &&
                                         spread->program->run->part == seq
                                     ? &*spread->program
@@ -897,6 +899,7 @@ void Coordinator::Impl::IssueParts() {
     if (program != nullptr && !program->sent) return;
     if (spread->lock_order.empty()) AskLocks();
     if (spread->locks_held < spread->lock_order.size()) return;
+    // Another group wants the wire, and this group has had its turn.
     if (spread->yielding && spread->turn_taken) return;
     (program == nullptr ? it->second.issued : program->issued) = true;
     spread->turn_taken = true;
@@ -935,12 +938,14 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   part.digests[node] = r.digests;
   if (node == part.root) part.broadcast = r.broadcast;
   if (r.wire_failed && node != part.root) part.lack.insert(node);
+  // The share ended well, or only because the wire failed: the update goes on with the cut part.
   if (part.cut && (r.status.ok() || r.wire_failed)) {
     AddBytes(node, r, &part);
     return SendCutPartsAgain();
   }
   const PartSeq seq = r.part;
   HearEnd(node, r, fmt::format("part {}", seq), part.header.wired, &part);
+  // HearEnd may have ended the update, or found the node whose wire failed.
   if (!spread.has_value()) return;
   if (spread->culprit.has_value()) return DropCulprit();
   CompleteIfDone(seq);
@@ -967,23 +972,23 @@ std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
     return word.status.code() == absl::StatusCode::kDeadlineExceeded;
   };
   const bool any_waited = std::any_of(words.begin(), words.end(), waited);
-  std::map<NodeId, std::set<NodeId>> complaints;  // by whom it is about
+  std::map<NodeId, std::set<NodeId>> complaints;  // the nodes that name a node, by that node
   for (const auto& word : words) {
     if (any_waited && !waited(word)) continue;
     for (const NodeId named : word.named) {
       if (named != word.node) complaints[named].insert(word.node);
     }
   }
-  const auto rank_of = [&](NodeId node) {
+  const auto blame_of = [&](NodeId node) {
     const bool silent = std::none_of(words.begin(), words.end(),
                                      [node](const auto& word) { return word.node == node; });
     return std::pair(silent, complaints.at(node).size());
   };
   std::optional<NodeId> worst;
   for (const auto& [node, by] : complaints) {
-    const bool same = worst.has_value() && rank_of(node) == rank_of(*worst);
-    if (!worst.has_value() || rank_of(node) > rank_of(*worst) ||
-        (same && !group.SendsFrom(node) && node != kCoordinatorNode)) {
+    const bool tie = worst.has_value() && blame_of(node) == blame_of(*worst);
+    if (!worst.has_value() || blame_of(node) > blame_of(*worst) ||
+        (tie && !group.SendsFrom(node) && node != kCoordinatorNode)) {
       worst = node;
     }
   }
@@ -1026,17 +1031,17 @@ absl::Status Coordinator::Impl::Judge() {
     return std::none_of(verdict.words.begin(), verdict.words.end(),
                         [node](const auto& word) { return word.node == node; });
   };
-  auto culprit =
+  auto report =
       std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
         return !word.named.empty() && std::all_of(word.named.begin(), word.named.end(), silent);
       });
-  if (culprit == verdict.words.end()) {
-    culprit = std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
+  if (report == verdict.words.end()) {
+    report = std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
       return std::any_of(word.named.begin(), word.named.end(), silent);
     });
   }
   absl::Status status =
-      culprit == verdict.words.end() ? verdict.words.front().status : culprit->status;
+      report == verdict.words.end() ? verdict.words.front().status : report->status;
   CloseEpochEverywhere();
   FailForOthers(verdict.what, status);
   return status;
@@ -1415,7 +1420,7 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
   if (over) {
     for (const NodeId id : StillAwaited()) culprits.insert(id);
   }
-  std::vector<std::pair<NodeId, NodeId>> parted;
+  std::vector<std::pair<NodeId, NodeId>> parted;  // ranks that could not reach each other
   for (const auto& [node, failure] : epoch->failed) {
     const bool waited = failure.status.code() == absl::StatusCode::kDeadlineExceeded;
     if (failure.named.empty()) {
@@ -1481,6 +1486,7 @@ coordinator::EpochFailure Coordinator::Impl::HowEpochFailed(
 }
 
 void Coordinator::Impl::JudgeEpoch() {
+  // An attempt that had too little time blames no daemon.
   const bool had_time =
       epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
   const std::optional<std::set<NodeId>> culprits =
@@ -1571,6 +1577,7 @@ Coordinator::Impl::Sharing Coordinator::Impl::HowNodesShare() const {
     for (const NodeId node : joined) {
       first = std::min(first, sharing.first.emplace(node, node).first->second);
     }
+    // The sets that this instance joins become one set, which is known by its first node.
     std::set<NodeId> replaced;
     for (const NodeId node : joined) replaced.insert(sharing.first.at(node));
     for (auto& [node, of_node] : sharing.first) {
@@ -1746,6 +1753,7 @@ void Coordinator::Impl::LockGranted(NodeId node, const PeerWireGranted& r) {
 }
 
 void Coordinator::Impl::GiveLocksBack() {
+  // The lock that comes next was asked for, and is given back too.
   const size_t asked = std::min(spread->locks_held + 1, spread->lock_order.size());
   const std::vector<NodeId> holders(spread->lock_order.begin(),
                                     spread->lock_order.begin() + static_cast<ptrdiff_t>(asked));

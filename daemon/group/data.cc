@@ -259,6 +259,7 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
       }
       taken->before.emplace_back(&tensor.name, known.covered);
     }
+    // The counts depend on what is covered, so the tensor is taken out of them while that changes.
     CountPushed(known, -1);
     const bool fresh = known.covered.Add(range.start, range.start + range.count);
     CountPushed(known, 1);
@@ -288,7 +289,7 @@ void Group::Impl::On(const BucketEvent& e) {
   if (status.ok()) status = CheckBucket(**progress, e);
   if (status.ok()) status = Reserve(e);
   if (!status.ok()) {
-    // The rank's Commit would wait forever for the refused bucket.
+    // The rank's Commit would wait forever for the refused bucket, so it is refused as well.
     if (progress.ok() && seq >= (*progress)->next_seq && seq < (*progress)->announced.value_or(0) &&
         !(*progress)->early.contains(seq)) {
       WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", seq, Message(status)));
@@ -366,6 +367,7 @@ void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
   int64_t bytes = 0;
   for (size_t end = 0; end < rest.size();) {
     bytes += all.BytesOf(rest[end++]);
+    // What is left after the last full part belongs to the part after the loop.
     if (bytes < each || bytes == rest_bytes) continue;
     add(rest.first(end), bytes);
     rest.remove_prefix(end);

@@ -249,6 +249,7 @@ std::string Worker::WhyNotAgain(const Update& update, const PeerHeader& command)
   if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
     return "the part was announced with another header before";
   }
+  // A root must hold the part, and another node must not.
   if (command.is_root == before->second.held) return "";
   return command.is_root ? "the part is not packed here" : "the part is stored here already";
 }
@@ -431,6 +432,7 @@ void Worker::CutParts(Update* update, EpochId closed, const Output& out) {
   std::vector<PartSeq> waiting;
   for (const auto& [seq, part] : update->parts) {
     if (!part.header.wired || part.header.epoch != closed || Running(part)) continue;
+    // A root has packed the part and waits to send it; another node waits to receive it.
     if (part.transferred == part.header.is_root) waiting.push_back(seq);
   }
   for (const PartSeq seq : waiting) CutPart(update, seq, out);

@@ -247,6 +247,8 @@ void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
 void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   Update* update = Find(command.update);
   const bool ran = update != nullptr && update->job.has_value() && update->job->run.has_value();
+  // The command of an attempt that began already, or that comes before this attempt has ended,
+  // changes nothing.
   if (ran && (command.attempt <= update->job->run->attempt || !update->job->done)) return;
   if (update == nullptr || !update->job.has_value() || update->job->bound == nullptr) {
     PeerRunDone done;
@@ -347,7 +349,8 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
       ++job.first_round;
     }
     BeginRounds(update, out);
-    // Rounds go on the wire after the parts that were issued before (P7).
+    // Rounds go on the wire after the parts that were issued before (P7). A round in which no node
+    // is left to exchange bytes with ends at once, so the loop may have to look again.
     for (auto& [number, round] : job.rounds) {
       if (job.stopped || !job.issued || !update->to_wire.empty() || !round.packed) break;
       if (!round.out) StartRoundOnWire(update, number, now, out);
@@ -369,6 +372,7 @@ void Worker::BeginRounds(Update* update, const Output& out) {
     const bool sends = std::any_of(legs.begin(), legs.end(),
                                    [](const ExchangeLeg& leg) { return leg.bytes_out > 0; });
     if (!sends) {
+      // There is nothing to pack.
       round.packed = true;
       continue;
     }
@@ -465,6 +469,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
       if (round == job.rounds.end()) return;
       round->second.packing = false;
       round->second.packed = true;
+      // The sums have the digests of a round that was packed before already.
       if (done.round >= job.packed_before) Add(done.sections, program.outgoing, &job.sent);
       break;
     case MoveStep::kUnpack:
