@@ -112,7 +112,7 @@ struct MetricsConfig {
 };
 
 struct PeersConfig {
-  std::string advertise;         // HOST:PORT; empty: the address it listens on
+  std::string advertise;         // HOST:PORT; empty: the address that the daemon listens on
   std::string interface = "lo";  // of the data plane; trusted (P9)
   Duration silence = kDefaultSilence;
   Duration wire = kDefaultWireLimit;

@@ -139,7 +139,7 @@ struct Spread {
   UpdateId update;
   Version version;
   Verification verification = Verification::kOff;
-  std::set<NodeId> nodes;  // nodes still in it
+  std::set<NodeId> nodes;  // nodes still in the update
   // Nodes that were told of the update and have no member left in it: they hear only how it ends.
   std::set<NodeId> left;
   std::map<NodeId, PeerPrepare> prepares;

@@ -249,7 +249,8 @@ void Group::Impl::NoteFailedFill(Instance* instance, const std::string& reason) 
 // The fill was given up. If its digests differed, the next fill has the same givers: leaving out
 // some of them could leave out those that are right.
 void Group::Impl::NoteFailedFills() {
-  // The loss of a giver's daemon is told before the loss of its ranks.
+  // A fill whose giver is gone gave way, and did not fail. Here that is found out anew, since the
+  // loss of a giver's daemon is told before the loss of its ranks.
   const auto gone = [this](const std::string& giver) {
     const auto it = instances.find(giver);
     return it == instances.end() || !Gives(it->second);
@@ -263,7 +264,7 @@ void Group::Impl::NoteFailedFills() {
       !all.empty() && std::all_of(all.begin(), all.end(), [](const auto& p) { return p.evicted; });
   if (!by_newcomers && update->give_up.kind != GiveUpClass::kVerification) ++failed_fills;
   const std::string& reason = update->give_up.reason;
-  if (update->participants.empty()) {  // it has not been assembled
+  if (update->participants.empty()) {  // the fill has not been assembled
     for (const std::string& newcomer : Newcomers()) {
       NoteFailedFill(&instances.at(newcomer), reason);
     }

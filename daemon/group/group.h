@@ -113,7 +113,7 @@ struct GroupLimits {
   // How long a leased slot may stay unsubmitted.
   Duration lease_limit = std::chrono::seconds(30);
   // How long transfers may drain after an abort. The coordinator waits for its own daemon's
-  // transfers even beyond it (P6). When it has passed, members whose memory no transfer touches
+  // transfers even longer (P6). When this time has passed, members whose memory no transfer touches
   // hear the outcome, and other daemons that have not ended their share are lost.
   Duration cleanup_limit = std::chrono::seconds(1);
   // A compiled refit compares every box that several ranks hold once within this many versions: a

@@ -101,9 +101,9 @@ struct PeerPartDone {
   absl::Status status;
   bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
-  // By range of the header; empty if verification is off. The root's are of the trainer's bytes,
-  // those of other nodes of the slot that they received.
+  int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
+  // By range of the header; empty if verification is off. The root's digests are of the trainer's
+  // bytes, those of other nodes are of the slot that they received.
   std::vector<uint64_t> digests;
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as TransferDone::broadcast
 };
@@ -157,7 +157,7 @@ struct PeerRunDone {
   absl::Status status;
   bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
+  int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
   // Digests of the bytes that the streams carried: HashChain from 0 over the digests of a stream's
   // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
   // off.
@@ -291,11 +291,11 @@ struct PeerRun {
   PartSeq part;                  // its place in the order of the update's parts
   bool wired = false;            // at least one node has a round
   EpochId epoch;                 // wired
-  WireSeq wire_seq;              // wired: of the first round; the other rounds' follow
+  WireSeq wire_seq;              // wired: of the first round; those of the other rounds follow
   std::vector<uint32_t> ranks;   // wired: the epoch's rank by node of the plan; kNoRank: gone
   std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
   std::vector<bool> skip;        // by destination; true: evicted since
-  // Grows each time the program runs again, without a node that was lost.
+  // Grows each time the program runs again because a node was lost.
   uint32_t attempt = 0;
   // An attempt after the first goes on from this round: nodes keep what they have stored, and its
   // digests. nullopt: the program runs from its beginning.

@@ -192,8 +192,8 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
 
 // The lag of chains in the update's program; 0: a daemon of its members knows no chains, and all
 // must derive the same streams (P5). The lag is the number of pairs of slots that TakeProgramSlots
-// takes. The update has no slots yet. The slots that are taken were taken in an earlier update by
-// holders that keep them, and to wait for these could last until the deadline (P4).
+// takes. Only free slots count: a slot that is taken is kept by its holder beyond an earlier
+// update, and the wait for it could last until the deadline (P4).
 uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
   const auto relays = [this](MemberId member) { return Find(member)->relays; };
   const std::vector<MemberId>& destinations = update->catalog->destinations();

@@ -346,7 +346,8 @@ TEST_CASE("Equal layouts of other daemons' engines are one object, and planned a
 
 TEST_CASE("A layout that its daemon found equal to a known one is not compared again") {
   Many many;
-  CHECK(many.coordinator().layouts_compared() == kManyNodes - 1);  // handed in as they came
+  // The reports were handed in as they came.
+  CHECK(many.coordinator().layouts_compared() == kManyNodes - 1);
   const NodeId node(5);
   PeerLayout again;
   again.member = MemberId(7);

@@ -99,7 +99,7 @@ void Members::EndPooling(MemberId member, absl::Status made) {
   }
 }
 
-// The pool may have been made for the rank already.
+// The pool may have been made for the rank already, and is then given back.
 void Members::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) {
   record.End(std::move(status));
   GroupRecord* group = state_.groups.Find(record.group);

@@ -84,7 +84,7 @@ TEST_CASE("a lost member's token dies at once, and its regions go with its recor
   CHECK(Message(engine.inbox->Ended()) == "the lease ended: its time was up");
   CHECK(parts.operators().Describe().regions == 0);
   CHECK(parts.operators().Describe().members == 0);
-  // Its answers are ignored from now on.
+  // The engine's answers are ignored from now on.
   parts.members().Happened(engine.id, ReadyEvent{engine.id, UpdateId(1)});
 }
 

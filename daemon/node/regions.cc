@@ -254,7 +254,7 @@ void Regions::RegisterDevice(const Caller& caller, bool engine, const IpcBlock& 
           state_.memory.EndOpening();
           REFITD_RETURN_IF_ERROR(opened.status());
           // The lease may have ended meanwhile, and another region of the same memory may have
-          // come.
+          // come, so the member must be admitted once more.
           REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
                                   Admit(caller.token, caller.peer, opened->identity));
           const int64_t bytes = opened->memory.bytes;

@@ -75,7 +75,7 @@ absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view
 // "uid:N", "gid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*", "dns:NAME", "dns:*.DOMAIN" or
 // "anonymous".
 bool MatchesPrincipal(std::string_view who, const Principal& caller);
-// A group's name, or the beginning of names with '*' at its end.
+// `pattern` is a group's name, or the beginning of names with '*' at its end.
 bool MatchesGroup(std::string_view pattern, std::string_view group);
 
 struct PolicyRule {
