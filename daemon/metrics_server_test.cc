@@ -74,7 +74,7 @@ void AwaitReadable(int fd) {
   REQUIRE(poll(&entry, 1, static_cast<int>(ToMillis(kTestDeadline))) == 1);
 }
 
-// All bytes until the end. A connection that was reset has ended as well.
+// Reads all bytes until the end of the connection. A connection that was reset has ended as well.
 std::string ReadAll(const UniqueFd& fd) {
   std::string all;
   std::vector<char> buffer(1 << 16);

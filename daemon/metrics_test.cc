@@ -214,7 +214,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
   CHECK(up("b") == "1");
   CHECK(up("c") == "0");
   CHECK(up("twice") == "1");
-  CHECK(up("10.0.0.1:7411") == "0");  // it has not told its id
+  CHECK(up("10.0.0.1:7411") == "0");  // the daemon there has not told its id
   CHECK(SeriesNaming(text, "refitd_peer_up") == 4);
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="b"})") == "0");
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="c"})") == "1");

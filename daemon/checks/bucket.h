@@ -48,7 +48,7 @@ struct RegionRef {
 };
 // The texts belong to the message.
 struct DeviceRef {
-  std::string_view device;  // its name
+  std::string_view device;  // the device's name
   std::string_view handle;  // of CUDA IPC
   int64_t byte_offset = 0;  // from the start of the block
   int64_t bytes = 0;        // 0: up to the end of the block

@@ -325,7 +325,7 @@ absl::Status Group::Impl::MakeParticipants() {
   }
   const std::vector<bool> evicted(names.size());
   if (FillRuns()) {
-    // The catalog of the trainers' updates is kept: the next of them will need it again.
+    // The catalog of the trainers' updates is kept: the next of those updates will need it again.
     REFITD_ASSIGN_OR_RETURN(update->catalog,
                             Catalog::Make(std::move(ranks), std::move(names), declared));
   } else {

@@ -33,7 +33,7 @@ struct Node {
   TimePoint next_ping;
   uint64_t pings = 0;
   bool told_readiness = false;           // the node knows everything of Impl::book
-  std::map<MemberId, MemberId> members;  // its id -> the coordinator's
+  std::map<MemberId, MemberId> members;  // the node's id of a member -> the coordinator's
 };
 struct KnownLayout {
   std::shared_ptr<const Layout> layout;
@@ -146,8 +146,8 @@ struct Spread {
   std::map<NodeId, std::vector<uint32_t>> destinations;  // the node's index -> the group's
   size_t destination_count = 0;
   TimePoint deadline;            // of the update
-  bool fill = false;             // its sources are engine ranks
-  bool data_plane_up = true;     // as the group was told
+  bool fill = false;             // the update's sources are engine ranks
+  bool data_plane_up = true;     // what the group was told last
   std::set<NodeId> unreachable;  // nodes that the next epoch leaves out
   bool announced = false;
   bool data_began = false;
@@ -161,7 +161,7 @@ struct Spread {
   std::optional<std::pair<NodeId, std::string>> culprit;
   bool verify_owed = false;  // the group waits for the read-back
   std::set<NodeId> verifying;
-  std::optional<StartVerify> verify;  // that the nodes were sent
+  std::optional<StartVerify> verify;  // the request that the nodes were sent
   absl::Status verify_status;
   std::vector<uint32_t> verify_failed;
   // The wire lock of each node, taken in daemon-id order.
@@ -412,7 +412,8 @@ struct Coordinator::Impl {
   Sharing HowNodesShare() const;
   void LeaveOutSuspects();
   void LeaveOutSlow();
-  // Whether fills bring each version to all engine ranks of the node, which is another daemon's.
+  // Whether fills bring each version to all engine ranks of the node. False for the coordinator's
+  // own node.
   bool FillsReach(NodeId node) const;
   void NoteLinks(NodeId node, const PeerRunDone& r);
   // Called when a program has ended, before the group hears of it.

@@ -38,7 +38,7 @@ void Coordinator::Impl::AnnounceProgram() {
       static_cast<int64_t>(routes.relay.lag > 0 ? routes.nodes : job.use.nodes.size());
   const int64_t peers = std::max<int64_t>(1, among - 1);
   std::erase_if(job.commands, [this](const auto& c) {
-    return c.first != kCoordinatorNode && !nodes.contains(c.first);  // it is being lost
+    return c.first != kCoordinatorNode && !nodes.contains(c.first);  // the node is being lost
   });
   for (auto& [node, command] : job.commands) {
     command.update = spread->update;
@@ -68,7 +68,7 @@ void Coordinator::Impl::SendPlans() {
          job.under_way.size() < kMaxPlansUnderWay) {
     const NodeId node = job.without_plan.front();
     job.without_plan.pop_front();
-    if (!job.building.contains(node)) continue;  // it was lost
+    if (!job.building.contains(node)) continue;  // the node was lost
     job.under_way.insert(node);
     known_programs[node] = job.use.program;
     PeerProgram command = job.commands.at(node);

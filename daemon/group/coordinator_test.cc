@@ -291,7 +291,7 @@ TEST_CASE("two groups handed the wire to each other without end: it is given bac
   f.Do(WireGranted{});
   CHECK(f.Local<StartWire>().size() == 1);  // the group's turn
   f.Do(WireWanted{});
-  CHECK(f.Local<ReleaseWire>().empty());  // its collective still runs
+  CHECK(f.Local<ReleaseWire>().empty());  // the group's collective still runs
   f.Forget();
   f.FinishPart(0);
   CHECK(f.Sent<PeerWireUnlock>().size() == 1);
@@ -1082,7 +1082,7 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   CHECK(again.wire_seq == WireSeq(0));
   CHECK(again.ranks == std::vector<uint32_t>{0, 2});
   CHECK(again.digest == HeaderDigest(again.header));
-  CHECK(f.Local<StartTransfer>().empty());  // it is packed here already
+  CHECK(f.Local<StartTransfer>().empty());  // the part is packed here already
   CHECK(f.Sent<PeerIssue>().empty());
   f.Acknowledge();  // P5
   CHECK(f.Issued(kFourth) == std::vector{PartSeq(0)});
@@ -1546,7 +1546,8 @@ std::string WhySlow(const RunningRefit& f) {
 
 TEST_CASE("a daemon that held a refit back is left out of the next, and its instance is filled") {
   const bool slow = GENERATE(true, false);
-  const bool fill = GENERATE(true, false);  // else nothing would bring it the version
+  // Without fills nothing would bring the slow daemon the version.
+  const bool fill = GENERATE(true, false);
   RunningRefit f(kProtocol, std::chrono::seconds(2), fill);
   EndRefit(&f, f.daemons, slow);
   if (!slow || !fill) {

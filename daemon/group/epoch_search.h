@@ -50,8 +50,8 @@ class EpochSearch {
  private:
   struct List {
     std::set<NodeId> daemons;
-    bool at_fault = false;  // with the daemons that were proven when it was tried, an epoch failed
-    bool half = false;      // if it is proven, the next list is at fault
+    bool at_fault = false;  // an epoch failed with the list and the daemons proven then
+    bool half = false;      // if the list is proven, the next list is at fault
     bool of_fault = false;  // part of a list that was at fault
     bool aside = false;     // one daemon that failed while none was proven
   };

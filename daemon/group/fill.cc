@@ -249,7 +249,7 @@ void Group::Impl::NoteFailedFill(Instance* instance, const std::string& reason) 
 // The fill was given up. If its digests differed, the next fill has the same givers: leaving out
 // some of them could leave out those that are right.
 void Group::Impl::NoteFailedFills() {
-  // A fill whose giver is gone gave way, and did not fail. Here that is found out anew, since the
+  // A fill whose giver is gone gave way, and did not fail. This must be found out here, since the
   // loss of a giver's daemon is told before the loss of its ranks.
   const auto gone = [this](const std::string& giver) {
     const auto it = instances.find(giver);

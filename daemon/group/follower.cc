@@ -431,8 +431,8 @@ void Follower::Impl::Take(const Reply& c) {
 void Follower::Impl::Take(const PeerPrepare& c) {
   if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
-  // The ranks are paused until they hear how the update ended: a coordinator that only pings counts
-  // as lost (P4).
+  // The ranks are paused until they hear how the update ended, so a coordinator that goes on to
+  // ping and never tells the end counts as lost (P4).
   outcome_due[c.update] = now + c.remaining + options.peer_limits.peer;
   for (const MemberId id : c.engines) {
     const auto it = members.find(id);

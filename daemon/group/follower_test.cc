@@ -744,7 +744,8 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   CutPart f(true);
   REQUIRE(f.Own<StartTransfer>().size() == 1);
   const StartTransfer pack = f.Own<StartTransfer>()[0];
-  const int when = GENERATE(0, 1, 2);  // it is packing, it waits for Issue, its part is on the wire
+  // The part is being packed, waits for Issue, or is on the wire.
+  const int when = GENERATE(0, 1, 2);
   if (when == 0) {
     f.Command(CloseEpoch{EpochId(1)});
     CHECK(f.Sent<PeerPartDone>().empty());

@@ -179,7 +179,8 @@ struct EngineIdentity {
 // ---- how an update ends ----
 
 enum class Outcome : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
-// The class of reasons for which an update was given up, for metrics. Its `reason` has the words.
+// The class of reasons for which an update was given up, for metrics. The update's own reason has
+// the words.
 enum class GiveUpClass : uint8_t {
   kNone,
   kDeadline,
@@ -403,7 +404,7 @@ struct AbortEvent {
   std::string request_id;
   Version version;
   std::string reason;
-  UpdateId update{};  // as BucketEvent
+  UpdateId update{};  // as BucketEvent::update
 };
 
 // The calls of trainer ranks. Each names what an OK answer carries as its Answer.
@@ -779,7 +780,7 @@ class Group {
   // Appends to `actions`.
   void Handle(const GroupEvent& event, TimePoint now, GroupActions* actions);
 
-  // When the next Tick is due; nullopt: nothing waits.
+  // The time at which the next Tick is due; nullopt: nothing waits.
   std::optional<TimePoint> NextDeadline() const;
 
   const std::string& name() const;

@@ -65,7 +65,7 @@ struct Member {
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled
   bool updated = false;             // engines: an update was committed to it in this lease
-  bool verified = false;            // engines: the same, into the layout that it has now
+  bool verified = false;            // engines: the same, into the rank's present layout
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
   std::map<std::pair<UpdateId, PartSeq>, SlotGrant>

@@ -155,7 +155,7 @@ TEST_CASE("a plan whose update is over is cancelled, and the next update asks fo
   CHECK(cancelled->load());
   const CallId next = p.g.Refit(p.trainer, 2);
   p.g.FinishCompile(absl::CancelledError("the plan was cancelled"));
-  REQUIRE(p.g.compiling.has_value());  // it does not get the previous error
+  REQUIRE(p.g.compiling.has_value());  // `next` does not get the error of the call before
   CHECK_FALSE(p.g.compiling->options.cancelled->load());
   p.g.FinishCompile();
   p.g.ReadyAll();

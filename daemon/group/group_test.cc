@@ -325,7 +325,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
   run({t0, t1}, 1);
-  // Their running update is lost with them.
+  // The trainers' running update is lost with them.
   g.Begin(t0, 2);
   g.Begin(t1, 2);
   g.ReadyAll();
@@ -996,7 +996,7 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
   g.ReadyAll();
   const CallId push = g.Push(trainer, 1, 0, big);
   REQUIRE(g.running.size() == 2);
-  g.Finish(1);  // its slot is free though the part before it runs
+  g.Finish(1);  // the part's slot is free although the part before still runs
   REQUIRE(g.running.size() == 2);
   CHECK(g.running[0].transfer.part == PartSeq(0));
   CHECK(g.running[1].transfer.part == PartSeq(2));
@@ -1324,7 +1324,7 @@ TEST_CASE("an engine that dies between the parts of a bucket is released after t
   while (g.running.size() > 1) {
     g.Finish(1 % g.running.size());
     CHECK_FALSE(g.released.contains(g.tp1));
-    CHECK(g.aborted.empty());  // its sibling is still being written
+    CHECK(g.aborted.empty());  // the rank's sibling is still being written
     CHECK(g.Answer(g.push) == nullptr);
   }
   g.Finish(0);
@@ -1680,7 +1680,7 @@ TEST_CASE("a commit that waits for a bucket fails with it, and the update stays 
   const CallId commit = g.CommitAhead(g.trainer, 1, 2);
   g.Push(g.trainer, 1, 0, {kModel[0]});
   CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[0]})) ==
-        absl::StatusCode::kAlreadyExists);  // not a bucket that is waited for
+        absl::StatusCode::kAlreadyExists);  // the Commit does not wait for this bucket
   CHECK(g.Answer(commit) == nullptr);
   CHECK(g.Code(g.Push(g.trainer, 1, 1, {kModel[0]})) == absl::StatusCode::kAlreadyExists);
   CHECK(g.Code(commit) == kPrecondition);
@@ -2200,7 +2200,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   CHECK(g.group.version() == Version(1));
   if (!asked) begin = g.Begin(g.trainer, 2);
   g.ReadyAll();
-  g.Abort(g.trainer, 2);           // nothing was written, so it stays dirty
+  g.Abort(g.trainer, 2);           // nothing was written, so the instance stays dirty
   REQUIRE(g.aborted.size() == 2);  // each checked against `dirty`
   CHECK(g.Instance(name).state == "dirty");
   g.Begin(g.trainer, 3);
@@ -2232,7 +2232,7 @@ TEST_CASE("an instance that nothing touched stayed paused while another's copy r
   const MemberId trainer = g.AttachTrainer();
   const MemberId busy = g.Registered("busy", kModel);
   const MemberId quiet =
-      g.Staged("quiet", kModel);  // it is handed nothing before the copy has ended
+      g.Staged("quiet", kModel);  // the rank is handed nothing before the copy has ended
   g.Begin(trainer, 1);
   g.ReadyAll();
   g.Push(trainer, 1, 0, {kModel[0]});

@@ -483,7 +483,7 @@ class TestGroup {
     CHECK(asked.contains(a.call));
     CHECK(replies.emplace(a.call, a).second);  // once
     if (bucket_of.contains(a.call)) {
-      // Its source is not read any more.
+      // The bucket's source is not read any more.
       for (const Running& r : running) CHECK(r.transfer.bucket_call != a.call);
     }
   }
@@ -532,7 +532,7 @@ class TestGroup {
         const auto& pieces = engine.layout->pieces;
         if (std::none_of(pieces.begin(), pieces.end(),
                          [t](const Piece& piece) { return piece.tensor == t; })) {
-          continue;  // its bytes are another tensor's
+          continue;  // the tensor's bytes are another tensor's
         }
         CAPTURE(tensor.name, engine.instance);
         CHECK(written_[a.member][tensor.name].total() == *ElementCount(tensor.shape));
@@ -563,7 +563,8 @@ class TestGroup {
   void On(const StartTransfer& a) {
     CHECK(a.update == UpdateId(updates_));
     CHECK(bucket_of.contains(a.bucket_call));
-    CHECK(Answer(a.bucket_call) == nullptr);  // its source is still there
+    // The call is unanswered, so the bucket's source is still there.
+    CHECK(Answer(a.bucket_call) == nullptr);
     // The bucket that was checked is moved itself: no list of tensors was copied on the way.
     CHECK(a.content->bucket == pushed[a.bucket_call]);
     CheckAlive(a.trainer);
@@ -624,7 +625,7 @@ class TestGroup {
   }
   void On(const StateChanged&) {}
   void On(const CompileProgram& a) {
-    CHECK_FALSE(compiling.has_value());  // one at a time
+    CHECK_FALSE(compiling.has_value());  // one compilation at a time
     compiling = a;
     ++compiled;
   }

@@ -304,7 +304,7 @@ void Group::Impl::On(const MemberLost& e) {
   if (member == nullptr || member->state == MemberState::kLeaving) return;
   Log(LogLine::kInfo, fmt::format("{} left: {}", member->label, e.reason));
   Step(&member->state, MemberTrigger::kLost);
-  // Its slots are freed first: steps that follow may need them.
+  // The member's slots are freed first, since steps that follow may need them.
   ledger.Forget(e.member);
   member->reads.clear();
   LetInIfEmpty(member->node);

@@ -162,10 +162,10 @@ struct PeerRunDone {
   // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
   // off.
   std::vector<PeerStream> streams;
-  uint32_t attempt = 0;  // PeerRun's
-  // The first step that this node has not stored of one of its incoming streams, in all attempts
-  // that were gone on with; the program's rounds if it has stored all. nullopt: unknown, so that
-  // the program can only run again from its beginning.
+  uint32_t attempt = 0;  // PeerRun::attempt of the run that ended
+  // The first step of an incoming stream that this node has not stored in this attempt or in an
+  // attempt that this one continues; the program's rounds if the node has stored all. nullopt:
+  // unknown, so that the program can only run again from its beginning.
   std::optional<int64_t> lacks;
   // The links over which this node sent in this attempt, ascending peers. Empty: its wire does not
   // measure.
@@ -242,7 +242,7 @@ struct PeerIssue {
 struct PeerSendPart {
   MemberId member;
   UpdateId update;
-  PartSeq part;  // its header came before, with the member among `staged`
+  PartSeq part;  // the part's header came before, with the member among `staged`
 };
 // Read back all destinations, once every part that was announced before has ended.
 struct PeerVerify {
@@ -288,7 +288,7 @@ inline constexpr uint32_t kNoRank = UINT32_MAX;
 // `part` comes. Answered by PeerRunDone.
 struct PeerRun {
   UpdateId update;
-  PartSeq part;                  // its place in the order of the update's parts
+  PartSeq part;                  // the program's place in the order of the update's parts
   bool wired = false;            // at least one node has a round
   EpochId epoch;                 // wired
   WireSeq wire_seq;              // wired: of the first round; those of the other rounds follow

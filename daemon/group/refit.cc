@@ -52,7 +52,7 @@ void Group::Impl::On(const RefitEvent& e) {
   if (update == nullptr) Open(BeginOf(e));
   TrainerProgress& progress = Join(member);
   progress.one_call = progress.begins.empty();
-  progress.announced = 0;  // taken when the engines are ready
+  progress.announced = 0;  // the commit takes effect when the engines are ready
   progress.commits.push_back(Track(member, CallKind::kRefit, e.request_id, what, e.call));
   Changed();
 }

@@ -154,7 +154,7 @@ TEST_CASE("A tensor is found by its name when the list whose name it was entered
   const auto second = LayoutOf({Bytes("both", 8), Bytes("second", 8)});
   table.Add(first);
   const TensorTable::ListId stays = table.Add(second);
-  first.reset();                             // its names are freed with it
+  first.reset();                             // the list's names are freed with it
   table.Add(LayoutOf({Bytes("third", 8)}));  // removes what nobody has any more
   CHECK(table.Find("first") == nullptr);
   const TensorTable::Uses* both = table.Find("both");
@@ -193,7 +193,7 @@ TEST_CASE("Counting what an update must bring looks at no tensor that all ranks 
   REQUIRE(all.ok());
   CHECK((*all)->wanted_count() == kTensors - 1);
   CHECK((*all)->looked_at() == 3);  // "tied", "t3" and "other"
-  // A list that no rank of the catalogue has: every tensor is looked at.
+  // The table has a list that no rank of the catalogue has, so every tensor is looked at.
   const auto half = Catalog::Make(Ranks(2, {layouts.back()}), Names(2), table);
   REQUIRE(half.ok());
   CHECK((*half)->wanted_count() == kTensors - 1);

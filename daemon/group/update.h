@@ -74,7 +74,7 @@ struct Participant {
   std::vector<MemberId> members;  // by rank
   size_t unready = 0;             // ranks that have not answered Ready
   bool ready = false;             // all its ranks have answered Ready
-  bool written = false;           // this update has written to it
+  bool written = false;           // this update has written to the instance
   bool evicted = false;
   bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
@@ -135,7 +135,7 @@ struct ProgramKey {
 struct CompiledProgram {
   ProgramId id;
   ProgramKey key;
-  bool fill = false;  // its sources are engine ranks
+  bool fill = false;  // the program's sources are engine ranks
   // Set when the update that asked for the program ends before the program is there, so that
   // planning stops (P4).
   std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
@@ -159,7 +159,7 @@ enum class Readback : uint8_t { kNone, kRunning, kDone };
 // trainer takes part.
 struct Fill {
   std::vector<std::string> givers;  // instances; set when the fill is assembled
-  std::vector<MemberId> sources;    // their ranks
+  std::vector<MemberId> sources;    // the givers' ranks
   bool gave_way = false;            // given up for a reason that is no failure of its own
 };
 

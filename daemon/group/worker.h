@@ -226,7 +226,7 @@ class Worker {
     TimePoint deadline;
     std::vector<MemberId> destinations;
     std::shared_ptr<const DestinationIndex> index;
-    std::map<PartSeq, Part> parts;  // those without a report yet
+    std::map<PartSeq, Part> parts;  // the parts that were not reported yet
     std::map<PartSeq, Handout> handouts;
     std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
     // Parts that this daemon has not stored because the wire failed. If the update goes on, they

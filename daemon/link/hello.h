@@ -27,7 +27,8 @@ v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes);
 struct PeerAcceptance {
   LinkUp up;
   int64_t message_bytes = 0;  // the largest message that the coordinator takes
-  bool newer = false;         // it speaks protocol versions that this build does not know
+  // The coordinator speaks protocol versions that this build does not know.
+  bool newer = false;
 };
 // FAILED_PRECONDITION: the coordinator chose a protocol version that this build does not speak.
 absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);

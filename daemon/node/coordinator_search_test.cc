@@ -43,7 +43,7 @@ TEST_CASE("a candidate that coordinates the group is joined, of several the grea
 TEST_CASE("the first candidate that answers is asked to make the group") {
   CoordinatorSearch search = Begin(3, std::nullopt);
   search.Answered(1, 0, kNow);
-  CHECK(search.Decide(kNow).step == Step::kWait);  // nothing is known of the first
+  CHECK(search.Decide(kNow).step == Step::kWait);  // nothing is known of the first candidate
   search.Answered(0, 0, kNow);
   CHECK(search.Decide(kNow).step == Step::kAsk);
   CHECK(search.Decide(kNow).candidate == 0);

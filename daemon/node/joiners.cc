@@ -69,7 +69,8 @@ void Joiners::Hello(PeerGreeting hello, std::string peer_address,
     state_.timer.Wake();
   } else {
     Admit(std::move(peer), turn);
-    // Members that wait for the group under another coordinator are refused, like new ones.
+    // Members that wait for the group under another coordinator are refused, as new members would
+    // be.
     if (created) AdmitWaiting(group, turn);
   }
 }

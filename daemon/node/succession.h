@@ -150,7 +150,7 @@ class Succession {
   std::map<std::string, Search> searches_ ABSL_GUARDED_BY(kInTurn);  // by group
   std::map<std::string, Watch> watches_ ABSL_GUARDED_BY(kInTurn);    // by group
   std::map<uint64_t, std::function<void()>> probes_
-      ABSL_GUARDED_BY(kInTurn);  // that run: to end them
+      ABSL_GUARDED_BY(kInTurn);  // the probes that run, with the functions that end them
   CondVar probes_cond_;
   uint64_t next_ ABSL_GUARDED_BY(kInTurn) = 1;
 };
