@@ -123,12 +123,12 @@ void Coordinator::Impl::AgreeIfBuilt() {
                     Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
         GiveUpClass::kTransfer);
   }
-  const auto& [first, one] = *job.built.begin();
+  const auto& [first_node, first_built] = *job.built.begin();
   for (const auto& [node, built] : job.built) {
-    if (built.rounds == one.rounds) continue;
+    if (built.rounds == first_built.rounds) continue;
     known_programs.clear();
-    return Fail(fmt::format("the program has {} rounds for {}, {} for {}", one.rounds, Name(first),
-                            built.rounds, Name(node)),
+    return Fail(fmt::format("the program has {} rounds for {}, {} for {}", first_built.rounds,
+                            Name(first_node), built.rounds, Name(node)),
                 GiveUpClass::kTransfer);
   }
   job.agreed = true;

@@ -74,14 +74,14 @@ absl::Status Joining::CheckCandidates(GroupRecord* group, const std::string& nam
                  "coordinator: '{}', but group '{}' is coordinated by {}, which is none of them",
                  named, group->name(), coordinates ? "this daemon" : group->join.address);
   }
-  const std::string& others = coordinates ? group->candidates : group->join.named;
+  const std::string& named_before = coordinates ? group->candidates : group->join.named;
   // The members that came first may have named the coordinator alone, which leaves the candidates
   // open.
-  const bool one = others.empty() || others == group->join.address;
-  if (!one && others != named) {
+  const bool open = named_before.empty() || named_before == group->join.address;
+  if (!open && named_before != named) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}', but other members of group '{}' name '{}'", named,
-                 group->name(), others);
+                 group->name(), named_before);
   }
   if (!coordinates) return CheckJoined(*group, named, spec);
   if (spec.has_value()) {
