@@ -267,7 +267,7 @@ absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Conf
   return store;
 }
 
-// How this daemon dials coordinators (P9); null: it may not.
+// The function by which this daemon dials coordinators (P9); null: it may dial none.
 PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr && !config.listen.insecure) return nullptr;
   return
@@ -284,7 +284,7 @@ PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates
       };
 }
 
-// How this daemon probes candidates (P9); null: it may not.
+// The function by which this daemon probes candidates (P9); null: it may probe none.
 PeerProber MakeProber(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr && !config.listen.insecure) return nullptr;
   return [certificates, identity = config.peers.identity](ProbeDial dial, ProbeAnswer answer) {

@@ -121,7 +121,7 @@ absl::Status Group::Impl::DecideBroadcast() {
                BroadcastMethodName(method), update->lacks_slots);
 }
 
-// The first note that a rank gives is the update's.
+// The first note that a rank gives becomes the update's note.
 void Group::Impl::TakeNote(const std::string& note) {
   if (note.empty() || !update->note.empty()) return;
   update->note = note;

@@ -693,7 +693,7 @@ TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody o
 }
 
 // A group with the trainer on the coordinator's daemon and an instance on each of the other
-// daemons, or over several of them, whose data plane names nobody when it fails, as NCCL's.
+// daemons, or over several of them, whose data plane names nobody when it fails, as NCCL's does.
 class Nameless {
  public:
   explicit Nameless(uint64_t daemons, std::set<NodeId> broken, uint64_t per_instance = 1)

@@ -421,7 +421,7 @@ void Group::Impl::StartParts() {
         part.slot = ledger.Grant();
         if (!part.slot.has_value()) return;
       } else {
-        // The ranks that needed the slot were evicted since the bucket was cut: the part goes
+        // The ranks that needed the slot were evicted since the bucket was cut, so the part goes
         // directly.
         part.content = std::make_shared<const PartContent>(WithoutSlot(*part.content));
       }

@@ -2040,7 +2040,7 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   CHECK(standing("first") == Standing::kEmpty);
   CHECK(standing("second") == Standing::kEmpty);
   CHECK(g.group.TakeStandings().size() == 3);  // all daemons are told
-  // That stays so while the holder is written to, and after it has left.
+  // The standing stays the same while the holder is written to, and after the holder has left.
   g.Lose(holder);
   CHECK(standing("first") == Standing::kEmpty);
   g.Registered("late", kModel);

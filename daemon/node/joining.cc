@@ -77,8 +77,8 @@ absl::Status Joining::CheckCandidates(GroupRecord* group, const std::string& nam
   const std::string& named_before = coordinates ? group->candidates : group->join.named;
   // The members that came first may have named the coordinator alone, which leaves the candidates
   // open.
-  const bool open = named_before.empty() || named_before == group->join.address;
-  if (!open && named_before != named) {
+  const bool left_open = named_before.empty() || named_before == group->join.address;
+  if (!left_open && named_before != named) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}', but other members of group '{}' name '{}'", named,
                  group->name(), named_before);

@@ -72,8 +72,8 @@ inline constexpr std::string_view kAnonymous = "anonymous";
 // "anonymous". INVALID_ARGUMENT names `field`.
 absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view field);
 
-// "uid:N", "gid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*", "dns:NAME", "dns:*.DOMAIN" or
-// "anonymous".
+// `who` is "uid:N", "gid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*", "dns:NAME",
+// "dns:*.DOMAIN" or "anonymous".
 bool MatchesPrincipal(std::string_view who, const Principal& caller);
 // `pattern` is a group's name, or the beginning of names with '*' at its end.
 bool MatchesGroup(std::string_view pattern, std::string_view group);
