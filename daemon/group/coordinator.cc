@@ -1,7 +1,11 @@
 #include "daemon/group/coordinator.h"
 
 #include <algorithm>
+#include <charconv>
 #include <iterator>
+#include <set>
+#include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 
@@ -68,16 +72,18 @@ bool Coordinator::Impl::Speaks(NodeId node, Protocol version) const {
 }
 
 std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) const {
-  std::vector<size_t> ranks;
-  for (size_t rank = 0; epoch.has_value() && rank < epoch->ranks.size(); ++rank) {
-    const std::string word = fmt::format("rank {}", rank);
-    const size_t at = message.find(word);
-    if (at == std::string_view::npos) continue;
-    const size_t next = at + word.size();
-    if (next < message.size() && message[next] >= '0' && message[next] <= '9') continue;
-    ranks.push_back(rank);
+  constexpr std::string_view kWord = "rank ";
+  std::set<size_t> ranks;
+  for (size_t at = message.find(kWord); at != std::string_view::npos;
+       at = message.find(kWord, at + kWord.size())) {
+    const std::string_view rest = message.substr(at + kWord.size());
+    size_t rank = 0;
+    const auto read = std::from_chars(rest.data(), rest.data() + rest.size(), rank);
+    if (read.ec == std::errc() && epoch.has_value() && rank < epoch->ranks.size()) {
+      ranks.insert(rank);
+    }
   }
-  return ranks;
+  return {ranks.begin(), ranks.end()};
 }
 
 // Explains the wire's rank numbers in a message, as in " (rank 2 is daemon c)".

@@ -347,12 +347,14 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
-  done.status = absl::UnavailableError("epoch 1: rank 0: the connection broke, not rank 10's");
+  // The numbers of ranks are read whole: rank 1 is named, though rank 10 comes before it.
+  done.status =
+      absl::UnavailableError("epoch 1: rank 0: the connection broke, not rank 10's but rank 1's");
   f.Report(done);
   f.Do(WireDone{kEpoch, WireSeq(0), absl::OkStatus()});
   const auto ended = f.Sent<PeerUpdateEnded>();
   REQUIRE(ended.size() == 1);
-  CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b)"));
+  CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b, rank 1 is daemon a)"));
 }
 
 TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
