@@ -289,7 +289,7 @@ class Schedule {
     bool dead = false;
     uint64_t left = 0;                // buckets not handed in
     std::deque<SlotGrant> leases;     // not submitted
-    std::deque<SlotGrant> submitted;  // handed in in a slot, before their turn
+    std::deque<SlotGrant> submitted;  // pushed in a slot, before their turn
     std::deque<bool> handed_in;       // in order; true: in a slot
   };
   struct Reading {
