@@ -8,7 +8,8 @@
 namespace refitd {
 namespace {
 
-// Rounds to few sizes, so that free buffers fit the next transfer: powers of two, then whole MiB.
+// Rounds up to one of few sizes (powers of two, then whole MiB), so that free buffers fit the next
+// transfer.
 int64_t RoundUp(int64_t bytes) {
   constexpr int64_t kLeast = 4 << 10;
   constexpr int64_t kMiB = 1 << 20;
@@ -104,7 +105,7 @@ absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
   return reinterpret_cast<uint64_t>(data);
 }
 
-// Errors are ignored: after an error the context is lost, and with it the memory.
+// Errors are ignored, because after an error the context is lost, and its memory with it.
 void BufferPool::Release(const std::vector<Free>& buffers) {
   if (buffers.empty()) return;
   const absl::StatusOr<CUcontext> context = contexts_->Get(device_);

@@ -45,7 +45,7 @@ absl::StatusOr<std::vector<RelayRun>> Sorted(const std::vector<BoundPiece>& sour
   return runs;
 }
 
-// Joined where they are adjacent in the source and in the slot.
+// Joins runs that are adjacent in the source and in the slot.
 absl::StatusOr<std::vector<RelayRun>> Joined(const std::vector<RelayRun>& runs) {
   std::vector<RelayRun> joined;
   for (const RelayRun& run : runs) {

@@ -25,7 +25,7 @@ int64_t Pick(std::mt19937_64* random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(*random);
 }
 
-// Memory of one member, poisoned.
+// The memory of one member.
 using Bytes = std::vector<char>;
 
 Bytes RandomBytes(std::mt19937_64* random, size_t count) {

@@ -243,7 +243,8 @@ class Planner {
     return parts;
   }
 
-  // One piece of every source that holds all of `part`, a part of class `c`; ascending sources.
+  // Returns one piece of every source that holds all of `part`, which is a part of class `c`.
+  // Sources are ascending.
   std::vector<Held> Holders(const Box& part, const std::vector<Replicas>& classes, uint32_t c,
                             const std::vector<uint32_t>& meeting) {
     std::vector<Held> holders(classes[c].holders.begin(), classes[c].holders.end());

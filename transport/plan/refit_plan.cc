@@ -90,7 +90,8 @@ class ReplicaFinder {
       Ids ids;
       ids.reserve(layout->tensors.size());
       for (const TensorSpec& spec : layout->tensors) {
-        // Layouts often name the same tensors in the same order.
+        // Layouts often name the same tensors in the same order, so try the last layout's tensor
+        // first.
         const size_t i = ids.size();
         const bool same =
             before != nullptr && i < before->size() && tensors_[(*before)[i]].name == spec.name;

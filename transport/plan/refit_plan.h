@@ -75,9 +75,9 @@ struct RefitPlan {
   RefitContent content;
 };
 
-// Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a
-// destination can't apply its block scales (CheckFloat8Scales); RESOURCE_EXHAUSTED also if a node
-// has more than kMaxNodeShares replicas.
+// Compiles the plan, with the errors of CompileRoutes. It also returns FAILED_PRECONDITION, naming
+// the rank and the tensor, where a destination can't apply its block scales (CheckFloat8Scales),
+// and RESOURCE_EXHAUSTED if a node has more than kMaxNodeShares replicas.
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options);

@@ -141,7 +141,7 @@ struct RouteEstimate {
 
 class RoutePlan {
  public:
-  // In canonical order: by name.
+  // Sorted by name, so that the order does not depend on layouts.
   std::vector<TensorSpec> tensors;
   std::vector<std::string> source_labels;
   std::vector<std::string> destination_labels;
@@ -205,7 +205,7 @@ struct ChainUse {
   int64_t routes = 0;
   int64_t bytes = 0;  // that the source's node sends
 };
-// By bytes, the most first; empty without chains.
+// Returns the chains of a plan, those with the most bytes first. A plan without chains has none.
 std::vector<ChainUse> ChainsOf(const RoutePlan& plan);
 
 // A plan explained for people: the bytes of each link, the lower bound, the worst link compared

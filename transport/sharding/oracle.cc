@@ -97,7 +97,8 @@ class Loader {
     return ColumnsOf(ids_.Get(name + ".weight_scale_inv"), begin / b, end / b);
   }
 
-  // Fused rows [name, begin, end] and, below, their scales.
+  // Rows [begin, end) of the weight with that name. FusedRows stacks several slices into one
+  // parameter, and FusedScales does the same with their scales.
   struct Slice {
     std::string name;
     int64_t begin;

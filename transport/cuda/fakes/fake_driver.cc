@@ -319,7 +319,7 @@ char* MapBlock(const Block& block, void* fixed = nullptr) {
   return at == MAP_FAILED ? nullptr : static_cast<char*>(at);
 }
 
-// Makes a block of `fd`, which it takes, with `bytes`.
+// Makes a block of `bytes` over the memory of `fd`, and takes ownership of `fd`.
 Block* AddBlock(State* fake, int device, int fd, size_t bytes, bool vmm) {
   auto block = std::make_unique<Block>();
   block->fd = fd;
@@ -361,7 +361,8 @@ Block& BlockOf(const State& fake, CUmemGenericAllocationHandle handle) {
   return *fake.blocks[(handle & ~kCreated) - 1];
 }
 
-// Mappings keep the memory alive by themselves.
+// Lets go of the block's own mapping and descriptor. Other mappings keep the memory alive by
+// themselves.
 void Close(Block* block) {
   if (block->fd < 0) return;
   munmap(block->exporter, block->bytes);
@@ -466,7 +467,7 @@ void FakeCudaForget(char* exported) {
 
 // ---- for the fake NCCL ----
 
-// -1: no context is current.
+// Returns the ordinal of the current context's device; -1: no context is current.
 int FakeCudaCurrentDevice() { return current.empty() ? -1 : DeviceOf(current.back()); }
 
 int FakeCudaStreamDevice(CUstream stream) { return reinterpret_cast<Stream*>(stream)->device; }
@@ -687,7 +688,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
   }
   Block* const block = MakeBlock(call.fake, wanted->location.id, bytes, true);
   block->handles = 1;
-  // New memory holds the bytes of an earlier owner.
+  // Fill new memory as if an earlier owner had left its bytes there.
   std::memset(block->exporter, 0xab, kGranularity);
   *handle = call.fake->blocks.size() | kCreated;
   ++call.fake->counts.created;

@@ -124,7 +124,7 @@ class Host {
     }
     return ended;
   }
-  // Not counting streams and events of this class.
+  // Returns what is open, without the streams and events of this class.
   FakeCudaCounts Open() {
     FakeCudaCounts counts = cuda_.Count();
     counts.allocation_calls = 0;
@@ -700,7 +700,7 @@ TEST_CASE("a thousand communicators with a window each leave nothing behind") {
       REQUIRE(host.RunStreams());
       if (!stays) RequireOk(communicator->DeregisterWindow(window, Plenty()));
     }
-    // Closed, aborted, or neither.
+    // Close the communicator, abort it, or only destroy it.
     if (i % 3 == 0) RequireOk(communicator->Close(Plenty()));
     if (i % 3 == 1) communicator->Abort(absl::InternalError("enough"));
   }
