@@ -250,7 +250,7 @@ bool EventuallyContains(ScriptedTrainerService* service, const std::string& begi
   return true;
 }
 
-// Without pieces: the scripted peer has no descriptor socket for regions.
+// The layout has no pieces, because the scripted peer has no descriptor socket for regions.
 Layout TwoTensors() {
   Layout layout;
   layout.tensors = {{"a", DType::kFloat32, {1}}, {"b", DType::kInt8, {2}}};
@@ -810,7 +810,7 @@ TEST_CASE("an update's Refit takes Commit's place once its pushes were answered"
     CHECK(absl::IsFailedPrecondition((*update)->Refit().status()));
     CHECK(absl::IsFailedPrecondition((*update)->Commit().status()));
   }
-  // Begin's own, so that the ranks' parameters stay equal.
+  // The duration is Begin's own, so that the ranks' parameters stay equal.
   CHECK(seen.duration_ms() == 9'000);
   CHECK(seen.evict_late());
   CHECK(service.calls() == std::vector<std::string>{"register 1 a b pushed 1", "begin 3", "push 0",
@@ -1280,7 +1280,7 @@ TEST_CASE("an engine that attached as dirty says so to every daemon, until a com
         Greet(stream);
         stream->Write(PrepareEvent(4));
         v1::EngineEvent aborted;
-        // Clean, because the restarted daemon knows no better.
+        // The restarted daemon calls the update clean, because it knows no better.
         aborted.mutable_aborted()->set_version(4);
         stream->Write(aborted);
         return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");

@@ -1,7 +1,7 @@
 // The parts of DLPack 1.x that this library reads: a tensor of host or device memory, and the table
-// of functions by which a framework shows its own tensors so. Sizes and order of the fields are
-// those of the specification, https://dmlc.github.io/dlpack/latest/c_api.html; the major version
-// says that they have not changed.
+// of functions by which a framework shows its own tensors in that form. Sizes and order of the
+// fields are those of the specification, https://dmlc.github.io/dlpack/latest/c_api.html; the major
+// version says that they have not changed.
 #ifndef REFITD_CLIENT_DLPACK_H_
 #define REFITD_CLIENT_DLPACK_H_
 

@@ -74,8 +74,8 @@ class EngineImpl final : public Member<Engine, Session> {
   // An answer goes to the lease that its event came from. True: that lease is lost, the engine
   // attaches or has attached again, and the answer is to be dropped.
   absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // OK also if the stream ended while the answer `sent` was being sent, and another lease is tried
-  // for.
+  // Returns `sent`, the status of sending an answer, or OK if the daemon is gone and the engine
+  // attaches again.
   absl::Status OrDropped(const absl::Status& sent) const {
     return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
   }
@@ -259,7 +259,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
       session = lease_;
     }
     const auto event = session->stream->Front(deadline);
-    if (!event.ok()) continue;  // NoteEnd knows what follows
+    if (!event.ok()) continue;  // NoteEnd decides what follows from the error.
     if (*event == nullptr) return Event(Nothing{});
     Event taken = Take(*session, **event);
     session->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state

@@ -147,8 +147,8 @@ class SharesMemory {
  public:
   virtual ~SharesMemory() = default;
 
-  // Shared host memory: a trainer's buckets can name it as their source, an engine's parameters can
-  // live there.
+  // Makes a region of new shared host memory, which a trainer's buckets can name as their source,
+  // and in which an engine's parameters can live.
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
   // Makes a region of [0, bytes) of an existing memfd, which must be made with MFD_ALLOW_SEALING,
   // be sealed against shrinking (fcntl F_ADD_SEALS, F_SEAL_SHRINK) and be open for reading and
