@@ -65,7 +65,7 @@ absl::Status Write(T value, T* taken, const char* what) {
   return absl::OkStatus();
 }
 
-// OK: `list` has `count` entries.
+// Checks that `count` is not negative, and that `list` is not null if there are entries.
 absl::Status CheckList(const void* list, int64_t count, const char* what);
 
 Dims DimsOf(const int64_t* dims, int32_t count);

@@ -435,7 +435,7 @@ TEST_CASE("after the lease ended calls say why, without asking the daemon") {
     (void)trainer->Begin({.version = Version(1)});  // a round trip, during which the end comes
   }
   CHECK(absl::IsCancelled(trainer->health()));
-  // Only this call is for version 2.
+  // The lease is over, so the client does not send this call, the only call for version 2.
   CHECK_FALSE(trainer->Begin({.version = Version(2)}).ok());
   CHECK_FALSE(Contains(service.calls(), "begin 2"));
 }

@@ -55,7 +55,7 @@ struct DlpackExchange {
 };
 static_assert(offsetof(DlpackExchange, show) == 40);
 
-// How DLPack names an element type.
+// Returns DLPack's description of an element type.
 inline DlpackType DlpackTypeOf(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:

@@ -110,7 +110,7 @@ class Packer {
   int64_t bytes_ = 0;
   int64_t end_ = 0;  // of what is reserved, a multiple of kAlignment or beyond the bucket
   std::vector<Entry> entries_;
-  // By number: the last bucket that listed the tensor.
+  // listed_[number] is the last bucket that listed the tensor of that number.
   std::vector<int64_t> listed_;
   int64_t bucket_ = 0;
   std::vector<refit_tensor> tensors_;

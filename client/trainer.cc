@@ -96,7 +96,7 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   std::set<uint64_t> claims ABSL_GUARDED_BY(claims_mutex);  // ids of updates that have a handle
 };
 
-// A clean-up call whose answer nobody waits for; it ends within kCleanupLimit.
+// Makes a clean-up call for whose answer nobody waits; the call ends within kCleanupLimit.
 template <typename Request, typename Response>
 void CallAndForget(const std::shared_ptr<Core>& core, UnaryMethod<Stub, Request, Response> method,
                    Request request) {
@@ -799,8 +799,8 @@ absl::Status TrainerImpl::Register(Layout layout) {
     if (status.ok()) return status;
     const absl::Status end = core->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
     if (end.ok()) return status;
-    // Whether the daemon had taken the layout does not matter: it dropped the layout with the
-    // lease.
+    // It does not matter whether the daemon had taken the layout, because the daemon dropped the
+    // layout with the lease.
     if (!reattaches() || !core->Lost() || Until(deadline) == Duration::zero()) return end;
   }
 }

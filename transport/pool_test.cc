@@ -254,7 +254,7 @@ class Schedule {
     for (const size_t pusher : order_) ++pushers_[pusher].left;
   }
 
-  // False if nothing can happen although buckets are left.
+  // Runs one schedule; false if nothing can happen although buckets are left.
   bool Run() {
     while (!order_.empty() || !readings_.empty()) {
       std::vector<std::function<void()>> possible;

@@ -420,8 +420,8 @@ TEST_CASE("opening and closing leaks no descriptor and no thread") {
   mesh.Connect(EpochId(1));  // makes everything that is made only once
   mesh.wires[0]->Close(EpochId(1));
   mesh.wires[1]->Close(EpochId(1));
-  // There may be fewer entries than before, since a thread or descriptor that was counted may have
-  // been about to end, but not more.
+  // There must not be more entries than before. There may be fewer, since a thread or descriptor
+  // that was counted may have been about to end.
   const auto settled = [](const char* path, int expected) {
     return Until([&] { return CountEntries(path) <= expected; });
   };

@@ -223,7 +223,7 @@ class Cutter {
     return std::min(CeilDivide(CeilDivide(strip_.run, parts), unit) * unit, strip_.run);
   }
 
-  // Steps of a loop for each task; parts differ by at most one step.
+  // Returns how many steps of a loop each task gets; parts differ by at most one step.
   int64_t LoopStep(int64_t extent, int64_t cost) const {
     const int64_t fit = std::clamp<int64_t>(most_ / cost, 1, kMostCount);
     return CeilDivide(extent, CeilDivide(extent, fit));

@@ -1093,7 +1093,8 @@ TEST_CASE("calls that fail cost their transfer alone, and nothing is left open")
     FillSimply(&world, 0, {0});
     world.model.verification = Verification::kTransfer;
     const std::string name = call;
-    // The context exists since the regions were opened; a second device's does not.
+    // The context was made when the regions were opened, so cuDevicePrimaryCtxRetain is not called
+    // here.
     if (name != "cuDevicePrimaryCtxRetain") setup.fake.FailAt(call, 1, 2);
     const TransferResult result = Run(setup.transport.get(), world.OnDevices());
     if (name != "cuDevicePrimaryCtxRetain") {

@@ -78,7 +78,7 @@ constexpr int kCompiledVersion = 0;
 }  // namespace
 
 CudaReport ProbeCuda() {
-  // Never destroyed: threads may ask while the process ends.
+  // The report is never destroyed, because threads may ask for it while the process ends.
   static const CudaReport* const report = new CudaReport(ProbeCudaLibrary("libcuda.so.1"));
   return *report;
 }

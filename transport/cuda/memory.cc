@@ -631,7 +631,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return region;
   }
 
-  // Looks at every entry, since entries are few: as many as registered blocks.
+  // Drops the entries of closed regions. Looks at every entry, since entries are few: as many as
+  // registered blocks.
   void DropClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (auto it = open_.begin(); it != open_.end();) {
       it = it->second.expired() ? open_.erase(it) : std::next(it);

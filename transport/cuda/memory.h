@@ -88,8 +88,8 @@ class CudaMemory : public DeviceMemory {
   }
 
   // GiveBack calls the watchers, which let go of the pool at once or soon; the pool's memory is
-  // freed when the last of them has let go. It calls `let_go` on its own thread; never again after
-  // UnwatchPools returned.
+  // freed when the last of them has let go. `let_go` runs on the thread that called GiveBack, and
+  // never again after UnwatchPools returned.
   virtual void WatchPools(const void* watcher, std::function<void(const DeviceRegion&)> let_go) = 0;
   virtual void UnwatchPools(const void* watcher) = 0;
   // Makes a buffer. INVALID_ARGUMENT and RESOURCE_EXHAUSTED mean what they mean for MakePool.

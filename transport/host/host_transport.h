@@ -45,7 +45,7 @@ std::unique_ptr<Transport> MakeHostTransport(const HostTransportOptions& options
 // the box's first element.
 uint64_t DigestBox(const char* data, const Dims& strides, const Box& box, const Dims& shape,
                    int element_bytes);
-// CopyBox copies such a box; returns the digest of what was stored if `with_digest`, else 0.
+// CopyBox copies such a box. It returns the digest of what was stored if `with_digest`, else 0.
 uint64_t CopyBox(char* to, const Dims& to_strides, const char* from, const Dims& from_strides,
                  const Box& box, const Dims& shape, int element_bytes, bool with_digest);
 

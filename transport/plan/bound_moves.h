@@ -48,8 +48,8 @@ struct BoundMoves {
   std::vector<int64_t> bytes;     // per destination
 };
 
-// Binds the transfer's program, and must not outlive the transfer. INTERNAL: the program names a
-// piece that does not exist, or leaves its pieces.
+// Binds the transfer's program. The result must not outlive the transfer. INTERNAL: the program
+// names a piece that does not exist, or leaves its pieces.
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);
 
 }  // namespace refitd

@@ -56,8 +56,9 @@ void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
   }
 }
 
-// How many comparisons two boxes that meet count as: each of them is cut along the other. They are
-// counted when they are found, so that a layout with too many is refused before the first cut.
+// Two boxes that meet count as this number of comparisons, because each of them is cut along the
+// other. They are counted when they are found, so that a layout with too many such pairs is refused
+// before the first cut.
 constexpr int64_t kMeetingSteps = 64;
 
 // Joins equal boxes into one that has all their holders.

@@ -22,7 +22,8 @@ namespace refitd {
 // The most box comparisons that one plan may spend, since layouts are not trusted (P10). They take
 // some seconds. The biggest models over a thousand ranks on each side need a third of this number.
 inline constexpr int64_t kMaxPlanSteps = int64_t{1} << 30;
-// How many comparisons cutting one box counts as: cutting copies boxes, and takes that much longer.
+// Cutting one box counts as this number of comparisons, because cutting copies boxes and takes that
+// much longer.
 inline constexpr int64_t kCutSteps = 16;
 
 // Counts the work of a planner, and tells whether it may go on. Loops over boxes from callers ask

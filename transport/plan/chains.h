@@ -34,8 +34,8 @@ constexpr int64_t AlignSection(int64_t bytes) {
 
 // The most rounds after which a node may forward what it received.
 inline constexpr uint32_t kMaxRelayLag = 2;
-// The most streams that a node of a plan with chains may send, or receive. Each takes up to
-// kSectionAlignment bytes of a slot in vain.
+// The most streams that a node of a plan with chains may send, or receive. Each stream wastes up to
+// kSectionAlignment bytes of a slot.
 inline constexpr uint32_t kMaxRelayStreams = 4096;
 // The least number of bytes that a node with that many streams must be able to send, and to
 // receive, in a round of a plan with chains: twice what alignment may take.

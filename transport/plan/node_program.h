@@ -161,8 +161,9 @@ struct RunCourse {
   // The run's first round. Sources send from there on, and chains fill anew: no step of a stream
   // before this one is sent, received or forwarded.
   int64_t first = 0;
-  // By incoming stream: the node has stored the steps before this one in an earlier run. They are
-  // received, for the nodes behind this node in a chain, and not unpacked. Empty: none.
+  // For each incoming stream, the number of steps that the node has stored in an earlier run. These
+  // first steps are received, for the nodes behind this node in a chain, but not unpacked. Empty:
+  // nothing was stored.
   std::vector<int64_t> held;
 };
 

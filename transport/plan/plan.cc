@@ -191,7 +191,7 @@ class Planner {
     return work_.Over() || static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
   }
 
-  // Gives every element that several sources hold to one of them.
+  // Decides, for every element that several sources hold, which of these sources is read.
   void ShareOut(absl::Span<Held> held, const BoxIndex& wanted) {
     const std::vector<Replicas> classes = Classes(held);
     std::vector<const Box*> boxes;

@@ -95,8 +95,8 @@ struct ReplicaShare {
   uint32_t tensor = 0;  // index into RoutePlan::tensors
   Box box;
 };
-// The shares of the sources for which `on_node` is true: by box in the order of Replicas::boxes,
-// then by holder.
+// Returns the shares of the sources for which `on_node` is true, in the order of Replicas::boxes,
+// and for one box by holder.
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
 // Compares the replicas in `part`. `digests[node]` has the digests of the shares of that node's

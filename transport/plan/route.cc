@@ -182,7 +182,7 @@ class ChainLoads {
     return std::max(*std::max_element(a.begin(), a.end()), *std::max_element(b.begin(), b.end()));
   }
 
-  // By the source's node and the number of the set, also sets of a single node.
+  // The key is the source's node and the number of the set, which may be of a single node.
   std::map<std::pair<uint32_t, uint32_t>, Chain> chains_;
   std::vector<int64_t> out_;
   std::vector<int64_t> in_;
@@ -799,7 +799,7 @@ class Router {
     for (const auto& [node, own] : choice.local) Demanded(t, box, bytes, own, node, true);
   }
 
-  // How often a source sends what the nodes of a set want.
+  // Returns how often a source sends what the nodes of a set want.
   int64_t Copies(uint32_t node_set) const {
     return chained_ ? 1 : static_cast<int64_t>(node_sets_[node_set].size());
   }
@@ -995,7 +995,7 @@ class Router {
 
   // ---- chains ----
 
-  // Whether sources send so much of what they hold several times that chains are worth it.
+  // Whether chains are worth it, because sources would send much of what they hold several times.
   bool WantsChains() const {
     if (options_.relay_lag == 0 || !shared_) return false;
     for (uint32_t n = 0; n < plan_.nodes; ++n) {

@@ -315,8 +315,8 @@ class VllmLoader : public Loader {
     LoadExperts(mlp + "experts.");
   }
 
-  // Loads the shards of QKVParallelLinear: this rank's shard of q, and one shard of k and of v for
-  // each group of `replicas` ranks.
+  // Loads the shards of QKVParallelLinear: this rank's shard of q, and the shards of k and v that
+  // `replicas` ranks share.
   void LoadQkv(const std::string& prefix) {
     const int64_t replicas = std::max<int64_t>(1, tp_ / config_.kv_heads);
     const int64_t kv_ranks = tp_ / replicas;

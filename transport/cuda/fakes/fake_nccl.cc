@@ -489,7 +489,7 @@ void FakeNcclCount(FakeNcclCounts* counts) {
 
 // ---- NCCL ----
 
-// Not a call on a communicator: the loader of the library asks for the version.
+// This is not a call on a communicator: the loader of the library asks for the version.
 NcclResult ncclGetVersion(int* version) {
   const char* const told = std::getenv("REFITD_FAKE_NCCL_VERSION");
   *version = told != nullptr ? std::atoi(told) : 22809;

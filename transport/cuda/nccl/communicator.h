@@ -98,7 +98,7 @@ class Communicator {
   struct BroadcastCall {
     int root = 0;                // rank
     const char* send = nullptr;  // on the root's device
-    // By rank, each rank's address on its own device; the root's may be `send`.
+    // The addresses by rank, each on the rank's own device; the root's may be `send`.
     std::vector<char*> receive;
     int64_t bytes = 0;
     std::vector<CUstream> streams;  // by rank, of its device's primary context

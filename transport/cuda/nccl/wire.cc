@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 
 // The time for an abort to take effect (P4: an operation ends by its deadline plus this).
 constexpr auto kCleanUp = std::chrono::milliseconds(800);
-// The time for NCCL to make a communicator of one rank, which ends its listening.
+// The time for NCCL to make a communicator of one rank, which ends NCCL's listening.
 constexpr auto kLastRank = std::chrono::seconds(2);
 
 // The address that Open returns and that comes back from the network. Little-endian, since NCCL
