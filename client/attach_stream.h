@@ -158,7 +158,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
         this->OnDone(std::declval<const grpc::Status&>())));
   }
 
-  // True for an answer that a call gets, from the daemon or gRPC, when its lease has ended.
+  // Whether a call may have got this answer, from the daemon or gRPC, because its lease has ended.
   static bool MayTellOfEnd(const absl::Status& answer) {
     switch (answer.code()) {
       case absl::StatusCode::kUnauthenticated:

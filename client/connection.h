@@ -137,7 +137,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   Mutex mutex_;
   bool detached_ ABSL_GUARDED_BY(mutex_) = false;
-  // The daemon's id, by the id in this process.
+  // The daemon's ids of regions; the key is the region's id in this process.
   std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);
   Mutex pool_mutex_;  // held while the daemon is asked, so that the pool is mapped only once
   std::shared_ptr<const SlotMemory> pool_ ABSL_GUARDED_BY(pool_mutex_);

@@ -44,7 +44,7 @@ absl::StatusOr<int64_t> KnownTensors::Learn(TensorSpec spec) {
 }
 
 int64_t KnownTensors::Find(std::string_view name) {
-  // Exporters name tensors in the same order in every update.
+  // Exporters name tensors in the same order in every update, so try the tensor after the last one.
   int64_t number = next_ < static_cast<int64_t>(tensors_.size()) ? next_ : 0;
   if (tensors_.empty() || tensors_[number]->spec.name != name) {
     const auto found = numbers_.find(absl::string_view(name.data(), name.size()));

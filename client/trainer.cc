@@ -59,8 +59,8 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   Stub* async() { return stub->async(); }
 
   // If the lease ended before or during the call, the error is the lease's end, with `what` before
-  // it. `untaken` (may be null) is set to whether the daemon has not taken the call up, because the
-  // lease was over by then.
+  // it. `untaken` (may be null) tells whether the daemon never took the call up, because the lease
+  // was over by then.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
                                 TimePoint deadline, std::string_view what,

@@ -33,6 +33,7 @@ BufferPool::~BufferPool() {
 absl::StatusOr<Buffer> BufferPool::Take(int64_t bytes) {
   const int64_t rounded = RoundUp(bytes);
   {
+    // Take the smallest free buffer that fits, unless it is more than twice as large.
     MutexLock lock(&mutex_);
     size_t best = free_.size();
     for (size_t i = 0; i < free_.size(); ++i) {

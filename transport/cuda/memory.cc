@@ -271,7 +271,7 @@ class VmmMapping {
     return Map(rounded);
   }
 
-  // P4: ends within `limit`, whatever the device does.
+  // P4: this ends within `limit`, whatever the device does.
   absl::Status Await(CUstream stream, std::chrono::milliseconds limit) const {
     constexpr auto kPause = std::chrono::microseconds(50);
     const auto since = LateClock::Clock::now();

@@ -116,6 +116,7 @@ Transfer FromSlots(Transfer transfer, const std::function<int(const char*)>& dev
   const Broadcast broadcast = *std::exchange(transfer.broadcast, std::nullopt);
   const size_t pieces = transfer.source.size();
   std::map<int, size_t> slot_on;  // by device
+  // Piece p in slot s becomes source piece pieces * (1 + s) + p, after the source's own pieces.
   transfer.source.reserve(pieces * (1 + broadcast.slots.size()));
   for (size_t s = 0; s < broadcast.slots.size(); ++s) {
     slot_on.emplace(device_of(broadcast.slots[s].data), s);

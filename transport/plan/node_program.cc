@@ -439,6 +439,7 @@ class Builder {
     for (const Stream& stream : program_.outgoing) out += stream.bytes;
     for (const Stream& stream : program_.incoming) {
       in += stream.bytes;
+      // Every node of a chain but the last forwards the stream.
       if (stream.chain.empty() || stream.chain.back() == program_.node) continue;
       out += stream.bytes;
       ++streams_out;

@@ -26,7 +26,7 @@ struct Cluster {
   RoutePlan plan;
   std::vector<Node> nodes;
   int64_t round_bytes = 0;  // the most that a node may send in a round, with chains
-  // For each destination: the number of writes by byte address.
+  // For each destination, how often each byte address was written.
   std::vector<std::map<int64_t, int>> writes;
 };
 

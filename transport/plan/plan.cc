@@ -127,6 +127,7 @@ class Planner {
         }
       }
     };
+    // held_end first counts a group's pieces, then is the end of the pieces that were filled in.
     for_each([](Group& group, uint32_t, uint32_t) { ++group.held_end; });
     uint32_t total = 0;
     for (Group& group : groups_) {

@@ -568,6 +568,7 @@ class Router {
   // become one entry.
   void CollectWanted(uint32_t t) {
     const auto entries = destinations_.Of(t);
+    // The entries of one layout follow one another; note the index of the first.
     first_entry_.assign(destinations_.layouts.size(), kNone);
     for (uint32_t i = static_cast<uint32_t>(entries.size()); i-- > 0;) {
       first_entry_[entries[i].layout] = i;
@@ -923,12 +924,12 @@ class Router {
         Quotas(holders, demand.bytes * static_cast<int64_t>(receivers.size()));
     size_t last = quotas.size() - 1;
     while (last > 0 && quotas[last] == 0) --last;
-    int64_t quota = 0;
-    int64_t done = 0;
+    int64_t quota = 0;  // bytes of the holders so far
+    int64_t done = 0;   // steps of the holders so far
     for (size_t h = 0; h <= last; ++h) {
       quota += quotas[h];
       int64_t until = h == last ? line : std::min((quota + step_bytes / 2) / step_bytes, line);
-      const int64_t into = until % steps;
+      const int64_t into = until % steps;  // within one repetition of the box
       const int64_t rounded = std::min((into + grain / 2) / grain * grain, steps);
       // Don't cut so near to the end that a sliver would remain.
       until += (steps - rounded < grain / 2 ? steps : rounded) - into;

@@ -177,10 +177,10 @@ class RoutePlan {
     return relay.lag > 0 && remote.size() > 1;
   }
 
-  // HashChain from 0 over: number of nodes; then nodes and layout digests of sources, then of
-  // destinations (and whether each is left out); then per route: tensor hash, source, offsets,
-  // extents, number of nodes, nodes; then, with chains, the numbers of `relay`. Two daemons with
-  // equal digests derive equal streams.
+  // HashChain from 0 over: number of nodes; number of sources, then node and layout digest of each;
+  // number of destinations, then of each its node, its layout digest and whether it is left out;
+  // number of routes, then of each: tensor hash, source, offsets, extents, number of nodes, nodes;
+  // then, with chains, the numbers of `relay`. Two daemons with equal digests derive equal streams.
   uint64_t Digest() const;
 
   const RouteBound& LowerBound() const { return bound; }

@@ -620,7 +620,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsi
   if (block.vmm || !block.alive) return CUDA_ERROR_INVALID_VALUE;
   if (block.device != call.device() && !fake.peers) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   ++fake.counts.open_calls;
-  // A context maps a block once.
+  // A context maps a block only once, and counts further opens.
   for (auto& [at, range] : fake.ranges) {
     if (range.block != &block || range.opener != current.back()) continue;
     ++range.refs;
