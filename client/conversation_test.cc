@@ -31,7 +31,7 @@
 namespace refitd::client {
 namespace {
 
-constexpr std::chrono::seconds kPatience(30);  // of the test: never reached where all is well
+constexpr std::chrono::seconds kPatience(30);  // only a failing test waits this long
 constexpr int kWindow = 4;
 constexpr uint64_t kRegion = 42;  // the daemons' id of a trainer's block
 
@@ -558,7 +558,7 @@ TEST_CASE("an update's calls that meet the end of its lease fail and say that it
   auto update = trainer->Begin({.version = Version(1)});
   REQUIRE(update.ok());
   const absl::Status pushed = (*update)->Push(SmallBucket("a"));
-  CHECK(pushed.code() == absl::StatusCode::kCancelled);  // as the scripted lease ends
+  CHECK(pushed.code() == absl::StatusCode::kCancelled);  // the code of the scripted end
   CHECK_THAT(std::string(pushed.message()), Catch::Contains("push: the lease ended"));
   const absl::Status committed = (*update)->Commit().status();
   CHECK_THAT(std::string(committed.message()), Catch::Contains("the lease ended"));
@@ -621,7 +621,7 @@ TEST_CASE("a Refit that had committed when its lease ended is OK, and is not mad
 
 TEST_CASE("a Begin among other ranks, who were told of the loss, is ABORTED and opens nothing") {
   ScriptedTrainerService service;
-  uint64_t next_incarnation = 9;  // as FillWelcome
+  uint64_t next_incarnation = 9;  // FillWelcome's
   grpc::Status told(grpc::StatusCode::UNAVAILABLE, "the coordinator is lost");
   bool again = true;
   SECTION("the group lives on") { again = false; }

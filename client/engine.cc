@@ -29,7 +29,7 @@ constexpr uint64_t kWireUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 // One lease. Immutable after Attach.
 struct Session : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
-  std::optional<Version> held;  // as the hello told
+  std::optional<Version> held;  // the version that the hello told
 
   UpdateId Update(uint64_t wire) const {
     return UpdateId((wire & kWireUpdateMask) | number << kLeaseShift);

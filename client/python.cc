@@ -96,7 +96,7 @@ std::optional<int64_t> Ask(void* method, void* object) {
     Failed();
     return std::nullopt;
   }
-  const int64_t number = py.integer(answer);  // of a bool as well
+  const int64_t number = py.integer(answer);  // takes a bool as well
   py.dec_ref(answer);
   if (number == -1) Failed();  // no method that is asked has such a result
   return number == -1 ? std::nullopt : std::optional<int64_t>(number);
@@ -190,7 +190,7 @@ void* Push(void* self, void* const* arguments, intptr_t count) {
   try {
     put = count == 2 && PutTensor(packer->get(), arguments[0], arguments[1]);
   } catch (const std::exception&) {
-    put = false;  // no memory: the caller's other way says so
+    put = false;  // out of memory, as the caller's other way will tell
   }
   return py.bool_from(put ? 1 : 0);
 }

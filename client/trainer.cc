@@ -653,7 +653,7 @@ class TrainerImpl final : public Member<Trainer, Core> {
     Version version;
     uint64_t incarnation = 0;
   };
-  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // last
+  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // the last one
 };
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {

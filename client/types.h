@@ -48,7 +48,7 @@ struct GroupSpec {
 struct TlsOptions {
   std::string certificate{};  // this member's, and the rest of its chain
   std::string key{};          // without a password
-  std::string roots{};        // that sign daemons' certificates
+  std::string roots{};        // those that sign daemons' certificates
   // The identity that the daemon must have, as a pattern: "spiffe://DOMAIN/PATH",
   // "spiffe://DOMAIN/PATH/*", "dns:NAME" or "dns:*.DOMAIN". Empty: its certificate must be for the
   // host of the address.
@@ -101,7 +101,7 @@ struct ConnectOptions {
   bool insecure = false;  // TCP without TLS is allowed
 };
 
-inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons take a ping a second
+inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons accept one ping a second
 inline constexpr size_t kMaxCoordinatorBytes = 262;             // a host name, a colon, a port
 inline constexpr size_t kMaxCandidates = 8;
 

@@ -43,7 +43,7 @@ struct CheckedBucket {
     std::shared_ptr<const void> keep_alive{};
   };
   std::vector<Place> places;
-  std::optional<SlotGrant> slot;  // set exactly with kSlot
+  std::optional<SlotGrant> slot;  // set with kSlot, and only then
 
   // The bytes that this range of one of `tensors` has.
   int64_t BytesOf(const TensorRange& range) const {

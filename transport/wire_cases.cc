@@ -130,7 +130,7 @@ TEST_CASE(
       auto done = Into(&results[rank][i]);
       mesh.wires[rank]->Submit(Broadcast(kEpoch, i, i % 3, Span(memory[rank][i])),
                                [&order, rank, i, done](absl::Status status) {
-                                 order[rank].push_back(i);  // one thread an epoch
+                                 order[rank].push_back(i);  // each epoch has one thread
                                  done(std::move(status));
                                });
     }
@@ -485,7 +485,7 @@ class Peer {
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
       close(fds[0]);
-      alarm(120);  // ends by itself
+      alarm(120);  // the process ends by itself
       Child(fds[1], root, unit, times);
       _exit(1);
     }

@@ -40,7 +40,7 @@
 
 namespace refitd {
 
-struct NcclApi;  // of FindNccl (nccl.h)
+struct NcclApi;  // what FindNccl (nccl.h) loads
 
 struct CudaTransportOptions {
   // A copy kernel has one thread block per multiprocessor. 64 blocks fill a link. A copy within a

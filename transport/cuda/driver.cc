@@ -19,7 +19,7 @@ std::string VersionText(int version) {
 #if defined(REFITD_CUDA)
 
 constexpr int kCompiledVersion = CUDA_VERSION;
-constexpr size_t kMaxNameBytes = 256;  // of a device; the driver cuts longer ones
+constexpr size_t kMaxNameBytes = 256;  // of a device's name; the driver cuts longer names
 
 std::string UuidText(const CUuuid& uuid) {
   std::string text = "GPU-";

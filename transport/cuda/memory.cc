@@ -356,7 +356,7 @@ class VmmMapping {
   CUdeviceptr address_ = 0;  // 0: none reserved
   size_t bytes_ = 0;
   size_t granularity_ = 0;
-  bool held_ = false;  // handle_ is
+  bool held_ = false;  // whether handle_ is held
   bool mapped_ = false;
   std::vector<int> reaching_;
 };

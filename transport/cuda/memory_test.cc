@@ -386,7 +386,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
     const char* call;
     std::function<Held()> before;  // null: nothing
     std::function<void(Held)> during;
-    const char* what;  // as messages name the call
+    const char* what;  // the call's name in messages
   };
   const auto let_go = [](Held held) { held.reset(); };
   const Case hanging = GENERATE_REF(values<Case>({

@@ -34,7 +34,7 @@ class RelayQueue {
  public:
   struct Options {
     std::chrono::milliseconds limit{0};
-    std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+    std::function<void(absl::Status)> lost;  // called as CudaTransportOptions::lost is
     std::shared_ptr<NcclBroadcasts> nccl;    // null: no broadcast is by NCCL
   };
   RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,

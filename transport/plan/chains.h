@@ -65,7 +65,7 @@ struct RelayShape {
 struct RelayRounds {
   int64_t rounds = 0;
   int64_t filling = 0;   // of them: until the last node of a usual chain receives the first bytes
-  int64_t min_step = 0;  // of a stream, bytes a round
+  int64_t min_step = 0;  // the fewest bytes of a stream in a round
 };
 // Returns the rounds if a node may send, and receive, `round_bytes` (at least MinRelayRoundBytes)
 // in a round. There are so many rounds that filling a usual chain costs about a twentieth, or fewer

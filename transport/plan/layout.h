@@ -145,7 +145,7 @@ struct Layout {
   // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
   // layout must be valid. All arithmetic modulo 2^64:
-  //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: bytes of the name,
+  //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: length of the name,
   //     dtype's wire value, rank, dims of the shape.
   //   piece hash = HashChain from its tensor's hash over: offsets, extents, strides.
   //   digest = sum of all tensor hashes and all piece hashes.

@@ -639,9 +639,9 @@ struct NodeProgram::Placed {
 
 struct NodeProgram::Places {
   std::map<uint32_t, ExchangeLeg> legs;
-  std::vector<Placed> sends;     // of `outgoing`
-  std::vector<Placed> forwards;  // of `incoming`
-  std::vector<Placed> receives;  // of `incoming`
+  std::vector<Placed> sends;     // parts of `outgoing` streams
+  std::vector<Placed> forwards;  // parts of `incoming` streams
+  std::vector<Placed> receives;  // parts of `incoming` streams
 };
 
 // Both ends of a leg have its streams in one order: the stream without a chain, then those along

@@ -155,7 +155,7 @@ class ReplicaFinder {
   ByTensor<Entry> entries_;             // by layout, then piece
   std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
   Replicas replicas_;
-  uint32_t hashed_tensor_ = kNone;  // of tensor_hash_
+  uint32_t hashed_tensor_ = kNone;  // the tensor of tensor_hash_
   uint64_t tensor_hash_ = 0;
   PlanWork work_;
 };

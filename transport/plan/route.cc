@@ -1261,7 +1261,7 @@ class Router {
   std::vector<int64_t> stores_per_member_;  // per destination layout
 
   IdLists node_sets_;
-  IdLists unions_;  // of numbers of node sets
+  IdLists unions_;  // lists of numbers of node sets
   Ids union_of_;    // by unions_' number: the set of all their nodes
   IdLists holder_layouts_;
   Ids holders_of_layouts_;  // by holder_layouts_' number

@@ -101,12 +101,12 @@ struct Route {
 struct LinkBytes {
   // Per source: bytes that it sends over the wire, plus bytes for its own node, counted once.
   std::vector<int64_t> rank_supplies;
-  std::vector<int64_t> node_sends;     // over the wire, to whatever node; also what is forwarded
+  std::vector<int64_t> node_sends;     // over the wire to any node, forwarded bytes too
   std::vector<int64_t> node_forwards;  // of node_sends: bytes that the node had received
   std::vector<int64_t> node_receives;  // over the wire
   std::vector<int64_t> node_stores;    // into the memory of the node's engines
   std::vector<int64_t> matrix;  // from node to node; on the diagonal local bytes, counted once
-  std::vector<int64_t> stream;  // as matrix, with sections aligned; 0 on the diagonal
+  std::vector<int64_t> stream;  // the same with sections aligned; 0 on the diagonal
 };
 
 // Lower bounds, in bytes, that hold for every plan without chains, or for every plan with chains.
@@ -129,9 +129,9 @@ struct Unplaced {
 // Bytes per second of each kind of link; 0: the link is never the limit.
 struct LinkRates {
   double rank_out = 0;    // reading one rank's memory
-  double node_out = 0;    // what a node sends over the wire
-  double node_in = 0;     // what a node receives over the wire
-  double local_copy = 0;  // what a node stores into its engines' memory
+  double node_out = 0;    // sending over the wire from a node
+  double node_in = 0;     // receiving over the wire at a node
+  double local_copy = 0;  // storing into the memory of a node's engines
 };
 
 struct RouteEstimate {

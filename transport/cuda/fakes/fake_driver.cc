@@ -130,7 +130,7 @@ struct State {
   std::vector<std::shared_ptr<Stream>> destroyed;  // with work left
   Owned<Event> events;
   FakeCudaCounts counts;
-  std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls to go, result
+  std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls left, result
   int corrupt_launch = 0;
   unsigned held = HeldAtFirst();
   int devices = DevicesAtFirst();
@@ -334,7 +334,7 @@ Block* AddBlock(State* fake, int device, int fd, size_t bytes, bool vmm) {
   return fake->blocks.back().get();
 }
 
-constexpr char kBlockName[] = "fake_cuda.";  // and the device
+constexpr char kBlockName[] = "fake_cuda.";  // the device follows
 
 Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
   const int fd = memfd_create((kBlockName + std::to_string(device)).c_str(), MFD_CLOEXEC);

@@ -448,7 +448,7 @@ void FakeNcclReset() {
   fake.windows.clear();
   for (const auto& [number, clique] : fake.cliques) clique->listens = false;
   fake.threads.clear();
-  const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
+  const int blocked_calls = fake.counts.blocked_calls;  // blocked calls subtract themselves
   fake.counts = {};
   fake.counts.blocked_calls = blocked_calls;
 }

@@ -44,7 +44,7 @@ class NcclBroadcasts {
   struct Options {
     std::chrono::milliseconds limit{0};
     bool copy_engines = true;                // kSymmetric: copy engines gather, no kernel does
-    std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+    std::function<void(absl::Status)> lost;  // called as CudaTransportOptions::lost is
     // kNccl: size of a piece that is packed. A source's device has scratch memory for two pieces. A
     // link moves 64 MiB in 190 us, and a collective takes 100 us to issue.
     int64_t piece_bytes = 64 << 20;

@@ -284,7 +284,7 @@ TEST_CASE("while a bucket's calls fail, others on their way arrive or are said n
           ++failed;
         }
       }
-      if (rig.losses > 0) continue;  // its end could not be known
+      if (rig.losses > 0) continue;  // nobody could know its end
       fail_at(1 << 20);
       const auto last = ThreeRuns(&rig, 6);
       last->Submit();

@@ -188,7 +188,7 @@ TEST_CASE("a broadcast is on the streams when it returns, and its bytes come wit
   RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 1, 500), Plenty()));
   REQUIRE(host.RunStreams());
   CHECK(Filled(regions[0]->data(), 500, 7));
-  CHECK(host.nccl()->Count().broadcasts == 3);  // one when it was made
+  CHECK(host.nccl()->Count().broadcasts == 3);  // one by Create
   CHECK(host.nccl()->Count().threads == 1);
   RequireOk(communicator->Close(Plenty()));
   CheckNothingOpen(*host.nccl());
@@ -253,7 +253,7 @@ TEST_CASE("windows hold their regions until NCCL let go of them, also when nobod
     communicator->Abort(absl::InternalError("a device hangs"));
   } else if (how == 3) {
     communicator->DeregisterLater(window, Plenty());
-    RequireOk(communicator->Close(Plenty()));  // behind it
+    RequireOk(communicator->Close(Plenty()));  // queued behind that
   } else {
     communicator = nullptr;
   }

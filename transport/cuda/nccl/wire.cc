@@ -101,7 +101,7 @@ struct Shared {
   // Threads for calls that may hang: aborts, and the making of ids, which takes long.
   std::shared_ptr<NcclThread> watched;
   std::shared_ptr<NcclThread> opening;
-  std::atomic<int64_t> abandoned{0};  // epochs
+  std::atomic<int64_t> abandoned{0};  // epochs that never connected
 };
 
 // ---- one end of one communicator ----

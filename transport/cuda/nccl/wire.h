@@ -35,7 +35,7 @@
 
 namespace refitd {
 
-struct NcclApi;  // of FindNccl (nccl.h)
+struct NcclApi;  // what FindNccl (nccl.h) loads
 
 struct NcclWireOptions {
   // If NCCL or a device does not end within this time after an abort, it hangs, and `lost` is
