@@ -1,4 +1,4 @@
-// The structures of the C interface, read and written. For the files that implement refit.h.
+// Reads and writes the structures of the C interface, for the files that implement refit.h.
 #ifndef REFITD_CLIENT_C_STRUCTURES_H_
 #define REFITD_CLIENT_C_STRUCTURES_H_
 

@@ -49,8 +49,8 @@ struct DlpackExchange {
   uint32_t minor = 0;
   const DlpackExchange* previous = nullptr;
   void* unused[3] = {};
-  // Shows a tensor whose shape, strides and memory stay the framework's; 0, or -1 with a Python
-  // exception set.
+  // Shows a tensor whose shape, strides and memory stay the framework's. Returns 0, or -1 with a
+  // Python exception set.
   int (*show)(void* object, DlpackTensor* out) = nullptr;
 };
 static_assert(offsetof(DlpackExchange, show) == 40);

@@ -199,8 +199,8 @@ struct UpdateOutcome {
 // A trainer rank, attached to its daemon. Thread-safe. Destroying it detaches.
 class Trainer : public SharesMemory {
  public:
-  // Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE if no daemon answers at the socket within
-  // `wait`.
+  // Attaches the rank. Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE if no daemon answers at the
+  // socket within `wait`.
   static absl::StatusOr<std::unique_ptr<Trainer>> Attach(const TrainerOptions& options);
   // Opens or joins the update; OK when every engine rank is ready. Errors: as
   // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has already begun the update, and the Update

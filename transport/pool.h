@@ -93,7 +93,7 @@ class SlotLedger {
  private:
   // Takes the first free slot into `state`, under a new grant.
   std::optional<SlotGrant> Take(SlotState state);
-  // Null if that grant of the slot has ended or never existed.
+  // Finds the granted slot; null if that grant of the slot has ended or never existed.
   Slot* Find(SlotGrant grant);
   // Ends a reader's reading; returns whether that freed the slot.
   static bool EndReading(Slot* slot, MemberId reader);

@@ -362,7 +362,8 @@ TEST_CASE("a rank that waited itself was blamed beside the one that never connec
     const std::string message = Message(Get(results[rank]));
     for (int named = 0; named < kRanks; ++named) {
       CAPTURE(rank, absent, named, message);
-      // Connect reaches the neighbours in the ring of ranks.
+      // Connect reaches the neighbours in the ring of ranks only, so the rank opposite does not
+      // notice that one is absent.
       const bool reached = (rank + 2) % kRanks != absent;
       CHECK((message.find("rank " + std::to_string(named)) != std::string::npos) ==
             (named == absent && reached));

@@ -175,7 +175,7 @@ class Cutter {
   template <typename Add>
   void Run(Add add) const {
     CopyTask task = strip_.task;
-    // A single run is too large for a task, so the run itself is cut.
+    // If a single run is too large for a task, the run itself is cut.
     if (RunBytes(strip_) > most_) {
       const Loop run = {.extent = strip_.run,
                         .from = strip_.task.element_bytes,

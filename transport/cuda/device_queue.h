@@ -79,7 +79,7 @@ struct DeviceQueueOptions {
   int64_t kept_pinned_bytes = 0;
 };
 
-// Thread-safe; its threads hold it too.
+// The work of one device. Thread-safe; its threads keep a reference to it.
 class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
  public:
   DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device, DeviceQueueOptions options,

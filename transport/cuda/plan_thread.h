@@ -42,7 +42,7 @@ class PlanJob {
   virtual void GiveUp(const absl::Status& status) = 0;
 };
 
-// Thread-safe; its thread holds it too.
+// Plans jobs in order. Thread-safe; its thread keeps a reference to it.
 class PlanThread : public std::enable_shared_from_this<PlanThread> {
  public:
   using Clock = std::chrono::steady_clock;

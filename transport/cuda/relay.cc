@@ -60,7 +60,7 @@ absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
 
 }  // namespace
 
-// One broadcast.
+// One broadcast, as a job of the queue that issues it.
 class RelayQueue::Job : public DeviceJob {
  public:
   Job(Relay relay, std::shared_ptr<CudaMemory> memory, std::shared_ptr<RelayStreams> streams,

@@ -173,7 +173,7 @@ class Builder {
     std::vector<Section> sections;
   };
 
-  // Null: the route does not go along a chain.
+  // Returns the sections along the route's chain; null: the route does not go along a chain.
   SectionsAlong* AlongChain(const Route& route) {
     if (plan_.relay.lag == 0) return nullptr;
     const uint32_t from = plan_.source_nodes[route.source];

@@ -414,7 +414,7 @@ TEST_CASE("Chains are closed over nodes that are gone") {
 }
 
 TEST_CASE("Planted faults of chains are found") {
-  // Returns the first random cluster's node that forwards in several rounds.
+  // Returns the cluster's first node that forwards in several rounds; null: there is none.
   const auto forwarder = [](const Cluster& cluster) -> const Node* {
     for (const Node& node : cluster.nodes) {
       for (const Stream& stream : node.program.incoming) {

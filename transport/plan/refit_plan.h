@@ -44,7 +44,7 @@ struct Replica {
 // tensor, then by BoxLess.
 struct Replicas {
   std::vector<Replica> boxes;
-  // Sources, ascending, at least two; no two sets equal.
+  // Each set has at least two sources, ascending; no two sets are equal.
   std::vector<std::vector<uint32_t>> holder_sets;
   absl::Span<const uint32_t> HoldersOf(const Replica& replica) const {
     return holder_sets[replica.holder_set];
@@ -56,8 +56,8 @@ inline constexpr int64_t kMaxNodeShares = 900'000;
 
 // The bytes and tensors that a plan moves, and those that it leaves out.
 struct RefitContent {
-  // Tensors of sources of which a destination stores an element, without those that the options
-  // leave out; and their bytes, each tensor counted once.
+  // The number of the sources' tensors of which a destination stores an element, without those that
+  // the options leave out; and the bytes of these tensors.
   int64_t tensors = 0;
   int64_t bytes = 0;
   // Tensors that a source has, that are not pushed, and that the refit writes nowhere: no
