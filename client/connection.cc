@@ -60,7 +60,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const Target& target,
   if (third > 0) arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, (kSilenceParts - 1) * third);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // no limit
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
-  // gRPC takes it as the limit of one attempt as well.
+  // gRPC takes the shortest pause between attempts as the limit of one attempt as well.
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, target.tcp ? kTcpConnectMs : kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
@@ -81,10 +81,10 @@ int ProbeErrno(const std::string& path) {
   return errno;
 }
 
-// A daemon over TCP refuses, or is refused, by certificates.
+// Whether one side refuses the other's certificate, which happens only over TCP.
 bool Refused(const absl::Status& status) { return absl::IsUnauthenticated(status); }
 
-// Why no daemon answers at `target`. OK: it takes connections.
+// Returns why no daemon answers at `target`. OK: a daemon takes connections there.
 absl::Status Probe(const Target& target, TimePoint deadline) {
   if (target.tcp) return WhyNoAnswer(target, std::min(deadline, After(kProbeLimit)));
   const int error = ProbeErrno(target.name);
@@ -256,7 +256,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
                  Message(why));
   }
   auto channel = MakeChannel(target, options.silence);
-  // Certificates that are being replaced will fit together again.
+  // This is UNAVAILABLE, so that the caller tries again: certificates that are being replaced will
+  // fit together again.
   if (!channel.ok()) return absl::UnavailableError(channel.status().message());
   std::shared_ptr<Connection> connection(new Connection(options, target, *std::move(channel)));
   REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), target, deadline, stop));
@@ -269,7 +270,7 @@ absl::Status Connection::Adopt(const v1::Welcome& welcome) {
     return Error(absl::StatusCode::kInternal, "the daemon's lease token has {} bytes, not {}",
                  welcome.lease().token().size(), kTokenBytes);
   }
-  // An older daemon does not know the demand, and would ignore it.
+  // An older daemon does not know the demand for encryption, and would ignore it.
   if (encrypted_data_ && welcome.lease().protocol() < static_cast<int>(Protocol::kV4)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "spec.encrypted_data: the daemon at {} does not know it: it speaks protocol "
@@ -368,7 +369,7 @@ void Connection::ReleaseRegion(RegionId id, const RegionSource& source, const Re
   }
   // The daemon refuses while a layout names the region, and then keeps the region until the lease
   // ends, which is right. The owner may free device memory after this call, because the daemon
-  // closes it before it answers.
+  // closes that memory before it answers.
   if (source.on_device()) return ReleaseDeviceRegion(*wire, owner);
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kReleaseRegion;
@@ -440,7 +441,7 @@ class Regions::Mapped final : public Region {
   int64_t bytes() const override { return source_.bytes; }
   RegionId id() const override { return id_; }
   const RegionSource& source() const { return source_; }
-  // To be called before the region is shared.
+  // Must be called before the region is shared.
   void CloseFd() { source_.fd.Reset(); }
 
  private:

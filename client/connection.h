@@ -45,8 +45,8 @@ inline constexpr int kMaxMessageBytes = 64 << 20;
 // Longest free text about itself that a client sends; the rest is cut off.
 inline constexpr size_t kMaxClientBytes = 128;
 
-// INVALID_ARGUMENT naming field and value. Options that only the daemon can judge are not checked
-// here.
+// Checks the options, but not those that only the daemon can judge. INVALID_ARGUMENT names field
+// and value.
 absl::Status CheckConnectOptions(const ConnectOptions& options);
 absl::Status CheckRank(int rank, int world_size);
 // Checks for printable ASCII of 1 to 128 characters, the most that a daemon takes.
@@ -74,8 +74,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
  public:
   // Waits until a daemon answers. UNAVAILABLE: no daemon answered before `deadline` (with
   // connect()'s own reason); PERMISSION_DENIED: this user may not connect; UNAUTHENTICATED: over
-  // TCP, one side refuses the other's certificate. Certificates that can't be loaded: as of
-  // LoadCertificates.
+  // TCP, one side refuses the other's certificate. If certificates can't be loaded, the error is
+  // that of LoadCertificates.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(const ConnectOptions& options,
                                                           TimePoint deadline);
   // Tries once, for a member that attaches again: UNAVAILABLE at once if nobody listens (the socket
@@ -113,7 +113,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // The staging pool if it was mapped already; else null.
   std::shared_ptr<const SlotMemory> MappedPool();
 
-  // From now on nothing is asked of the daemon, not even to forget regions: it does that by itself.
+  // Stops asking the daemon for anything, even to forget regions: the daemon does that by itself.
   void Detach();
 
  private:
@@ -137,7 +137,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   Mutex mutex_;
   bool detached_ ABSL_GUARDED_BY(mutex_) = false;
-  // The daemon's id, by the id in this process.
+  // The daemon's ids of regions; the key is the region's id in this process.
   std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);
   Mutex pool_mutex_;  // held while the daemon is asked, so that the pool is mapped only once
   std::shared_ptr<const SlotMemory> pool_ ABSL_GUARDED_BY(pool_mutex_);

@@ -29,7 +29,7 @@ constexpr uint64_t kWireUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 // One lease. Immutable after Attach.
 struct Session : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
-  std::optional<Version> held;  // as the hello told
+  std::optional<Version> held;  // the version that the hello told
 
   UpdateId Update(uint64_t wire) const {
     return UpdateId((wire & kWireUpdateMask) | number << kLeaseShift);
@@ -71,16 +71,16 @@ class EngineImpl final : public Member<Engine, Session> {
   void TakeOver(Session* session, uint64_t generation) override
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // An answer goes to the lease that its event came from. True: that lease is lost, the engine
-  // attaches or has attached again, and the answer is to be dropped.
+  // Tells whether an answer must be dropped. An answer goes to the lease from which its event came;
+  // it is dropped if that lease is lost and the engine attaches, or has attached, again.
   absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // OK also if the stream ended while the answer `sent` was being sent, and another lease is tried
-  // for.
+  // Returns `sent`, the status of sending an answer, or OK if the daemon is gone and the engine
+  // attaches again.
   absl::Status OrDropped(const absl::Status& sent) const {
     return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
   }
-  // Sends an answer. OK without sending if the update belongs to a lost lease, and so ended with
-  // it.
+  // Sends an answer. If the update belongs to a lost lease, and so ended with that lease, sends
+  // nothing and returns OK.
   absl::Status Send(UpdateId update, v1::EngineMessage message)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendAck(Version version, UpdateId update, PartSeq part)
@@ -259,7 +259,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
       session = lease_;
     }
     const auto event = session->stream->Front(deadline);
-    if (!event.ok()) continue;  // NoteEnd knows what follows
+    if (!event.ok()) continue;  // NoteEnd decides what follows from the error.
     if (*event == nullptr) return Event(Nothing{});
     Event taken = Take(*session, **event);
     session->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state
@@ -276,7 +276,8 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& message) {
     state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
   } else if (auto* committed = std::get_if<Committed>(&event)) {
     if (!state_.OnCommitted(committed->version)) return Nothing{};
-    // A daemon of an earlier release does not tell the incarnation here; then it is the lease's.
+    // A daemon of an earlier release does not tell the incarnation here; the incarnation is then
+    // the lease's.
     origin_ = committed->incarnation != 0 ? committed->incarnation
                                           : session.connection->lease().incarnation();
     committed->incarnation = origin_;

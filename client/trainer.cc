@@ -59,8 +59,8 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   Stub* async() { return stub->async(); }
 
   // If the lease ended before or during the call, the error is the lease's end, with `what` before
-  // it. `untaken` (may be null) is set to whether the daemon has not taken the call up, because the
-  // lease was over by then.
+  // it. `untaken` (may be null) tells whether the daemon never took the call up, because the lease
+  // was over by then.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
                                 TimePoint deadline, std::string_view what,
@@ -96,7 +96,7 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   std::set<uint64_t> claims ABSL_GUARDED_BY(claims_mutex);  // ids of updates that have a handle
 };
 
-// A clean-up call whose answer nobody waits for; it ends within kCleanupLimit.
+// Makes a clean-up call for whose answer nobody waits; the call ends within kCleanupLimit.
 template <typename Request, typename Response>
 void CallAndForget(const std::shared_ptr<Core>& core, UnaryMethod<Stub, Request, Response> method,
                    Request request) {
@@ -347,8 +347,8 @@ void Pushes::Refuse(const absl::Status& status, Done done) {
   });
 }
 
-// Aborts the update after an asynchronous push failed. Its caller can't push it again, and the
-// buckets after it wait for its seq; without this the update would end only at its deadline.
+// Aborts the update after an asynchronous push failed. The caller can't push the bucket again, and
+// the buckets after it wait for its seq; without this the update would end only at its deadline.
 void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
   if (absl::IsAborted(status) || absl::IsUnavailable(status) || absl::IsCancelled(status)) return;
   v1::AbortRequest request;
@@ -546,8 +546,8 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
 v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
   v1::RefitRequest request;
   request.set_version(options.version.value());
-  // The caller's duration, without the time that waiting for a lease took, because the parameters
-  // of all ranks must be equal.
+  // The duration is the caller's, even if waiting for a lease took some of it, because the
+  // parameters of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
   if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
   request.set_evict_late(options.evict_late);
@@ -653,7 +653,7 @@ class TrainerImpl final : public Member<Trainer, Core> {
     Version version;
     uint64_t incarnation = 0;
   };
-  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // last
+  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // the last one
 };
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
@@ -665,7 +665,7 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   if (options.duration.count() < 0) return negative("duration", options.duration.count());
   if (options.tensor_count < 0) return negative("tensor_count", options.tensor_count);
   if (options.total_bytes < 0) return negative("total_bytes", options.total_bytes);
-  // Protocol Buffers can't carry it; the daemon checks the rest.
+  // Protocol Buffers can't carry text that is not UTF-8; the daemon checks the rest.
   if (const std::string clean = CleanText(options.note, options.note.size());
       clean != options.note) {
     return Error(absl::StatusCode::kInvalidArgument, "note: \"{}\" is not UTF-8", clean);
@@ -683,8 +683,8 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   REFITD_RETURN_IF_ERROR(CheckBeginOptions(options));
   v1::BeginRequest request;
   request.set_version(options.version.value());
-  // The caller's duration, without the time that waiting for a lease took, because the parameters
-  // of all ranks must be equal.
+  // The duration is the caller's, even if waiting for a lease took some of it, because the
+  // parameters of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
   if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
   request.set_evict_late(options.evict_late);
@@ -748,7 +748,7 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
   std::shared_ptr<Core> lost;  // the lease that ended during the call
   absl::Status why;            // why it ended
   bool taken_up = false;       // whether the daemon took the call up with that lease
-  // When the daemon has cleaned up after that call at the latest.
+  // The latest time at which the daemon has cleaned up after that call.
   std::optional<TimePoint> cleaned_up;
   while (true) {
     REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, AttachedFor(call.version, deadline));
@@ -799,8 +799,8 @@ absl::Status TrainerImpl::Register(Layout layout) {
     if (status.ok()) return status;
     const absl::Status end = core->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
     if (end.ok()) return status;
-    // Whether the daemon had taken the layout does not matter: it dropped the layout with the
-    // lease.
+    // It does not matter whether the daemon had taken the layout, because the daemon dropped the
+    // layout with the lease.
     if (!reattaches() || !core->Lost() || Until(deadline) == Duration::zero()) return end;
   }
 }

@@ -32,7 +32,8 @@ absl::Status Annotate(const absl::Status& status, std::string_view where) {
   return Error(status.code(), "{}: {}", where, Message(status));
 }
 
-// A shape whose products of dimensions can't overflow, even those that leave out a dimension of 0.
+// Returns a shape in which no product of dimensions can overflow, not even a product that leaves
+// out a dimension of 0.
 absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
   if (shape.dims_size() > kMaxDims) {
     return Error(StatusCode::kInvalidArgument, "{} dims, more than {}", shape.dims_size(),
@@ -124,7 +125,7 @@ class ChunkWriter {
     chunks_.back().set_binding_generation(binding_generation);
   }
 
-  // The chunk to which the next `bytes` are to be added.
+  // Returns the chunk to which the next `bytes` are to be added.
   v1::LayoutChunk& Room(int64_t bytes) {
     if (used_ > 0 && used_ + bytes > chunk_bytes_) {
       chunks_.emplace_back();

@@ -51,12 +51,12 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
 v1::Shape ToWire(const Dims& shape);
 v1::DType ToWire(DType dtype);
 v1::Verification ToWire(Verification verification);
-// nullopt for UNSPECIFIED; INVALID_ARGUMENT for an unknown number.
+// Returns nullopt for UNSPECIFIED; INVALID_ARGUMENT for an unknown number.
 absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verification verification);
-// kAuto is UNSPECIFIED.
+// kAuto becomes UNSPECIFIED.
 v1::BroadcastMethod ToWire(BroadcastMethod method);
 v1::BroadcastTotals BroadcastTotalsToWire(BroadcastMethod method, int64_t bytes, int64_t buckets);
-// INVALID_ARGUMENT for an unknown number.
+// Returns INVALID_ARGUMENT for an unknown number.
 absl::StatusOr<BroadcastMethod> BroadcastFromWire(v1::BroadcastMethod method);
 
 }  // namespace refitd

@@ -42,7 +42,7 @@ absl::StatusOr<Layout> Decode(const std::vector<v1::LayoutChunk>& chunks) {
   return std::move(decoder).Finish();
 }
 
-// Marks the last of `chunks` as the last, as a sender does.
+// Decodes the chunks, the last of which it marks as the last, as a sender does.
 absl::StatusOr<Layout> DecodeWhole(std::vector<v1::LayoutChunk> chunks) {
   chunks.back().set_last(true);
   return Decode(chunks);

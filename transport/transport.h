@@ -55,7 +55,7 @@ struct Broadcast {
   BroadcastMethod method = BroadcastMethod::kDirect;  // one of the methods through slots
   // One for each device; filled whether or not a destination reads them.
   std::vector<MemorySpan> slots;
-  std::vector<int64_t> byte_offsets;  // of each source piece's first element, in every slot
+  std::vector<int64_t> byte_offsets;  // where each source piece begins in every slot
 };
 
 // The copies of one bucket, of a part of one, or of a step of a compiled refit.

@@ -94,7 +94,7 @@ inline MemorySpan Span(std::vector<char>& bytes) {
   return {bytes.data(), static_cast<int64_t>(bytes.size()), nullptr};
 }
 
-// Bytes that take little memory: one small file mapped again and again.
+// Memory of many addresses and few bytes: one small file is mapped again and again.
 class RepeatedMemory {
  public:
   RepeatedMemory(size_t unit, size_t times) : bytes_(unit * times) {

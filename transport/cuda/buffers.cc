@@ -8,7 +8,8 @@
 namespace refitd {
 namespace {
 
-// Rounds to few sizes, so that free buffers fit the next transfer: powers of two, then whole MiB.
+// Rounds up to one of few sizes (powers of two, then whole MiB), so that free buffers fit the next
+// transfer.
 int64_t RoundUp(int64_t bytes) {
   constexpr int64_t kLeast = 4 << 10;
   constexpr int64_t kMiB = 1 << 20;
@@ -32,6 +33,7 @@ BufferPool::~BufferPool() {
 absl::StatusOr<Buffer> BufferPool::Take(int64_t bytes) {
   const int64_t rounded = RoundUp(bytes);
   {
+    // Take the smallest free buffer that fits, unless it is more than twice as large.
     MutexLock lock(&mutex_);
     size_t best = free_.size();
     for (size_t i = 0; i < free_.size(); ++i) {
@@ -104,7 +106,7 @@ absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
   return reinterpret_cast<uint64_t>(data);
 }
 
-// Errors are ignored: after an error the context is lost, and with it the memory.
+// Errors are ignored, because after an error the context is lost, and its memory with it.
 void BufferPool::Release(const std::vector<Free>& buffers) {
   if (buffers.empty()) return;
   const absl::StatusOr<CUcontext> context = contexts_->Get(device_);

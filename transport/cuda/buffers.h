@@ -23,7 +23,7 @@ namespace refitd {
 
 class BufferPool;
 
-// Move-only; empty by default.
+// Memory of a pool, or none (the default). Move-only.
 class Buffer {
  public:
   Buffer() = default;
@@ -57,7 +57,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
   enum class Kind : uint8_t { kDevice, kPinned };
 
-  // Free buffers beyond `most_kept` bytes are freed by Trim.
+  // Trim frees what is free beyond `most_kept` bytes.
   BufferPool(std::shared_ptr<CudaContexts> contexts, int device, Kind kind, int64_t most_kept)
       : contexts_(std::move(contexts)), device_(device), kind_(kind), most_kept_(most_kept) {}
   ~BufferPool();

@@ -17,7 +17,7 @@ namespace {
 constexpr int kSources = 4;
 constexpr int kDestinations = 4;
 
-// Addresses say the device: nothing is behind them.
+// The addresses only tell the device: no memory lies there.
 class NoMemory : public CopyAddresses {
  public:
   absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {

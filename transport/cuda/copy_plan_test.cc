@@ -77,7 +77,7 @@ class Views {
   size_t used_ = 64;
 };
 
-// Pieces belong to devices, by their addresses.
+// Tells the device of a piece by the piece's address.
 class FakeAddresses : public CopyAddresses {
  public:
   explicit FakeAddresses(const Views& views) : views_(views) {}
@@ -187,7 +187,7 @@ struct Case {
                       int device) {
     const int64_t element_bytes = ElementBytes(dtype);
     Dims strides = RandomStrides(rng, box.extent);
-    // Mostly aligned to elements, sometimes not even to these.
+    // Memory is mostly aligned to elements, and sometimes not even to elements.
     const int64_t alignment =
         std::array<int64_t, 5>{1, element_bytes, 16, 16, 32}[static_cast<size_t>(Pick(rng, 0, 4))];
     char* const data =
@@ -392,7 +392,8 @@ TEST_CASE("Readback tasks digest pieces where they lie") {
 
 // ---- one tensor, dense everywhere ----
 
-// [rows, columns] of 2-byte elements on device 0, to destination d on device devices[d] as a whole.
+// A tensor [rows, columns] of 2-byte elements on device 0, which destination d takes as a whole on
+// device devices[d].
 std::unique_ptr<Case> DenseCase(Rng* rng, const Dims& shape, const std::vector<int>& devices) {
   auto c = std::make_unique<Case>();
   const Box whole = WholeBox(shape);
@@ -611,7 +612,7 @@ TEST_CASE("Host sources run on their destination's device, each address asked fo
 
 TEST_CASE("Long runs go to other devices by copy engines where the kernel need not digest them") {
   Rng rng(kSeed + 9);
-  // Device 0 is the source's own; one lane ends up with two of the others.
+  // Device 0 is the source's own. Of the five other devices two must share a lane.
   const auto c = DenseCase(&rng, {64, 64}, {0, 1, 2, 3, 4, 5});
   const auto address = [&c](size_t d) {
     return *c->addresses.On(0, c->transfer.destinations[d][0]);
@@ -659,8 +660,8 @@ TEST_CASE("Long runs go to other devices by copy engines where the kernel need n
 
 TEST_CASE("Sources begin their copies by engines with different receivers") {
   Rng rng(kSeed + 11);
-  // From devices 0 and 2 to two other devices each; device 1 between them has work for the kernel
-  // only.
+  // Devices 0 and 2 copy to two other devices each. Device 1, which comes between them, has work
+  // for the kernel only.
   const auto c = DenseCase(&rng, {64, 64}, {4, 5});
   const auto add = [&](int device) {
     BoundPiece piece = c->transfer.source[0];

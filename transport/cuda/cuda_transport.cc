@@ -150,7 +150,7 @@ class Engine {
   }
 
  private:
-  // "0 (GPU-...)".
+  // Returns a name such as "0 (GPU-...)".
   static std::string Name(const CudaMemory& memory, int device) {
     for (const CudaDevice& known : memory.devices()) {
       if (known.ordinal == device) return fmt::format("{} ({})", device, known.uuid);
@@ -174,7 +174,8 @@ class Engine {
 
 // ---- plans ----
 
-// Host bytes that a device's tasks read from `scratch`: copied there before each launch.
+// Host bytes that a device's tasks read from `scratch`, to which the bytes are copied before each
+// launch.
 struct HostUpload {
   const char* from = nullptr;
   int64_t bytes = 0;
@@ -262,7 +263,8 @@ class Addresses : public CopyAddresses {
   std::map<std::tuple<int, const char*, int64_t>, uint64_t> scratch_;
 };
 
-// A transfer that touches device memory; planned once for each verification, when first asked.
+// A transfer that touches device memory. It is planned for a verification when that verification is
+// first asked for.
 class CudaPrepared : public PreparedTransfer {
  public:
   explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
@@ -507,8 +509,8 @@ class PartJob : public DeviceJob {
                             0, streams.main, parameters, nullptr);
   }
 
-  // The launch of `count` tasks from `first` on: either all tasks of runs, or all tasks of
-  // elements.
+  // Makes the launch of `count` tasks from `first` on, which are either all tasks of runs or all
+  // tasks of elements.
   CopyLaunch MakeLaunch(size_t first, size_t count) const {
     CopyLaunch launch;
     launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address()) + first;
@@ -573,7 +575,7 @@ void Run::StartPhase(std::vector<DevicePart>* parts, bool readback) {
 
 // ---- transfers ----
 
-// Counts something submitted as active until it is destroyed.
+// A submitted transfer or job counts as active while this object lives.
 class Activity {
  public:
   explicit Activity(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {
@@ -692,7 +694,7 @@ class CudaReadback : public PreparedReadback {
     return planned_;
   }
 
-  // The entries of `all` for these pieces.
+  // Returns the entries of `all` at these indices.
   static std::vector<uint64_t> Pick(const std::vector<uint64_t>& all,
                                     const std::vector<size_t>& indices) {
     std::vector<uint64_t> picked;
@@ -894,7 +896,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
       planned = std::move(planned_);
     }
     if (outcome.ok()) return StartTransfer(std::move(prepared), std::move(planned));
-    prepared.reset();  // as TransferJob::Fail
+    prepared.reset();  // releases memory first, as TransferJob::Fail does
     done_(Failed(destinations_, Error(outcome.code(), "{}: {}", label_, Message(outcome))));
   }
 
@@ -943,7 +945,7 @@ class BroadcastJob : public PlanJob {
       planned_ = relay.status();
       return;
     }
-    // GiveUp may have come meanwhile.
+    // GiveUp may have been called meanwhile; it then reports the failure of the relay.
     if (relayed_.exchange(true)) return;
     if (relay->runs.empty() || relay->slots.empty()) {
       run_->Relayed(absl::OkStatus());  // there are no bytes or no slots
@@ -958,7 +960,7 @@ class BroadcastJob : public PlanJob {
 
   // Releases the transfer's memory, then fails both halves of the broadcast.
   void Fail(const absl::Status& status) override {
-    transfer_ = Transfer();  // as TransferJob::Fail
+    transfer_ = Transfer();  // releases memory first, as TransferJob::Fail does
     GiveUp(status);
   }
 
@@ -995,7 +997,8 @@ class BroadcastJob : public PlanJob {
     return relay;
   }
 
-  // At most half of all bytes, so that the last device is done soon after the first.
+  // Returns the size of a chunk: at most half of all bytes, so that the last device is done soon
+  // after the first.
   int64_t ChunkBytes() const {
     constexpr int64_t kLeast = 1 << 20;
     int64_t bytes = 0;

@@ -79,7 +79,7 @@ struct Setup {
     transport = *std::move(made);
   }
 
-  // One for each world, because it counts the blocks.
+  // Makes an exporter. Each world needs its own, because an exporter counts the blocks.
   Exporter* exporter() {
     exporters.push_back(std::make_unique<FakeExporter>(&fake));
     return exporters.back().get();
@@ -297,7 +297,8 @@ struct BroadcastCase {
     for (DevicePool& pool : pools.pools) memory->GiveBack(std::move(pool));
   }
 
-  // The fake's device memory can be read.
+  // Compares the slots with the source. The test can read device memory because the fake has it in
+  // host memory.
   void CheckSlots() const {
     for (const MemorySpan& slot : transfer.broadcast->slots) {
       for (size_t i = 0; i < transfer.source.size(); ++i) {
@@ -387,7 +388,7 @@ TEST_CASE("random broadcasts by NCCL leave the host transport's bytes, and give 
       most.symmetric_all_gathers =
           std::max(most.symmetric_all_gathers, counts.symmetric_all_gathers);
       most.engine_all_gathers = std::max(most.engine_all_gathers, counts.engine_all_gathers);
-      // Every all-gather ran over windows.
+      // All all-gathers but at most one a communicator ran over windows.
       CHECK(counts.all_gathers - counts.symmetric_all_gathers - counts.engine_all_gathers <=
             counts.comms);
       CHECK(setup.losses == 0);
@@ -948,8 +949,8 @@ TEST_CASE("work that has ended is not late, however long nobody looked") {
 }
 
 TEST_CASE("a call of the driver that hangs while planning is a loss, and stops nobody for ever") {
-  // The allocation to which a call's bytes are copied; the opening of a peer's way to the
-  // destination.
+  // cuMemAlloc makes room for a call's bytes on the device; cuIpcOpenMemHandle opens the
+  // destination for a peer.
   const std::string call = GENERATE("cuMemAlloc", "cuIpcOpenMemHandle");
   INFO(call);
   Rng random(kSeed + 25);
@@ -1092,7 +1093,8 @@ TEST_CASE("calls that fail cost their transfer alone, and nothing is left open")
     FillSimply(&world, 0, {0});
     world.model.verification = Verification::kTransfer;
     const std::string name = call;
-    // The context exists since the regions were opened; a second device's does not.
+    // The context was made when the regions were opened, so cuDevicePrimaryCtxRetain is not called
+    // here.
     if (name != "cuDevicePrimaryCtxRetain") setup.fake.FailAt(call, 1, 2);
     const TransferResult result = Run(setup.transport.get(), world.OnDevices());
     if (name != "cuDevicePrimaryCtxRetain") {

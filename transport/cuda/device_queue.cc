@@ -316,7 +316,7 @@ bool DeviceQueue::TakeEnd(Entry* first) {
   std::shared_ptr<Entry> entry;
   {
     MutexLock lock(&mutex_);
-    // Stop may have taken the queue over.
+    // Stop may have given the device up meanwhile, and then keeps the entries.
     if (given_up_) return true;
     entry = std::move(entries_.front());
     entries_.pop_front();

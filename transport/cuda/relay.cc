@@ -60,7 +60,7 @@ absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
 
 }  // namespace
 
-// One broadcast.
+// One broadcast, as a job of the queue that issues it.
 class RelayQueue::Job : public DeviceJob {
  public:
   Job(Relay relay, std::shared_ptr<CudaMemory> memory, std::shared_ptr<RelayStreams> streams,
@@ -86,7 +86,7 @@ class RelayQueue::Job : public DeviceJob {
 
   absl::Status Issue(DeviceStreams* streams) override {
     RelayIssue issue(streams_.get(), memory_.get());
-    // Within one device no communicator is needed.
+    // A broadcast within one device needs no communicator.
     const bool within = std::all_of(relay_.slots.begin(), relay_.slots.end(),
                                     [this](const auto& s) { return s.device == relay_.source; });
     const absl::Status issued = relay_.method == BroadcastMethod::kChain || within

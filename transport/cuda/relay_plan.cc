@@ -45,7 +45,7 @@ absl::StatusOr<std::vector<RelayRun>> Sorted(const std::vector<BoundPiece>& sour
   return runs;
 }
 
-// Joined where they are adjacent in the source and in the slot.
+// Joins runs that are adjacent in the source and in the slot.
 absl::StatusOr<std::vector<RelayRun>> Joined(const std::vector<RelayRun>& runs) {
   std::vector<RelayRun> joined;
   for (const RelayRun& run : runs) {
@@ -116,6 +116,7 @@ Transfer FromSlots(Transfer transfer, const std::function<int(const char*)>& dev
   const Broadcast broadcast = *std::exchange(transfer.broadcast, std::nullopt);
   const size_t pieces = transfer.source.size();
   std::map<int, size_t> slot_on;  // by device
+  // Piece p in slot s becomes source piece pieces * (1 + s) + p, after the source's own pieces.
   transfer.source.reserve(pieces * (1 + broadcast.slots.size()));
   for (size_t s = 0; s < broadcast.slots.size(); ++s) {
     slot_on.emplace(device_of(broadcast.slots[s].data), s);

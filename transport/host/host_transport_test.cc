@@ -25,7 +25,7 @@ int64_t Pick(std::mt19937_64* random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(*random);
 }
 
-// Memory of one member, poisoned.
+// The memory of one member.
 using Bytes = std::vector<char>;
 
 Bytes RandomBytes(std::mt19937_64* random, size_t count) {
@@ -74,7 +74,7 @@ Dims RandomShape(std::mt19937_64* random) {
   return shape;
 }
 
-// visit(global row-major index, element index by strides) for each element of a box.
+// Calls visit(global row-major index, element index by strides) for each element of a box.
 template <typename Visit>
 void ForEachElement(const Box& box, const Dims& shape, const Dims& strides, Visit visit) {
   const Dims global = RowMajorStrides(shape);
@@ -180,7 +180,7 @@ int64_t Offset(const BoundPiece& piece, const Box& box) {
   return elements * ElementBytes(piece.dtype);
 }
 
-// A piece of `destination` that takes its elements from the source piece `source`.
+// Adds a piece of `destination` that takes its elements from the source piece `source`.
 void AddDestination(Case* c, uint32_t source, uint32_t destination, const Box& box,
                     const Dims& strides) {
   const BoundPiece& from = c->transfer.source[source];
@@ -235,7 +235,7 @@ Case RandomCase(std::mt19937_64* random) {
   for (int64_t t = 0; t < tensors; ++t) {
     const int element_bytes = 1 << Pick(random, 0, 3);
     Dims shape = RandomShape(random);
-    // Now and then larger than a chunk.
+    // Now and then the shape is larger than a chunk.
     if (Pick(random, 0, 4) == 0) shape = {Pick(random, 300, 600), Pick(random, 1, 3), 257};
     const Box box = RandomBox(random, shape);
     const Dims strides = RandomStrides(random, box.extent, Pick(random, 0, 4) == 0);
@@ -400,7 +400,7 @@ TEST_CASE("A byte flipped in a staging slot is caught inside the transfer") {
   CHECK(result.expected[0].destination == 0);
 }
 
-// A program that reads one element too far.
+// A case whose program reads one element too far.
 Case WrongSourceOffset(std::mt19937_64* random) {
   Case c = SimpleCase({600, 512}, random, 2);
   CopyMove& move = c.transfer.program.moves[1];
@@ -434,7 +434,7 @@ TEST_CASE("A wrong source offset in a program is caught by readback") {
     }
     REQUIRE(result.status.ok());
     ReadbackJob job = JobOf(c.transfer, result);
-    // The rest of the piece was not written.
+    // Only the moved box is compared, because the rest of the piece was not written.
     job.pieces[1].piece.box = c.transfer.program.moves[1].box;
     CHECK(Run(transport.get(), job).failed_destinations == std::vector<uint32_t>{1});
   }
@@ -568,7 +568,7 @@ TEST_CASE("Memory is kept until the transfer is done, and no longer") {
                     [&](const TransferResult&) { alive.set_value(!watch.expired()); });
   REQUIRE(future.wait_for(kWait) == std::future_status::ready);
   CHECK(future.get());
-  // The next task of the same threads runs after the memory was released.
+  // The transport releases the memory soon after `done` has returned.
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   while (!watch.expired() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
   CHECK(watch.expired());

@@ -119,7 +119,7 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
     for (const BoundPiece& piece : transfer.source) REFITD_RETURN_IF_ERROR(CheckRanks(piece));
   }
   const auto by_source = [](const BoundMove& a, const BoundMove& b) { return a.source < b.source; };
-  // Programs mostly come in this order.
+  // Most programs are in this order already.
   if (!std::is_sorted(bound.moves.begin(), bound.moves.end(), by_source)) {
     std::stable_sort(bound.moves.begin(), bound.moves.end(), by_source);
   }

@@ -127,6 +127,7 @@ class Planner {
         }
       }
     };
+    // held_end first counts a group's pieces, then is the end of the pieces that were filled in.
     for_each([](Group& group, uint32_t, uint32_t) { ++group.held_end; });
     uint32_t total = 0;
     for (Group& group : groups_) {
@@ -191,7 +192,7 @@ class Planner {
     return work_.Over() || static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
   }
 
-  // Gives every element that several sources hold to one of them.
+  // Decides, for every element that several sources hold, which of these sources is read.
   void ShareOut(absl::Span<Held> held, const BoxIndex& wanted) {
     const std::vector<Replicas> classes = Classes(held);
     std::vector<const Box*> boxes;
@@ -243,7 +244,8 @@ class Planner {
     return parts;
   }
 
-  // One piece of every source that holds all of `part`, a part of class `c`; ascending sources.
+  // Returns one piece of every source that holds all of `part`, which is a part of class `c`.
+  // Sources are ascending.
   std::vector<Held> Holders(const Box& part, const std::vector<Replicas>& classes, uint32_t c,
                             const std::vector<uint32_t>& meeting) {
     std::vector<Held> holders(classes[c].holders.begin(), classes[c].holders.end());

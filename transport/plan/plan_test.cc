@@ -231,7 +231,7 @@ TEST_CASE("Replicated sources are shared out evenly") {
     const auto bytes = ReadFrom(program, count);
     const auto [low, high] = std::minmax_element(bytes.begin(), bytes.end());
     INFO(count << " sources, " << *low << " to " << *high);
-    // Within a row of the biggest matrix and the tensor that is not cut.
+    // Loads differ by no more than a row of the biggest matrix and the tensor that is not cut.
     CHECK(*high - *low <= 4096 + 1024);
     CHECK(program.bytes == 2 * whole->Bytes());
   }

@@ -90,7 +90,8 @@ class ReplicaFinder {
       Ids ids;
       ids.reserve(layout->tensors.size());
       for (const TensorSpec& spec : layout->tensors) {
-        // Layouts often name the same tensors in the same order.
+        // Layouts often name the same tensors in the same order, so try the last layout's tensor
+        // first.
         const size_t i = ids.size();
         const bool same =
             before != nullptr && i < before->size() && tensors_[(*before)[i]].name == spec.name;
@@ -154,7 +155,7 @@ class ReplicaFinder {
   ByTensor<Entry> entries_;             // by layout, then piece
   std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
   Replicas replicas_;
-  uint32_t hashed_tensor_ = kNone;  // of tensor_hash_
+  uint32_t hashed_tensor_ = kNone;  // the tensor of tensor_hash_
   uint64_t tensor_hash_ = 0;
   PlanWork work_;
 };

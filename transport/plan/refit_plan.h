@@ -44,7 +44,7 @@ struct Replica {
 // tensor, then by BoxLess.
 struct Replicas {
   std::vector<Replica> boxes;
-  // Sources, ascending, at least two; no two sets equal.
+  // Each set has at least two sources, ascending; no two sets are equal.
   std::vector<std::vector<uint32_t>> holder_sets;
   absl::Span<const uint32_t> HoldersOf(const Replica& replica) const {
     return holder_sets[replica.holder_set];
@@ -56,8 +56,8 @@ inline constexpr int64_t kMaxNodeShares = 900'000;
 
 // The bytes and tensors that a plan moves, and those that it leaves out.
 struct RefitContent {
-  // Tensors of sources of which a destination stores an element, without those that the options
-  // leave out; and their bytes, each tensor counted once.
+  // The number of the sources' tensors of which a destination stores an element, without those that
+  // the options leave out; and the bytes of these tensors.
   int64_t tensors = 0;
   int64_t bytes = 0;
   // Tensors that a source has, that are not pushed, and that the refit writes nowhere: no
@@ -75,9 +75,9 @@ struct RefitPlan {
   RefitContent content;
 };
 
-// Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a
-// destination can't apply its block scales (CheckFloat8Scales); RESOURCE_EXHAUSTED also if a node
-// has more than kMaxNodeShares replicas.
+// Compiles the plan, with the errors of CompileRoutes. It also returns FAILED_PRECONDITION, naming
+// the rank and the tensor, where a destination can't apply its block scales (CheckFloat8Scales),
+// and RESOURCE_EXHAUSTED if a node has more than kMaxNodeShares replicas.
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options);
@@ -95,8 +95,8 @@ struct ReplicaShare {
   uint32_t tensor = 0;  // index into RoutePlan::tensors
   Box box;
 };
-// The shares of the sources for which `on_node` is true: by box in the order of Replicas::boxes,
-// then by holder.
+// Returns the shares of the sources for which `on_node` is true, in the order of Replicas::boxes,
+// and for one box by holder.
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
 // Compares the replicas in `part`. `digests[node]` has the digests of the shares of that node's

@@ -214,8 +214,8 @@ TEST_CASE("Parts of the replicas are disjoint and cover them, and each finds wha
       }
     }
     CHECK(boxes == plan->replicas.boxes.size());
-    // Rank 2 differs in every box that it holds: found in the parts that have one, and no other.
-    // One node gives its whole list, as a node that does not know parts does.
+    // Rank 2 differs in every box that it holds. This is found in the parts that have such a box,
+    // and in no other part. One node gives its whole list, as a node that does not know parts does.
     for (uint32_t part = 0; part < parts; ++part) {
       const ReplicaPart of{part, parts};
       std::vector<std::vector<uint64_t>> digests(all.size());
@@ -302,7 +302,7 @@ TEST_CASE("An engine whose shard cuts a block of sharded scales is refused by ra
   options.skip_instance = {false, true};
   CHECK(CompileRefit(trainers, engines, options).ok());
   options.skip_instance = {};
-  // Cuts are allowed on a boundary, and if every rank has all scales.
+  // Cuts are allowed on a block's boundary, and anywhere if every rank has all scales.
   CHECK(CompileRefit(trainers,
                      {{rows(0, 256, 0, 2), 0, 0, "rank 0"}, {rows(256, 512, 2, 4), 0, 0, "rank 1"}},
                      options)

@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// Slices of one dimension, the last of them smaller or empty: those of torch.chunk.
+// Slices along one dimension, as torch.chunk makes them: the last of them may be smaller or empty.
 std::vector<Box> Slices(const Dims& shape, size_t dim, int64_t ways) {
   std::vector<Box> boxes;
   const int64_t step = (shape[dim] + ways - 1) / ways;
@@ -126,7 +126,7 @@ RouteWorld RandomRouteWorld(Rng* rng, int64_t most) {
     AddSources(rng, t, world.tensors[t].shape, &world.sources);
     AddDestinations(rng, t, world.tensors[t].shape, &world.destinations);
   }
-  // Ranks with the same layout, as data parallel ones.
+  // Sometimes ranks have the same layout, as data-parallel ranks have.
   for (auto* sides : {&world.sources, &world.destinations}) {
     if (Below(rng, 3) != 0) continue;
     const Side& any =

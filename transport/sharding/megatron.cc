@@ -117,7 +117,8 @@ class MegatronRank {
   }
 
   void AddAttention(int64_t layer) {
-    // With fewer KV heads than ranks the rank's one group is a part of a KV group's q heads.
+    // If there are fewer KV heads than ranks, the rank has one group, with only a part of the q
+    // heads of a KV group.
     const int64_t d = config_.head_dim;
     const int64_t groups = std::max<int64_t>(1, config_.kv_heads / parallel_.tp);
     const int64_t first_group = place_.tp * config_.kv_heads / parallel_.tp;

@@ -60,13 +60,13 @@ class VllmRank {
     arena_.AddParameter({&shard.part, 1}, shard.storage_rows);
   }
 
-  // One parameter of whole tensors.
+  // Adds one parameter of whole tensors.
   void AddWhole(std::initializer_list<Role> roles, int64_t layer) {
     std::vector<Part> parts;
     for (const Role role : roles) parts.push_back(Whole(TensorOf(config_, role, layer)));
     arena_.AddQuantizable(config_, parts);
   }
-  // One parameter of this rank's rows of each.
+  // Adds one parameter that stacks this rank's rows of each tensor.
   void AddColumnParallel(std::initializer_list<Role> roles, int64_t layer) {
     std::vector<Part> parts;
     for (const Role role : roles) parts.push_back(Column(role, layer));
