@@ -1086,21 +1086,17 @@ TEST_CASE("calls that fail cost their transfer alone, and nothing is left open")
   for (const char* call :
        {"cuModuleLoadData", "cuModuleGetFunction", "cuStreamCreate", "cuEventCreate", "cuMemAlloc",
         "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuMemsetD8Async", "cuLaunchKernel",
-        "cuMemcpyDtoHAsync", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"}) {
+        "cuMemcpyDtoHAsync", "cuCtxPushCurrent"}) {
     INFO(call);
     Setup setup;
     World world(setup.exporter(), setup.memory.get(), &random);
     FillSimply(&world, 0, {0});
     world.model.verification = Verification::kTransfer;
     const std::string name = call;
-    // The context was made when the regions were opened, so cuDevicePrimaryCtxRetain is not called
-    // here.
-    if (name != "cuDevicePrimaryCtxRetain") setup.fake.FailAt(call, 1, 2);
+    setup.fake.FailAt(call, 1, 2);
     const TransferResult result = Run(setup.transport.get(), world.OnDevices());
-    if (name != "cuDevicePrimaryCtxRetain") {
-      CHECK(result.status.code() == absl::StatusCode::kResourceExhausted);
-      CHECK_THAT(std::string(result.status.message()), Contains(name + ": out of memory"));
-    }
+    CHECK(result.status.code() == absl::StatusCode::kResourceExhausted);
+    CHECK_THAT(std::string(result.status.message()), Contains(name + ": out of memory"));
     const TransferResult again = Run(setup.transport.get(), world.OnDevices());
     INFO(again.status.ToString());
     CHECK(again.status.ok());
