@@ -95,7 +95,7 @@ class TcpPair {
 struct Nodes {
   std::string self;  // this binary
   std::string socket_a;
-  EnginePlace far;  // at the second daemon
+  EnginePlace far;  // the second daemon, where the engines attach
 };
 
 int64_t WireBytes(const Nodes& nodes) {

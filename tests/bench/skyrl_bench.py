@@ -32,14 +32,14 @@ import torch.distributed as dist
 import refitd
 from refitd import testing
 
-SECONDS = 300  # for an answer; only what hangs reaches it
+SECONDS = 300  # the time for an answer; only what hangs reaches it
 TRAINERS, ENGINES = 2, 2
 DTYPE = torch.bfloat16
 PACKED_BYTES = 1 << 30
 OWN = ("one by one", "packed")
 # Each case names the chunks' source ("ready": gathered before; "gather": gathered from the model) and the path that they take.
 CASES = (*(("ready", path) for path in (*OWN, "push")), *(("gather", path) for path in (*OWN, "push", "sharded")))
-MODULUS = 251  # of what the weights count to: bfloat16 holds such integers
+MODULUS = 251  # weights are integers below this number, all of which bfloat16 holds
 
 
 def model_of(layers):
@@ -54,7 +54,9 @@ def model_of(layers):
 
 
 def expected(index, start, count, version, dtype):
-    """What elements [start, start + count) of a tensor are; made in pieces, as the integers take more memory than the weights."""
+    """The values of elements [start, start + count) of a tensor, made in pieces, since the integers take more memory
+    than the weights.
+    """
     made, first = torch.empty(count, dtype=dtype), start + 7 * index + version
     for piece in made.split(1 << 22):
         piece.copy_(torch.arange(first, first + piece.numel()).remainder_(MODULUS))
@@ -91,7 +93,8 @@ class Extractors:
     def __init__(self, rank, layers, port, socket):
         import transformers.utils
 
-        # SkyRL imports flash_attn, which is not called; transformers keeps its answer whether that is there.
+        # SkyRL imports flash_attn and calls nothing of it here, so a stand-in takes its place. Before that transformers
+        # is asked whether the package is there, since it keeps its answer.
         for name in dir(transformers.utils):
             if name.startswith("is_flash_attn") and name.endswith("available"):
                 getattr(transformers.utils, name)()
