@@ -69,7 +69,7 @@ struct Fleet {
       REQUIRE(rank->Await([&](const Rank::Seen& s) { return s.committed == Version(version); }));
     }
   }
-  // All engines know that the coordinator is lost, and with what.
+  // Waits until all engines know that the coordinator is lost, and what that made of their weights.
   void Lost(Weights weights) {
     for (const auto& rank : ranks) {
       REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));

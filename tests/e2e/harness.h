@@ -33,8 +33,8 @@ std::string OwnLoopback(int index);
 // The path of a binary of this build, such as "daemon/refitd" or "tests/e2e/member".
 std::string BinaryPath(const std::string& target);
 
-// A process with pipes. Killed when the object is destroyed, and when the thread that made it ends
-// (the kernel counts threads).
+// A process with pipes. It is killed when the object is destroyed, and also when the thread that
+// made it ends, since the kernel counts threads.
 class Process {
  public:
   explicit Process(const std::vector<std::string>& argv);
@@ -61,7 +61,7 @@ class Process {
   std::optional<int> exit_;
   UniqueFd stdin_;
   UniqueFd stdout_;
-  UniqueFd stderr_;  // a file
+  UniqueFd stderr_;  // a file, which the process writes to
   std::string buffered_;
 };
 
@@ -91,7 +91,7 @@ class Daemon {
   // HOST:PORT of its first TCP listener, by which members name it as coordinator; empty: it has
   // none.
   const std::string& address() const { return address_; }
-  // The same of its first listener for links alone.
+  // HOST:PORT of its first listener for links alone; empty: it has none.
   const std::string& links() const { return links_; }
   // Each call makes a new connection.
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket_); }

@@ -16,7 +16,8 @@ namespace refitd::e2e {
 
 using Model = std::vector<TensorSpec>;
 
-// Every dtype, one to four dimensions, a scalar, a tensor without elements; about 40 KiB.
+// A model with every dtype, one to four dimensions, a scalar, and a tensor without elements; about
+// 40 KiB.
 Model MixedModel();
 // `tensors` bfloat16 matrices of `rows` by `columns`.
 Model PlainModel(int tensors, int64_t rows, int64_t columns);
@@ -54,7 +55,8 @@ std::string Difference(const std::string& expected, const char* memory, const La
 
 // ---- buckets ----
 
-// Names, dtypes and shapes of the tensors `indices` (all of them if empty); no source yet.
+// A bucket with names, dtypes and shapes of the tensors `indices` (all of them if empty), without a
+// source.
 v1::Bucket Describe(const Model& model, int64_t seq, std::vector<int> indices = {});
 // The same with the bytes inline.
 v1::Bucket InlineBucket(const Model& model, const std::vector<std::string>& bytes, int64_t seq,

@@ -252,8 +252,8 @@ TEST_CASE("several trainer ranks feed several instances of several ranks with st
   constexpr int kTrainers = 3;
   const v1::GroupSpec spec = Spec(kTrainers, 4);
   Daemon daemon;
-  // One instance whole, one of two ranks cut along dimension 0, one of three ranks cut along
-  // dimension 1, and one staged.
+  // There is one instance of one rank that holds all, one of two ranks cut along dimension 0, one
+  // of three ranks cut along dimension 1, and a staged one.
   std::vector<std::unique_ptr<Holder>> holders;
   const auto add = [&](const std::string& instance, int rank, int world, const Held& held) {
     holders.push_back(std::make_unique<Holder>(
