@@ -404,7 +404,7 @@ TEST_CASE("a communicator that is aborted in mid-broadcast gives all back, and t
   __atomic_store_n(reinterpret_cast<uint32_t*>(flag), 1, __ATOMIC_RELEASE);
   communicator = nullptr;
   regions.clear();
-  communicator = rig->Make();  // after the end of the other
+  communicator = rig->Make();  // the other communicator has ended by now
   std::printf("aborted in mid-broadcast, given back and made anew in %.0f ms\n",
               Milliseconds(begun));
   rig->Synchronize();

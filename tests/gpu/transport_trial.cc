@@ -48,7 +48,7 @@ struct Command {
   int device = 0;
   uint64_t block = 0;
   uint64_t bytes = 0;
-  bool fill = false;  // from the shared memory
+  bool fill = false;  // the block's bytes come from the shared memory
 };
 
 // Runs the child, which allocates with cuMemAlloc, as cudaMalloc does, until its parent ends.
@@ -127,7 +127,7 @@ class Child : public Exporter {
   std::string Allocate(int device, int64_t bytes) {
     return Ask({.device = device, .bytes = static_cast<uint64_t>(bytes)});
   }
-  // Blocks are counted from here.
+  // The blocks of a world are counted from here on.
   void StartWorld() { first_ = blocks_; }
 
  private:
@@ -146,7 +146,7 @@ class Child : public Exporter {
   uint64_t first_ = 0;
 };
 
-Child* child = nullptr;  // of main
+Child* child = nullptr;  // the Child that main made
 std::shared_ptr<CudaMemory> memory;
 
 std::unique_ptr<Transport> MakeTransport(const CudaTransportOptions& options = {}) {
