@@ -18,7 +18,7 @@ GPU_COMPONENT = "nvidia.com/gpu"
 USER = 10001  # deploy/container/Containerfile
 # The init container of the socket's folder needs these capabilities; no other container has them.
 DIRECTORY_CAPABILITIES = {"CHOWN", "FOWNER"}
-CLOSING_SECONDS = 5  # what follows the last update: 1 s for copies to end, 2 s for streams, 2 s for the metrics server
+CLOSING_SECONDS = 5  # what follows the last update: 1 s for copies to end, 2 s for streams, and 2 s to spare
 OWN_BYTES = 1 << 30  # memory that a daemon may need besides its pools
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 ACTIONS = ("exec", "grpc", "httpGet", "tcpSocket")

@@ -16,7 +16,7 @@ DROP_INS = ("gpu.conf", "cluster.conf")
 CONFIG = "deploy/refitd.textproto"
 SECONDS = 60
 MAX_EXPOSURE = 2.0
-CLOSING_SECONDS = 5  # what follows the last update: 1 s for copies to end, 2 s for streams, 2 s for the metrics server
+CLOSING_SECONDS = 5  # what follows the last update: 1 s for copies to end, 2 s for streams, and 2 s to spare
 DESCRIPTORS_OF_A_MEMBER = 4  # connection, pidfd, the watch's own pidfd, a region while it is being mapped
 OTHER_DESCRIPTORS = 1024 + 64 * 2 + 64  # descriptor socket's connections, pools, the process's own
 
