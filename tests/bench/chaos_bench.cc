@@ -70,7 +70,7 @@ class Chaos {
 
   const Counts& counts() const { return counts_; }
 
-  // One update, with a kill or without.
+  // Makes one update, with a kill or without.
   void Update(bool kill) {
     ++counts_.updates;
     ++version_;

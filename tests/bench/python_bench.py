@@ -150,7 +150,7 @@ def asked(pair, command):
 
 
 def refit(options, socket):
-    """Through Python against through C++, large and small."""
+    """Compares refits through Python with refits through C++, of a large model and of a small one."""
     for model, rounds in ((REFIT_MODEL, options.rounds), (SMALL_MODEL, 20 * options.rounds)):
         pair = Pair(options.peer, socket, model)
         pair.cpp.ask("register")

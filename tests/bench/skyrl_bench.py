@@ -128,7 +128,7 @@ class Extractors:
                 row = parameter.numel() // parameter.shape[0]
                 start = -(-parameter.shape[0] // TRAINERS) * self.rank * row
                 local.copy_(expected(index, start, local.numel(), version, torch.float32).view(local.shape))
-        # Only rank 0 sends; the others have gathered.
+        # Only rank 0 sends; the other ranks have done their part by gathering.
         self.ready = [chunk for chunk in self.extractor.extract_weights(DTYPE) if self.rank == 0]
 
     def send(self, source, path):

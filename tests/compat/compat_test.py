@@ -38,7 +38,7 @@ SPEC = types_pb2.GroupSpec(trainer_ranks=1, min_instances=1, slot_bytes=65536, s
 
 
 class Stream:
-    """One side of a bidirectional stream: what was read, by kind, each read with a deadline."""
+    """One side of a bidirectional stream. It keeps the messages that were read; each is waited for with a deadline."""
 
     def __init__(self, test, incoming):
         self.test = test

@@ -889,7 +889,7 @@ TEST_CASE("a Refit that is malformed, or of no layout or another, is refused and
   Layout none;
   none.binding_generation = 9;
   REQUIRE_OK(s.trainer.Register(none));
-  // One rank may have no piece, but not all of them.
+  // One rank may have no piece, but not all ranks.
   CheckRefused(s.trainer.Refit(5, 9).status, StatusCode::FAILED_PRECONDITION,
                {"no trainer rank has a piece"});
   REQUIRE_OK(s.trainer.Begin(5));

@@ -92,7 +92,7 @@ class Cluster {
   void EndFault(const Case& fault);
   // Waits until the daemons and members that must go on know of the loss.
   void AwaitNoticed(const Case& fault);
-  // Without a fault the update must commit.
+  // Runs an update, which must commit if `fault` is null.
   Outcome Update(int64_t version, const Case* fault);
   void Hold(int64_t version, const Case& fault, bool commit_is_out);
   std::string Answer(const char* what);

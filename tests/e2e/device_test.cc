@@ -156,7 +156,7 @@ class LocalDaemon {
   std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
   FakeCuda& fake() { return machine_->fake; }
-  // Only for a daemon with peers.
+  // A daemon without peers has no such object.
   FakeNccl& nccl() { return *machine_->nccl; }
   refitd::Daemon& daemon() { return *daemon_; }
   const std::string& uuid(size_t device) const { return uuids_[device]; }
@@ -881,7 +881,7 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
   }));
 }
 
-// The same through the C interface: an engine in VMM memory, a trainer in a block.
+// Compiled refits through the C interface, with an engine in VMM memory and a trainer in a block.
 TEST_CASE("compiled refits between GPUs through the C interface") {
   LocalDaemon daemon;
   const Model model = MixedModel();
@@ -2414,7 +2414,7 @@ TEST_CASE(
     INFO(status);
     REQUIRE(status.ok());
     CHECK(stays->Difference(model, 1) == "");
-    // One pool on the trainer's GPU and one on that of the remaining engine.
+    // There is one pool on the trainer's GPU and one on that of the remaining engine.
     CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 2; }));
     const std::unique_ptr<StagedEngine> follows = daemons.Staged(1, 65'536);
     CHECK(PushBySlots(trainer.get(), model, 2).ok());

@@ -20,7 +20,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kFailover{500};
-// Longer than every wait of a test.
+// This limit is longer than every wait of a test.
 constexpr milliseconds kNoFailover{600'000};
 
 std::vector<std::string> FlagsOf(const std::string& id, int loopback, milliseconds failover) {

@@ -207,7 +207,7 @@ TEST_CASE("a newcomer's death in a fill costs the newcomer only") {
   CHECK(Eventually([&] { return !f.Has("late"); }));
   f.CheckTwoUndisturbed(1);
   REQUIRE_ANSWER(*f.one, "check 1", "ok");
-  // Another newcomer is filled, by both.
+  // Both instances give to another newcomer.
   f.newcomer = f.Start(f.d, "later", false);
   REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
   CHECK(f.AwaitFilled() == 0);
@@ -282,7 +282,7 @@ TEST_CASE("a newcomer that dies while bytes cross to it costs the newcomer only"
   if (daemon) f.d.Restart();
   f.CheckTwoUndisturbed(1);
   REQUIRE_ANSWER(*f.one, "check 1", "ok");
-  // Another newcomer is filled, by both.
+  // Both instances give to another newcomer.
   f.newcomer = f.Start(f.d, "later", false);
   REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
   f.AwaitFilled();

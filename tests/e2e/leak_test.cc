@@ -1,4 +1,4 @@
-// Nothing is left behind: members that come and die, and thousands of updates.
+// Nothing is left behind by members that come and die, nor by thousands of updates.
 #include <catch2/catch.hpp>
 
 #include "tests/e2e/harness.h"

@@ -487,7 +487,7 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
     Daemon c(Flags("c"));
     CheckRefused(attach(b, In(Registered("x", spec), c)), StatusCode::FAILED_PRECONDITION,
                  {a.address(), c.address()});
-    // Neither is a coordinator that itself follows another.
+    // A daemon that itself follows another is no coordinator either.
     CheckRefused(attach(c, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
                  {a.address()});
   }

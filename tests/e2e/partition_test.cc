@@ -23,7 +23,7 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// Longer than a live process is silent on a busy machine.
+// A live process on a busy machine is not silent for so long.
 constexpr milliseconds kSilence{3'000};
 constexpr milliseconds kWire{6'000};
 // The time that calls get beyond the limits: a second for the layers above, and the rest for a busy
@@ -353,7 +353,8 @@ TEST_CASE("a slow link only slows an update") {
   const auto begun = Clock::now();
   f.Installed(2);
   const auto took = Clock::now() - begun;
-  // Longer than the limits of silence and of one collective, which do not run while bytes move.
+  // That is longer than the limits of silence and of one collective, which do not run while bytes
+  // move.
   CHECK(took > std::max(kSilence, kWire));
   for (Rank* rank : f.ranks()) CHECK(rank->seen().losses == 0);
 }

@@ -36,7 +36,7 @@
 
 namespace refitd::e2e {
 
-// Far longer than any step takes; only a failing test reaches it.
+// This is far longer than any step takes; only a failing test reaches it.
 inline constexpr std::chrono::seconds kDeadline{30};
 
 template <typename Response>

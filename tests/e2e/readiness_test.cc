@@ -211,7 +211,7 @@ TEST_CASE("the loss of the coordinator leaves engines in service that hold what 
     RawEngine again(b.Connect(), hello);
     CHECK(HealthAt(b, "far") == "SERVING");
   }
-  // Another process without these weights takes its place.
+  // Another process without these weights takes the rank's place.
   hello.clear_held_version();
   RawEngine fresh(b.Connect(), hello);
   CHECK(Becomes(b, "far", "NOT_SERVING"));

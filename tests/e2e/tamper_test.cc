@@ -277,7 +277,7 @@ class Network {
   }
 };
 
-// Without fills, so that an instance that an update left dirty is seen to be dirty.
+// The daemons make no fills, so that an instance that an update left dirty is seen to be dirty.
 std::vector<std::string> FlagsOf(const TlsFiles& files, const std::string& id,
                                  std::vector<std::string> more) {
   more.insert(more.end(), {"--daemon-id=" + id, std::string("--peers-identity=") + kDaemons,

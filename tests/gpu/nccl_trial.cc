@@ -252,7 +252,8 @@ class Rig {
 std::shared_ptr<CudaMemory> the_memory;
 NcclReport the_nccl;
 
-// Made by the first test case and never destroyed, because hanging work may use it to the end.
+// The first test case makes the rig, and nothing destroys it, because hanging work may use it to
+// the end.
 struct TheRig {
   Rig* operator->() const {
     static Rig* const made = new Rig(the_memory, the_nccl);

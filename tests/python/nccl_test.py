@@ -1,4 +1,4 @@
-"""refitd with a driver and an NCCL that are not the machine's: which it loads, and what it takes from its environment."""
+"""These tests give refitd a driver and an NCCL of their own: which it loads, and what it takes from its environment."""
 
 import os
 import tempfile

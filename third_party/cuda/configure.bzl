@@ -129,7 +129,7 @@ def _local_cuda_impl(repository_ctx):
             return
 
     if home:
-        # Asked for by name: worth a word, but no reason to stop.
+        # Somebody asked for this toolkit by name, which is worth a word, but no reason to stop.
         # buildifier: disable=print
         print("CUDA_HOME is %s, which has no include/cuda.h: building without CUDA" % home)
     repository_ctx.file("BUILD.bazel", _without("no cuda.h in " + ", ".join(places)))
