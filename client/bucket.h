@@ -22,7 +22,7 @@ absl::StatusOr<Bucket> BucketOf(const refit_bucket* given);
 // Fills `wire`, except seq and a slot's number and grant, which the caller knows. Errors:
 // INVALID_ARGUMENT naming field and value; RESOURCE_EXHAUSTED: inline bytes over
 // `max_inline_bytes`. The daemon checks whether sizes agree with memory and with the engines.
-absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* wire);
+absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* message);
 
 // Returns the sum of the bytes of all inline chunks; 0 for other sources.
 int64_t InlineBytes(const Bucket& bucket);

@@ -213,17 +213,17 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
   return check(options.spec->unwanted_tensors, "unwanted_tensors");
 }
 
-v1::GroupSpec SpecToWire(const GroupSpec& spec) {
-  v1::GroupSpec wire;
-  wire.set_trainer_ranks(spec.trainer_ranks);
-  wire.set_min_instances(spec.min_instances);
-  wire.set_slot_bytes(spec.slot_bytes);
-  wire.set_slots(spec.slots);
-  for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
-  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
-  wire.set_max_lag(spec.max_lag);
-  wire.set_encrypted_data(spec.encrypted_data);
-  return wire;
+v1::GroupSpec SpecToProto(const GroupSpec& spec) {
+  v1::GroupSpec message;
+  message.set_trainer_ranks(spec.trainer_ranks);
+  message.set_min_instances(spec.min_instances);
+  message.set_slot_bytes(spec.slot_bytes);
+  message.set_slots(spec.slots);
+  for (const std::string& name : spec.engine_only_tensors) message.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) message.add_unwanted_tensors(name);
+  message.set_max_lag(spec.max_lag);
+  message.set_encrypted_data(spec.encrypted_data);
+  return message;
 }
 
 Connection::Connection(const ConnectOptions& options, const Target& target,
@@ -324,10 +324,10 @@ absl::StatusOr<RegionId> Connection::RegisterBlock(const RegionSource& source,
 absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
                                         const RegionOwner& owner, const std::stop_token& stop) {
   REFITD_RETURN_IF_ERROR(CheckShares());
-  if (WireRegion(id).ok()) return absl::OkStatus();
-  RegionId wire;
+  if (DaemonRegion(id).ok()) return absl::OkStatus();
+  RegionId daemon_id;
   if (!source.handle.empty()) {
-    REFITD_ASSIGN_OR_RETURN(wire, RegisterBlock(source, owner));
+    REFITD_ASSIGN_OR_RETURN(daemon_id, RegisterBlock(source, owner));
   } else {
     DescriptorRequest request;
     request.kind = DescriptorRequestKind::kRegisterRegion;
@@ -339,19 +339,19 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     REFITD_ASSIGN_OR_RETURN(
         const DescriptorAnswer answer,
         descriptors_->Ask(request, source.fd.get(), After(call_margin_ + extra), stop));
-    wire = RegionId(answer.reply.region_id);
+    daemon_id = RegionId(answer.reply.region_id);
   }
   MutexLock lock(&mutex_);
-  regions_[id.value()] = wire;
+  regions_[id.value()] = daemon_id;
   return absl::OkStatus();
 }
 
 // Device regions are not released over the descriptor socket, because it takes one request at a
 // time, and the daemon may take long to close the memory.
-void Connection::ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner) {
+void Connection::ReleaseDeviceRegion(RegionId daemon_id, const RegionOwner& owner) {
   v1::ReleaseRegionRequest request;
   *request.mutable_lease() = lease();
-  request.set_region_id(wire.value());
+  request.set_region_id(daemon_id.value());
   (void)WithStub(owner, channel_, [&](auto* stub) {
     using Stub = std::remove_pointer_t<decltype(stub)>;
     return CallAndWait<Stub, v1::ReleaseRegionRequest, v1::ReleaseRegionResponse>(
@@ -361,8 +361,8 @@ void Connection::ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner) {
 
 void Connection::ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner) {
   if (!CheckAttached().ok()) return;
-  const auto wire = WireRegion(id);
-  if (!wire.ok()) return;
+  const auto daemon_id = DaemonRegion(id);
+  if (!daemon_id.ok()) return;
   {
     MutexLock lock(&mutex_);
     regions_.erase(id.value());
@@ -370,32 +370,32 @@ void Connection::ReleaseRegion(RegionId id, const RegionSource& source, const Re
   // The daemon refuses while a layout names the region, and then keeps the region until the lease
   // ends, which is right. The owner may free device memory after this call, because the daemon
   // closes that memory before it answers.
-  if (source.on_device()) return ReleaseDeviceRegion(*wire, owner);
+  if (source.on_device()) return ReleaseDeviceRegion(*daemon_id, owner);
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kReleaseRegion;
-  request.region_id = wire->value();
+  request.region_id = daemon_id->value();
   (void)descriptors_->Ask(request, -1, After(kCleanupLimit));
 }
 
-absl::StatusOr<RegionId> Connection::WireRegion(RegionId id) {
+absl::StatusOr<RegionId> Connection::DaemonRegion(RegionId id) {
   MutexLock lock(&mutex_);
   const auto known = regions_.find(id.value());
   if (known != regions_.end()) return known->second;
   return Error(absl::StatusCode::kNotFound, "region {} is none of this member's", id);
 }
 
-absl::Status Connection::ToWire(v1::Bucket* bucket) {
+absl::Status Connection::ToProto(v1::Bucket* bucket) {
   if (!bucket->has_regions()) return absl::OkStatus();
   for (v1::RegionRef& ref : *bucket->mutable_regions()->mutable_refs()) {
-    REFITD_ASSIGN_OR_RETURN(const RegionId wire, WireRegion(RegionId(ref.region_id())));
-    ref.set_region_id(wire.value());
+    REFITD_ASSIGN_OR_RETURN(const RegionId daemon_id, DaemonRegion(RegionId(ref.region_id())));
+    ref.set_region_id(daemon_id.value());
   }
   return absl::OkStatus();
 }
 
-absl::Status Connection::ToWire(Layout* layout) {
+absl::Status Connection::ToProto(Layout* layout) {
   for (Piece& piece : layout->pieces) {
-    REFITD_ASSIGN_OR_RETURN(piece.region, WireRegion(piece.region));
+    REFITD_ASSIGN_OR_RETURN(piece.region, DaemonRegion(piece.region));
   }
   return absl::OkStatus();
 }
@@ -525,7 +525,7 @@ absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::
       MutexLock lock(&mutex_);
       for (const auto& [id, region] : regions_) {
         all.push_back(region.lock());
-        if (all.back() == nullptr || connection->WireRegion(RegionId(id)).ok()) continue;
+        if (all.back() == nullptr || connection->DaemonRegion(RegionId(id)).ok()) continue;
         unknown.push_back(all.back().get());
       }
       if (unknown.empty()) {

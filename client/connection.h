@@ -34,7 +34,7 @@
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 #include "transport/host/memory.h"
 
 namespace refitd::client {
@@ -52,7 +52,7 @@ absl::Status CheckRank(int rank, int world_size);
 // Checks for printable ASCII of 1 to 128 characters, the most that a daemon takes.
 absl::Status CheckIdentifier(std::string_view value, std::string_view field);
 
-v1::GroupSpec SpecToWire(const GroupSpec& spec);
+v1::GroupSpec SpecToProto(const GroupSpec& spec);
 
 // The member that owns regions.
 struct RegionOwner {
@@ -103,9 +103,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // be called on a gRPC thread, because this waits for one.
   void ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner);
   // The daemon's id of the region. NOT_FOUND: the daemon does not know the region.
-  absl::StatusOr<RegionId> WireRegion(RegionId id);
-  absl::Status ToWire(v1::Bucket* bucket);
-  absl::Status ToWire(Layout* layout);
+  absl::StatusOr<RegionId> DaemonRegion(RegionId id);
+  absl::Status ToProto(v1::Bucket* bucket);
+  absl::Status ToProto(Layout* layout);
 
   // The staging pool of this member's device, mapped at the first call. On a device `access` has no
   // meaning.
@@ -122,7 +122,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   absl::Status CheckAttached();
   absl::Status CheckShares();  // attached, and not over TCP
   absl::StatusOr<RegionId> RegisterBlock(const RegionSource& source, const RegionOwner& owner);
-  void ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner);
+  void ReleaseDeviceRegion(RegionId daemon_id, const RegionOwner& owner);
 
   // Constant after Adopt.
   const std::string socket_;  // or "HOST:PORT"

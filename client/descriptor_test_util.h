@@ -16,7 +16,7 @@
 
 #include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 
 namespace refitd::client {
 

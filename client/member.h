@@ -33,7 +33,7 @@ void SayHello(const ConnectOptions& connect, int rank, int world_size, TimePoint
               Hello* hello) {
   SayProtocol(hello);
   hello->set_group(connect.group);
-  if (connect.spec) *hello->mutable_spec() = SpecToWire(*connect.spec);
+  if (connect.spec) *hello->mutable_spec() = SpecToProto(*connect.spec);
   hello->set_coordinator(connect.coordinator);
   hello->set_rank(rank);
   hello->set_world_size(world_size);

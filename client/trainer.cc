@@ -243,7 +243,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
 absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request) const {
   const int64_t inline_limit = core_->connection->welcome().limits().inline_bytes();
   REFITD_RETURN_IF_ERROR(EncodeBucket(bucket, inline_limit, request->mutable_bucket()));
-  REFITD_RETURN_IF_ERROR(core_->connection->ToWire(request->mutable_bucket()));
+  REFITD_RETURN_IF_ERROR(core_->connection->ToProto(request->mutable_bucket()));
   *request->mutable_lease() = core_->connection->lease();
   request->set_version(version_.value());
   request->set_update_id(update_id_);
@@ -510,7 +510,7 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   }
   for (const v1::BroadcastTotals& totals : response.pushed()) {
     // A daemon of the next version may know more methods.
-    const auto method = refitd::BroadcastFromWire(totals.method());
+    const auto method = refitd::BroadcastFromProto(totals.method());
     if (!method.ok()) continue;
     result.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
@@ -549,7 +549,7 @@ v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
   // The duration is the caller's, even if waiting for a lease took some of it, because the
   // parameters of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
-  if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
+  if (options.verification) request.set_verification(refitd::ToProto(*options.verification));
   request.set_evict_late(options.evict_late);
   request.set_binding_generation(core.binding_generation);
   return request;
@@ -686,11 +686,11 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   // The duration is the caller's, even if waiting for a lease took some of it, because the
   // parameters of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
-  if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
+  if (options.verification) request.set_verification(refitd::ToProto(*options.verification));
   request.set_evict_late(options.evict_late);
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
-  request.set_broadcast(refitd::ToWire(options.broadcast));
+  request.set_broadcast(refitd::ToProto(options.broadcast));
   request.set_without_layout(options.without_layout);
   request.set_note(options.note);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};

@@ -87,7 +87,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.group.ready_limit = config.limits.ready;
   options.group.ack_limit = config.limits.ack;
   options.group.idle_limit = config.limits.idle;
-  options.group.lease_limit = config.limits.lease;
+  options.group.grant_limit = config.limits.lease;
   options.group.outstanding_buckets = config.limits.outstanding_buckets;
   options.group.compare_every = config.limits.compare_every;
   options.group.default_verification = config.default_verification;

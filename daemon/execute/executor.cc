@@ -156,12 +156,12 @@ void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_d
     BoundPiece piece = source.pieces[p];
     piece.data = slot_data + SlotOffset(*start.content, source, p);
     slot_moves.push_back({0, p, slot_index, p, piece.box, 0, 0});
-    transfer->program.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
+    transfer->plan.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
     slot_pieces.push_back(std::move(piece));
   }
   // Keeps all moves of one source piece together: the transport then reads each chunk once for all
   // its destinations.
-  std::vector<CopyMove>& moves = transfer->program.moves;
+  std::vector<CopyMove>& moves = transfer->plan.moves;
   moves.insert(moves.end(), slot_moves.begin(), slot_moves.end());
   std::stable_sort(moves.begin(), moves.end(), [](const CopyMove& a, const CopyMove& b) {
     return a.source_piece < b.source_piece;
@@ -177,7 +177,7 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
   originals->resize(layouts.size());
   std::vector<std::unordered_map<uint32_t, uint32_t>> bound(layouts.size());
   std::vector<std::unordered_map<uint64_t, MemorySpan>> spans(layouts.size());
-  for (CopyMove& move : transfer->program.moves) {
+  for (CopyMove& move : transfer->plan.moves) {
     const uint32_t d = move.destination;
     const Layout& layout = *layouts[d];
     const Piece& piece = layout.pieces[move.destination_piece];
@@ -214,7 +214,7 @@ BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
     const std::optional<int> device = memory.DeviceOf(member);
     if (device.has_value() && device != source) load.direct_bytes[*device] += bytes;
   };
-  for (const CopyMove& move : transfer.program.moves) {
+  for (const CopyMove& move : transfer.plan.moves) {
     const DType dtype = transfer.destinations[move.destination][move.destination_piece].dtype;
     add(start.destinations[move.destination], ElementCount(move.box) * ElementBytes(dtype));
   }
@@ -281,7 +281,7 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryRe
     options.skip_destination = start.skip_destination;
     options.require_cover = false;
     const PlanSource planned{source.tensors, source.planned};
-    REFITD_ASSIGN_OR_RETURN(transfer.program,
+    REFITD_ASSIGN_OR_RETURN(transfer.plan,
                             Compile(absl::MakeConstSpan(&planned, 1), *start.index, options));
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }

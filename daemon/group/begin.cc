@@ -57,7 +57,7 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
     }
     return CheckGreater(e.version);
   }
-  if (u.state == UpdateState::kDraining) {
+  if (u.state == UpdateState::kEnding) {
     if (u.version != e.version) {
       return Precondition("an update to version {} is being given up", u.version);
     }
@@ -408,7 +408,7 @@ void Group::Impl::FailUnready() {
   for (uint32_t i = 0; i < update->participants.size(); ++i) {
     Participant& participant = update->participants[i];
     if (participant.evicted || participant.ready) continue;
-    if (update->state == UpdateState::kDraining) return;
+    if (update->state == UpdateState::kEnding) return;
     const auto late =
         std::find_if(participant.members.begin(), participant.members.end(),
                      [this](MemberId id) { return Find(id)->state == MemberState::kPreparing; });

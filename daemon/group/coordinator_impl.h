@@ -82,7 +82,7 @@ struct ProgramJob {
   StreamEnds built_ends;  // by the structure of their streams
   bool agreed = false;
   bool compare = false;  // StartCompare came
-  ReplicaPart compare_part;
+  ReplicaFraction compare_part;
   bool compare_sent = false;
   std::set<NodeId> comparing;
   absl::Status compared;

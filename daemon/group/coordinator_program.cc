@@ -277,7 +277,7 @@ void Coordinator::Impl::CompleteRunIfDone() {
 // Reads the plan's matrix only once for each program, since it has a number for each pair of nodes.
 void Coordinator::Impl::NoteRun(const ProgramJob& job) {
   const std::vector<NodeId>& ids = job.use.nodes;
-  const LinkBytes& links = job.use.plan->routes.links;
+  const RouteBytes& links = job.use.plan->routes.links;
   // The plan counts no node behind the last one with a part in it.
   const size_t count = job.use.plan->routes.nodes;
   REFITD_CHECK(count <= ids.size() && links.matrix.size() == count * count);

@@ -1371,12 +1371,12 @@ struct RunningRefit : Fixture {
   }
   // Answers the request to compile a program since the last Forget.
   void Compile() {
-    const CompileProgram compile = Local<CompileProgram>().at(0);
+    const PlanRefit compile = Local<PlanRefit>().at(0);
     auto plan = std::make_shared<RefitPlan>();
     plan->routes.tensors = {Bytes("t", 100)};
     plan->content = ContentOf(compile.sources, compile.destinations, compile.options);
     plan->routes.wire_bytes = 300;
-    Do(GroupEvent(ProgramCompiled{compile.program, absl::OkStatus(), plan}));
+    Do(GroupEvent(RefitPlanned{compile.program, absl::OkStatus(), plan}));
   }
   void ToAll(const PeerReport& report) {
     for (const NodeId node : daemons) Do(ReportReceived{node, report});
@@ -1534,7 +1534,7 @@ void BeginRefit(RunningRefit* f, int64_t version) {
   refit.version = Version(version);
   f->Forget();
   f->Do(GroupEvent(refit));
-  if (!f->Local<CompileProgram>().empty()) f->Compile();
+  if (!f->Local<PlanRefit>().empty()) f->Compile();
   f->id = f->Sent<PeerPrepare>().at(0).update;
 }
 
@@ -1573,7 +1573,7 @@ TEST_CASE("a daemon that held a refit back is left out of the next, and its inst
   EndRefit(&f, others, false);
   CHECK_FALSE(WhySlow(f).empty());
   f.Wait(std::chrono::seconds(5));
-  CHECK(f.Local<CompileProgram>().size() == 1);
+  CHECK(f.Local<PlanRefit>().size() == 1);
   f.Do(NodeLost{kThird, "it died"});
   CHECK(WhySlow(f) == "no daemon c");
 }

@@ -50,7 +50,7 @@ absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& membe
                                                              UpdateId wanted_update) {
   if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
   if (update == nullptr || FillRuns() || update->version != wanted) return NotOpen(wanted);
-  if (update->state == UpdateState::kDraining) {
+  if (update->state == UpdateState::kEnding) {
     return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
                  update->give_up.reason);
   }
@@ -91,8 +91,8 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   }
   const int limit = ledger.LeasableBy(spec.trainer_ranks);
   const int held = LeasesOf(e.member);
-  const auto waiting = std::count_if(lease_waiters.begin(), lease_waiters.end(),
-                                     [&e](const LeaseWaiter& w) { return w.member == e.member; });
+  const auto waiting = std::count_if(slot_waiters.begin(), slot_waiters.end(),
+                                     [&e](const SlotWaiter& w) { return w.member == e.member; });
   // Early buckets hold slots while they wait for an earlier bucket of the same rank. They count
   // here, since the rank would otherwise wait for slots that it holds itself.
   const auto early =
@@ -109,11 +109,11 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   }
   const TimePoint deadline =
       e.wait == Duration(0) ? update->deadline : std::min(now + e.wait, update->deadline);
-  lease_waiters.push_back({e.call, e.member, deadline});
+  slot_waiters.push_back({e.call, e.member, deadline});
 }
 
-bool Group::Impl::TryLease(const LeaseWaiter& waiter) {
-  const TimePoint expires = std::min(now + limits.lease_limit, update->deadline);
+bool Group::Impl::TryGrant(const SlotWaiter& waiter) {
+  const TimePoint expires = std::min(now + limits.grant_limit, update->deadline);
   const absl::StatusOr<SlotGrant> grant =
       ledger.Lease(waiter.member, ledger.LeasableBy(spec.trainer_ranks), expires);
   if (!grant.ok() && grant.status().code() == absl::StatusCode::kUnavailable) return false;
@@ -130,8 +130,8 @@ bool Group::Impl::TryLease(const LeaseWaiter& waiter) {
 // Leases are served after the parts that wait for a slot, since those parts are delivered first.
 void Group::Impl::ServeLeases() {
   if (update == nullptr || update->state != UpdateState::kData) return;
-  for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
-    it = TryLease(*it) ? lease_waiters.erase(it) : it + 1;
+  for (auto it = slot_waiters.begin(); it != slot_waiters.end();) {
+    it = TryGrant(*it) ? slot_waiters.erase(it) : it + 1;
   }
 }
 
@@ -480,7 +480,7 @@ void Group::Impl::On(const TransferDone& e) {
   --update->in_flight;
   TouchDestinations(part.touched, -1);
   Touch(part.bucket->trainer, -1);
-  if (update->state == UpdateState::kDraining) {
+  if (update->state == UpdateState::kEnding) {
     if (part.slot.has_value()) (void)ledger.Release(*part.slot);
     return;
   }

@@ -152,13 +152,13 @@ void Group::Impl::AssembleFill() {
 // ---- giving way ----
 
 void Group::Impl::GiveWay(std::string reason) {
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   update->fill->gave_way = true;
   Abandon({std::move(reason), GiveUpClass::kOther});
 }
 
 void Group::Impl::GiveUpFillIfGiversChanged() {
-  if (!FillRuns() || update->state == UpdateState::kDraining) return;
+  if (!FillRuns() || update->state == UpdateState::kEnding) return;
   for (const std::string& giver : update->fill->givers) {
     const auto it = instances.find(giver);
     if (it != instances.end() && Gives(it->second)) continue;
@@ -340,7 +340,7 @@ void Group::Impl::CheckFill() const {
   for (const MemberId source : u.fill->sources) {
     REFITD_CHECK(!u.participant_of.contains(source));
   }
-  if (u.state == UpdateState::kDraining) return;
+  if (u.state == UpdateState::kEnding) return;
   REFITD_CHECK(limits.fills && deferred.empty() && version == u.version);
   for (const std::string& giver : u.fill->givers) {
     REFITD_CHECK(instances.contains(giver) && Gives(instances.at(giver)));

@@ -44,7 +44,7 @@ struct Follower::Impl {
   template <typename Call>
   requires kIsOneOf<Call, TrainerCall>
   void On(const Call& e);
-  void On(const ProgramCompiled&) {}
+  void On(const RefitPlanned&) {}
   void On(const CompareDone&) {}
   void On(const RefitDone&) {}
   void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }

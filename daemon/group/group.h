@@ -111,7 +111,7 @@ struct GroupLimits {
   // How long an update may go without a call from a trainer rank while no call is outstanding.
   Duration idle_limit = std::chrono::seconds(30);
   // How long a leased slot may stay unsubmitted.
-  Duration lease_limit = std::chrono::seconds(30);
+  Duration grant_limit = std::chrono::seconds(30);
   // How long transfers may drain after an abort. The coordinator waits for its own daemon's
   // transfers even longer (P6). When this time has passed, members whose memory no transfer touches
   // hear the outcome, and other daemons that have not ended their share are lost.
@@ -418,8 +418,8 @@ struct VerifyDone {
   std::vector<uint32_t> failed_destinations;
 };
 
-// The answer to CompileProgram.
-struct ProgramCompiled {
+// The answer to PlanRefit.
+struct RefitPlanned {
   ProgramId program;
   absl::Status status;
   std::shared_ptr<const RefitPlan> plan;  // if OK
@@ -488,7 +488,7 @@ using GroupEvent =
     std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
-                 ProgramCompiled, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
+                 RefitPlanned, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
                  FailUpdate, DataPlaneState, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
@@ -502,8 +502,8 @@ struct Reply {
 };
 
 // Compile a refit. That takes up to seconds, so it must not run on the caller's thread. Answered by
-// ProgramCompiled, even if no update waits for the program any more.
-struct CompileProgram {
+// RefitPlanned, even if no update waits for the program any more.
+struct PlanRefit {
   ProgramId program;
   std::vector<RouteMember> sources;
   std::vector<RouteMember> destinations;
@@ -599,7 +599,7 @@ struct StartTransfer {
 // CompareDone.
 struct StartCompare {
   UpdateId update;
-  ReplicaPart part = {};  // the share of the replicas to compare
+  ReplicaFraction part = {};  // the share of the replicas to compare
 };
 // Run the update's program, which takes the place of one part in the order of collectives. Answered
 // by RefitDone.
@@ -684,9 +684,9 @@ struct LogLine {
 
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
-                 StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
-                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue,
-                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
+                 StartTransfer, StartVerify, PlanRefit, StartCompare, StartRefit, ReleaseMember,
+                 UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded,
+                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

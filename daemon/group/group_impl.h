@@ -109,7 +109,7 @@ struct EndedUpdate {
 };
 
 // A LeaseSlot call that waits until a slot is free.
-struct LeaseWaiter {
+struct SlotWaiter {
   CallId call;
   MemberId member;
   TimePoint deadline;
@@ -140,7 +140,7 @@ struct Group::Impl {
   using Catalog = group::Catalog;
   using GiveUp = group::GiveUp;
   using Instance = group::Instance;
-  using LeaseWaiter = group::LeaseWaiter;
+  using SlotWaiter = group::SlotWaiter;
   using Member = group::Member;
   using Part = group::Part;
   using Participant = group::Participant;
@@ -172,7 +172,7 @@ struct Group::Impl {
   void On(const AckEvent& e);
   void On(const CommitEvent& e);
   void On(const RefitEvent& e);
-  void On(const ProgramCompiled& e);
+  void On(const RefitPlanned& e);
   void On(const CompareDone& e);
   void On(const RefitDone& e);
   void On(const AbortEvent& e);
@@ -328,7 +328,7 @@ struct Group::Impl {
   void WriteFirst(uint32_t participant);
   void ServeLeases();
   int LeasesOf(MemberId member) const;
-  bool TryLease(const LeaseWaiter& waiter);
+  bool TryGrant(const SlotWaiter& waiter);
 
   // ---- refit.cc ----
   absl::Status CheckRefit(const Member& member, const RefitEvent& e, bool joined);
@@ -343,10 +343,10 @@ struct Group::Impl {
   void Compile(group::ProgramKey key, const std::vector<MemberId>& sources);
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
-  bool LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const;
+  bool LeavesOut(const group::PlannedRefit& compiled, std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
-  std::optional<ReplicaPart> PartToCompare() const;
+  std::optional<ReplicaFraction> PartToCompare() const;
   void CountCompared();
   bool TakeProgramSlots();
   void StartProgram();
@@ -459,7 +459,7 @@ struct Group::Impl {
   // Nodes with members that are kept out of updates, and why.
   std::map<NodeId, std::string> kept_out;
   SlotLedger ledger;
-  std::deque<LeaseWaiter> lease_waiters;
+  std::deque<SlotWaiter> slot_waiters;
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
@@ -467,10 +467,10 @@ struct Group::Impl {
   // The tensors that engine ranks declare. Each layout and manifest is entered when it comes, so
   // that Begin need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;
-  std::shared_ptr<const Catalog> catalog;                // of the last update
-  std::shared_ptr<group::CompiledProgram> program;       // the newest of an update of the trainers
-  std::shared_ptr<group::CompiledProgram> fill_program;  // the newest of a fill
-  std::shared_ptr<group::CompiledProgram> compiling;     // being compiled; null: none
+  std::shared_ptr<const Catalog> catalog;             // of the last update
+  std::shared_ptr<group::PlannedRefit> program;       // the newest of an update of the trainers
+  std::shared_ptr<group::PlannedRefit> fill_program;  // the newest of a fill
+  std::shared_ptr<group::PlannedRefit> compiling;     // being compiled; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
   std::optional<UpdateView> last_fill;

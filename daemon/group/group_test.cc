@@ -1482,7 +1482,7 @@ TEST_CASE("groups with too few slots grant no leases") {
 
 TEST_CASE("a lease that is not submitted in time aborts the update, and stays its holder's") {
   GroupLimits limits;
-  limits.lease_limit = seconds(5);
+  limits.grant_limit = seconds(5);
   OneToStaged g(TestGroup::DefaultSpec(), limits);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   const CallId push = g.Push(g.trainer, 1, 1, {kModel[0]});  // waits for seq 0
@@ -1501,7 +1501,7 @@ TEST_CASE("a lease that is not submitted in time aborts the update, and stays it
 
 TEST_CASE("a lease that outlives its update is no reason to give up the next one") {
   GroupLimits limits;
-  limits.lease_limit = seconds(5);
+  limits.grant_limit = seconds(5);
   OneToStaged g(TestGroup::DefaultSpec(), limits);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   g.Push(g.trainer, 1, 0, kModel);

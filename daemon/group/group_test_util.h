@@ -284,7 +284,7 @@ class TestGroup {
     if (replicas) plan->replicas.boxes.resize(1);
     const ProgramId id = compiling->program;
     compiling.reset();
-    Do(ProgramCompiled{id, status, status.ok() ? plan : nullptr});
+    Do(RefitPlanned{id, status, status.ok() ? plan : nullptr});
   }
   void FinishCompare(absl::Status status = absl::OkStatus()) {
     REQUIRE(comparing.has_value());
@@ -407,7 +407,7 @@ class TestGroup {
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
   std::optional<UpdateAssembled> assembled;  // the last one
-  std::optional<CompileProgram> compiling;
+  std::optional<PlanRefit> compiling;
   int compiled = 0;  // how many compilations were asked for
   std::optional<StartCompare> comparing;
   std::optional<StartRefit> refitting;
@@ -624,7 +624,7 @@ class TestGroup {
     CHECK(welcome.insert(a.member).second);
   }
   void On(const StateChanged&) {}
-  void On(const CompileProgram& a) {
+  void On(const PlanRefit& a) {
     CHECK_FALSE(compiling.has_value());  // one compilation at a time
     compiling = a;
     ++compiled;
@@ -653,7 +653,7 @@ class TestGroup {
     refitting = a;
   }
   // A program moves the tensors of the trainers' layouts, except pushed tensors.
-  static std::vector<TensorSpec> Moved(const CompileProgram& compile) {
+  static std::vector<TensorSpec> Moved(const PlanRefit& compile) {
     std::map<std::string, TensorSpec> moved;
     for (const RouteMember& source : compile.sources) {
       for (const TensorSpec& tensor : source.layout->tensors) moved[tensor.name] = tensor;

@@ -263,9 +263,9 @@ struct PeerProgram {
   int64_t chunk_bytes = 0;  // of one round, per peer and direction
   std::vector<PlanMember> sources;
   std::vector<PlanMember> destinations;  // those of PeerPrepare, in the same order
-  // The part of the plan that this node needs (PartOf), and the boxes whose digests PeerCompare
-  // asks for, by plan numbers. Both null: the node keeps those that came with the same program
-  // before.
+  // The part of the plan that this node needs (ShareOfNode), and the boxes whose digests
+  // PeerCompare asks for, by plan numbers. Both null: the node keeps those that came with the same
+  // program before.
   std::shared_ptr<const RoutePlan> plan;
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
   // Set until WithItsPart: the plan from which `plan` and `replicas` are made, and the layouts of
@@ -281,7 +281,7 @@ PeerProgram WithItsPart(PeerProgram command);
 // PeerCompared.
 struct PeerCompare {
   UpdateId update;
-  ReplicaPart part = {};  // the share asked for; others may be answered, too
+  ReplicaFraction part = {};  // the share asked for; others may be answered, too
 };
 inline constexpr uint32_t kNoRank = UINT32_MAX;
 // Run the program: the moves within this node at once, the rounds over the wire once PeerIssue of

@@ -264,14 +264,14 @@ class Many {
     return found;
   }
   // Asks for a plan and compiles it.
-  ProgramCompiled Compile() {
+  RefitPlanned Compile() {
     Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(Tensors(3))}));
     RefitEvent refit;
     refit.call = CallId(1);
     refit.member = kTrainer;
     refit.version = Version(1);
     Do(GroupEvent(refit));
-    const CompileProgram compile = Local<CompileProgram>().at(0);
+    const PlanRefit compile = Local<PlanRefit>().at(0);
     std::set<const Layout*> layouts;
     for (const RouteMember& member : compile.destinations) layouts.insert(member.layout.get());
     distinct_layouts = layouts.size();
@@ -368,7 +368,7 @@ TEST_CASE("A layout that its daemon found equal to a known one is not compared a
 
 TEST_CASE("What a plan moves and leaves out is counted by the planner, not in an event") {
   Many many;
-  const ProgramCompiled compiled = many.Compile();
+  const RefitPlanned compiled = many.Compile();
   CHECK(compiled.plan->content.tensors == 3);
   CHECK(compiled.plan->content.bytes == 24);
   CHECK(compiled.plan->content.unwanted.empty());

@@ -132,7 +132,7 @@ struct ProgramKey {
 
 // The group's program. It holds structure only; each update binds it to the places where the bytes
 // are.
-struct CompiledProgram {
+struct PlannedRefit {
   ProgramId id;
   ProgramKey key;
   bool fill = false;  // the program's sources are engine ranks
@@ -211,7 +211,7 @@ struct Update {
   int64_t next_start = 0;  // seq of the next part to start
   int64_t in_flight = 0;   // running transfers, the program's included
   // Set if trainer ranks have registered shards. The group may have a newer program meanwhile.
-  std::shared_ptr<CompiledProgram> compiled;
+  std::shared_ptr<PlannedRefit> compiled;
   std::optional<ProgramUse> program;
   bool compared = false;  // the program's replicas were found equal
   RefitPhase refit = RefitPhase::kNone;

@@ -49,7 +49,7 @@ struct Job {
   bool reported = false;                      // PeerProgramBuilt was sent
   std::shared_ptr<const BoundProgram> bound;  // null: not built
   bool comparing = false;
-  ReplicaPart part;  // the share of the replicas that is, or was, compared
+  ReplicaFraction part;  // the share of the replicas that is, or was, compared
   std::optional<PeerRun> run;
   bool issued = false;
   bool local_begun = false;
@@ -96,7 +96,7 @@ class BuildCancel {
   std::shared_ptr<std::atomic<bool>> cancelled_;
 };
 // The last program and what it was compiled to, kept for later updates that run the same program.
-struct Program {
+struct KeptProgram {
   ProgramId id;
   uint32_t node = 0;
   int64_t chunk_bytes = 0;
@@ -215,7 +215,7 @@ class Worker {
   };
   using Round = worker::Round;
   using Job = worker::Job;
-  using Program = worker::Program;
+  using KeptProgram = worker::KeptProgram;
   struct Update {
     UpdateId id;
     UpdateId local;
@@ -301,7 +301,7 @@ class Worker {
   std::optional<UpdateId> wire_update_;  // the update for which the lock was asked, if any
   bool wire_held_ = false;
   bool giving_back_ = false;
-  std::optional<Program> program_;
+  std::optional<KeptProgram> program_;
   uint64_t next_build_ = 1;
   // The index of the last prepared update, kept while the layouts stay the same.
   std::vector<std::shared_ptr<const Layout>> index_layouts_;

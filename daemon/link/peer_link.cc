@@ -48,7 +48,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     v1::PeerHello* hello = message.mutable_hello();
     SayProtocol(hello);
     hello->set_group(dial_.group);
-    if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToWire(*dial_.spec);
+    if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToProto(*dial_.spec);
     hello->set_wait_ms(ToMillis(dial_.wait));
     hello->set_daemon_id(dial_.daemon_id);
     hello->set_boot_id(dial_.boot_id);
@@ -171,7 +171,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   static absl::StatusOr<Encoded> Encode(const PeerReport& report, const PeerBounds& bounds,
                                         int64_t message_bytes) {
     Encoded encoded;
-    REFITD_ASSIGN_OR_RETURN(encoded.messages, ToWire(report, bounds, message_bytes));
+    REFITD_ASSIGN_OR_RETURN(encoded.messages, ToProto(report, bounds, message_bytes));
     for (const v1::PeerMessage& message : encoded.messages) {
       encoded.sizes.push_back(message.ByteSizeLong() + kPeerNumberingBytes);
       encoded.bytes += encoded.sizes.back();
@@ -208,7 +208,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   // Takes the message that was read; runs on the link's reading thread.
   absl::Status Take() {
     if (!order_.has_value()) {
-      REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromWire(answer_));
+      REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromProto(answer_));
       const LinkUp& up = accepted.up;
       newer_ = accepted.newer;
       order_.emplace(up.incarnation);

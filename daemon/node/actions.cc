@@ -102,7 +102,7 @@ struct Actions::Performer {
   void operator()(StartVerify& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Start(group, a, turn);
   }
-  void operator()(CompileProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void operator()(PlanRefit& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Compile(*group, std::move(a));
   }
   void operator()(StartCompare&) {}  // the coordinator performs it
@@ -154,7 +154,7 @@ struct Actions::Performer {
   void operator()(LogLine& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     if (!a.evicted.empty()) {
       own->identities_.AuditEviction(*group, a, turn);
-      if (NodeObserver* const observer = own->state_.options.observer; observer != nullptr) {
+      if (DaemonObserver* const observer = own->state_.options.observer; observer != nullptr) {
         observer->InstanceEvicted(group->name(), ReasonOf(a.cause, own->state_.aborts));
       }
     }

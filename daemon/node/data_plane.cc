@@ -138,9 +138,9 @@ void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn)
 
 // ---- compiled refits ----
 
-void DataPlane::Compile(const GroupRecord& group, CompileProgram a) {
+void DataPlane::Compile(const GroupRecord& group, PlanRefit a) {
   planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)] {
-    ProgramCompiled compiled;
+    RefitPlanned compiled;
     compiled.program = a.program;
     absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
         CompileRefit(a.sources, a.destinations, a.options);

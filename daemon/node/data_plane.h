@@ -67,7 +67,7 @@ class DataPlane {
     std::unique_ptr<Wire> wire;               // over host memory; null: none
     std::shared_ptr<DeviceWire> device_wire;  // over GPU memory; null: none
     std::string no_device_wire;               // why there is none; for people
-    NodeObserver* observer = nullptr;         // null: none
+    DaemonObserver* observer = nullptr;       // null: none
   };
   // The objects that the data plane uses. All must outlive it.
   struct State {
@@ -84,7 +84,7 @@ class DataPlane {
   void Start(GroupRecord* group, const StartMoves& start, Turn& turn);
   void Start(GroupRecord* group, const StartWire& a, Turn& turn);
   void Start(GroupRecord* group, const StartExchange& a, Turn& turn);
-  void Compile(const GroupRecord& group, CompileProgram a);
+  void Compile(const GroupRecord& group, PlanRefit a);
   void Build(const GroupRecord& group, BuildProgram a);
   void Open(GroupRecord* group, const OpenEpoch& a, Turn& turn);
   void Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn);
@@ -182,7 +182,7 @@ class DataPlane {
   const Turns turns_;
   const State state_;
   const std::string no_device_wire_;
-  NodeObserver* const observer_;
+  DaemonObserver* const observer_;
 
   // Guarded by the mutex.
   Executor executor_;

@@ -61,7 +61,7 @@ struct DaemonOptions {
   DeviceOptions devices;
   // Why the data plane over host memory does not encrypt, for people; empty: it encrypts.
   std::string clear_wire = kNotEncrypted;
-  NodeObserver* observer = nullptr;  // outlives the daemon; null: none
+  DaemonObserver* observer = nullptr;  // outlives the daemon; null: none
   IdentityLimits per_identity;
   AuditLog* audit = nullptr;  // outlives the daemon; null: none
 };

@@ -56,9 +56,9 @@ enum class FillEnd { kCommitted, kGaveWay, kFailed };
 // The moves of a transport (docs/architecture.md).
 enum class MoveKind { kCopy, kBroadcast, kExchange };
 
-class NodeObserver {
+class DaemonObserver {
  public:
-  virtual ~NodeObserver() = default;
+  virtual ~DaemonObserver() = default;
   virtual void UpdateEnded(const UpdateReport& report) = 0;
   // A fill of late instances ended. `bytes`: how many it wrote into them, if it was committed.
   // `took`: the time from its start to its outcome.

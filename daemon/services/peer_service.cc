@@ -62,7 +62,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   uint64_t id() const override { return id_; }
 
   void Accept(const LinkUp& up) override {
-    v1::PeerAnswer answer = AcceptedToWire(up, own_message_bytes_);
+    v1::PeerAnswer answer = AcceptedToProto(up, own_message_bytes_);
     const size_t bytes = answer.ByteSizeLong();
     MutexLock lock(&mutex_);
     if (ended_ || order_.has_value()) return;
@@ -94,7 +94,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       message_bytes = peer_message_bytes_;
     }
     while (std::optional<Backlog::Entry> next = backlog_.Next()) {
-      absl::StatusOr<std::vector<v1::PeerAnswer>> answers = ToWire(next->value, message_bytes);
+      absl::StatusOr<std::vector<v1::PeerAnswer>> answers = ToProto(next->value, message_bytes);
       MutexLock lock(&mutex_);
       if (answers.ok()) {
         Push(*next, *std::move(answers));

@@ -172,7 +172,7 @@ Result Run(const Case& c, const Inputs& inputs) {
     for (const auto* side : {&sources, &destinations}) {
       for (const LocalMember& member : *side) local.push_back(member.layout);
     }
-    const RoutePlan part = PartOf(result.plan(), node, local);
+    const RoutePlan part = ShareOfNode(result.plan(), node, local);
     const NodeProgram program =
         Must(CompileNode(part, node, std::move(sources), std::move(destinations), {}));
     program.Digest();
@@ -252,7 +252,7 @@ void DeepSeek(const Options& options, Report* report) {
   for (const Encoded& encoded : inputs.engines) most = std::max(most, encoded.bytes);
   Ceiling(report, "DeepSeek-V3 PP16xEP16->TP32xDP8: layout", static_cast<double>(most) / kMiB,
           "MiB", 1.5);
-  constexpr LinkRates kRates = {.node_out = 45e9, .node_in = 45e9};
+  constexpr RouteRates kRates = {.node_out = 45e9, .node_in = 45e9};
   double of_eight = 0;
   for (const int64_t instances : {8, 64, 128}) {
     c.engine.instances = instances;

@@ -268,13 +268,13 @@ class Bench {
   }
 
   void Perform(GroupAction* action, std::string* row) {
-    if (auto* compile = std::get_if<CompileProgram>(action)) {
+    if (auto* compile = std::get_if<PlanRefit>(action)) {
       std::shared_ptr<const RefitPlan>& plan = (*plans_)[instances_];
       if (plan == nullptr) {
         plan = Must(CompileRefit(compile->sources, compile->destinations, compile->options));
       }
       plan_ = plan;
-      Later("plan hand-out", ProgramCompiled{compile->program, absl::OkStatus(), plan});
+      Later("plan hand-out", RefitPlanned{compile->program, absl::OkStatus(), plan});
     } else if (std::holds_alternative<UpdateAssembled>(*action)) {
       if (*row == "Begin") *row = "Begin, assembling the update";
       for (auto& [node, stub] : stubs_) {
@@ -316,7 +316,7 @@ class Bench {
     if (Followed(node)) {
       // The command passes through the link's messages.
       CommandDecoder decoder({});
-      for (const v1::PeerAnswer& answer : Must(ToWire(command, kMessageBytes))) {
+      for (const v1::PeerAnswer& answer : Must(ToProto(command, kMessageBytes))) {
         auto decoded = Must(decoder.Decode(answer));
         if (decoded.has_value()) {
           ToFollower("joined daemon: other", CommandReceived{*std::move(decoded)});

@@ -188,8 +188,8 @@ v1::Bucket Describe(const Model& model, int64_t seq, std::vector<int> indices) {
   for (const int i : AllIf(std::move(indices), model)) {
     const TensorSpec& tensor = model[static_cast<size_t>(i)];
     bucket.add_names(tensor.name);
-    bucket.add_dtypes(ToWire(tensor.dtype));
-    *bucket.add_shapes() = ToWire(tensor.shape);
+    bucket.add_dtypes(ToProto(tensor.dtype));
+    *bucket.add_shapes() = ToProto(tensor.shape);
   }
   return bucket;
 }

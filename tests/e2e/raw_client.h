@@ -31,7 +31,7 @@
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "tests/e2e/model.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 #include "transport/host/memory.h"
 
 namespace refitd::e2e {

@@ -277,7 +277,7 @@ Transfer Matrices(int64_t bytes, int64_t each, int from, int to) {
     piece.data = destination + i * each;
     transfer.destinations[0].push_back(std::move(piece));
     const auto index = static_cast<uint32_t>(i);
-    transfer.program.moves.push_back(
+    transfer.plan.moves.push_back(
         {.source_piece = index, .destination_piece = index, .box = WholeBox(shape)});
   }
   return transfer;
@@ -377,13 +377,13 @@ Transfer PartThrough(const Parts& parts, const std::vector<int>& receivers,
     transfer.destinations.push_back(other.destinations[0]);
     transfer.keep_alive.insert(transfer.keep_alive.end(), other.keep_alive.begin(),
                                other.keep_alive.end());
-    for (CopyMove move : other.program.moves) {
+    for (CopyMove move : other.plan.moves) {
       move.destination = static_cast<uint32_t>(r);
-      transfer.program.moves.push_back(std::move(move));
+      transfer.plan.moves.push_back(std::move(move));
     }
   }
   std::stable_sort(
-      transfer.program.moves.begin(), transfer.program.moves.end(),
+      transfer.plan.moves.begin(), transfer.plan.moves.end(),
       [](const CopyMove& a, const CopyMove& b) { return a.source_piece < b.source_piece; });
   transfer.broadcast = std::move(broadcast);
   transfer.verification = parts.verification;

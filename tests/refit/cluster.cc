@@ -351,10 +351,10 @@ void Cluster::On(int daemon, const StartMoves& a) {
   Feed(daemon, done);
 }
 
-void Cluster::On(int daemon, const CompileProgram& a) {
+void Cluster::On(int daemon, const PlanRefit& a) {
   ++compiled_;
   auto plan = CompileRefit(a.sources, a.destinations, a.options);
-  Feed(daemon, GroupEvent(ProgramCompiled{a.program, plan.status(), plan.ok() ? *plan : nullptr}));
+  Feed(daemon, GroupEvent(RefitPlanned{a.program, plan.status(), plan.ok() ? *plan : nullptr}));
 }
 
 void Cluster::On(int daemon, const BuildProgram& a) {
@@ -372,7 +372,7 @@ void Cluster::On(int daemon, const BuildProgram& a) {
 
 void Cluster::On(int, const SendCommand& a) {
   const auto to = static_cast<int>(a.node.value());
-  auto answers = ToWire(a.command, kMessageBytes);
+  auto answers = ToProto(a.command, kMessageBytes);
   REFITD_CHECK(answers.ok());
   for (const v1::PeerAnswer& answer : *answers) {
     auto command = daemons_[static_cast<size_t>(to)]->commands->Decode(answer);
@@ -383,7 +383,7 @@ void Cluster::On(int, const SendCommand& a) {
 
 void Cluster::On(int daemon, const SendReport& a) {
   Daemon& d = *daemons_[static_cast<size_t>(daemon)];
-  auto messages = ToWire(a.report, BoundsOf(spec_), kMessageBytes);
+  auto messages = ToProto(a.report, BoundsOf(spec_), kMessageBytes);
   REFITD_CHECK(messages.ok());
   for (const v1::PeerMessage& message : *messages) {
     auto report = d.reports->Decode(message);

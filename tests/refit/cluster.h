@@ -113,7 +113,7 @@ class Cluster {
   void On(int daemon, const SendAborted& a);
   void On(int daemon, const StartTransfer& a);
   void On(int daemon, const StartVerify& a);
-  void On(int daemon, const CompileProgram& a);
+  void On(int daemon, const PlanRefit& a);
   void On(int daemon, const ReleaseMember& a);
   void On(int daemon, const UpdateEnded& a);
   void On(int daemon, const SendCommand& a);

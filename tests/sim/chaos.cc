@@ -88,7 +88,7 @@ void World::MakeScenario() {
     group.limits.ready_limit = seconds(2);
     group.limits.ack_limit = seconds(2);
     group.limits.idle_limit = seconds(3);
-    group.limits.lease_limit = seconds(2);
+    group.limits.grant_limit = seconds(2);
     group.limits.cleanup_limit = milliseconds(500);
     group.limits.outstanding_buckets = random_.Int(2, 6);
     group.limits.direct_part_bytes = 64 * random_.Int(1, 8);

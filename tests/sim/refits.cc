@@ -275,14 +275,14 @@ void World::RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t s
 
 // ---- programs ----
 
-void World::On(int d, int g, const CompileProgram& a) {
+void World::On(int d, int g, const PlanRefit& a) {
   const Duration took = random_.PerMille(chances_.slow_message) ? random_.Millis(20, 1500)
                                                                 : random_.Micros(100, 9000);
   InDaemon(d, took, [this, d, g, nonce = Find(d, g)->nonce, a] {
     const Machine* m = Find(d, g);
     if (m == nullptr || m->nonce != nonce) return;
     auto plan = CompileRefit(a.sources, a.destinations, a.options);
-    Feed(d, g, GroupEvent(ProgramCompiled{a.program, plan.status(), plan.ok() ? *plan : nullptr}));
+    Feed(d, g, GroupEvent(RefitPlanned{a.program, plan.status(), plan.ok() ? *plan : nullptr}));
   });
 }
 

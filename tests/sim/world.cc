@@ -710,14 +710,14 @@ constexpr int64_t kMessageBytes = 8 << 20;
 // Whether the other daemon would read the message. A message that it refuses ends the link, and
 // with it the leases of all members.
 absl::Status Read(const PeerCommand& command, const PeerBounds& bounds) {
-  REFITD_ASSIGN_OR_RETURN(const auto answers, ToWire(command, kMessageBytes));
+  REFITD_ASSIGN_OR_RETURN(const auto answers, ToProto(command, kMessageBytes));
   CommandDecoder decoder(bounds);
   for (const auto& answer : answers) REFITD_RETURN_IF_ERROR(decoder.Decode(answer).status());
   return absl::OkStatus();
 }
 
 absl::Status Read(const PeerReport& report, const PeerBounds& bounds) {
-  REFITD_ASSIGN_OR_RETURN(const auto messages, ToWire(report, bounds, kMessageBytes));
+  REFITD_ASSIGN_OR_RETURN(const auto messages, ToProto(report, bounds, kMessageBytes));
   ReportDecoder decoder(bounds);
   for (const auto& message : messages) REFITD_RETURN_IF_ERROR(decoder.Decode(message).status());
   return absl::OkStatus();

@@ -602,7 +602,7 @@ class World {
   void On(int d, int g, const ConnectEpoch& a);
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
-  void On(int d, int g, const CompileProgram& a);
+  void On(int d, int g, const PlanRefit& a);
   void On(int, int, const StartCompare&) {}  // the coordinator handles it
   void On(int, int, const StartRefit&) {}
   void On(int d, int g, const BuildProgram& a);

@@ -25,12 +25,12 @@ Buffer::~Buffer() {
   if (pool_ != nullptr) pool_->GiveBack(address_, bytes_);
 }
 
-BufferPool::~BufferPool() {
+ScratchBuffers::~ScratchBuffers() {
   MutexLock lock(&mutex_);
   if (!abandoned_) Release(free_);
 }
 
-absl::StatusOr<Buffer> BufferPool::Take(int64_t bytes) {
+absl::StatusOr<Buffer> ScratchBuffers::Take(int64_t bytes) {
   const int64_t rounded = RoundUp(bytes);
   {
     // Take the smallest free buffer that fits, unless it is more than twice as large.
@@ -52,7 +52,7 @@ absl::StatusOr<Buffer> BufferPool::Take(int64_t bytes) {
   return Buffer(shared_from_this(), address, rounded);
 }
 
-void BufferPool::Trim() {
+void ScratchBuffers::Trim() {
   std::vector<Free> surplus;
   {
     MutexLock lock(&mutex_);
@@ -69,17 +69,17 @@ void BufferPool::Trim() {
   Release(surplus);
 }
 
-void BufferPool::Abandon() {
+void ScratchBuffers::Abandon() {
   MutexLock lock(&mutex_);
   abandoned_ = true;
 }
 
-void BufferPool::OnSurplus(std::function<void()> call) {
+void ScratchBuffers::OnSurplus(std::function<void()> call) {
   MutexLock lock(&mutex_);
   on_surplus_ = std::move(call);
 }
 
-void BufferPool::GiveBack(uint64_t address, int64_t bytes) {
+void ScratchBuffers::GiveBack(uint64_t address, int64_t bytes) {
   std::function<void()> tell;
   {
     MutexLock lock(&mutex_);
@@ -90,7 +90,7 @@ void BufferPool::GiveBack(uint64_t address, int64_t bytes) {
   if (tell) tell();
 }
 
-absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
+absl::StatusOr<uint64_t> ScratchBuffers::Allocate(int64_t bytes) {
   const CudaApi& api = contexts_->api();
   REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device_));
   const ScopedContext current(api, context);
@@ -107,7 +107,7 @@ absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
 }
 
 // Errors are ignored, because after an error the context is lost, and its memory with it.
-void BufferPool::Release(const std::vector<Free>& buffers) {
+void ScratchBuffers::Release(const std::vector<Free>& buffers) {
   if (buffers.empty()) return;
   const absl::StatusOr<CUcontext> context = contexts_->Get(device_);
   if (!context.ok()) return;

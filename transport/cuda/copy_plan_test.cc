@@ -216,13 +216,13 @@ void AddMoves(Transfer* transfer, size_t first_source, uint32_t destination, uin
     const BoundPiece& from = transfer->source[s];
     const std::optional<Box> box = Intersect(from.box, to.box);
     if (!box.has_value()) continue;
-    transfer->program.moves.push_back({.source = 0,
-                                       .source_piece = static_cast<uint32_t>(s),
-                                       .destination = destination,
-                                       .destination_piece = piece,
-                                       .box = *box,
-                                       .source_byte_offset = Offset(from, *box),
-                                       .destination_byte_offset = Offset(to, *box)});
+    transfer->plan.moves.push_back({.source = 0,
+                                    .source_piece = static_cast<uint32_t>(s),
+                                    .destination = destination,
+                                    .destination_piece = piece,
+                                    .box = *box,
+                                    .source_byte_offset = Offset(from, *box),
+                                    .destination_byte_offset = Offset(to, *box)});
   }
 }
 
@@ -259,7 +259,7 @@ std::unique_ptr<Case> RandomCase(Rng* rng) {
     AddTensor(c.get(), rng, t, RandomShape(rng), TypeOf(int64_t{1} << Pick(rng, 0, 3)),
               Pick(rng, 0, 5) == 0);
   }
-  std::shuffle(c->transfer.program.moves.begin(), c->transfer.program.moves.end(), *rng);
+  std::shuffle(c->transfer.plan.moves.begin(), c->transfer.plan.moves.end(), *rng);
   return c;
 }
 
@@ -423,7 +423,7 @@ TEST_CASE("A wrong offset in a program shows as sums that differ") {
     for (const int64_t off : {1, 2, 16, 1024}) {
       INFO("off by " << off << (at_source ? " at the source" : " at the destination"));
       const auto c = DenseCase(&rng, {600, 512}, {1, 2});
-      CopyMove& move = c->transfer.program.moves[1];
+      CopyMove& move = c->transfer.plan.moves[1];
       move.box = {{0, 0}, {500, 512}};
       (at_source ? move.source_byte_offset : move.destination_byte_offset) += off;
       c->transfer.readback_now = {true, true};
@@ -451,7 +451,7 @@ TEST_CASE("Malformed programs are refused as the host transport refuses them") {
   std::vector<std::pair<std::string, Transfer>> bad;
   const auto plant = [&](std::string what, auto change) {
     Transfer transfer = c->transfer;
-    change(&transfer, &transfer.program.moves[0]);
+    change(&transfer, &transfer.plan.moves[0]);
     bad.emplace_back(std::move(what), std::move(transfer));
   };
   plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });
@@ -530,7 +530,7 @@ TEST_CASE("Tasks are balanced, and no more than their bytes need") {
 TEST_CASE("Rows of a slice become one task, and rows that touch one run") {
   Rng rng(kSeed + 6);
   const auto c = DenseCase(&rng, {64, 1024}, {1});
-  CopyMove& move = c->transfer.program.moves[0];
+  CopyMove& move = c->transfer.plan.moves[0];
   move.box = {{0, 192}, {64, 192}};
   move.source_byte_offset = move.destination_byte_offset = 384;
   auto tasks = OnlyDevice(*PlanCopies(c->transfer, Verification::kTransfer, &c->addresses));
@@ -673,11 +673,11 @@ TEST_CASE("Sources begin their copies by engines with different receivers") {
   c->transfer.source.push_back(add(2));
   for (uint32_t d = 0; d < 2; ++d) {
     c->transfer.destinations[d].push_back(add(static_cast<int>(d) + 4));
-    c->transfer.program.moves.push_back({.source = 0,
-                                         .source_piece = 1,
-                                         .destination = d,
-                                         .destination_piece = 1,
-                                         .box = c->transfer.source[1].box});
+    c->transfer.plan.moves.push_back({.source = 0,
+                                      .source_piece = 1,
+                                      .destination = d,
+                                      .destination_piece = 1,
+                                      .box = c->transfer.source[1].box});
   }
   BoundPiece small = add(1);
   small.box.extent[0] = 1;
@@ -685,7 +685,7 @@ TEST_CASE("Sources begin their copies by engines with different receivers") {
   to.box = small.box;
   c->transfer.source.push_back(small);
   c->transfer.destinations[0].push_back(to);
-  c->transfer.program.moves.push_back(
+  c->transfer.plan.moves.push_back(
       {.source = 0, .source_piece = 2, .destination = 0, .destination_piece = 2, .box = small.box});
   const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses,
                                CopyPlanOptions{.engine_bytes = 8192});
@@ -713,7 +713,7 @@ TEST_CASE("What lies together but is no range of the tensor is moved by copy eng
     piece->box = half;
     piece->strides = {32, 1};
   }
-  c->transfer.program.moves.clear();
+  c->transfer.plan.moves.clear();
   AddMoves(&c->transfer, 0, 0, 0);
   const CopyPlanOptions options = {.engine_bytes = 4096};
   for (const Verification verification : {Verification::kOff, Verification::kReadback}) {
@@ -767,7 +767,7 @@ TEST_CASE("pieces that would become more tasks than a device may have are refuse
   transfer.destinations.push_back({transfer.source[0]});
   transfer.destinations[0][0].data = to;
   transfer.destinations[0][0].strides = RowMajorStrides(shape);
-  transfer.program.moves.push_back({.source = 0, .box = WholeBox(shape)});
+  transfer.plan.moves.push_back({.source = 0, .box = WholeBox(shape)});
   const auto refused = PlanCopies(transfer, Verification::kTransfer, &addresses);
   REQUIRE(refused.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(std::string(refused.status().message()),

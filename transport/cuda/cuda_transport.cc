@@ -183,7 +183,7 @@ struct HostUpload {
 };
 
 // One device's part of a plan, with the memory that the part has on the device.
-struct DevicePart {
+struct DeviceShare {
   const DeviceTasks* tasks = nullptr;
   std::vector<HostUpload>* uploads = nullptr;
   // Used by the device's issuing thread only.
@@ -195,8 +195,8 @@ struct DevicePart {
 struct Planned {
   CudaCopyPlan plan;
   std::map<int, std::vector<HostUpload>> uploads;  // by device
-  std::vector<DevicePart> parts;
-  std::vector<DevicePart> readback;
+  std::vector<DeviceShare> parts;
+  std::vector<DeviceShare> readback;
 
   void MakeParts() {
     for (const DeviceTasks& tasks : plan.devices) {
@@ -362,7 +362,7 @@ class Run : public std::enable_shared_from_this<Run> {
   virtual void Finish(absl::Status status, const Sums& sums, bool ended) = 0;
 
  private:
-  void StartPhase(std::vector<DevicePart>* parts, bool readback);
+  void StartPhase(std::vector<DeviceShare>* parts, bool readback);
 
   void PhaseEnded(const absl::Status& status) {
     if (status.ok() && !finished_ && !readback_begun_ && !planned_->readback.empty()) {
@@ -401,9 +401,9 @@ class Run : public std::enable_shared_from_this<Run> {
 };
 
 // A run's part on one device.
-class PartJob : public DeviceJob {
+class ShareJob : public DeviceJob {
  public:
-  PartJob(std::shared_ptr<Run> run, DevicePart* part, bool readback, DeviceQueue* queue)
+  ShareJob(std::shared_ptr<Run> run, DeviceShare* part, bool readback, DeviceQueue* queue)
       : run_(std::move(run)), part_(*part), readback_(readback), queue_(queue) {}
 
   bool Cancelled() const override { return run_->failed(); }
@@ -551,7 +551,7 @@ class PartJob : public DeviceJob {
   }
 
   const std::shared_ptr<Run> run_;
-  DevicePart& part_;
+  DeviceShare& part_;
   const bool readback_;
   DeviceQueue* const queue_;
   Buffer pinned_;   // staged bytes, later the results
@@ -560,16 +560,16 @@ class PartJob : public DeviceJob {
   int64_t results_at_ = -1;
 };
 
-void Run::StartPhase(std::vector<DevicePart>* parts, bool readback) {
+void Run::StartPhase(std::vector<DeviceShare>* parts, bool readback) {
   if (parts->empty()) return PhaseEnded(absl::OkStatus());
   {
     MutexLock lock(&mutex_);
     jobs_left_ = parts->size();
   }
   const std::shared_ptr<Run> self = shared_from_this();
-  for (DevicePart& part : *parts) {
+  for (DeviceShare& part : *parts) {
     const std::shared_ptr<DeviceQueue> queue = engine_->Queue(part.tasks->device);
-    queue->Submit(std::make_shared<PartJob>(self, &part, readback, queue.get()));
+    queue->Submit(std::make_shared<ShareJob>(self, &part, readback, queue.get()));
   }
 }
 

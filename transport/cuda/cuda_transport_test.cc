@@ -683,7 +683,7 @@ TEST_CASE("a wrong offset in a program is caught on its destination only") {
   for (const Verification verification : {Verification::kTransfer, Verification::kReadback}) {
     World world(setup.exporter(), setup.memory.get(), &random);
     FillSimply(&world, 0, {0, 1});
-    CopyMove& move = world.model.program.moves[1];
+    CopyMove& move = world.model.plan.moves[1];
     move.box = {{0, 0}, {40, 32}};
     move.source_byte_offset += 64;
     world.model.verification = verification;
@@ -790,7 +790,7 @@ TEST_CASE("wrong programs are refused and nothing is launched") {
   Setup setup;
   World world(setup.exporter(), setup.memory.get(), &random);
   FillSimply(&world, 0, {1});
-  world.model.program.moves[0].destination_byte_offset = 2;
+  world.model.plan.moves[0].destination_byte_offset = 2;
   const Transfer transfer = world.OnDevices();
   const TransferResult result = Run(setup.transport.get(), transfer);
   CHECK(result.status.code() == absl::StatusCode::kInternal);
@@ -817,7 +817,7 @@ TEST_CASE("a transfer without moves still ends") {
   Setup setup;
   World world(setup.exporter(), setup.memory.get(), &random);
   FillSimply(&world, 0, {1});
-  world.model.program.moves.clear();
+  world.model.plan.moves.clear();
   world.model.verification = Verification::kReadback;
   CHECK(Run(setup.transport.get(), world.OnDevices()).status.ok());
   CHECK(Run(setup.transport.get(), ReadbackJob()).status.ok());
@@ -873,10 +873,10 @@ TEST_CASE("a transfer ends when all of its devices are done, also if one of them
     Transfer second = other.OnDevices();
     both.source.push_back(second.source[0]);
     both.destinations.push_back(second.destinations[0]);
-    CopyMove move = second.program.moves[0];
+    CopyMove move = second.plan.moves[0];
     move.source_piece = 1;
     move.destination = 1;
-    both.program.moves.push_back(move);
+    both.plan.moves.push_back(move);
     both.keep_alive.insert(both.keep_alive.end(), second.keep_alive.begin(),
                            second.keep_alive.end());
   }

@@ -39,10 +39,10 @@ DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
       device_(device),
       options_(std::move(options)),
       lost_(std::move(lost)),
-      memory_(std::make_shared<BufferPool>(contexts_, device, BufferPool::Kind::kDevice,
-                                           options_.kept_device_bytes)),
-      pinned_(std::make_shared<BufferPool>(contexts_, device, BufferPool::Kind::kPinned,
-                                           options_.kept_pinned_bytes)),
+      memory_(std::make_shared<ScratchBuffers>(contexts_, device, ScratchBuffers::Kind::kDevice,
+                                               options_.kept_device_bytes)),
+      pinned_(std::make_shared<ScratchBuffers>(contexts_, device, ScratchBuffers::Kind::kPinned,
+                                               options_.kept_pinned_bytes)),
       late_clock_(options_.limit) {}
 
 // Runs on the thread that drops the last reference, which may be a thread of the queue.

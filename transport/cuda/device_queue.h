@@ -96,8 +96,8 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   // ended fail, their memory and the device's is never freed, and the result is false.
   bool Stop(std::chrono::steady_clock::time_point deadline);
 
-  BufferPool* memory() const { return memory_.get(); }
-  BufferPool* pinned() const { return pinned_.get(); }
+  ScratchBuffers* memory() const { return memory_.get(); }
+  ScratchBuffers* pinned() const { return pinned_.get(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -135,8 +135,8 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   const int device_;
   const DeviceQueueOptions options_;
   const std::shared_ptr<LostContext> lost_;
-  const std::shared_ptr<BufferPool> memory_;
-  const std::shared_ptr<BufferPool> pinned_;
+  const std::shared_ptr<ScratchBuffers> memory_;
+  const std::shared_ptr<ScratchBuffers> pinned_;
 
   // Only the issuing thread uses these fields.
   CUcontext context_ = nullptr;

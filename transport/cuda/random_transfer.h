@@ -91,7 +91,7 @@ class World {
     const BoundPiece& from = model.source[source];
     auto& pieces = model.destinations[destination];
     const BoundPiece& to = pieces.back();
-    model.program.moves.push_back(
+    model.plan.moves.push_back(
         {.source = 0,
          .source_piece = source,
          .destination = destination,

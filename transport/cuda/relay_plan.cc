@@ -126,14 +126,14 @@ Transfer FromSlots(Transfer transfer, const std::function<int(const char*)>& dev
       transfer.source.push_back(std::move(piece));
     }
   }
-  for (CopyMove& move : transfer.program.moves) {
+  for (CopyMove& move : transfer.plan.moves) {
     const BoundPiece& to = transfer.destinations[move.destination][move.destination_piece];
     const auto slot = slot_on.find(device_of(to.data));
     if (slot == slot_on.end()) continue;
     move.source_piece += static_cast<uint32_t>(pieces * (1 + slot->second));
   }
   std::stable_sort(
-      transfer.program.moves.begin(), transfer.program.moves.end(),
+      transfer.plan.moves.begin(), transfer.plan.moves.end(),
       [](const CopyMove& a, const CopyMove& b) { return a.source_piece < b.source_piece; });
   transfer.want_source_digests =
       transfer.want_source_digests || transfer.verification != Verification::kOff;

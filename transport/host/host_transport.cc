@@ -10,7 +10,7 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/box_copy.h"
-#include "transport/host/worker_pool.h"
+#include "transport/host/worker_threads.h"
 #include "transport/plan/bound_moves.h"
 
 namespace refitd {
@@ -508,7 +508,7 @@ class HostTransport : public Transport {
   }
 
   TransferFaults* const faults_;
-  WorkerPool workers_;  // last: its threads end before the other members are destroyed
+  WorkerThreads workers_;  // last: its threads end before the other members are destroyed
 };
 
 }  // namespace

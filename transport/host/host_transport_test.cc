@@ -190,13 +190,13 @@ void AddDestination(Case* c, uint32_t source, uint32_t destination, const Box& b
   auto& pieces = c->transfer.destinations[destination];
   BoundPiece piece = Bind(0, static_cast<int>(element_bytes), from.shape, box, strides, memory);
   piece.name = from.name;
-  c->transfer.program.moves.push_back({.source = 0,
-                                       .source_piece = source,
-                                       .destination = destination,
-                                       .destination_piece = static_cast<uint32_t>(pieces.size()),
-                                       .box = box,
-                                       .source_byte_offset = Offset(from, box),
-                                       .destination_byte_offset = 0});
+  c->transfer.plan.moves.push_back({.source = 0,
+                                    .source_piece = source,
+                                    .destination = destination,
+                                    .destination_piece = static_cast<uint32_t>(pieces.size()),
+                                    .box = box,
+                                    .source_byte_offset = Offset(from, box),
+                                    .destination_byte_offset = 0});
   Bytes want = *memory;
   std::vector<int64_t> from_at;
   const int64_t start = Offset(from, box);
@@ -303,7 +303,7 @@ TEST_CASE("Random programs write every byte they should and no other, whatever t
       REQUIRE(result.failed_destination == -1);
       CheckBytes(c);
       std::vector<int64_t> bytes(c.transfer.destinations.size());
-      for (const CopyMove& move : c.transfer.program.moves) {
+      for (const CopyMove& move : c.transfer.plan.moves) {
         bytes[move.destination] +=
             ElementCount(move.box) * ElementBytes(c.transfer.source[move.source_piece].dtype);
       }
@@ -333,7 +333,7 @@ TEST_CASE("Sums of several transfers into one piece add up to the digest of the 
   for (const Box& part : {Box{{0, 0}, {333, 300}}, Box{{333, 0}, {1, 300}}, Box{{334, 0}, {366, 7}},
                           Box{{334, 7}, {366, 293}}}) {
     Transfer transfer = c.transfer;
-    CopyMove& move = transfer.program.moves[0];
+    CopyMove& move = transfer.plan.moves[0];
     move.box = part;
     move.source_byte_offset = Offset(transfer.source[0], part);
     move.destination_byte_offset = Offset(transfer.destinations[0][0], part);
@@ -403,7 +403,7 @@ TEST_CASE("A byte flipped in a staging slot is caught inside the transfer") {
 // A case whose program reads one element too far.
 Case WrongSourceOffset(std::mt19937_64* random) {
   Case c = SimpleCase({600, 512}, random, 2);
-  CopyMove& move = c.transfer.program.moves[1];
+  CopyMove& move = c.transfer.plan.moves[1];
   move.box = {{0, 0}, {500, 512}};
   move.source_byte_offset += 2;
   return c;
@@ -435,7 +435,7 @@ TEST_CASE("A wrong source offset in a program is caught by readback") {
     REQUIRE(result.status.ok());
     ReadbackJob job = JobOf(c.transfer, result);
     // Only the moved box is compared, because the rest of the piece was not written.
-    job.pieces[1].piece.box = c.transfer.program.moves[1].box;
+    job.pieces[1].piece.box = c.transfer.plan.moves[1].box;
     CHECK(Run(transport.get(), job).failed_destinations == std::vector<uint32_t>{1});
   }
 }
@@ -444,7 +444,7 @@ TEST_CASE("A wrong destination offset in a program is caught by readback") {
   std::mt19937_64 random(kSeed + 7);
   const auto transport = MakeHostTransport({.threads = 2});
   Case c = SimpleCase({600, 512}, &random);
-  CopyMove& move = c.transfer.program.moves[0];
+  CopyMove& move = c.transfer.plan.moves[0];
   move.box = {{0, 0}, {500, 512}};
   move.destination_byte_offset += 1024;
   c.transfer.verification = Verification::kReadback;
@@ -462,7 +462,7 @@ TEST_CASE("Programs that leave their pieces are refused and nothing is written")
   std::vector<std::pair<std::string, Transfer>> bad;
   const auto plant = [&](std::string what, auto change) {
     Transfer transfer = good.transfer;
-    change(&transfer, &transfer.program.moves[0]);
+    change(&transfer, &transfer.plan.moves[0]);
     bad.emplace_back(std::move(what), std::move(transfer));
   };
   plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });

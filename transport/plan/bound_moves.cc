@@ -108,8 +108,8 @@ absl::Status CheckRanks(const BoundPiece& piece) {
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
   BoundMoves bound;
   bound.bytes.resize(transfer.destinations.size());
-  bound.moves.reserve(transfer.program.moves.size());
-  for (const CopyMove& copy : transfer.program.moves) {
+  bound.moves.reserve(transfer.plan.moves.size());
+  for (const CopyMove& copy : transfer.plan.moves) {
     REFITD_ASSIGN_OR_RETURN(const BoundMove move, BindMove(transfer, copy));
     bound.bytes[move.destination_index] +=
         ElementCount(*move.box) * ElementBytes(move.source->dtype);

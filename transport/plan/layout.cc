@@ -529,7 +529,7 @@ std::optional<DType> ParseDType(std::string_view name) {
   return std::nullopt;
 }
 
-absl::StatusOr<DType> DTypeFromWire(int value) {
+absl::StatusOr<DType> DTypeFromProto(int value) {
   if (value < 1 || value > static_cast<int>(std::size(kDTypes))) {
     return Invalid("dtype {} is not known", value);
   }

@@ -47,7 +47,7 @@ std::string_view DTypeName(DType dtype);
 // Accepts the names of DTypeName, with or without "torch." before them.
 std::optional<DType> ParseDType(std::string_view name);
 // The DType of a number from the wire; INVALID_ARGUMENT with the number if unknown.
-absl::StatusOr<DType> DTypeFromWire(int value);
+absl::StatusOr<DType> DTypeFromProto(int value);
 
 inline constexpr int kMaxDims = 8;  // of a tensor
 inline constexpr int64_t kMaxTensorBytes =

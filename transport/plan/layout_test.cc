@@ -87,7 +87,7 @@ TEST_CASE("Dtypes have torch's names and their sizes, both ways") {
       {"int16", 2},         {"int8", 1},        {"uint8", 1},   {"bool", 1}};
   std::map<std::string, int64_t> found;
   for (int value = 1; value <= 12; ++value) {
-    const auto dtype = DTypeFromWire(value);
+    const auto dtype = DTypeFromProto(value);
     REQUIRE(dtype.ok());
     CHECK(static_cast<int>(*dtype) == value);
     const std::string name(DTypeName(*dtype));
@@ -100,7 +100,7 @@ TEST_CASE("Dtypes have torch's names and their sizes, both ways") {
   CHECK(!ParseDType("torch.torch.int8").has_value());
   CHECK(!ParseDType("").has_value());
   for (const int value : {-1, 0, 13, 256, 257}) {
-    const auto dtype = DTypeFromWire(value);
+    const auto dtype = DTypeFromProto(value);
     CHECK(absl::IsInvalidArgument(dtype.status()));
     CHECK_THAT(Message(dtype.status()), Contains(fmt::format("dtype {}", value)));
   }

@@ -174,7 +174,7 @@ class NodeProgram {
   std::vector<LocalMember> destinations;
   // Moves from local sources to local destinations, by indices into the lists above; their order
   // and digest are those of plan.h.
-  Program local;
+  MovePlan local;
   // First come the streams without a chain, by ascending peers; then those along chains, by the
   // source's node and the chain. Every stream has sections. A stream along a chain whose source is
   // on another node is incoming, also where this node forwards it.

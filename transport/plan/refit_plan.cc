@@ -285,8 +285,8 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
   return plan;
 }
 
-RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
-                 absl::Span<const std::shared_ptr<const Layout>> local) {
+RoutePlan ShareOfNode(const RoutePlan& plan, uint32_t node,
+                      absl::Span<const std::shared_ptr<const Layout>> local) {
   RoutePlan part;
   part.source_nodes = plan.source_nodes;
   part.destination_nodes = plan.destination_nodes;
@@ -359,7 +359,8 @@ uint64_t ReplicaHash(uint64_t tensor_hash, const Box& box) {
 }
 
 absl::Status CompareReplicas(const RefitPlan& plan,
-                             const std::vector<std::vector<uint64_t>>& digests, ReplicaPart part) {
+                             const std::vector<std::vector<uint64_t>>& digests,
+                             ReplicaFraction part) {
   const std::vector<uint32_t>& node_of = plan.routes.source_nodes;
   const size_t nodes = std::max<size_t>(plan.routes.nodes, digests.size());
   std::vector<size_t> all(nodes);

@@ -22,7 +22,7 @@ inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more than a run has 
 
 // A part of the replicas, so that one refit need not compare all: the boxes whose hash
 // (ReplicaHash) is `part` modulo `parts`.
-struct ReplicaPart {
+struct ReplicaFraction {
   uint32_t part = 0;   // less than `parts`
   uint32_t parts = 1;  // at least 1; 1: all boxes
   bool Has(uint64_t hash) const { return hash % parts == part; }
@@ -86,8 +86,8 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
 // `local` (the layouts of its members) name. Sources, destinations and nodes keep their numbers;
 // labels and statistics are left out, except `longest_stream` and `relay`. CompileNode gives the
 // same node program for this part as for the whole plan.
-RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
-                 absl::Span<const std::shared_ptr<const Layout>> local);
+RoutePlan ShareOfNode(const RoutePlan& plan, uint32_t node,
+                      absl::Span<const std::shared_ptr<const Layout>> local);
 
 // A box that a rank of one node holds and other ranks hold too; its digest is compared with theirs.
 struct ReplicaShare {
@@ -105,7 +105,7 @@ std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<b
 // INTERNAL if a node's list has another length.
 absl::Status CompareReplicas(const RefitPlan& plan,
                              const std::vector<std::vector<uint64_t>>& digests,
-                             ReplicaPart part = {});
+                             ReplicaFraction part = {});
 
 }  // namespace refitd
 

@@ -1197,7 +1197,7 @@ class Router {
   }
 
   void Count() {
-    LinkBytes& links = plan_.links;
+    RouteBytes& links = plan_.links;
     const size_t nodes = plan_.nodes;
     links.rank_supplies.resize(source_members_.size());
     for (auto* per_node :
@@ -1576,7 +1576,7 @@ RoutePlan::Worst RoutePlan::WorstLink() const {
   return worst;
 }
 
-RouteEstimate RoutePlan::Estimate(const LinkRates& rates, int64_t slot_bytes) const {
+RouteEstimate RoutePlan::Estimate(const RouteRates& rates, int64_t slot_bytes) const {
   RouteEstimate estimate;
   // While chains fill, the bytes of other rounds wait.
   double filling = 1;

@@ -98,7 +98,7 @@ struct Route {
 };
 
 // Bytes on each link of a plan. `node * nodes + node` indexes the matrices.
-struct LinkBytes {
+struct RouteBytes {
   // Per source: bytes that it sends over the wire, plus bytes for its own node, counted once.
   std::vector<int64_t> rank_supplies;
   std::vector<int64_t> node_sends;     // over the wire to any node, forwarded bytes too
@@ -127,7 +127,7 @@ struct Unplaced {
 };
 
 // Bytes per second of each kind of link; 0: the link is never the limit.
-struct LinkRates {
+struct RouteRates {
   double rank_out = 0;    // reading one rank's memory
   double node_out = 0;    // sending over the wire from a node
   double node_in = 0;     // receiving over the wire at a node
@@ -160,7 +160,7 @@ class RoutePlan {
   std::vector<std::vector<uint32_t>> node_sets;
   int64_t bytes = 0;       // bytes of all routes, counted once for each destination node
   int64_t wire_bytes = 0;  // those of `bytes` that leave their node
-  LinkBytes links;
+  RouteBytes links;
   int64_t longest_stream = 0;  // the largest of links.stream
   RelayShape relay;
   RouteBound bound;
@@ -194,7 +194,7 @@ class RoutePlan {
 
   // The time of the link for which bytes divided by rate is largest. With chains, links between
   // nodes also wait while chains fill, in rounds of `slot_bytes`.
-  RouteEstimate Estimate(const LinkRates& rates, int64_t slot_bytes = kRelaySlotBytes) const;
+  RouteEstimate Estimate(const RouteRates& rates, int64_t slot_bytes = kRelaySlotBytes) const;
   static constexpr int64_t kRelaySlotBytes = int64_t{64} << 20;  // a daemon's default
 };
 
@@ -219,7 +219,7 @@ struct RouteExplanation {
   RoutePlan::Worst worst;
   double ratio =
       0;  // bytes of the worst link divided by the bound; 1 if both are 0, 0 if only the bound is 0
-  LinkBytes links;
+  RouteBytes links;
   RelayShape relay;
   RelayRounds rounds;  // in slots of RoutePlan::kRelaySlotBytes
   std::vector<ChainUse> chains;

@@ -566,7 +566,7 @@ TEST_CASE("An estimate is the slowest link") {
       {Trainer(whole, 0)}, {Engine(whole, 1), Engine(whole, 2, 1, 1), Engine(whole, 2, 2, 2)});
   CHECK(plan.links.node_sends[0] == 2000);
   CHECK(plan.links.node_stores[2] == 2000);
-  LinkRates rates;
+  RouteRates rates;
   CHECK(plan.Estimate(rates).seconds == 0);
   rates.node_out = 1000;
   CHECK(plan.Estimate(rates).seconds == Approx(2));

@@ -176,7 +176,7 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   const auto wanted = ElementsOf(world.destination_members, skipped);
   std::map<std::pair<Element, uint32_t>, std::vector<uint32_t>> supplied;
   const size_t nodes = plan.nodes;
-  LinkBytes links;
+  RouteBytes links;
   links.rank_supplies.resize(world.sources.size());
   for (auto* list :
        {&links.node_sends, &links.node_forwards, &links.node_receives, &links.node_stores}) {

@@ -52,8 +52,8 @@ std::vector<LayoutPtr> EngineLayouts(const Mapping& mapping, const ModelConfig& 
   return layouts;
 }
 
-Program MustCompile(const std::vector<LayoutPtr>& sources,
-                    const std::vector<LayoutPtr>& destinations) {
+MovePlan MustCompile(const std::vector<LayoutPtr>& sources,
+                     const std::vector<LayoutPtr>& destinations) {
   std::vector<std::string> labels(destinations.size(), "engine");
   auto index = DestinationIndex::Make(destinations, std::move(labels));
   INFO(index.status());
@@ -66,7 +66,7 @@ Program MustCompile(const std::vector<LayoutPtr>& sources,
 
 // Executes the moves element by element. Returns false if an element comes from or goes to a place
 // where no element lies, or goes to a place that was written before.
-bool Execute(const Program& program, const std::vector<LayoutPtr>& sources,
+bool Execute(const MovePlan& program, const std::vector<LayoutPtr>& sources,
              const std::vector<LayoutPtr>& destinations, const std::vector<Arena>& from,
              std::vector<Arena>* to) {
   for (const CopyMove& move : program.moves) {
