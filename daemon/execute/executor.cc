@@ -9,6 +9,8 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
 
 namespace refitd {
 namespace {
@@ -667,6 +669,30 @@ absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& me
                        done(std::move(result));
                      });
   return absl::OkStatus();
+}
+
+MovesDone Refused(const StartMoves& start, absl::Status why) {
+  MovesDone refused;
+  refused.update = start.update;
+  refused.step = start.step;
+  refused.round = start.round;
+  refused.status = std::move(why);
+  return refused;
+}
+
+RefitPlanned CompilePlan(const PlanRefit& a) {
+  absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
+      CompileRefit(a.sources, a.destinations, a.options);
+  if (!plan.ok()) return {a.program, plan.status(), nullptr};
+  return {a.program, absl::OkStatus(), *std::move(plan)};
+}
+
+ProgramBuilt CompilePart(BuildProgram a) {
+  absl::StatusOr<NodeProgram> program =
+      CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
+  if (!program.ok()) return {a.program, a.build, program.status(), nullptr};
+  return {a.program, a.build, absl::OkStatus(),
+          std::make_shared<const NodeProgram>(*std::move(program))};
 }
 
 }  // namespace refitd

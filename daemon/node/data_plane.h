@@ -104,6 +104,13 @@ class DataPlane {
   void AfterBinding(std::function<void()> job) { local_binder_.SubmitBehindAll(std::move(job)); }
 
   // ---- status ----
+  // What was asked for so far, which is the cost of layouts that are new.
+  struct Asked {
+    int64_t plans = 0;
+    int64_t programs = 0;  // of this daemon
+    int64_t comparisons = 0;
+  };
+  const Asked& asked() const { return asked_; }
   // nullopt: the epoch is not open here.
   std::optional<WireStats> StatsOf(const GroupRecord& group, EpochId epoch) const;
   // Epochs over GPU memory, by group and then by id.
@@ -186,6 +193,7 @@ class DataPlane {
 
   // Guarded by the mutex.
   Executor executor_;
+  Asked asked_;
   std::map<uint64_t, std::map<EpochId, Epoch>> epochs_;  // by group's record; no empty entries
 
   // The jobs of these threads use the members above and below, so the threads are stopped first

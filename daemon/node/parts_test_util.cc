@@ -9,7 +9,6 @@
 
 #include "daemon/services/peer_service.h"
 #include "transport/base/status.h"
-#include "transport/host/host_transport.h"
 
 namespace refitd {
 
@@ -20,7 +19,32 @@ SharedMemory::SharedMemory(int64_t size)
   mapping = *HostRegion::Map(fd, bytes, Access::kReadWrite, false);
 }
 
-DaemonParts::DaemonParts(const std::string& id, DaemonOptions options) {
+// Takes the links of daemons that join, with their hellos changed as the test wishes.
+class DaemonParts::Door : public PeerAcceptor {
+ public:
+  Door(PeerAcceptor* joiners, std::function<void(PeerGreeting*)> greeting)
+      : joiners_(*joiners), greeting_(std::move(greeting)) {}
+  void Hello(PeerGreeting hello, std::string peer_address,
+             std::shared_ptr<PeerSession> session) override {
+    if (greeting_ != nullptr) greeting_(&hello);
+    joiners_.Hello(std::move(hello), std::move(peer_address), std::move(session));
+  }
+  void Report(uint64_t session, PeerReport report) override {
+    joiners_.Report(session, std::move(report));
+  }
+  void Gone(uint64_t session, std::string reason) override {
+    joiners_.Gone(session, std::move(reason));
+  }
+  absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) override {
+    return joiners_.Probe(question);
+  }
+
+ private:
+  PeerAcceptor& joiners_;
+  const std::function<void(PeerGreeting*)> greeting_;
+};
+
+DaemonParts::DaemonParts(const std::string& id, DaemonOptions options, DaemonInsides insides) {
   processes_ = *ProcessWatch::Create();
   options.daemon_id = id;
   // A live daemon is silent for longer than the default on a busy machine under a sanitizer.
@@ -30,9 +54,10 @@ DaemonParts::DaemonParts(const std::string& id, DaemonOptions options) {
     return PeerLink::Dial(std::move(dial), std::move(callbacks));
   };
   const int64_t message_bytes = options.message_bytes;
-  daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport({.threads = 1}),
-                                     processes_.get(), nullptr, dialer);
-  links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
+  daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport(insides.transport),
+                                     processes_.get(), std::move(insides.wire), dialer);
+  door_ = std::make_unique<Door>(&daemon_->joiners(), std::move(insides.greeting));
+  links_ = std::make_unique<PeerService>(door_.get(), message_bytes);
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
@@ -71,13 +96,13 @@ Arrival DaemonParts::Engine(const std::string& instance, DeliveryMode delivery, 
 }
 
 Attached DaemonParts::Attach(Arrival arrival, const std::string& group,
-                             std::optional<GroupSpec> spec, const DaemonParts* at, Duration wait) {
+                             std::optional<GroupSpec> spec, const DaemonParts* at, Duration wait,
+                             std::shared_ptr<Inbox> inbox) {
   arrival.record.group = group;
   if (arrival.record.device.empty()) arrival.record.device = "host";
   arrival.spec = std::move(spec);
   if (at != nullptr) arrival.coordinator = at->address();
   arrival.wait = wait;
-  auto inbox = std::make_shared<Inbox>();
   return {arrivals().Attach(std::move(arrival), inbox), inbox};
 }
 

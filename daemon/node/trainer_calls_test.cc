@@ -30,25 +30,15 @@ struct World {
     parts.Ready(engine);
     REQUIRE(begun.status().ok());
   }
-  // A push of "w", without its source.
-  static ReceivedPush Push(int64_t version) {
+  // A push of "w".
+  static ReceivedPush PushInline(int64_t version, std::string_view bytes = "") {
     ReceivedPush push;
     push.event.version = Version(version);
-    push.received.bucket = std::make_shared<CheckedBucket>();
-    CheckedBucket& bucket = *push.received.bucket;
-    bucket.tensors = {{"w", DType::kUint8, {kElements}}};
-    bucket.ranges = {{0, 0, kElements}};
-    bucket.bytes = kElements;
-    return push;
-  }
-  static ReceivedPush PushInline(int64_t version, std::string_view bytes) {
-    ReceivedPush push = Push(version);
-    push.received.bucket->source = CheckedBucket::Source::kInline;
-    push.received.source = std::vector<std::string_view>{bytes};
+    push.received = InlineBucket({"w", DType::kUint8, {kElements}}, bytes);
     return push;
   }
   static ReceivedPush PushFrom(int64_t version, RegionId region, int64_t byte_offset = 0) {
-    ReceivedPush push = Push(version);
+    ReceivedPush push = PushInline(version);
     push.received.bucket->source = CheckedBucket::Source::kRegions;
     push.received.source = std::vector<RegionRef>{{region, byte_offset}};
     return push;
@@ -123,7 +113,7 @@ TEST_CASE("a push is refused by what the daemon knows of the member, and changes
 
 TEST_CASE("a push by handles is refused where no GPU is served") {
   World world;
-  ReceivedPush push = World::Push(1);
+  ReceivedPush push = World::PushInline(1);
   push.received.bucket->source = CheckedBucket::Source::kDevice;
   push.received.source = std::vector<DeviceRef>(1);
   CHECK(world.Send(std::move(push)).status().code() == absl::StatusCode::kUnimplemented);
@@ -181,7 +171,7 @@ TEST_CASE("a slot is leased, packed and pushed to a staged engine, which acknowl
   lease.version = Version(1);
   const auto leased = parts.Call(trainer, lease).As<LeaseSlotReply>();
 
-  ReceivedPush push = World::Push(1);
+  ReceivedPush push = World::PushInline(1);
   push.received.bucket->source = CheckedBucket::Source::kSlot;
   push.received.bucket->slot = leased.grant;
   push.received.source = leased.grant;
