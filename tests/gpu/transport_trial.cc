@@ -17,7 +17,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,6 +27,7 @@
 #include "transport/cuda/cuda_transport.h"
 #include "transport/cuda/random_transfer.h"
 #include "transport/host/host_transport.h"
+#include "transport/transport_testing.h"
 
 #if defined(REFITD_CUDA)
 namespace refitd {
@@ -156,34 +156,6 @@ std::unique_ptr<Transport> MakeTransport(const CudaTransportOptions& options = {
   return *std::move(made);
 }
 
-template <typename Result, typename Submit>
-Result Await(Submit submit) {
-  auto promise = std::make_shared<std::promise<Result>>();
-  auto future = promise->get_future();
-  submit([promise](Result result) { promise->set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
-}
-
-TransferResult Run(Transport* transport, const Transfer& transfer) {
-  return Await<TransferResult>([&](auto done) { transport->Submit(transfer, done); });
-}
-
-ReadbackResult Run(Transport* transport, const ReadbackJob& job) {
-  return Await<ReadbackResult>([&](auto done) { transport->Submit(job, done); });
-}
-
-ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
-  ReadbackJob job;
-  for (const PieceDigest& sum : result.expected) {
-    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
-                          .expected = sum.digest,
-                          .destination = sum.destination});
-  }
-  job.keep_alive = transfer.keep_alive;
-  return job;
-}
-
 TEST_CASE("random transfers leave the host transport's bytes and digests") {
   constexpr uint64_t kSeed = 99;
   Rng random(kSeed);
@@ -292,13 +264,13 @@ double Milliseconds(Transport* transport, const Transfer& transfer, bool replay,
   std::vector<double> times;
   for (int i = 0; i < rounds; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    const TransferResult result = Await<TransferResult>([&](auto done) {
-      if (replay) {
-        transport->Replay(prepared, transfer.verification, "replay", done);
-      } else {
-        transport->Submit(transfer, done);
-      }
-    });
+    Outcome<TransferResult> outcome;
+    if (replay) {
+      transport->Replay(prepared, transfer.verification, "replay", outcome.done());
+    } else {
+      transport->Submit(transfer, outcome.done());
+    }
+    const TransferResult result = outcome.Wait();
     INFO(result.status.ToString());
     REQUIRE(result.status.ok());
     const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;

@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <catch2/catch.hpp>
-#include <chrono>
 #include <cstring>
-#include <future>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -20,20 +18,14 @@
 #include "transport/cuda/copy_interpreter.h"
 #include "transport/digest/digest.h"
 #include "transport/host/host_transport.h"
+#include "transport/transport_testing.h"
 
 namespace refitd {
 namespace {
 
 constexpr uint64_t kSeed = 4711;
-constexpr auto kWait = std::chrono::seconds(30);
 constexpr char kPoison = '\xcd';
 constexpr int kDevices = 6;
-
-using Rng = std::mt19937_64;
-
-int64_t Pick(Rng* rng, int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(*rng);
-}
 
 // Memory that each device sees at an address of its own, as peers' mappings are; the last view is
 // the owner's.
@@ -104,15 +96,6 @@ class FakeAddresses : public CopyAddresses {
   int hidden_from_ = kHostMemory - 1;
 };
 
-int64_t SpanElements(const Dims& extent, const Dims& strides) {
-  int64_t last = 0;
-  for (size_t d = 0; d < extent.size(); ++d) {
-    if (extent[d] == 0) return 0;
-    last += (extent[d] - 1) * strides[d];
-  }
-  return last + 1;
-}
-
 // Strides of a padded array of `extent`, dimensions possibly stored in another order.
 Dims RandomStrides(Rng* rng, const Dims& extent) {
   Dims strides(extent.size(), 0);
@@ -142,19 +125,6 @@ Dims RandomShape(Rng* rng) {
       for (int64_t d = 0; d < rank; ++d) shape.push_back(Pick(rng, 1, rank > 4 ? 3 : 12));
       return shape;
     }
-  }
-}
-
-DType TypeOf(int64_t element_bytes) {
-  switch (element_bytes) {
-    case 1:
-      return DType::kFloat8E4M3FN;
-    case 2:
-      return DType::kBFloat16;
-    case 4:
-      return DType::kFloat32;
-    default:
-      return DType::kInt64;
   }
 }
 
@@ -201,14 +171,6 @@ struct Case {
             .name = "tensor." + std::to_string(tensor)};
   }
 };
-
-int64_t Offset(const BoundPiece& piece, const Box& box) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    elements += (box.offset[d] - piece.box.offset[d]) * piece.strides[d];
-  }
-  return elements * ElementBytes(piece.dtype);
-}
 
 void AddMoves(Transfer* transfer, size_t first_source, uint32_t destination, uint32_t piece) {
   const BoundPiece& to = transfer->destinations[destination][piece];
@@ -272,11 +234,7 @@ void Restore(Case* c, const std::vector<char>& bytes) {
 
 TransferResult RunOnHost(const Transfer& transfer) {
   const auto transport = MakeHostTransport({.threads = 1});
-  std::promise<TransferResult> promise;
-  auto future = promise.get_future();
-  transport->Submit(transfer, [&](TransferResult result) { promise.set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
+  return Run(transport.get(), transfer);
 }
 
 struct Sums {
@@ -448,30 +406,7 @@ TEST_CASE("Malformed programs are refused as the host transport refuses them") {
   const auto c = DenseCase(&rng, {20, 30}, {1});
   c->transfer.label = "bad";
   const std::vector<char> before = Snapshot(*c);
-  std::vector<std::pair<std::string, Transfer>> bad;
-  const auto plant = [&](std::string what, auto change) {
-    Transfer transfer = c->transfer;
-    change(&transfer, &transfer.plan.moves[0]);
-    bad.emplace_back(std::move(what), std::move(transfer));
-  };
-  plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });
-  plant("source piece", [](Transfer*, CopyMove* m) { m->source_piece = 1; });
-  plant("destination", [](Transfer*, CopyMove* m) { m->destination = 1; });
-  plant("destination piece", [](Transfer*, CopyMove* m) { m->destination_piece = 9; });
-  plant("rank", [](Transfer*, CopyMove* m) { m->box = {{0}, {20}}; });
-  plant("box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 21; });
-  plant("empty box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 0; });
-  plant("source offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = 2; });
-  plant("negative offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = -2; });
-  plant("destination offset", [](Transfer*, CopyMove* m) { m->destination_byte_offset = 2; });
-  plant("strides", [](Transfer* t, CopyMove*) { t->source[0].strides.pop_back(); });
-  plant("dtype", [](Transfer* t, CopyMove*) { t->source[0].dtype = DType::kFloat16; });
-  plant("unmoved piece", [](Transfer* t, CopyMove*) {
-    t->source.push_back(t->source[0]);
-    t->source[1].strides.clear();
-    t->want_source_digests = true;
-  });
-  for (const auto& [what, transfer] : bad) {
+  for (const auto& [what, transfer] : Spoilt(c->transfer)) {
     INFO(what);
     const auto plan = PlanCopies(transfer, Verification::kTransfer, &c->addresses);
     const TransferResult host = RunOnHost(transfer);

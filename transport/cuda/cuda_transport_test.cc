@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
-#include <future>
 #include <memory>
 #include <random>
 #include <string>
@@ -23,6 +22,7 @@
 #include "transport/cuda/nccl/nccl.h"
 #include "transport/cuda/random_transfer.h"
 #include "transport/host/host_transport.h"
+#include "transport/transport_testing.h"
 #endif
 
 namespace refitd {
@@ -94,50 +94,11 @@ struct Setup {
   std::unique_ptr<Transport> host = MakeHostTransport({.threads = 1});
 };
 
-template <typename Result>
-struct Outcome {
-  std::shared_ptr<std::promise<Result>> promise = std::make_shared<std::promise<Result>>();
-  std::future<Result> future = promise->get_future();
-  std::function<void(Result)> done() {
-    return [promise = promise](Result result) { promise->set_value(std::move(result)); };
-  }
-  bool ended() const {
-    return future.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-  }
-  Result Wait() {
-    REQUIRE(future.wait_for(kTestDeadline) == std::future_status::ready);
-    return future.get();
-  }
-};
-
-TransferResult Run(Transport* transport, Transfer transfer) {
-  Outcome<TransferResult> outcome;
-  transport->Submit(std::move(transfer), outcome.done());
-  return outcome.Wait();
-}
-
 TransferResult Replay(Transport* transport, const std::shared_ptr<const PreparedTransfer>& prepared,
                       Verification verification) {
   Outcome<TransferResult> outcome;
   transport->Replay(prepared, verification, "replay", outcome.done());
   return outcome.Wait();
-}
-
-ReadbackResult Run(Transport* transport, ReadbackJob job) {
-  Outcome<ReadbackResult> outcome;
-  transport->Submit(std::move(job), outcome.done());
-  return outcome.Wait();
-}
-
-ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
-  ReadbackJob job;
-  for (const PieceDigest& sum : result.expected) {
-    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
-                          .expected = sum.digest,
-                          .destination = sum.destination});
-  }
-  job.keep_alive = transfer.keep_alive;
-  return job;
 }
 
 void CheckNothingOpen(const FakeCuda& fake) {

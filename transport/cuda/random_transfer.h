@@ -17,17 +17,12 @@
 #include "transport/cuda/memory.h"
 #include "transport/plan/bound_moves.h"
 #include "transport/transport.h"
+#include "transport/transport_testing.h"
 
 namespace refitd {
 
-using Rng = std::mt19937_64;
-
 inline constexpr int kHost = -1;
 inline constexpr int64_t kBlockBytes = 1 << 20;
-
-inline int64_t Pick(Rng* random, int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(*random);
-}
 
 // The process whose memory is mapped.
 class Exporter {

@@ -13,6 +13,7 @@
 
 #include "transport/base/mutex.h"
 #include "transport/digest/digest.h"
+#include "transport/transport_testing.h"
 
 namespace refitd {
 namespace {
@@ -20,10 +21,6 @@ namespace {
 constexpr uint64_t kSeed = 77;
 constexpr auto kWait = std::chrono::seconds(30);
 constexpr char kPoison = '\xcd';
-
-int64_t Pick(std::mt19937_64* random, int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(*random);
-}
 
 // The memory of one member.
 using Bytes = std::vector<char>;
@@ -46,15 +43,6 @@ Dims RandomStrides(std::mt19937_64* random, const Dims& extent, bool transpose) 
     stride *= extent[order[i]] + (Pick(random, 0, 2) == 0 ? Pick(random, 1, 5) : 0);
   }
   return strides;
-}
-
-int64_t SpanElements(const Dims& extent, const Dims& strides) {
-  int64_t last = 0;
-  for (size_t d = 0; d < extent.size(); ++d) {
-    if (extent[d] == 0) return 0;
-    last += (extent[d] - 1) * strides[d];
-  }
-  return last + 1;
 }
 
 Box RandomBox(std::mt19937_64* random, const Dims& shape) {
@@ -90,19 +78,6 @@ void ForEachElement(const Box& box, const Dims& shape, const Dims& strides, Visi
       at += index * strides[d];
     }
     visit(p, at);
-  }
-}
-
-DType TypeOf(int element_bytes) {
-  switch (element_bytes) {
-    case 1:
-      return DType::kFloat8E4M3FN;
-    case 2:
-      return DType::kBFloat16;
-    case 4:
-      return DType::kFloat32;
-    default:
-      return DType::kInt64;
   }
 }
 
@@ -170,14 +145,6 @@ BoundPiece Bind(int tensor, int element_bytes, const Dims& shape, const Box& box
           .strides = strides,
           .data = memory->data(),
           .name = "tensor." + std::to_string(tensor)};
-}
-
-int64_t Offset(const BoundPiece& piece, const Box& box) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    elements += (box.offset[d] - piece.box.offset[d]) * piece.strides[d];
-  }
-  return elements * ElementBytes(piece.dtype);
 }
 
 // Adds a piece of `destination` that takes its elements from the source piece `source`.
@@ -257,34 +224,6 @@ Case RandomCase(std::mt19937_64* random) {
 
 void CheckBytes(const Case& c) {
   for (const auto& [memory, want] : c.want) REQUIRE(*memory == want);
-}
-
-TransferResult Run(Transport* transport, const Transfer& transfer) {
-  auto promise = std::make_shared<std::promise<TransferResult>>();
-  auto future = promise->get_future();
-  transport->Submit(transfer,
-                    [promise](TransferResult result) { promise->set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
-}
-
-ReadbackResult Run(Transport* transport, ReadbackJob job) {
-  auto promise = std::make_shared<std::promise<ReadbackResult>>();
-  auto future = promise->get_future();
-  transport->Submit(std::move(job),
-                    [promise](ReadbackResult result) { promise->set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
-}
-
-ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
-  ReadbackJob job;
-  for (const PieceDigest& sum : result.expected) {
-    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
-                          .expected = sum.digest,
-                          .destination = sum.destination});
-  }
-  return job;
 }
 
 TEST_CASE("Random programs write every byte they should and no other, whatever the verification") {
@@ -459,25 +398,7 @@ TEST_CASE("Programs that leave their pieces are refused and nothing is written")
   std::mt19937_64 random(kSeed + 8);
   const auto transport = MakeHostTransport({.threads = 1});
   const Case good = SimpleCase({20, 30}, &random);
-  std::vector<std::pair<std::string, Transfer>> bad;
-  const auto plant = [&](std::string what, auto change) {
-    Transfer transfer = good.transfer;
-    change(&transfer, &transfer.plan.moves[0]);
-    bad.emplace_back(std::move(what), std::move(transfer));
-  };
-  plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });
-  plant("source piece", [](Transfer*, CopyMove* m) { m->source_piece = 1; });
-  plant("destination", [](Transfer*, CopyMove* m) { m->destination = 1; });
-  plant("destination piece", [](Transfer*, CopyMove* m) { m->destination_piece = 9; });
-  plant("rank", [](Transfer*, CopyMove* m) { m->box = {{0}, {20}}; });
-  plant("box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 21; });
-  plant("empty box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 0; });
-  plant("source offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = 2; });
-  plant("negative offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = -2; });
-  plant("destination offset", [](Transfer*, CopyMove* m) { m->destination_byte_offset = 2; });
-  plant("strides", [](Transfer* t, CopyMove*) { t->source[0].strides.pop_back(); });
-  plant("dtype", [](Transfer* t, CopyMove*) { t->source[0].dtype = DType::kFloat16; });
-  for (const auto& [what, transfer] : bad) {
+  for (const auto& [what, transfer] : Spoilt(good.transfer)) {
     INFO(what);
     const TransferResult result = Run(transport.get(), transfer);
     CHECK(result.status.code() == absl::StatusCode::kInternal);
