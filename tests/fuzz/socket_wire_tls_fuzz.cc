@@ -13,14 +13,9 @@
 
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
-#include <future>
-#include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 #include "tests/fuzz/one_in.h"
 #include "tests/fuzz/stranger.h"
@@ -34,9 +29,6 @@
 namespace refitd {
 namespace {
 
-constexpr EpochId kOpen{1};
-constexpr size_t kPayload = 64;
-constexpr Duration kTimeout = std::chrono::seconds(5);
 // A handshake's first flight of the listener has its certificate and little else.
 constexpr size_t kMaxFlightBytes = 16 << 10;
 
@@ -45,60 +37,11 @@ WireCertificates MakeCertificates() {
   return [own = IssueCertificates(root, "spiffe://fuzz/daemon", root)] { return own; };
 }
 
-// The status of what `submit` is given a callback for.
-template <typename F>
-std::future<absl::Status> Ask(const F& submit) {
-  auto promise = std::make_shared<std::promise<absl::Status>>();
-  auto future = promise->get_future();
-  submit([promise](absl::Status status) { promise->set_value(std::move(status)); });
-  return future;
-}
+struct Pair : WirePair {
+  explicit Pair(const WireCertificates& certificates = MakeCertificates())
+      : WirePair({.certificates = certificates}), contexts(certificates) {}
 
-absl::Status Get(std::future<absl::Status>& future) {
-  REFITD_CHECK(future.wait_for(2 * kTimeout) == std::future_status::ready);
-  return future.get();
-}
-
-// Two ranks that stay connected for the whole run.
-struct Pair {
-  Pair() : certificates(MakeCertificates()), contexts(certificates) {
-    for (auto& wire : wires) {
-      auto made = MakeSocketWire({.certificates = certificates});
-      REFITD_CHECK(made.ok());
-      wire = *std::move(made);
-    }
-    std::vector<std::string> addresses;
-    for (int rank = 0; rank < 2; ++rank) addresses.push_back(*wires[rank]->Open(kOpen, rank, 2));
-    std::array<std::future<absl::Status>, 2> up;
-    for (int rank = 0; rank < 2; ++rank) {
-      up[rank] = Ask([&](auto done) { wires[rank]->Connect(kOpen, addresses, kTimeout, done); });
-    }
-    for (auto& each : up) REFITD_CHECK(Get(each).ok());
-    address = *DecodeSocketAddress(addresses[1], kOpen, 1, 2);
-  }
-
-  void CheckBroadcast() {
-    std::array<std::array<char, kPayload>, 2> memory{};
-    memory[0].fill(static_cast<char>(seq));
-    std::array<std::future<absl::Status>, 2> ended;
-    ++seq;
-    for (int rank = 0; rank < 2; ++rank) {
-      ended[rank] = Ask([&](auto done) {
-        wires[rank]->Submit(
-            WireBroadcast{
-                kOpen, WireSeq(seq), 0, {memory[rank].data(), kPayload, nullptr}, kTimeout},
-            done);
-      });
-    }
-    for (auto& each : ended) REFITD_CHECK(Get(each).ok());
-    REFITD_CHECK(memory[0] == memory[1]);
-  }
-
-  const WireCertificates certificates;
   TlsContexts contexts;  // of strangers
-  std::array<std::unique_ptr<Wire>, 2> wires;
-  SocketAddress address;  // of rank 1
-  uint64_t seq = 0;
 };
 
 // Returns the bytes that come next; empty at the end. The end must come by itself, not by the time
