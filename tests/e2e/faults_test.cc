@@ -19,12 +19,7 @@ v1::EngineHello EngineIn(const std::string& instance, const v1::GroupSpec& spec,
                          v1::Delivery delivery = v1::DELIVERY_REGISTERED,
                          const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, delivery, spec);
-  if (manifest != nullptr) {
-    const v1::Bucket all = Describe(*manifest, 0);
-    *hello.mutable_manifest()->mutable_names() = all.names();
-    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
-  }
+  if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
 

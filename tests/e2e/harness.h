@@ -18,13 +18,11 @@
 
 #include "refitd/v1/operator.grpc.pb.h"
 #include "tests/e2e/raw_client.h"
+#include "transport/base/eventually.h"
+#include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd::e2e {
-
-// Checks repeatedly until `condition` holds; false: it did not hold before kDeadline. Conditions
-// usually ask a daemon.
-bool Eventually(const std::function<bool()>& condition);
 
 // An address of 127.0.0.0/8 that only this process uses, `index` from 0 to 31: no other process's
 // connection can take a port there by chance.
@@ -63,18 +61,6 @@ class Process {
   UniqueFd stdout_;
   UniqueFd stderr_;  // a file, which the process writes to
   std::string buffered_;
-};
-
-class TempFolder {
- public:
-  TempFolder();
-  ~TempFolder();
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;  // readable by everyone, since other users may try the socket
 };
 
 class Daemon {

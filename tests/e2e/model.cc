@@ -194,6 +194,15 @@ v1::Bucket Describe(const Model& model, int64_t seq, std::vector<int> indices) {
   return bucket;
 }
 
+v1::Manifest ManifestOf(const Model& model) {
+  v1::Bucket all = Describe(model, 0);
+  v1::Manifest manifest;
+  manifest.mutable_names()->Swap(all.mutable_names());
+  manifest.mutable_dtypes()->Swap(all.mutable_dtypes());
+  manifest.mutable_shapes()->Swap(all.mutable_shapes());
+  return manifest;
+}
+
 v1::Bucket InlineBucket(const Model& model, const std::vector<std::string>& bytes, int64_t seq,
                         bool packed, std::vector<int> indices) {
   indices = AllIf(std::move(indices), model);

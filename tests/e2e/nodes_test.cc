@@ -33,12 +33,7 @@ v1::EngineHello Registered(const std::string& instance, const v1::GroupSpec& spe
 v1::EngineHello Staged(const std::string& instance, const v1::GroupSpec& spec,
                        const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
-  if (manifest != nullptr) {
-    const v1::Bucket all = Describe(*manifest, 0);
-    *hello.mutable_manifest()->mutable_names() = all.names();
-    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
-  }
+  if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
 

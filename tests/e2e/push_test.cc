@@ -12,12 +12,7 @@ namespace {
 v1::EngineHello StagedHello(const std::string& instance, const std::optional<v1::GroupSpec>& spec,
                             const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
-  if (manifest != nullptr) {
-    const v1::Bucket all = Describe(*manifest, 0);
-    *hello.mutable_manifest()->mutable_names() = all.names();
-    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
-  }
+  if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
 
