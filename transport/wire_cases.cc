@@ -533,65 +533,50 @@ void ConnectTo(Wire* wire, const Peer& peer) {
   REQUIRE(Get(connected) == absl::OkStatus());
 }
 
+// A broadcast to or from a peer, so long that it never ends in a test's time.
+struct Endless {
+  static constexpr size_t kUnit = 1 << 20;
+  static constexpr size_t kTimes = 16 << 10;  // 16 GiB
+
+  // Returns when more than `moved` bytes have crossed.
+  Endless(int root, int64_t moved, Duration timeout = kLong) : peer(root, kUnit, kTimes) {
+    ConnectTo(wire.get(), peer);
+    wire->Submit(Broadcast(kEpoch, 1, root, memory.span(), timeout), Into(&result));
+    REQUIRE(Until([&] {
+      const WireStats stats = wire->Stats(kEpoch);
+      return stats.bytes_sent + stats.bytes_received > moved;
+    }));
+  }
+
+  Peer peer;
+  std::unique_ptr<Wire> wire = MakeWire();
+  RepeatedMemory memory{kUnit, kTimes};
+  Result result;
+};
+
 TEST_CASE(
     "a peer that is killed in the middle of a broadcast is named at once, by sender and receiver") {
-  const int root = GENERATE(0, 1);
-  constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;  // 16 GiB, which never ends in the test's time
-  Peer peer(root, kUnit, kTimes);
-  const auto wire = MakeWire();
-  ConnectTo(wire.get(), peer);
-  RepeatedMemory memory(kUnit, kTimes);
-  Result result;
-  wire->Submit(Broadcast(kEpoch, 1, root, memory.span()), Into(&result));
-  REQUIRE(Until([&] {
-    const WireStats stats = wire->Stats(kEpoch);
-    return stats.bytes_sent + stats.bytes_received > 16 << 20;
-  }));
-  peer.Signal(SIGKILL);
-  const absl::Status status = Get(result);
+  Endless endless(GENERATE(0, 1), 16 << 20);
+  endless.peer.Signal(SIGKILL);
+  const absl::Status status = Get(endless.result);
   CHECK(status.code() == StatusCode::kUnavailable);
   CHECK_THAT(Message(status), Contains("rank 1"));
 }
 
 TEST_CASE(
     "a peer that is stopped in the middle of a broadcast is named when the timeout has passed") {
-  const int root = GENERATE(0, 1);
-  constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;
-  Peer peer(root, kUnit, kTimes);
-  const auto wire = MakeWire();
-  ConnectTo(wire.get(), peer);
-  RepeatedMemory memory(kUnit, kTimes);
-  Result result;
-  wire->Submit(Broadcast(kEpoch, 1, root, memory.span(), std::chrono::seconds(2)), Into(&result));
-  REQUIRE(Until([&] {
-    const WireStats stats = wire->Stats(kEpoch);
-    return stats.bytes_sent + stats.bytes_received > 0;
-  }));
-  peer.Signal(SIGSTOP);
-  const absl::Status status = Get(result);
+  Endless endless(GENERATE(0, 1), 0, std::chrono::seconds(2));
+  endless.peer.Signal(SIGSTOP);
+  const absl::Status status = Get(endless.result);
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
   CHECK_THAT(Message(status), Contains("rank 1"));
 }
 
 TEST_CASE("Close interrupts a broadcast to a stopped peer") {
-  const int root = GENERATE(0, 1);
-  constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;
-  Peer peer(root, kUnit, kTimes);
-  const auto wire = MakeWire();
-  ConnectTo(wire.get(), peer);
-  RepeatedMemory memory(kUnit, kTimes);
-  Result result;
-  wire->Submit(Broadcast(kEpoch, 1, root, memory.span()), Into(&result));
-  REQUIRE(Until([&] {
-    const WireStats stats = wire->Stats(kEpoch);
-    return stats.bytes_sent + stats.bytes_received > 0;
-  }));
-  peer.Signal(SIGSTOP);
-  wire->Close(kEpoch);
-  CHECK(Get(result).code() == StatusCode::kCancelled);
+  Endless endless(GENERATE(0, 1), 0);
+  endless.peer.Signal(SIGSTOP);
+  endless.wire->Close(kEpoch);
+  CHECK(Get(endless.result).code() == StatusCode::kCancelled);
 }
 
 }  // namespace
