@@ -72,6 +72,8 @@ class ArenaBuilder {
 // INVALID_ARGUMENT unless `by` divides n: "qwen3-4b: heads 32 is not divisible by tp 3".
 absl::Status CheckDivides(const ModelConfig& config, std::string_view what, int64_t n,
                           std::string_view by_what, int64_t by);
+// OK: the model is valid, and its dense tensors can be split over `tp` ranks.
+absl::Status CheckTensorParallel(const ModelConfig& config, int64_t tp);
 
 // A rank's shard of the embedding or lm_head: its rows of storage, and the part of them that is
 // vocabulary.
