@@ -106,9 +106,10 @@ class Server:
         choice, version = self.choice(prompt, tokens)
         return choice["text"], version
 
-    def choice(self, prompt: str, tokens: int = 8) -> tuple[dict[str, Any], int]:
-        """As complete, with all that the server tells of the one choice."""
-        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}).encode()
+    def choice(self, prompt: str, tokens: int = 8, **asked: Any) -> tuple[dict[str, Any], int]:
+        """As complete, with all that the server tells of the one choice. `asked`: further fields of the request."""
+        how = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **asked}
+        body = json.dumps(how).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
         )

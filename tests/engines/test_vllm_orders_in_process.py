@@ -60,4 +60,4 @@ class InProcess:
 
 def test_random_orders_over_an_engine_in_one_process(tmp_path: Path) -> None:
     """The engine answers with the version that it tells, whole, or not at all; and with each next version again."""
-    check_random_orders(InProcess, tmp_path)
+    check_random_orders(InProcess, tmp_path, orders=10)
