@@ -1,4 +1,4 @@
-// Helpers of the transports' tests: what a job came to, and programs that no transport may run.
+// Helpers that the tests of transports share: they run jobs, describe memory, and spoil transfers.
 #ifndef REFITD_TRANSPORT_TRANSPORT_TESTING_H_
 #define REFITD_TRANSPORT_TRANSPORT_TESTING_H_
 
@@ -53,7 +53,7 @@ inline ReadbackResult Run(Transport* transport, ReadbackJob job) {
   return outcome.Wait();
 }
 
-// Reads back what the transfer wrote.
+// Makes the job that reads back what the transfer wrote.
 inline ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
   ReadbackJob job;
   for (const PieceDigest& sum : result.expected) {
@@ -74,7 +74,7 @@ inline DType TypeOf(int64_t element_bytes) {
                               : DType::kInt64;
 }
 
-// From the first to the end of the last element.
+// The number of elements from the first to the end of the last.
 inline int64_t SpanElements(const Dims& extent, const Dims& strides) {
   int64_t last = 0;
   for (size_t d = 0; d < extent.size(); ++d) {
@@ -93,10 +93,10 @@ inline int64_t Offset(const BoundPiece& piece, const Box& box) {
   return elements * ElementBytes(piece.dtype);
 }
 
-// ---- programs that must be refused ----
+// ---- transfers that must be refused ----
 
-// The transfer, of one float piece of [20, 30] to one destination, spoilt in each way, with what is
-// wrong.
+// Spoils a transfer of one piece of [20, 30] to one destination in many ways. Each text names what
+// is wrong.
 inline std::vector<std::pair<std::string, Transfer>> Spoilt(const Transfer& good) {
   std::vector<std::pair<std::string, Transfer>> bad;
   const auto plant = [&](std::string what, auto change) {

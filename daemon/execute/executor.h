@@ -35,8 +35,8 @@ class Executor {
   // `transport` must outlive the executor.
   explicit Executor(Transport* transport) : transport_(transport) {}
 
-  // The result of one transfer. Give it to Finished() under the node's mutex, then to the group,
-  // which reads the base alone.
+  // The result of one transfer. Give it to Finished() under the node's mutex, then its base to the
+  // group.
   struct Done : TransferDone {
     int64_t slot_bytes = 0;  // bytes copied into slots
     // For Finished(): digests by (destination, piece of its layout).
@@ -164,11 +164,10 @@ class Executor {
   std::map<UpdateId, UpdateSums> sums_;
 };
 
-// The answer to moves that could not be started.
+// Makes the answer to moves that could not be started.
 MovesDone Refused(const StartMoves& start, absl::Status why);
 
-// Perform what a group asks for and no memory is needed for. Both take up to seconds, on any
-// thread.
+// Both perform an action that needs no memory. They take up to seconds and may run on any thread.
 RefitPlanned CompilePlan(const PlanRefit& a);
 ProgramBuilt CompilePart(BuildProgram a);
 

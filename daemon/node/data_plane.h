@@ -104,7 +104,7 @@ class DataPlane {
   void AfterBinding(std::function<void()> job) { local_binder_.SubmitBehindAll(std::move(job)); }
 
   // ---- status ----
-  // What was asked for so far, which is the cost of layouts that are new.
+  // How often groups have asked for plans, programs and comparisons so far.
   struct Asked {
     int64_t plans = 0;
     int64_t programs = 0;  // of this daemon

@@ -19,7 +19,7 @@ SharedMemory::SharedMemory(int64_t size)
   mapping = *HostRegion::Map(fd, bytes, Access::kReadWrite, false);
 }
 
-// Takes the links of daemons that join, with their hellos changed as the test wishes.
+// Passes links to the daemon, after the test has changed their hellos.
 class DaemonParts::Door : public PeerAcceptor {
  public:
   Door(PeerAcceptor* joiners, std::function<void(PeerGreeting*)> greeting)

@@ -165,11 +165,11 @@ struct SharedMemory {
   std::shared_ptr<HostRegion> mapping;
 };
 
-// What a daemon is made of, beside its options.
+// The objects that a test gives to its daemon, beside the options.
 struct DaemonInsides {
   HostTransportOptions transport{.threads = 1};
   std::unique_ptr<Wire> wire;  // null: none
-  // Changes the hellos of daemons that join; null: takes them as they are.
+  // Changes the hellos of daemons that join. Null: they stay as they are.
   std::function<void(PeerGreeting*)> greeting;
 };
 
@@ -250,7 +250,7 @@ class DaemonParts {
   std::unique_ptr<grpc::Server> server_;
 };
 
-// A bucket of one whole tensor, whose bytes must live as long.
+// Makes a bucket of one whole tensor. The bytes must live as long as the bucket.
 inline ReceivedBucket InlineBucket(const TensorSpec& tensor, std::string_view bytes) {
   ReceivedBucket received;
   received.bucket = std::make_shared<CheckedBucket>();

@@ -1,5 +1,5 @@
-// A stranger's connection to the host wire's listener, for fuzz targets that make millions of them;
-// and two ranks of an epoch that it may not harm.
+// A stranger's connection to the host wire's listener, for fuzz targets that make millions of them,
+// and two ranks of an epoch that strangers must not harm.
 #ifndef REFITD_TESTS_FUZZ_STRANGER_H_
 #define REFITD_TESTS_FUZZ_STRANGER_H_
 
@@ -86,7 +86,7 @@ inline constexpr EpochId kOpen{1};
 inline constexpr size_t kPayload = 64;
 inline constexpr Duration kTimeout = std::chrono::seconds(5);
 
-// The status of what `submit` is given a callback for.
+// Calls `submit` with a callback, and returns the status that the callback will get.
 template <typename F>
 std::future<absl::Status> Ask(const F& submit) {
   auto promise = std::make_shared<std::promise<absl::Status>>();

@@ -1,4 +1,4 @@
-// The data plane, where tags stand for bytes: the jobs that real executors submit, collectives.
+// The data plane, where tags stand for bytes: the jobs that executors submit, and collectives.
 #include <algorithm>
 #include <cstring>
 
@@ -11,10 +11,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The destination of a pack that has what is forwarded; destination 0 has what sources hold.
+// The destination of a pack that takes forwarded bytes. Destination 0 takes the sources' bytes.
 constexpr uint32_t kForwarded = 1;
 
-// The digest of the box of a piece. `whole`: as if nothing in it were damaged.
+// The digest of a box of the piece. `whole`: the digest that it would have without damage.
 uint64_t DigestOf(const BoundPiece& piece, const Box& box, bool whole) {
   const int64_t bytes = ElementBytes(piece.dtype);
   const char* data = piece.data + ByteDistance(box, piece.box, piece.strides, bytes);
@@ -68,10 +68,11 @@ class World::Memory : public MemoryResolver {
  public:
   Memory(World* world, int d, int g) : world_(*world), d_(d), g_(g) {}
 
-  // For StartTransfer: the trainer, which packs into the slot that the wire reads.
+  // The trainer of a StartTransfer, which packs into the slot that the wire reads.
   MemberId trainer;
-  bool readers_have_slots = true;      // of their own; if not, they read the slot of the wire
-  std::optional<SlotIndex> forwarded;  // for kEarlyForward: the slot that a pack forwards from
+  // Whether staged ranks have slots of their own. If not, they are given the slot of the wire.
+  bool readers_have_slots = true;
+  std::optional<SlotIndex> forwarded;  // the slot from which a pack forwards, for kEarlyForward
 
   absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
     const auto found = world_.DaemonAt(d_).members.find(member);
@@ -212,7 +213,7 @@ void World::On(int d, int g, const StartMoves& a) {
   const absl::Status status = m->executor->Start(a, memory, done);
   m->first_runs.emplace(a.version, a.update);
   if (status.code() != absl::StatusCode::kNotFound) return BeginWork(work, status);
-  // A follower releases members at once.
+  // A member is gone, since a follower releases members at once.
   for (const auto& [slot, use] : work->uses) EndUse(work->pool.get(), slot, use);
   InDaemon(d, random_.Micros(50, 500), [this, work, status] {
     FeedTo(work->d, work->g, work->nonce, PeerEvent(Refused(*work->step(), status)));
@@ -234,7 +235,7 @@ void World::On(int d, int g, const StartVerify& a) {
   BeginWork(work, Find(d, g)->executor->Start(a, Memory(this, d, g), done));
 }
 
-// The executor has handed the job to the transport: it runs from now on.
+// Lets the job run that the executor has submitted.
 void World::BeginWork(const std::shared_ptr<Work>& work, const absl::Status& submitted) {
   if (!submitted.ok()) return Violate("P5", work->what + " fails: " + Message(submitted));
   works_[work->id] = work;
@@ -345,8 +346,8 @@ void World::EndWork(const Work& work) {
   work.done(std::move(result));
 }
 
-// Damages one element that was copied: `transfer` finds it now, `readback` later, and what is in a
-// slot of a program its receiver.
+// Damages one element that was copied. `transfer` finds that now and `readback` later; in the slot
+// of a program, the receiver finds it.
 void World::Damage(const Work& work, TransferResult* result) {
   std::vector<const BoundMove*> candidates;
   for (const BoundMove& move : work.moves.moves) {

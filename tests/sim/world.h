@@ -437,7 +437,7 @@ struct Link {
 
 // ---- the data plane ----
 
-// A job that an executor gave its transport, which the world runs in its own time.
+// A job that an executor has submitted. The world runs it in its own time.
 struct Work {
   using Start = std::variant<StartTransfer, StartMoves, StartVerify>;
   uint64_t id = 0;
@@ -452,11 +452,11 @@ struct Work {
   std::vector<MemberId> destinations;  // registered ranks, as the executor numbers them
   std::vector<int> pids;               // by destination; 0: skipped
   std::vector<std::pair<SlotIndex, uint64_t>> uses;
-  // A copy, and who hears of its end; null: it was reported early.
+  // For a copy. `done` is null once the end is reported.
   Transfer transfer;
   BoundMoves moves;
   std::function<void(TransferResult)> done;
-  // A read-back.
+  // For a read-back.
   ReadbackJob readback;
   std::function<void(ReadbackResult)> read;
 
@@ -469,11 +469,11 @@ struct Work {
     const auto* transfer_of = std::get_if<StartTransfer>(&start);
     return transfer_of == nullptr ? CallId() : transfer_of->bucket_call;
   }
-  // Whether it stores a part that another daemon sent.
+  // Whether the job stores a part that another daemon sent.
   bool Crossed() const {
     return std::holds_alternative<StartTransfer>(start) && call() == CallId();
   }
-  // The process that the move writes to; 0: a slot.
+  // The process that the move writes to. 0: the move writes to a slot.
   int WrittenBy(const BoundMove& move) const {
     return move.destination_index < pids.size() ? pids[move.destination_index] : 0;
   }
