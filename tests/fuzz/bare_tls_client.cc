@@ -19,7 +19,7 @@ constexpr uint8_t kServerHello = 2;
 constexpr uint8_t kCertificate = 11;
 constexpr uint8_t kCertificateVerify = 15;
 constexpr uint8_t kFinished = 20;
-constexpr size_t kKeyShare = 51;  // an extension
+constexpr size_t kKeyShareExtension = 51;
 constexpr size_t kX25519 = 0x001D;
 constexpr size_t kShareBytes = 32;
 constexpr size_t kAes128GcmSha256 = 0x1301;
@@ -41,7 +41,7 @@ std::string_view View(const std::array<uint8_t, N>& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-// Numbers of TLS, in network byte order.
+// TLS has its numbers in network byte order.
 size_t Number(std::string_view text, size_t at, size_t bytes) {
   size_t number = 0;
   for (size_t i = 0; i < bytes; ++i) number = number << 8 | static_cast<uint8_t>(text.at(at + i));
@@ -76,7 +76,7 @@ Digest Hmac(const Digest& key, std::string_view text) {
   return Sha256(outer.append(View(Sha256(inner.append(text)))));
 }
 
-// HKDF-Expand-Label of RFC 8446, 7.1. `bytes` are 32 at most.
+// This is HKDF-Expand-Label of RFC 8446, 7.1. `bytes` are 32 at most.
 Digest Expand(const Digest& secret, std::string_view label, std::string_view context,
               size_t bytes = 32) {
   const std::string name = "tls13 " + std::string(label);
@@ -88,11 +88,12 @@ Digest ExpandTranscript(const Digest& secret, std::string_view label, std::strin
   return Expand(secret, label, View(Sha256(transcript)));
 }
 
-// The position in a hello of the key of its first share. `at`: of the hello's list of extensions.
+// Returns where in a hello the key of its first share begins. `at`: where the hello's list of
+// extensions begins.
 size_t ShareIn(std::string_view hello, size_t at, size_t before_share) {
   const size_t end = at + 2 + Number(hello, at, 2);
   for (at += 2; at < end; at += 4 + Number(hello, at + 2, 2)) {
-    if (Number(hello, at, 2) != kKeyShare) continue;
+    if (Number(hello, at, 2) != kKeyShareExtension) continue;
     at += 4 + before_share;
     REFITD_CHECK(Number(hello, at, 2) == kX25519 && Number(hello, at + 2, 2) == kShareBytes);
     return at + 4;
@@ -100,7 +101,8 @@ size_t ShareIn(std::string_view hello, size_t at, size_t before_share) {
   REFITD_CHECK(false);
 }
 
-// The position after the version, the random bytes and the session id of a hello.
+// Returns where in a hello the version, the random bytes and the session id have ended. `begin`:
+// where the hello begins.
 size_t AfterSession(std::string_view hello, size_t begin) {
   const size_t session = begin + kMessageHeader + 2 + 32;
   return session + 1 + Number(hello, session, 1);

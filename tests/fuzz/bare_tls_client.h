@@ -1,8 +1,8 @@
-// The dialling end of a TLS 1.3 connection (RFC 8446), as small as an attacker would write it: one
-// cipher suite, one group, the same first flight each time, a good certificate, and no look at the
-// listener's. A fuzz target that makes millions of handshakes spends its time on the listener then:
-// OpenSSL's own end takes as long as the listener's, above all to parse a certificate. Not
-// thread-safe: a process uses all clients in one thread.
+// This is the dialling end of a TLS 1.3 connection (RFC 8446), as small as an attacker would write
+// one: it has one cipher suite, one group, the same first flight each time and a good certificate,
+// and does not look at the listener's. A fuzz target that makes millions of handshakes spends its
+// time on the listener then: OpenSSL's own end takes as long as the listener's, above all to parse
+// a certificate. Not thread-safe: a process uses all clients in one thread.
 #ifndef REFITD_TESTS_FUZZ_BARE_TLS_CLIENT_H_
 #define REFITD_TESTS_FUZZ_BARE_TLS_CLIENT_H_
 
@@ -16,7 +16,7 @@
 
 namespace refitd {
 
-// What all clients share.
+// All clients share this.
 struct BareTlsIdentity {
   // `hello`: a record with the ClientHello of OpenSSL's end, of which all is kept but its key.
   // `own` has one certificate, with a key on P-256.
@@ -28,8 +28,8 @@ struct BareTlsIdentity {
   KeyPtr key;               // the certificate's
 };
 
-// One connection. Bytes go in and out by its user's hand. Nothing that comes in may have been
-// tampered with.
+// The end of one connection. Its user carries the bytes, of which nobody may have changed those
+// that come in.
 class BareTlsClient {
  public:
   // `identity` must outlive the client.
@@ -61,7 +61,7 @@ class BareTlsClient {
 
   bool NextRecord(Record* record);
   void TakeServerHello(std::string_view message);
-  // Returns the messages of the second flight, and changes to the keys that come after them.
+  // Returns the second flight, and changes to the keys that count after it.
   std::string Answer();
   static std::string Seal(Keys* keys, uint8_t type, std::string_view plain);
   static void Unseal(Keys* keys, Record* record);

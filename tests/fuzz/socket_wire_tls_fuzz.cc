@@ -44,7 +44,7 @@ constexpr Duration kTimeout = std::chrono::seconds(5);
 // A handshake's first flight of the listener has its certificate and little else.
 constexpr size_t kMaxFlightBytes = 16 << 10;
 
-// Certificates for a run of many hours.
+// Returns certificates that outlast a run of many hours.
 std::shared_ptr<const Certificates> MakeCertificates() {
   const TestAuthority root("fuzz");
   const std::string identity = "spiffe://fuzz/daemon";
@@ -57,7 +57,7 @@ std::shared_ptr<const Certificates> MakeCertificates() {
   return own;
 }
 
-// The record with which a daemon that has these certificates begins a connection.
+// Returns the record with which a daemon that has these certificates begins a connection.
 std::string HelloOf(const std::shared_ptr<const Certificates>& own) {
   TlsContexts contexts([own] { return own; });
   const SslPtr ssl = *contexts.Dial(-1);
@@ -228,7 +228,7 @@ std::string AskUnderTls(const Pair& pair, std::string_view in) {
   return answer;
 }
 
-// A hello in full, which the listener answers.
+// True: `in` is a whole hello, which the listener answers.
 bool IsHello(std::string_view in) {
   if (in.size() != kGreetingBytes) return false;
   GreetingBytes bytes;

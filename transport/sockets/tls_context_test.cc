@@ -1,4 +1,5 @@
-// The certificates that each end of a handshake sends, and how often a handshake verifies any.
+// These tests count the certificates that each end of a handshake sends, and how often a handshake
+// verifies any.
 #include "transport/sockets/tls_context.h"
 
 #include <openssl/crypto.h>
@@ -28,7 +29,8 @@ const TestAuthority& Middle() {
   return middle;
 }
 
-// What a daemon has, whose own certificate `signer` issued. `chain`: the rest of that file.
+// Returns the files of a daemon whose certificate `signer` issued. `chain` follows the certificate
+// in its file.
 WireCertificates Daemon(const TestAuthority& signer, const std::string& chain,
                         const std::string& roots) {
   auto own =
@@ -38,7 +40,7 @@ WireCertificates Daemon(const TestAuthority& signer, const std::string& chain,
   return [own] { return own; };
 }
 
-// How many verifications of a certificate this process has begun.
+// This counts the verifications of a certificate that this process has begun.
 std::atomic<int> verifications{0};
 
 void CountVerifications() {
