@@ -49,7 +49,7 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def thread_device(self) -> Callable[[], None] | None:
-        """A function that makes this thread's current device the current one of the thread that calls it; None: torch sees none."""
+        """A function that makes this thread's current device and stream those of the thread that calls it; None: torch sees no device."""
 
     @abc.abstractmethod
     def connect_fields(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,20 @@ FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many ten
 
 CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
 TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "max_lag", "encrypted_data"}
+
+_Result = TypeVar("_Result")
+
+
+async def on_thread(call: Callable[[], _Result]) -> _Result:
+    """What `call` returns, on another thread with this thread's devices and streams. A thread of its own would begin with torch's defaults."""
+    take_devices = _devices.thread_devices()
+
+    def run() -> _Result:
+        take_devices()
+        with torch.no_grad():
+            return call()
+
+    return await asyncio.to_thread(run)
 
 
 class Casts:
@@ -181,21 +195,11 @@ class Sender:
 
     async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
         """Sends as send() does, on another thread, with this thread's device."""
-        return await self._on_thread(partial(self.send, *arguments, **options))
+        return await on_thread(partial(self.send, *arguments, **options))
 
     async def refit_async(self, *arguments: Any, **options: Any) -> UpdateResult:
         """Refits as refit() does, on another thread, with this thread's device."""
-        return await self._on_thread(partial(self.refit, *arguments, **options))
-
-    async def _on_thread(self, call: Callable[[], UpdateResult]) -> UpdateResult:
-        take_devices = _devices.thread_devices()
-
-        def run() -> UpdateResult:
-            take_devices()
-            with torch.no_grad():
-                return call()
-
-        return await asyncio.to_thread(run)
+        return await on_thread(partial(self.refit, *arguments, **options))
 
     def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None]) -> UpdateResult:
         """Installs the shards that `register` registers as `version`. Every rank calls it.

@@ -307,12 +307,13 @@ class CudaKind(DeviceKind):
 
         if not torch.cuda.is_available():
             return None
-        device = torch.cuda.current_device()
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
 
-        def set_device() -> None:
+        def take() -> None:
             torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
 
-        return set_device
+        return take
 
     def connect_fields(self) -> dict[str, Any]:
         return {"cuda_library": text(os.environ.get("REFITD_CUDA_LIBRARY"))}
