@@ -32,6 +32,7 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/memory.h"
+#include "transport/transport.h"
 
 namespace grpc {
 class Server;
@@ -128,13 +129,20 @@ inline GroupSpec Spec(int slots = 2) {
   return spec;
 }
 
+// A daemon that serves GPUs with this memory.
+inline DaemonOptions WithGpus(std::shared_ptr<DeviceMemory> memory, DaemonOptions options = {}) {
+  options.devices.memory = std::move(memory);
+  return options;
+}
+
 struct Attached {
   MemberId id;
   std::shared_ptr<Inbox> inbox;
+  Peer peer{};
 
   Caller caller() const {
     const WelcomeNews welcome = inbox->welcome();
-    return {{}, welcome.token, welcome.incarnation, static_cast<int>(welcome.protocol)};
+    return {peer, welcome.token, welcome.incarnation, static_cast<int>(welcome.protocol)};
   }
   Token token() const {
     Token token{};
@@ -157,7 +165,9 @@ struct SharedMemory {
 
 class DaemonParts {
  public:
-  explicit DaemonParts(const std::string& id = "a", DaemonOptions options = {});
+  // `transport` null: that of host memory.
+  explicit DaemonParts(const std::string& id = "a", DaemonOptions options = {},
+                       std::unique_ptr<Transport> transport = nullptr);
   ~DaemonParts();
   DaemonParts(const DaemonParts&) = delete;
   DaemonParts& operator=(const DaemonParts&) = delete;
@@ -174,6 +184,7 @@ class DaemonParts {
   Layouts& layouts() { return daemon_->layouts(); }
   TrainerCalls& calls() { return daemon_->trainer_calls(); }
   Operators& operators() { return daemon_->operators(); }
+  const ProcessWatch& processes() const { return *processes_; }
 
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   int groups() { return static_cast<int>(operators().Groups().size()); }
@@ -205,8 +216,10 @@ class DaemonParts {
   }
   static Arrival Engine(const std::string& instance, DeliveryMode delivery, int rank = 0,
                         int world_size = 1, const std::vector<std::string>& manifest = {});
-  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec,
-                  const DaemonParts* at, Duration wait);
+  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec = Spec(),
+                  const DaemonParts* at = nullptr, Duration wait = kPatience);
+  // The same arrival of a member whose memory is on that GPU (FakeMemory).
+  static Arrival OnGpu(Arrival arrival, int ordinal);
 
   // ---- what members do ----
   absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& memory);
@@ -214,6 +227,12 @@ class DaemonParts {
   Answer Begin(const Attached& trainer, int64_t version, int64_t tensors = 1);
   // The engine rank answers the last Prepare.
   void Ready(const Attached& engine);
+
+  // Keeps the thread for regions busy until the result is destroyed, so that calls wait that need
+  // the thread.
+  std::shared_ptr<void> HoldRegionsThread();
+  // Waits until the thread for regions has done what it was given so far, and what that gave it.
+  void AwaitRegionsThread();
 
  private:
   std::unique_ptr<ProcessWatch> processes_;
