@@ -126,6 +126,23 @@ TEST_CASE(
   CHECK(b.groups() == 1);
 }
 
+TEST_CASE("a member that does not wait gets the time that joining takes, whoever else waits (P4)") {
+  const Silent coordinator;
+  DaemonParts b("b");
+  const Attached patient = AttachAt(&b, coordinator.address(), std::chrono::hours(2));
+  const TimePoint before = DaemonState::Now();
+  const Attached hasty = AttachAt(&b, coordinator.address(), Duration(0));
+  const auto refuse_at = [&b](TimePoint now) {
+    Turn turn(b.state().turns);
+    b.joining().RefuseLateMembers(now, turn);
+  };
+  refuse_at(DaemonState::Now());
+  CHECK_FALSE(hasty.inbox->end().has_value());
+  refuse_at(before + std::chrono::minutes(2));
+  CHECK(hasty.inbox->end().has_value());
+  CHECK_FALSE(patient.inbox->end().has_value());
+}
+
 TEST_CASE("a daemon that joins takes no slots that are larger than its own limit (P10)") {
   DaemonParts a("a");
   DaemonOptions options;

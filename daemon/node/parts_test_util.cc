@@ -6,9 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <future>
 
 #include "daemon/services/peer_service.h"
 #include "transport/base/status.h"
+#include "transport/host/host_transport.h"
 
 namespace refitd {
 
@@ -54,7 +57,8 @@ DaemonParts::DaemonParts(const std::string& id, DaemonOptions options, DaemonIns
     return PeerLink::Dial(std::move(dial), std::move(callbacks));
   };
   const int64_t message_bytes = options.message_bytes;
-  daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport(insides.transport),
+  if (insides.transport == nullptr) insides.transport = MakeHostTransport({.threads = 1});
+  daemon_ = std::make_unique<Daemon>(std::move(options), std::move(insides.transport),
                                      processes_.get(), std::move(insides.wire), dialer);
   door_ = std::make_unique<Door>(&daemon_->joiners(), std::move(insides.greeting));
   links_ = std::make_unique<PeerService>(door_.get(), message_bytes);
@@ -103,12 +107,21 @@ Attached DaemonParts::Attach(Arrival arrival, const std::string& group,
   arrival.spec = std::move(spec);
   if (at != nullptr) arrival.coordinator = at->address();
   arrival.wait = wait;
-  return {arrivals().Attach(std::move(arrival), inbox), inbox};
+  Peer peer = arrival.record.peer;
+  return {arrivals().Attach(std::move(arrival), inbox), inbox, std::move(peer)};
+}
+
+Arrival DaemonParts::OnGpu(Arrival arrival, int ordinal) {
+  arrival.record.device = fmt::format("GPU-{}", ordinal);
+  // Members on GPUs attach over the unix socket, which tells who they are.
+  arrival.record.peer.credentials.emplace().uid = 1000;
+  return arrival;
 }
 
 absl::StatusOr<RegionId> DaemonParts::Register(const Attached& member, const SharedMemory& memory) {
-  return regions().RegisterRegion(member.token(), {}, UniqueFd(dup(memory.fd.get())),
-                                  RegionKind::kMemfd, memory.bytes);
+  return regions().RegisterRegion(member.token(),
+                                  member.peer.credentials.value_or(PeerCredentials()),
+                                  UniqueFd(dup(memory.fd.get())), RegionKind::kMemfd, memory.bytes);
 }
 
 Answer DaemonParts::Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event) {
@@ -128,6 +141,19 @@ Answer DaemonParts::Begin(const Attached& trainer, int64_t version, int64_t tens
 void DaemonParts::Ready(const Attached& engine) {
   const UpdateId update = engine.inbox->Last<SendPrepare>()->update;
   members().Happened(engine.id, ReadyEvent{engine.id, update});
+}
+
+std::shared_ptr<void> DaemonParts::HoldRegionsThread() {
+  auto held = std::make_shared<std::promise<void>>();
+  state().regions_thread->Submit([over = held->get_future().share()] { over.wait(); });
+  return {nullptr, [held](void*) { held->set_value(); }};
+}
+
+void DaemonParts::AwaitRegionsThread() {
+  const auto done = std::make_shared<std::atomic<bool>>(false);
+  const std::shared_ptr<JobThreads> thread = state().regions_thread;
+  thread->Submit([thread, done] { thread->Submit([done] { *done = true; }); });
+  REQUIRE(Eventually([&done] { return done->load(); }));
 }
 
 Layout LayoutOf(RegionId region, int64_t elements, uint64_t generation) {

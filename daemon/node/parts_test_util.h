@@ -33,8 +33,8 @@
 #include "transport/base/eventually.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
-#include "transport/host/host_transport.h"
 #include "transport/host/memory.h"
+#include "transport/transport.h"
 #include "transport/wire.h"
 
 namespace grpc {
@@ -138,13 +138,20 @@ inline GroupSpec Spec(int slots = 2) {
   return spec;
 }
 
+// A daemon that serves GPUs with this memory.
+inline DaemonOptions WithGpus(std::shared_ptr<DeviceMemory> memory, DaemonOptions options = {}) {
+  options.devices.memory = std::move(memory);
+  return options;
+}
+
 struct Attached {
   MemberId id;
   std::shared_ptr<Inbox> inbox;
+  Peer peer{};
 
   Caller caller() const {
     const WelcomeNews welcome = inbox->welcome();
-    return {{}, welcome.token, welcome.incarnation, static_cast<int>(welcome.protocol)};
+    return {peer, welcome.token, welcome.incarnation, static_cast<int>(welcome.protocol)};
   }
   Token token() const {
     Token token{};
@@ -167,10 +174,10 @@ struct SharedMemory {
 
 // The objects that a test gives to its daemon, beside the options.
 struct DaemonInsides {
-  HostTransportOptions transport{.threads = 1};
-  std::unique_ptr<Wire> wire;  // null: none
+  std::unique_ptr<Transport> transport{};  // null: that of host memory
+  std::unique_ptr<Wire> wire;              // null: none
   // Changes the hellos of daemons that join. Null: they stay as they are.
-  std::function<void(PeerGreeting*)> greeting;
+  std::function<void(PeerGreeting*)> greeting{};
 };
 
 class DaemonParts {
@@ -193,6 +200,7 @@ class DaemonParts {
   Layouts& layouts() { return daemon_->layouts(); }
   TrainerCalls& calls() { return daemon_->trainer_calls(); }
   Operators& operators() { return daemon_->operators(); }
+  const ProcessWatch& processes() const { return *processes_; }
 
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   int groups() { return static_cast<int>(operators().Groups().size()); }
@@ -228,9 +236,11 @@ class DaemonParts {
   }
   static Arrival Engine(const std::string& instance, DeliveryMode delivery, int rank = 0,
                         int world_size = 1, const std::vector<std::string>& manifest = {});
-  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec,
-                  const DaemonParts* at, Duration wait,
+  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec = Spec(),
+                  const DaemonParts* at = nullptr, Duration wait = kPatience,
                   std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>());
+  // The same arrival of a member whose memory is on that GPU (FakeMemory).
+  static Arrival OnGpu(Arrival arrival, int ordinal);
 
   // ---- what members do ----
   absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& memory);
@@ -238,6 +248,12 @@ class DaemonParts {
   Answer Begin(const Attached& trainer, int64_t version, int64_t tensors = 1);
   // The engine rank answers the last Prepare.
   void Ready(const Attached& engine);
+
+  // Keeps the thread for regions busy until the result is destroyed, so that calls wait that need
+  // the thread.
+  std::shared_ptr<void> HoldRegionsThread();
+  // Waits until the thread for regions has done what it was given so far, and what that gave it.
+  void AwaitRegionsThread();
 
  private:
   class Door;

@@ -42,7 +42,7 @@ Cluster::Cluster(int daemons, GroupSpec spec, const GroupLimits& limits, Transfe
     DaemonOptions options;
     options.group = limits;
     DaemonInsides insides;
-    insides.transport = {.threads = 2, .faults = faults};
+    insides.transport = MakeHostTransport({.threads = 2, .faults = faults});
     insides.wire = *MakeSocketWire({});
     insides.greeting = [protocols](PeerGreeting* hello) {
       const auto joined = static_cast<size_t>(std::stoi(hello->daemon_id)) - 1;
