@@ -152,6 +152,8 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
         window_(std::max(1, core_->connection->welcome().limits().outstanding_buckets())) {}
 
   // Sends the bucket as soon as the window has room. On an error `done` was not moved from.
+  // `keep_error`: nobody waits for this push's own error, so an error is kept as first_error, and
+  // the update is given up.
   absl::Status Start(Bucket bucket, bool keep_error, Done* done);
   // For an asynchronous push that was not started: keeps the error, calls `done`.
   void Refuse(const absl::Status& status, Done done);
@@ -300,6 +302,7 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
             end.ok() ? NameDaemon("push", self->core_->connection->socket(), status) : end);
       });
   MutexLock lock(&mutex_);
+  // The call may have been answered already; then it is no longer in the list.
   if (auto call = calls_.find(ticket.call); call != calls_.end()) call->second.context = context;
   return absl::OkStatus();
 }
@@ -632,8 +635,10 @@ class TrainerImpl final : public Member<Trainer, Core> {
   absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, TimePoint deadline);
 
   // A call that begins an update to `version`. If the lease ends during the call and the trainer
-  // attaches again, the call is made again with the new lease, unless `ended` can tell by the new
-  // lease how the first call ended.
+  // attaches again, the call is made again with the new lease. But if the daemon had taken the call
+  // up, and the group has not begun a new incarnation since, `ended` is asked first how the call
+  // ended; if it can't tell, a trainer of several ranks gets ABORTED, since the other ranks begin
+  // anew. `make` sets `*untaken` if the daemon never took the call up (Core::Call).
   template <typename Answer>
   struct BeginningCall {
     Version version;

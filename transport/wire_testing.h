@@ -68,7 +68,8 @@ inline int CountEntries(const char* path) {
   return count;
 }
 
-// The wire and its properties, which the wire's own test gives to the common cases.
+// How the common cases (wire_cases.cc) make the wire under test. The test of each wire defines
+// Tested().
 struct TestedWire {
   std::function<absl::StatusOr<std::unique_ptr<Wire>>()> make;
 };

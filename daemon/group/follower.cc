@@ -18,7 +18,8 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
-    bool own_slots = false;  // slots on its own GPU
+    // An engine rank that reads slots on its own GPU, which are filled apart from the wire's slots.
+    bool own_slots = false;
     bool awaits_slots =
         false;  // waits for those slots; the coordinator has not heard of the member
     bool welcomed = false;

@@ -607,7 +607,9 @@ struct StartRefit {
   UpdateId update;
   Version version;
   PartSeq part;
-  std::vector<SlotGrant> slots;  // 2 or 4 slots through which bytes cross between daemons
+  // One or two pairs of slots, of which one is sent from and the other received into. Empty: no
+  // bytes cross between daemons.
+  std::vector<SlotGrant> slots;
   std::vector<bool> skip_destination;
   Verification verification = Verification::kOff;
 };

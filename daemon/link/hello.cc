@@ -31,7 +31,8 @@ absl::Status CheckOrder(const google::protobuf::RepeatedPtrField<std::string>& n
   return absl::OkStatus();
 }
 
-absl::StatusOr<GroupSpec> SpecFromProto(const v1::GroupSpec& message) {
+// Checks and converts the spec that a coordinator has accepted (P10).
+absl::StatusOr<GroupSpec> AcceptedSpec(const v1::GroupSpec& message) {
   REFITD_RETURN_IF_ERROR(
       InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "accepted.spec.trainer_ranks"));
   REFITD_RETURN_IF_ERROR(
@@ -154,7 +155,7 @@ absl::StatusOr<PeerAcceptance> AcceptedFromProto(const v1::PeerAnswer& answer) {
         answer.sequence(), answer.incarnation(), accepted.incarnation());
   }
   up.incarnation = accepted.incarnation();
-  REFITD_ASSIGN_OR_RETURN(up.spec, SpecFromProto(accepted.spec()));
+  REFITD_ASSIGN_OR_RETURN(up.spec, AcceptedSpec(accepted.spec()));
   if (accepted.has_group_version()) {
     REFITD_ASSIGN_OR_RETURN(up.version,
                             VersionOf(accepted.group_version(), "accepted.group_version"));

@@ -231,7 +231,8 @@ void Actions::PerformSend(GroupRecord* group, SendReport a, Turn& turn) {
                  PeerLink::Refused refused) { ReportRefused(name, link, std::move(refused)); });
 }
 
-// A report that can't be sent is answered with the refusal that the coordinator would send.
+// Handles a report that can't be sent. If a call or a member waits for an answer to the report, it
+// gets the refusal that the coordinator would send. Otherwise the link counts as lost.
 void Actions::ReportRefused(const std::string& name, const PeerLink* link,
                             PeerLink::Refused refused) {
   Turn turn(state_.turns, Turn::Order::kAhead);

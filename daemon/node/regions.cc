@@ -87,8 +87,10 @@ void Regions::Close(RegionRecord region, std::function<void()> closed) {
   // The closing comes after local moves that were bound ahead, since they may hold the region.
   data_plane_.AfterBinding([this, held, closed = std::move(closed)] {
     state_.regions_thread->Submit([this, held, closed] {
+      // The region's end queues its closing on this same thread (RecordOf). `closed` is queued
+      // behind the closing.
       *held = {};
-      state_.regions_thread->Submit(closed);  // behind the closing, which the line above has queued
+      state_.regions_thread->Submit(closed);
     });
   });
 }

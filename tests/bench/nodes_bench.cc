@@ -196,7 +196,8 @@ void BenchFanOut(Report* report, const Nodes& nodes, int rounds) {
 
 }  // namespace
 
-// The flags by which the daemon of that id trusts its peers: in the clear without an authority.
+// Issues certificates for the daemon `id`, writes them into `dir`, and returns the flags that name
+// them. Without an authority the flag is --insecure.
 std::vector<std::string> TrustFlags(const TestAuthority* authority, const std::string& dir,
                                     const std::string& id) {
   if (authority == nullptr) return {"--insecure"};

@@ -61,7 +61,7 @@ void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
 // before the first cut.
 constexpr int64_t kMeetingSteps = 64;
 
-// Joins equal boxes into one that has all their holders.
+// Joins equal boxes into one that has all their holders. `boxes` must not be empty.
 void JoinEqual(std::vector<HeldBox>* boxes) {
   std::sort(boxes->begin(), boxes->end(), [](const HeldBox& a, const HeldBox& b) {
     return std::tie(a.box.offset, a.box.extent, a.holders) <

@@ -26,6 +26,8 @@ constexpr size_t kMaxRanksNamed = 8;
 
 using Ids = std::vector<uint32_t>;
 
+// Finds the boxes that several source ranks hold. Ranks that share a layout object are one holder
+// here; Add turns holders into ranks.
 class ReplicaFinder {
  public:
   ReplicaFinder(const std::vector<RouteMember>& sources, const RouteOptions& options,

@@ -348,14 +348,14 @@ class Router {
     std::vector<std::string> reasons(plan_.tensors.size());
     FindDisagreements(&reasons);
     const Instances instances = CollectInstances();
-    Names skipped = Set(options_.skip_tensors);
-    skipped.insert(options_.engine_only.begin(), options_.engine_only.end());
+    const Names pushed = Set(options_.skip_tensors);
+    const Names engine_only = Set(options_.engine_only);
     uncovered_allowed_ = Set(options_.uncovered_allowed);
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
       const std::string& name = plan_.tensors[t].name;
-      if (skipped.contains(name)) {
+      if (pushed.contains(name) || engine_only.contains(name)) {
         left_out_[t] = true;
-        AddUnplaced(t, "is pushed");
+        AddUnplaced(t, engine_only.contains(name) ? "is the engines' own" : "is pushed");
         continue;
       }
       if (!reasons[t].empty()) {

@@ -120,6 +120,7 @@ struct RouteBound {
   int64_t bytes() const;      // the largest of these bounds
 };
 
+// A tensor that the plan leaves out, or that some instance lacks or no trainer holds, and why.
 struct Unplaced {
   std::string tensor;
   std::string reason;
@@ -209,7 +210,7 @@ struct ChainUse {
 std::vector<ChainUse> ChainsOf(const RoutePlan& plan);
 
 // A plan explained for people: the bytes of each link, the lower bound, the worst link compared
-// with it, chains, and tensors without a place.
+// with it, chains, and the tensors that the plan does not move, or not to every instance.
 struct RouteExplanation {
   int64_t tensors = 0;
   int64_t routes = 0;

@@ -495,6 +495,10 @@ TEST_CASE("A tensor that is missing on either side is an error unless allowed") 
   CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 1);
   CHECK(MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options).unplaced ==
         std::vector<Unplaced>{{"b", "is pushed"}});
+  options = {};
+  options.engine_only = {"b"};
+  CHECK(MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options).unplaced ==
+        std::vector<Unplaced>{{"b", "is the engines' own"}});
   // No engine is left that wants the tensor.
   options = {};
   options.skip_instance = {true};
