@@ -140,7 +140,7 @@ class Chaos {
 
   // Waits until every instance may take part.
   bool AwaitInstances() {
-    const bool all = e2e::Eventually([this] {
+    const bool all = Eventually([this] {
       const v1::GroupStatus group = home().Group("g");
       int whole = 0;
       for (const v1::InstanceStatus& i : group.instances()) {

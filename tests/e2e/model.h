@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "refitd/v1/engine.pb.h"
 #include "refitd/v1/types.pb.h"
 #include "transport/plan/layout.h"
 
