@@ -353,8 +353,10 @@ void World::Damage(const Work& work, TransferResult* result) {
   for (const BoundMove& move : work.moves.moves) {
     if (work.WrittenBy(move) != 0 || work.step() != nullptr) candidates.push_back(&move);
   }
+  // A pushed part takes its chance also where it writes to no engine.
+  if (candidates.empty() && work.step() != nullptr) return;
   const bool blind = options_.bug == Bug::kBlindFill && FillRuns(work.g);
-  if (candidates.empty() || !random_.PerMille(blind ? 500 : chances_.bytes_damaged)) return;
+  if (!random_.PerMille(blind ? 500 : chances_.bytes_damaged) || candidates.empty()) return;
   const BoundMove& move = *candidates[random_.Index(candidates.size())];
   Count(Fault::kBytesDamaged);
   Tag tag;
