@@ -300,6 +300,37 @@ TEST_CASE("givers that leave, register anew or are dirty are replaced") {
   CHECK(s.g.Instance("y").version == Version(1));
 }
 
+// Regression: the loss of a giver's daemon is told before the loss of its ranks, and counted as a
+// failure of the fill.
+TEST_CASE("the loss of a giver's daemon fails no fill: the newcomer is filled by another at once") {
+  Served s;
+  const MemberId other = s.g.Fillable("w", kModel);
+  s.Fill();
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  s.g.Do(FailUpdate{s.g.refitting->update, "daemon b was lost", GiveUpClass::kPeerLost});
+  s.g.Lose(s.giver);
+  s.g.FinishRefit(absl::CancelledError("given up"));
+  CHECK(s.g.fills.back().gave_way);
+  CHECK(s.FillOf("y") == "waits for a fill");
+  s.Fill();
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
+  CHECK(s.g.Instance("y").version == Version(1));
+}
+
+TEST_CASE("a newcomer that loses a rank did not fail: it is filled as soon as it is whole again") {
+  Served s;
+  s.g.Fillable("y", kModel, 0, 2);
+  const MemberId lost = s.g.Fillable("y", kModel, 1, 2);
+  s.Open();
+  s.g.Lose(lost);
+  CHECK_FALSE(s.g.group.fill_running());
+  s.g.Fillable("y", kModel, 1, 2);
+  CHECK(s.FillOf("y") == "waits for a fill");
+  s.Fill();
+  CHECK(s.g.Instance("y").version == Version(1));
+}
+
 TEST_CASE("an instance gives what was committed to it here, not what it says that it holds (P1)") {
   Served s;
   const uint64_t incarnation = s.g.group.View(s.g.now).incarnation;
