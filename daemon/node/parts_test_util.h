@@ -175,7 +175,7 @@ struct SharedMemory {
 // The objects that a test gives to its daemon, beside the options.
 struct DaemonInsides {
   std::unique_ptr<Transport> transport{};  // null: that of host memory
-  std::unique_ptr<Wire> wire;              // null: none
+  std::unique_ptr<Wire> wire{};            // null: none
   // Changes the hellos of daemons that join. Null: they stay as they are.
   std::function<void(PeerGreeting*)> greeting{};
 };
