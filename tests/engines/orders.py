@@ -1,8 +1,8 @@
 """Random orders of updates, sleep, waking, kills and requests over a real engine, and what the engine may answer after each step.
 
-An engine is driven through a `Subject`. REFITD_ENGINES_ORDERS says how many orders there are, and REFITD_ENGINES_SEED which. What an
-order does follows from the seed and its number alone, so that REFITD_ENGINES_FIRST, the number at which a run begins, lets a run that was
-cut go on with another engine.
+An engine is driven through a `Subject`. `tools/engines --orders N` says how many orders there are, and `--seed N` which. What an order
+does follows from these two and its own number alone, so that `--first N`, the number at which a run begins, lets a run that was cut go on
+with another engine.
 """
 
 from __future__ import annotations

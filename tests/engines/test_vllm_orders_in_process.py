@@ -1,6 +1,5 @@
-"""A vLLM in one process in random orders of updates, sleep, waking, kills and requests (orders.py). Few of them, unless
-`tools/engines --orders N --seed N` (REFITD_ENGINES_ORDERS, REFITD_ENGINES_SEED) asks for others; 200 are the whole. Each order that ran is
-printed."""
+"""A vLLM in one process in random orders of updates, sleep, waking, kills and requests (orders.py). There are ten orders, unless
+`tools/engines --orders N --seed N --first N` asks for others; 200 are the whole. Each order that ran is printed."""
 
 from __future__ import annotations
 
