@@ -73,8 +73,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return absl::OkStatus();
   }
 
-  // The oldest event, which the stream owns until PopFront. Null: no event came before `deadline`.
-  // An error: the lease ended, with the reason, and no event is left.
+  // Returns the oldest event, which the stream owns until PopFront. Null: no event came before
+  // `deadline`. An error says why the lease ended; then no event is left.
   absl::StatusOr<const In*> Front(TimePoint deadline) {
     MutexLock lock(&mutex_);
     while (incoming_.empty()) {
@@ -91,7 +91,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     if (read_paused_) ReadNext();
   }
 
-  // OK while the lease lives; else why it ended.
+  // Returns OK while the lease lives; else the reason of its end.
   absl::Status status() const {
     MutexLock lock(&mutex_);
     return done_ ? status_ : absl::OkStatus();
@@ -158,7 +158,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
         this->OnDone(std::declval<const grpc::Status&>())));
   }
 
-  // True for an answer that a call gets, from the daemon or gRPC, when its lease has ended.
+  // Whether a call may have got this answer, from the daemon or gRPC, because its lease has ended.
   static bool MayTellOfEnd(const absl::Status& answer) {
     switch (answer.code()) {
       case absl::StatusCode::kUnauthenticated:
@@ -232,8 +232,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
       more = incoming_.size() < kMaxQueuedEvents || detaching_;
       read_paused_ = !more;
     }
-    // Notify before the next read begins, which holds no mutex, so that waiting threads go on at
-    // once.
+    // No mutex is held here, so that the waiting threads go on at once. They are notified before
+    // the next read begins.
     if (!handled) cond_.NotifyAll();
     if (more) this->StartRead(&current_in_);
   }

@@ -69,30 +69,30 @@ absl::Status CheckLists(const Bucket& bucket) {
   return absl::OkStatus();
 }
 
-void EncodeTensors(const Bucket& bucket, v1::Bucket* wire) {
+void EncodeTensors(const Bucket& bucket, v1::Bucket* message) {
   for (const TensorSpec& tensor : bucket.tensors) {
-    wire->add_names(tensor.name);
-    wire->add_dtypes(ToWire(tensor.dtype));
-    *wire->add_shapes() = ToWire(tensor.shape);
+    message->add_names(tensor.name);
+    message->add_dtypes(ToProto(tensor.dtype));
+    *message->add_shapes() = ToProto(tensor.shape);
   }
   for (const TensorRange& range : bucket.ranges) {
-    wire->add_starts(range.start);
-    wire->add_sizes(range.count);
+    message->add_starts(range.start);
+    message->add_sizes(range.count);
   }
 }
 
-void EncodeSource(const Bucket& bucket, v1::Bucket* wire) {
-  if (bucket.packed) wire->set_packed(true);
-  for (const int64_t offset : bucket.byte_offsets) wire->add_byte_offsets(offset);
+void EncodeSource(const Bucket& bucket, v1::Bucket* message) {
+  if (bucket.packed) message->set_packed(true);
+  for (const int64_t offset : bucket.byte_offsets) message->add_byte_offsets(offset);
   if (bucket.region != nullptr) {
     for (const int64_t offset : bucket.region_offsets) {
-      v1::RegionRef* ref = wire->mutable_regions()->add_refs();
+      v1::RegionRef* ref = message->mutable_regions()->add_refs();
       ref->set_region_id(bucket.region->id().value());
       ref->set_byte_offset(offset);
     }
   } else if (bucket.slot == nullptr) {
     for (const auto& chunk : bucket.bytes) {
-      wire->mutable_inline_bytes()->add_chunks(chunk.data(), chunk.size());
+      message->mutable_inline_bytes()->add_chunks(chunk.data(), chunk.size());
     }
   }
 }
@@ -165,7 +165,7 @@ int64_t InlineBytes(const Bucket& bucket) {
   return total;
 }
 
-absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* wire) {
+absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* message) {
   REFITD_RETURN_IF_ERROR(CheckOneSource(bucket));
   REFITD_RETURN_IF_ERROR(CheckTensors(bucket));
   REFITD_RETURN_IF_ERROR(CheckLists(bucket));
@@ -175,8 +175,8 @@ absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bu
                  "{} inline bytes in a bucket; the daemon's limit (inline_bytes) is {}",
                  inline_bytes, max_inline_bytes);
   }
-  EncodeTensors(bucket, wire);
-  EncodeSource(bucket, wire);
+  EncodeTensors(bucket, message);
+  EncodeSource(bucket, message);
   return absl::OkStatus();
 }
 

@@ -14,16 +14,17 @@
 
 namespace refitd::client {
 
-// Takes the slot that the structure names, whatever else is wrong with it. Errors:
-// INVALID_ARGUMENT; FAILED_PRECONDITION: the slot was pushed before.
+// Makes a Bucket of the structure. The slot that the structure names is taken, whatever else is
+// wrong with the structure. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION: the slot was pushed
+// before.
 absl::StatusOr<Bucket> BucketOf(const refit_bucket* given);
 
-// Fills everything but seq and a slot's number and grant, which the caller knows. Errors:
+// Fills `wire`, except seq and a slot's number and grant, which the caller knows. Errors:
 // INVALID_ARGUMENT naming field and value; RESOURCE_EXHAUSTED: inline bytes over
-// `max_inline_bytes`. Whether sizes agree with memory and with the engines is left to the daemon.
-absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* wire);
+// `max_inline_bytes`. The daemon checks whether sizes agree with memory and with the engines.
+absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* message);
 
-// The sum of the bytes of all inline chunks; 0 for other sources.
+// Returns the sum of the bytes of all inline chunks; 0 for other sources.
 int64_t InlineBytes(const Bucket& bucket);
 
 }  // namespace refitd::client

@@ -22,7 +22,7 @@ absl::StatusOr<TensorSpec> SpecOf(const refit_tensor& tensor) {
   if (tensor.name == nullptr) return Null("tensor.name");
   TensorSpec spec;
   spec.name = tensor.name;
-  REFITD_ASSIGN_OR_RETURN(spec.dtype, DTypeFromWire(tensor.dtype));
+  REFITD_ASSIGN_OR_RETURN(spec.dtype, DTypeFromProto(tensor.dtype));
   if (tensor.dim_count < 0 || tensor.dim_count > kMaxDims ||
       (tensor.dim_count > 0 && tensor.dims == nullptr)) {
     return Error(absl::StatusCode::kInvalidArgument, "\"{}\": dim_count is {}{}; 0 to {} are known",

@@ -1,4 +1,4 @@
-// The structures of the C interface, read and written. For the files that implement refit.h.
+// Reads and writes the structures of the C interface, for the files that implement refit.h.
 #ifndef REFITD_CLIENT_C_STRUCTURES_H_
 #define REFITD_CLIENT_C_STRUCTURES_H_
 
@@ -65,7 +65,7 @@ absl::Status Write(T value, T* taken, const char* what) {
   return absl::OkStatus();
 }
 
-// OK: `list` has `count` entries.
+// Checks that `count` is not negative, and that `list` is not null if there are entries.
 absl::Status CheckList(const void* list, int64_t count, const char* what);
 
 Dims DimsOf(const int64_t* dims, int32_t count);

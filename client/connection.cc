@@ -60,7 +60,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const Target& target,
   if (third > 0) arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, (kSilenceParts - 1) * third);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // no limit
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
-  // gRPC takes it as the limit of one attempt as well.
+  // gRPC takes the shortest pause between attempts as the limit of one attempt as well.
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, target.tcp ? kTcpConnectMs : kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
@@ -81,10 +81,10 @@ int ProbeErrno(const std::string& path) {
   return errno;
 }
 
-// A daemon over TCP refuses, or is refused, by certificates.
+// Whether one side refuses the other's certificate, which happens only over TCP.
 bool Refused(const absl::Status& status) { return absl::IsUnauthenticated(status); }
 
-// Why no daemon answers at `target`. OK: it takes connections.
+// Returns why no daemon answers at `target`. OK: a daemon takes connections there.
 absl::Status Probe(const Target& target, TimePoint deadline) {
   if (target.tcp) return WhyNoAnswer(target, std::min(deadline, After(kProbeLimit)));
   const int error = ProbeErrno(target.name);
@@ -213,17 +213,17 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
   return check(options.spec->unwanted_tensors, "unwanted_tensors");
 }
 
-v1::GroupSpec SpecToWire(const GroupSpec& spec) {
-  v1::GroupSpec wire;
-  wire.set_trainer_ranks(spec.trainer_ranks);
-  wire.set_min_instances(spec.min_instances);
-  wire.set_slot_bytes(spec.slot_bytes);
-  wire.set_slots(spec.slots);
-  for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
-  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
-  wire.set_max_lag(spec.max_lag);
-  wire.set_encrypted_data(spec.encrypted_data);
-  return wire;
+v1::GroupSpec SpecToProto(const GroupSpec& spec) {
+  v1::GroupSpec message;
+  message.set_trainer_ranks(spec.trainer_ranks);
+  message.set_min_instances(spec.min_instances);
+  message.set_slot_bytes(spec.slot_bytes);
+  message.set_slots(spec.slots);
+  for (const std::string& name : spec.engine_only_tensors) message.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) message.add_unwanted_tensors(name);
+  message.set_max_lag(spec.max_lag);
+  message.set_encrypted_data(spec.encrypted_data);
+  return message;
 }
 
 Connection::Connection(const ConnectOptions& options, const Target& target,
@@ -256,7 +256,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
                  Message(why));
   }
   auto channel = MakeChannel(target, options.silence);
-  // Certificates that are being replaced will fit together again.
+  // This is UNAVAILABLE, so that the caller tries again: certificates that are being replaced will
+  // fit together again.
   if (!channel.ok()) return absl::UnavailableError(channel.status().message());
   std::shared_ptr<Connection> connection(new Connection(options, target, *std::move(channel)));
   REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), target, deadline, stop));
@@ -269,7 +270,7 @@ absl::Status Connection::Adopt(const v1::Welcome& welcome) {
     return Error(absl::StatusCode::kInternal, "the daemon's lease token has {} bytes, not {}",
                  welcome.lease().token().size(), kTokenBytes);
   }
-  // An older daemon does not know the demand, and would ignore it.
+  // An older daemon does not know the demand for encryption, and would ignore it.
   if (encrypted_data_ && welcome.lease().protocol() < static_cast<int>(Protocol::kV4)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "spec.encrypted_data: the daemon at {} does not know it: it speaks protocol "
@@ -323,10 +324,10 @@ absl::StatusOr<RegionId> Connection::RegisterBlock(const RegionSource& source,
 absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
                                         const RegionOwner& owner, const std::stop_token& stop) {
   REFITD_RETURN_IF_ERROR(CheckShares());
-  if (WireRegion(id).ok()) return absl::OkStatus();
-  RegionId wire;
+  if (DaemonRegion(id).ok()) return absl::OkStatus();
+  RegionId daemon_id;
   if (!source.handle.empty()) {
-    REFITD_ASSIGN_OR_RETURN(wire, RegisterBlock(source, owner));
+    REFITD_ASSIGN_OR_RETURN(daemon_id, RegisterBlock(source, owner));
   } else {
     DescriptorRequest request;
     request.kind = DescriptorRequestKind::kRegisterRegion;
@@ -338,19 +339,19 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     REFITD_ASSIGN_OR_RETURN(
         const DescriptorAnswer answer,
         descriptors_->Ask(request, source.fd.get(), After(call_margin_ + extra), stop));
-    wire = RegionId(answer.reply.region_id);
+    daemon_id = RegionId(answer.reply.region_id);
   }
   MutexLock lock(&mutex_);
-  regions_[id.value()] = wire;
+  regions_[id.value()] = daemon_id;
   return absl::OkStatus();
 }
 
 // Device regions are not released over the descriptor socket, because it takes one request at a
 // time, and the daemon may take long to close the memory.
-void Connection::ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner) {
+void Connection::ReleaseDeviceRegion(RegionId daemon_id, const RegionOwner& owner) {
   v1::ReleaseRegionRequest request;
   *request.mutable_lease() = lease();
-  request.set_region_id(wire.value());
+  request.set_region_id(daemon_id.value());
   (void)WithStub(owner, channel_, [&](auto* stub) {
     using Stub = std::remove_pointer_t<decltype(stub)>;
     return CallAndWait<Stub, v1::ReleaseRegionRequest, v1::ReleaseRegionResponse>(
@@ -360,41 +361,41 @@ void Connection::ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner) {
 
 void Connection::ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner) {
   if (!CheckAttached().ok()) return;
-  const auto wire = WireRegion(id);
-  if (!wire.ok()) return;
+  const auto daemon_id = DaemonRegion(id);
+  if (!daemon_id.ok()) return;
   {
     MutexLock lock(&mutex_);
     regions_.erase(id.value());
   }
   // The daemon refuses while a layout names the region, and then keeps the region until the lease
   // ends, which is right. The owner may free device memory after this call, because the daemon
-  // closes it before it answers.
-  if (source.on_device()) return ReleaseDeviceRegion(*wire, owner);
+  // closes that memory before it answers.
+  if (source.on_device()) return ReleaseDeviceRegion(*daemon_id, owner);
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kReleaseRegion;
-  request.region_id = wire->value();
+  request.region_id = daemon_id->value();
   (void)descriptors_->Ask(request, -1, After(kCleanupLimit));
 }
 
-absl::StatusOr<RegionId> Connection::WireRegion(RegionId id) {
+absl::StatusOr<RegionId> Connection::DaemonRegion(RegionId id) {
   MutexLock lock(&mutex_);
   const auto known = regions_.find(id.value());
   if (known != regions_.end()) return known->second;
   return Error(absl::StatusCode::kNotFound, "region {} is none of this member's", id);
 }
 
-absl::Status Connection::ToWire(v1::Bucket* bucket) {
+absl::Status Connection::ToProto(v1::Bucket* bucket) {
   if (!bucket->has_regions()) return absl::OkStatus();
   for (v1::RegionRef& ref : *bucket->mutable_regions()->mutable_refs()) {
-    REFITD_ASSIGN_OR_RETURN(const RegionId wire, WireRegion(RegionId(ref.region_id())));
-    ref.set_region_id(wire.value());
+    REFITD_ASSIGN_OR_RETURN(const RegionId daemon_id, DaemonRegion(RegionId(ref.region_id())));
+    ref.set_region_id(daemon_id.value());
   }
   return absl::OkStatus();
 }
 
-absl::Status Connection::ToWire(Layout* layout) {
+absl::Status Connection::ToProto(Layout* layout) {
   for (Piece& piece : layout->pieces) {
-    REFITD_ASSIGN_OR_RETURN(piece.region, WireRegion(piece.region));
+    REFITD_ASSIGN_OR_RETURN(piece.region, DaemonRegion(piece.region));
   }
   return absl::OkStatus();
 }
@@ -440,7 +441,7 @@ class Regions::Mapped final : public Region {
   int64_t bytes() const override { return source_.bytes; }
   RegionId id() const override { return id_; }
   const RegionSource& source() const { return source_; }
-  // To be called before the region is shared.
+  // Must be called before the region is shared.
   void CloseFd() { source_.fd.Reset(); }
 
  private:
@@ -524,7 +525,7 @@ absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::
       MutexLock lock(&mutex_);
       for (const auto& [id, region] : regions_) {
         all.push_back(region.lock());
-        if (all.back() == nullptr || connection->WireRegion(RegionId(id)).ok()) continue;
+        if (all.back() == nullptr || connection->DaemonRegion(RegionId(id)).ok()) continue;
         unknown.push_back(all.back().get());
       }
       if (unknown.empty()) {

@@ -34,7 +34,7 @@
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 #include "transport/host/memory.h"
 
 namespace refitd::client {
@@ -45,14 +45,14 @@ inline constexpr int kMaxMessageBytes = 64 << 20;
 // Longest free text about itself that a client sends; the rest is cut off.
 inline constexpr size_t kMaxClientBytes = 128;
 
-// INVALID_ARGUMENT naming field and value. Options that only the daemon can judge are not checked
-// here.
+// Checks the options, but not those that only the daemon can judge. INVALID_ARGUMENT names field
+// and value.
 absl::Status CheckConnectOptions(const ConnectOptions& options);
 absl::Status CheckRank(int rank, int world_size);
 // Checks for printable ASCII of 1 to 128 characters, the most that a daemon takes.
 absl::Status CheckIdentifier(std::string_view value, std::string_view field);
 
-v1::GroupSpec SpecToWire(const GroupSpec& spec);
+v1::GroupSpec SpecToProto(const GroupSpec& spec);
 
 // The member that owns regions.
 struct RegionOwner {
@@ -74,8 +74,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
  public:
   // Waits until a daemon answers. UNAVAILABLE: no daemon answered before `deadline` (with
   // connect()'s own reason); PERMISSION_DENIED: this user may not connect; UNAUTHENTICATED: over
-  // TCP, one side refuses the other's certificate. Certificates that can't be loaded: as of
-  // LoadCertificates.
+  // TCP, one side refuses the other's certificate. If certificates can't be loaded, the error is
+  // that of LoadCertificates.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(const ConnectOptions& options,
                                                           TimePoint deadline);
   // Tries once, for a member that attaches again: UNAVAILABLE at once if nobody listens (the socket
@@ -103,9 +103,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // be called on a gRPC thread, because this waits for one.
   void ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner);
   // The daemon's id of the region. NOT_FOUND: the daemon does not know the region.
-  absl::StatusOr<RegionId> WireRegion(RegionId id);
-  absl::Status ToWire(v1::Bucket* bucket);
-  absl::Status ToWire(Layout* layout);
+  absl::StatusOr<RegionId> DaemonRegion(RegionId id);
+  absl::Status ToProto(v1::Bucket* bucket);
+  absl::Status ToProto(Layout* layout);
 
   // The staging pool of this member's device, mapped at the first call. On a device `access` has no
   // meaning.
@@ -113,7 +113,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // The staging pool if it was mapped already; else null.
   std::shared_ptr<const SlotMemory> MappedPool();
 
-  // From now on nothing is asked of the daemon, not even to forget regions: it does that by itself.
+  // Stops asking the daemon for anything, even to forget regions: the daemon does that by itself.
   void Detach();
 
  private:
@@ -122,7 +122,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   absl::Status CheckAttached();
   absl::Status CheckShares();  // attached, and not over TCP
   absl::StatusOr<RegionId> RegisterBlock(const RegionSource& source, const RegionOwner& owner);
-  void ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner);
+  void ReleaseDeviceRegion(RegionId daemon_id, const RegionOwner& owner);
 
   // Constant after Adopt.
   const std::string socket_;  // or "HOST:PORT"
@@ -137,7 +137,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   Mutex mutex_;
   bool detached_ ABSL_GUARDED_BY(mutex_) = false;
-  // The daemon's id, by the id in this process.
+  // The daemon's ids of regions; the key is the region's id in this process.
   std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);
   Mutex pool_mutex_;  // held while the daemon is asked, so that the pool is mapped only once
   std::shared_ptr<const SlotMemory> pool_ ABSL_GUARDED_BY(pool_mutex_);

@@ -31,7 +31,7 @@
 namespace refitd::client {
 namespace {
 
-constexpr std::chrono::seconds kPatience(30);  // of the test: never reached where all is well
+constexpr std::chrono::seconds kPatience(30);  // only a failing test waits this long
 constexpr int kWindow = 4;
 constexpr uint64_t kRegion = 42;  // the daemons' id of a trainer's block
 
@@ -250,7 +250,7 @@ bool EventuallyContains(ScriptedTrainerService* service, const std::string& begi
   return true;
 }
 
-// Without pieces: the scripted peer has no descriptor socket for regions.
+// The layout has no pieces, because the scripted peer has no descriptor socket for regions.
 Layout TwoTensors() {
   Layout layout;
   layout.tensors = {{"a", DType::kFloat32, {1}}, {"b", DType::kInt8, {2}}};
@@ -435,7 +435,7 @@ TEST_CASE("after the lease ended calls say why, without asking the daemon") {
     (void)trainer->Begin({.version = Version(1)});  // a round trip, during which the end comes
   }
   CHECK(absl::IsCancelled(trainer->health()));
-  // Only this call is for version 2.
+  // The lease is over, so the client does not send this call, the only call for version 2.
   CHECK_FALSE(trainer->Begin({.version = Version(2)}).ok());
   CHECK_FALSE(Contains(service.calls(), "begin 2"));
 }
@@ -558,7 +558,7 @@ TEST_CASE("an update's calls that meet the end of its lease fail and say that it
   auto update = trainer->Begin({.version = Version(1)});
   REQUIRE(update.ok());
   const absl::Status pushed = (*update)->Push(SmallBucket("a"));
-  CHECK(pushed.code() == absl::StatusCode::kCancelled);  // as the scripted lease ends
+  CHECK(pushed.code() == absl::StatusCode::kCancelled);  // the code of the scripted end
   CHECK_THAT(std::string(pushed.message()), Catch::Contains("push: the lease ended"));
   const absl::Status committed = (*update)->Commit().status();
   CHECK_THAT(std::string(committed.message()), Catch::Contains("the lease ended"));
@@ -621,7 +621,7 @@ TEST_CASE("a Refit that had committed when its lease ended is OK, and is not mad
 
 TEST_CASE("a Begin among other ranks, who were told of the loss, is ABORTED and opens nothing") {
   ScriptedTrainerService service;
-  uint64_t next_incarnation = 9;  // as FillWelcome
+  uint64_t next_incarnation = 9;  // FillWelcome's
   grpc::Status told(grpc::StatusCode::UNAVAILABLE, "the coordinator is lost");
   bool again = true;
   SECTION("the group lives on") { again = false; }
@@ -810,7 +810,7 @@ TEST_CASE("an update's Refit takes Commit's place once its pushes were answered"
     CHECK(absl::IsFailedPrecondition((*update)->Refit().status()));
     CHECK(absl::IsFailedPrecondition((*update)->Commit().status()));
   }
-  // Begin's own, so that the ranks' parameters stay equal.
+  // The duration is Begin's own, so that the ranks' parameters stay equal.
   CHECK(seen.duration_ms() == 9'000);
   CHECK(seen.evict_late());
   CHECK(service.calls() == std::vector<std::string>{"register 1 a b pushed 1", "begin 3", "push 0",
@@ -1280,7 +1280,7 @@ TEST_CASE("an engine that attached as dirty says so to every daemon, until a com
         Greet(stream);
         stream->Write(PrepareEvent(4));
         v1::EngineEvent aborted;
-        // Clean, because the restarted daemon knows no better.
+        // The restarted daemon calls the update clean, because it knows no better.
         aborted.mutable_aborted()->set_version(4);
         stream->Write(aborted);
         return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");

@@ -23,7 +23,8 @@ int PollTimeout(TimePoint deadline) {
   return static_cast<int>(std::min<int64_t>(left, 1'000'000'000));
 }
 
-// The descriptor that came with `message`, if any; more than one are closed and refused.
+// Takes the descriptor that came with `message`, if any. If there are several, all are closed and
+// the message is refused.
 absl::StatusOr<UniqueFd> TakeDescriptor(msghdr* message) {
   UniqueFd fd;
   bool extra = false;

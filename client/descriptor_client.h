@@ -14,7 +14,7 @@
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 
 namespace refitd::client {
 

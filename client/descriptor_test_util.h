@@ -16,7 +16,7 @@
 
 #include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 
 namespace refitd::client {
 
@@ -52,7 +52,8 @@ class DescriptorPeer {
   std::thread thread_;
 };
 
-// False at the end of the connection. `got_fd` is whether a descriptor came along.
+// Reads a request; false at the end of the connection. `got_fd` tells whether a descriptor came
+// along.
 inline bool ReadRequest(int fd, DescriptorRequest* request, bool* got_fd) {
   iovec data{request, sizeof(*request)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];

@@ -1,7 +1,7 @@
 // The parts of DLPack 1.x that this library reads: a tensor of host or device memory, and the table
-// of functions by which a framework shows its own tensors so. Sizes and order of the fields are
-// those of the specification, https://dmlc.github.io/dlpack/latest/c_api.html; the major version
-// says that they have not changed.
+// of functions by which a framework shows its own tensors in that form. Sizes and order of the
+// fields are those of the specification, https://dmlc.github.io/dlpack/latest/c_api.html; the major
+// version says that they have not changed.
 #ifndef REFITD_CLIENT_DLPACK_H_
 #define REFITD_CLIENT_DLPACK_H_
 
@@ -49,13 +49,13 @@ struct DlpackExchange {
   uint32_t minor = 0;
   const DlpackExchange* previous = nullptr;
   void* unused[3] = {};
-  // Shows a tensor whose shape, strides and memory stay the framework's; 0, or -1 with a Python
-  // exception set.
+  // Shows a tensor whose shape, strides and memory stay the framework's. Returns 0, or -1 with a
+  // Python exception set.
   int (*show)(void* object, DlpackTensor* out) = nullptr;
 };
 static_assert(offsetof(DlpackExchange, show) == 40);
 
-// How DLPack names an element type.
+// Returns DLPack's description of an element type.
 inline DlpackType DlpackTypeOf(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:

@@ -24,21 +24,21 @@ constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 // Update ids are unique in one daemon only, so this file adds the number of the lease to them: an
 // answer then never goes to another daemon's update of the same number.
 constexpr int kLeaseShift = 48;
-constexpr uint64_t kWireUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
+constexpr uint64_t kUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
 // One lease. Immutable after Attach.
-struct Session : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
+struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
-  std::optional<Version> held;  // as the hello told
+  std::optional<Version> held;  // the version that the hello told
 
-  UpdateId Update(uint64_t wire) const {
-    return UpdateId((wire & kWireUpdateMask) | number << kLeaseShift);
+  UpdateId Update(uint64_t update) const {
+    return UpdateId((update & kUpdateMask) | number << kLeaseShift);
   }
   bool Has(UpdateId update) const { return update.value() >> kLeaseShift == number; }
-  static uint64_t ToWire(UpdateId update) { return update.value() & kWireUpdateMask; }
+  static uint64_t ToProto(UpdateId update) { return update.value() & kUpdateMask; }
 };
 
-class EngineImpl final : public Member<Engine, Session> {
+class EngineImpl final : public Member<Engine, EngineLease> {
  public:
   explicit EngineImpl(const EngineOptions& options)
       : Member(options.connect, /*engine=*/true, options.instance, options.rank),
@@ -61,26 +61,26 @@ class EngineImpl final : public Member<Engine, Session> {
   std::optional<Version> version() const override;
 
  private:
-  std::shared_ptr<Session> NewLease() override;
-  absl::Status AttachOver(Session* session, TimePoint deadline,
+  std::shared_ptr<EngineLease> NewLease() override;
+  absl::Status AttachOver(EngineLease* session, TimePoint deadline,
                           const std::stop_token& stop) override;
   bool IsLost() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     NoteEnd();
     return lost_ && ended_.ok();
   }
-  void TakeOver(Session* session, uint64_t generation) override
+  void TakeOver(EngineLease* session, uint64_t generation) override
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // An answer goes to the lease that its event came from. True: that lease is lost, the engine
-  // attaches or has attached again, and the answer is to be dropped.
+  // Tells whether an answer must be dropped. An answer goes to the lease from which its event came;
+  // it is dropped if that lease is lost and the engine attaches, or has attached, again.
   absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // OK also if the stream ended while the answer `sent` was being sent, and another lease is tried
-  // for.
+  // Returns `sent`, the status of sending an answer, or OK if the daemon is gone and the engine
+  // attaches again.
   absl::Status OrDropped(const absl::Status& sent) const {
     return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
   }
-  // Sends an answer. OK without sending if the update belongs to a lost lease, and so ended with
-  // it.
+  // Sends an answer. If the update belongs to a lost lease, and so ended with that lease, sends
+  // nothing and returns OK.
   absl::Status Send(UpdateId update, v1::EngineMessage message)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendAck(Version version, UpdateId update, PartSeq part)
@@ -88,8 +88,8 @@ class EngineImpl final : public Member<Engine, Session> {
   absl::Status SendFailed(Version version, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
-  Event Take(const Session& session, const v1::EngineEvent& message);
-  Event TakePart(const Session& session, const v1::BucketReady& bucket);
+  Event Take(const EngineLease& session, const v1::EngineEvent& message);
+  Event TakePart(const EngineLease& session, const v1::BucketReady& bucket);
   // If the lease ended and all its events were taken, notes what follows for the weights and the
   // caller.
   void NoteEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -121,8 +121,8 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     v1::Manifest* manifest = hello->mutable_manifest();
     for (const TensorSpec& tensor : *options.manifest) {
       manifest->add_names(tensor.name);
-      manifest->add_dtypes(refitd::ToWire(tensor.dtype));
-      *manifest->add_shapes() = refitd::ToWire(tensor.shape);
+      manifest->add_dtypes(refitd::ToProto(tensor.dtype));
+      *manifest->add_shapes() = refitd::ToProto(tensor.shape);
     }
   }
   if (options.held_version) {
@@ -157,14 +157,14 @@ absl::Status CheckOptions(const EngineOptions& options) {
 
 // ---- attaching ----
 
-std::shared_ptr<Session> EngineImpl::NewLease() {
-  auto session = std::make_shared<Session>();
+std::shared_ptr<EngineLease> EngineImpl::NewLease() {
+  auto session = std::make_shared<EngineLease>();
   MutexLock lock(&mutex_);
   if (lease_ != nullptr) session->number = lease_->number + 1;
   return session;
 }
 
-absl::Status EngineImpl::AttachOver(Session* session, TimePoint deadline,
+absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
                                     const std::stop_token& stop) {
   EngineOptions options = options_;
   {
@@ -188,7 +188,7 @@ absl::Status EngineImpl::AttachOver(Session* session, TimePoint deadline,
                          });
 }
 
-void EngineImpl::TakeOver(Session* session, uint64_t /*generation*/) {
+void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
   if (state_.has_outstanding()) {
     if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
@@ -213,7 +213,7 @@ void EngineImpl::NoteEnd() const {
 // ---- the conversation ----
 
 absl::Status EngineImpl::Register(Layout layout) {
-  std::shared_ptr<Session> session;
+  std::shared_ptr<EngineLease> session;
   absl::Status status;
   {
     MutexLock lock(&register_mutex_);
@@ -240,7 +240,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
   const TimePoint deadline = After(timeout);
   MutexLock lock(&next_mutex_);
   while (true) {
-    std::shared_ptr<Session> session;
+    std::shared_ptr<EngineLease> session;
     {
       MutexLock state_lock(&mutex_);
       NoteEnd();
@@ -259,7 +259,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
       session = lease_;
     }
     const auto event = session->stream->Front(deadline);
-    if (!event.ok()) continue;  // NoteEnd knows what follows
+    if (!event.ok()) continue;  // NoteEnd decides what follows from the error.
     if (*event == nullptr) return Event(Nothing{});
     Event taken = Take(*session, **event);
     session->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state
@@ -268,7 +268,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
   }
 }
 
-Event EngineImpl::Take(const Session& session, const v1::EngineEvent& message) {
+Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& message) {
   if (message.has_bucket()) return TakePart(session, message.bucket());
   Event event = DecodeEvent(message);
   MutexLock lock(&mutex_);
@@ -276,7 +276,8 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& message) {
     state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
   } else if (auto* committed = std::get_if<Committed>(&event)) {
     if (!state_.OnCommitted(committed->version)) return Nothing{};
-    // A daemon of an earlier release does not tell the incarnation here; then it is the lease's.
+    // A daemon of an earlier release does not tell the incarnation here; the incarnation is then
+    // the lease's.
     origin_ = committed->incarnation != 0 ? committed->incarnation
                                           : session.connection->lease().incarnation();
     committed->incarnation = origin_;
@@ -292,7 +293,7 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& message) {
   return event;
 }
 
-Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket) {
+Event EngineImpl::TakePart(const EngineLease& session, const v1::BucketReady& bucket) {
   const Version version(bucket.version());
   const UpdateId update = session.Update(bucket.update_id());
   const PartSeq seq(bucket.part());
@@ -326,7 +327,7 @@ absl::Status EngineImpl::Send(UpdateId update, v1::EngineMessage message) {
 absl::Status EngineImpl::SendAck(Version version, UpdateId update, PartSeq part) {
   v1::EngineMessage message;
   message.mutable_ack()->set_version(version.value());
-  message.mutable_ack()->set_update_id(Session::ToWire(update));
+  message.mutable_ack()->set_update_id(EngineLease::ToProto(update));
   message.mutable_ack()->set_part(part.value());
   return Send(update, std::move(message));
 }
@@ -334,7 +335,7 @@ absl::Status EngineImpl::SendAck(Version version, UpdateId update, PartSeq part)
 absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) {
   v1::EngineMessage message;
   message.mutable_failed()->set_version(version.value());
-  message.mutable_failed()->set_update_id(Session::ToWire(state_.update()));
+  message.mutable_failed()->set_update_id(EngineLease::ToProto(state_.update()));
   message.mutable_failed()->set_reason(CleanText(reason, kMaxReasonBytes));
   return Send(state_.update(), std::move(message));
 }
@@ -359,7 +360,7 @@ absl::Status EngineImpl::Ready(Version version) {
   over.swap(old_pools_);
   v1::EngineMessage message;
   message.mutable_ready()->set_version(version.value());
-  message.mutable_ready()->set_update_id(Session::ToWire(state_.update()));
+  message.mutable_ready()->set_update_id(EngineLease::ToProto(state_.update()));
   return OrDropped(Send(state_.update(), std::move(message)));
 }
 

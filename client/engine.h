@@ -144,7 +144,7 @@ struct Lost {
   std::string reason;
   Weights weights = Weights::kGood;  // kGood: serving may go on
 };
-// Attached again.
+// The client has attached again.
 struct Reattached {
   Weights weights = Weights::kGood;
   std::optional<Version> held_version;  // the version that the daemon was told this rank holds

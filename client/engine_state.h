@@ -16,7 +16,7 @@
 //                                                    never guessed)
 //   Idle               lease lost     Lost           unchanged
 //   Lost               attached again Idle           unchanged: the daemon is told a held version
-//                                                    only if they are kGood, else dirty
+//                                                    only if the weights are kGood, else dirty
 // A rank starts in Idle: kGood, or kDirty if it attached as dirty, which only a commit ends.
 // Outstanding parts outlive the update: the daemon gets their slots back only when they are
 // acknowledged.

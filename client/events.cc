@@ -17,7 +17,7 @@ absl::StatusOr<TensorView> DecodeView(const v1::BucketReady& bucket, int index,
                                       std::span<const char> slot) {
   TensorView view;
   view.tensor.name = bucket.names(index);
-  REFITD_ASSIGN_OR_RETURN(view.tensor.dtype, DTypeFromWire(bucket.dtypes(index)));
+  REFITD_ASSIGN_OR_RETURN(view.tensor.dtype, DTypeFromProto(bucket.dtypes(index)));
   const auto& dims = bucket.shapes(index).dims();
   view.tensor.shape.assign(dims.begin(), dims.end());
   REFITD_RETURN_IF_ERROR(ValidateTensor(view.tensor));

@@ -15,12 +15,13 @@
 
 namespace refitd::client {
 
-// The event that the message tells of. Nothing: the message is of a kind that this client does not
-// know, or it needs more than itself to be read: Welcome, and BucketReady (DecodePart).
+// Returns the event that the message tells of. The result is Nothing if this client does not know
+// the message's kind, or if the message alone does not make an event: Welcome, and BucketReady (see
+// DecodePart).
 Event DecodeEvent(const v1::EngineEvent& event);
 
-// Views on the mapped pool. INTERNAL, with field and value: the daemon's message disagrees with
-// itself or with the pool.
+// Decodes a part into views on the mapped pool. INTERNAL, with field and value: the daemon's
+// message disagrees with itself or with the pool.
 absl::StatusOr<Part> DecodePart(const v1::BucketReady& bucket, std::span<const char> pool,
                                 int64_t slot_bytes);
 

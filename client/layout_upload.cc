@@ -85,7 +85,7 @@ absl::Status UploadLayout(const StartUpload& start, std::vector<v1::LayoutChunk>
 
 absl::StatusOr<uint64_t> Registration::Upload(Connection* connection, const StartUpload& start,
                                               Layout layout, const std::stop_token& stop) {
-  REFITD_RETURN_IF_ERROR(connection->ToWire(&layout));
+  REFITD_RETURN_IF_ERROR(connection->ToProto(&layout));
   layout.binding_generation = ++binding_generation_;
   REFITD_RETURN_IF_ERROR(
       NameDaemon("RegisterLayout", connection->socket(),

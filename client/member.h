@@ -33,7 +33,7 @@ void SayHello(const ConnectOptions& connect, int rank, int world_size, TimePoint
               Hello* hello) {
   SayProtocol(hello);
   hello->set_group(connect.group);
-  if (connect.spec) *hello->mutable_spec() = SpecToWire(*connect.spec);
+  if (connect.spec) *hello->mutable_spec() = SpecToProto(*connect.spec);
   hello->set_coordinator(connect.coordinator);
   hello->set_rank(rank);
   hello->set_world_size(world_size);
@@ -151,8 +151,8 @@ class Member : public Interface {
                                   const std::stop_token& stop) = 0;
   // Whether lease_ is lost and all its events were dealt with.
   virtual bool IsLost() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) = 0;
-  // The member attached again. `lease` takes the place of lease_ next; `generation` is the binding
-  // generation of the layout that was registered again, 0: none.
+  // Called when the member has attached again. `lease` takes the place of lease_ next; `generation`
+  // is the binding generation of the layout that was registered again, 0: none.
   virtual void TakeOver(MemberLease* lease, uint64_t generation)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) = 0;
 

@@ -16,7 +16,8 @@ bool KnownTensor::Matches(const DlpackTensor& shown) const {
   int64_t contiguous = 1;
   for (size_t d = spec.shape.size(); d-- > 0;) {
     if (shown.shape[d] != spec.shape[d]) return false;
-    // The stride of a dimension of one element says nothing, and without elements none does.
+    // In a dimension of one element the stride says nothing; in a tensor without elements no stride
+    // does.
     if (shown.shape[d] != 1 && shown.strides[d] != contiguous && bytes != 0) return false;
     contiguous *= shown.shape[d];
   }
@@ -43,7 +44,7 @@ absl::StatusOr<int64_t> KnownTensors::Learn(TensorSpec spec) {
 }
 
 int64_t KnownTensors::Find(std::string_view name) {
-  // Exporters name tensors in the same order in every update.
+  // Exporters name tensors in the same order in every update, so try the tensor after the last one.
   int64_t number = next_ < static_cast<int64_t>(tensors_.size()) ? next_ : 0;
   if (tensors_.empty() || tensors_[number]->spec.name != name) {
     const auto found = numbers_.find(absl::string_view(name.data(), name.size()));
@@ -89,7 +90,7 @@ int64_t Packer::RoomFor(int64_t number) const {
 
 std::optional<int64_t> Packer::Reserve(int64_t number, int64_t bytes) {
   if (bytes > RoomFor(number)) return std::nullopt;
-  const int64_t offset = end_ < bytes_ ? end_ : bytes_;  // the latter of no bytes in a full bucket
+  const int64_t offset = end_ < bytes_ ? end_ : bytes_;  // end_ may lie beyond a full bucket
   end_ = (offset + bytes + kAlignment - 1) / kAlignment * kAlignment;
   return offset;
 }

@@ -3,9 +3,8 @@
 // most are the same in every update.
 //
 // Invariants
-//  - A bucket lists a tensor at most once, and only after its bytes were copied: a caller who is
-//  interrupted in between leaves a
-//    gap, never an entry without bytes.
+//   - A bucket lists a tensor at most once, and only after its bytes were copied: a caller who is
+//    interrupted in between leaves a gap, never an entry without bytes.
 //  - Entries lie within the bucket, at multiples of kAlignment, and do not overlap.
 //
 // Not thread-safe: packers that share known tensors are used by one thread at a time (Python's hold
@@ -28,8 +27,8 @@
 
 namespace refitd::client {
 
-// A tensor that a packer knows. Unchanging, so that what points into it lasts as long as the
-// object.
+// A tensor that a packer knows. It never changes, so pointers into it are valid as long as the
+// object lives.
 struct KnownTensor {
   TensorSpec spec;
   int64_t elements = 0;
@@ -78,7 +77,7 @@ class Packer {
   // Begins an empty bucket of `bytes` bytes at `data`; `data` is null where only the caller can
   // copy to the memory.
   void Begin(char* data, int64_t bytes);
-  // Tensors, or parts of tensors, in the bucket.
+  // The number of tensors, or parts of tensors, in the bucket.
   int64_t count() const { return static_cast<int64_t>(entries_.size()); }
   // The bytes that are left in the bucket; -1: there is no bucket.
   int64_t room() const;
@@ -88,8 +87,8 @@ class Packer {
   std::optional<int64_t> Reserve(int64_t number, int64_t bytes);
   // Lists elements [start, start + count) of a tensor, which were copied to `offset`.
   absl::Status Add(int64_t number, int64_t start, int64_t count, int64_t offset);
-  // Copies a whole tensor and lists it; false, and nothing has changed, where it does not fit or
-  // the bucket has it.
+  // Copies a whole tensor and lists it. False: the tensor does not fit, or the bucket has it
+  // already; then nothing has changed.
   bool Put(int64_t number, const void* source);
   // Ends the bucket. The lists stay until the next bucket begins.
   void End();
@@ -111,7 +110,7 @@ class Packer {
   int64_t bytes_ = 0;
   int64_t end_ = 0;  // of what is reserved, a multiple of kAlignment or beyond the bucket
   std::vector<Entry> entries_;
-  // By number: the last bucket that listed the tensor.
+  // listed_[number] is the last bucket that listed the tensor of that number.
   std::vector<int64_t> listed_;
   int64_t bucket_ = 0;
   std::vector<refit_tensor> tensors_;

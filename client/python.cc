@@ -88,7 +88,7 @@ bool Failed() {
   return false;
 }
 
-// The result of a method of `object` as a number; nullopt where the call fails.
+// Calls a method of `object`, and returns the result as a number; nullopt if the call fails.
 std::optional<int64_t> Ask(void* method, void* object) {
   const PythonFunctions& py = Global().py;
   void* answer = py.call(method, object, nullptr);
@@ -96,14 +96,14 @@ std::optional<int64_t> Ask(void* method, void* object) {
     Failed();
     return std::nullopt;
   }
-  const int64_t number = py.integer(answer);  // of a bool as well
+  const int64_t number = py.integer(answer);  // takes a bool as well
   py.dec_ref(answer);
   if (number == -1) Failed();  // no method that is asked has such a result
   return number == -1 ? std::nullopt : std::optional<int64_t>(number);
 }
 
-// The storage's bytes and the tensor's first element in it, by torch's own C functions, which take
-// the address of the at::Tensor in the object.
+// Finds the size of the storage in bytes and the tensor's first element in the storage, by torch's
+// own C functions, which take the address of the at::Tensor in the object.
 bool AskStorage(void* tensor, int64_t* bytes, int64_t* start) {
   const refit_python& tensors = Global().tensors;
   void* handle = static_cast<char*>(tensor) + tensors.implementation_at;
@@ -111,7 +111,7 @@ bool AskStorage(void* tensor, int64_t* bytes, int64_t* start) {
          tensors.get_storage_offset(handle, start) == 0;
 }
 
-// The same by methods of Python.
+// Finds the same by methods of Python.
 bool AskStorageByMethods(void* tensor, int64_t* bytes, int64_t* start) {
   const State& state = Global();
   void* storage = state.py.call(state.tensors.storage, tensor, nullptr);
@@ -151,8 +151,9 @@ bool Show(void* object, DlpackTensor* shown) {
   return table->show(object, shown) == 0 || Failed();
 }
 
-// Puts a tensor into the packer's bucket if it is there what the packer knows; false, and nothing
-// has changed, if not: the caller then looks at the tensor more closely.
+// Puts a tensor into the packer's bucket if it is the tensor that the packer knows by this name. If
+// it is not, nothing changes and the result is false: the caller then looks at the tensor more
+// closely.
 bool PutTensor(Packer* packer, void* name, void* tensor) {
   const State& state = Global();
   intptr_t length = 0;
@@ -169,7 +170,8 @@ bool PutTensor(Packer* packer, void* name, void* tensor) {
       Ask(state.tensors.is_negated, tensor) != 0) {
     return false;
   }
-  // Methods may run a finalizer, which may run anything.
+  // Methods may run a finalizer, which may run anything, so check that the packer still knows the
+  // tensor.
   if (&packer->known()->At(number) != known || known->bytes != bytes) return false;
   return packer->Put(number, static_cast<const char*>(shown.data) + shown.byte_offset);
 }
@@ -188,15 +190,15 @@ void* Push(void* self, void* const* arguments, intptr_t count) {
   try {
     put = count == 2 && PutTensor(packer->get(), arguments[0], arguments[1]);
   } catch (const std::exception&) {
-    put = false;  // no memory: the caller's other way says so
+    put = false;  // out of memory, as the caller's other way will tell
   }
   return py.bool_from(put ? 1 : 0);
 }
 
 MethodDef push_method = {"push", &Push, kFastCall, nullptr};
 
-// Asks the processor for memory that will be read soon. An address may be any: nothing is read at
-// it.
+// Asks the processor for memory that will be read soon. Any address will do, because nothing is
+// read at it.
 void Prefetch(const void* address) {
   __builtin_prefetch(address);
   __builtin_prefetch(static_cast<const char*>(address) + 64);
@@ -207,10 +209,12 @@ const void* PointerAt(const void* base, int64_t offset) {
                          : *reinterpret_cast<void* const*>(static_cast<const char*>(base) + offset);
 }
 
-// Walks ahead of a reader of many tensors, whose objects lie scattered: waiting for each of them
-// takes ten times what reading does.
+// Walks ahead of a reader of many tensors. The tensors' objects lie scattered, and waiting for each
+// of them would take ten times as long as reading them.
 void ReadAhead(void* const* objects, int64_t index, int64_t count) {
   const refit_python& tensors = Global().tensors;
+  // The object is asked for 12 tensors ahead, its implementation 8 ahead, and its storage 4 ahead,
+  // because each is found only in the memory of the one before.
   if (index + 12 < count) Prefetch(objects[index + 12]);
   if (tensors.implementation_at <= 0) return;
   if (index + 8 < count) Prefetch(PointerAt(objects[index + 8], tensors.implementation_at));

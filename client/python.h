@@ -24,12 +24,12 @@ absl::Status UsePython(const refit_python& python);
 // Names a type whose tensors have memory of their own.
 void AddPlainType(void* type);
 
-// A built-in function push(name, tensor), which puts a tensor that the packer knows into the
-// packer's bucket and tells whether it did. A new reference; null with an exception set.
+// Makes a built-in function push(name, tensor), which puts a tensor that the packer knows into the
+// packer's bucket and tells whether it did. Returns a new reference, or null with an exception set.
 void* MakePusher(std::shared_ptr<Packer> packer);
 
-// The index of the first tensor whose memory does not begin at its address, or that can't be read;
-// `count` where there is none.
+// Returns the index of the first tensor whose memory does not begin at its address, or that can't
+// be read; `count` if there is none.
 int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count);
 
 }  // namespace refitd::client

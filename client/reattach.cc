@@ -15,7 +15,7 @@ Duration Backoff::Next() {
          Duration(1);
 }
 
-// FNV-1a.
+// Hashes group, name and rank by FNV-1a.
 uint64_t SeedOf(std::string_view group, std::string_view name, int rank) {
   uint64_t seed = 0xcbf29ce484222325;
   for (const char c : fmt::format("{}\n{}\n{}", group, name, rank)) {

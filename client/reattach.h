@@ -87,9 +87,9 @@ class Reattacher {
     void Raise();
   };
   void Run(const std::stop_token& stop);
-  // False: given up, or stopped.
+  // Attaches again. False: this was given up, or stopped.
   bool ComeBack(absl::Status why, const std::stop_token& stop);
-  // False: stopped.
+  // Sleeps for `pause`. False: the sleep was stopped.
   bool Sleep(Duration pause, const std::stop_token& stop);
 
   const std::string daemon_;

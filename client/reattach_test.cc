@@ -12,7 +12,7 @@ namespace refitd::client {
 namespace {
 
 using std::chrono::milliseconds;
-constexpr std::chrono::seconds kPatience(30);  // of the test: never reached where all is well
+constexpr std::chrono::seconds kPatience(30);  // only a failing test waits this long
 
 TEST_CASE("pauses double up to the longest, and differ by at most a half") {
   Backoff backoff(7);

@@ -321,6 +321,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
     return Error(absl::StatusCode::kInvalidArgument, "fill is {}", given.fill);
   }
+  // Callers that were compiled before the field `fill` existed take no part in fills.
   constexpr size_t kWithFill = offsetof(refit_engine_options, fill) + sizeof(given.fill);
   options.fill = given.struct_size >= kWithFill && given.fill == REFIT_FILL_DEFAULT;
   return options;

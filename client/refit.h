@@ -343,7 +343,7 @@ int32_t refit_update_leasable_slots(const refit_update* update); /* slots at a t
 /* Leases a staging slot to pack one bucket into. wait_ms is how long to wait for a free slot; 0:
  * what remains of the update. */
 refit_status refit_update_lease_slot(refit_update* update, int64_t wait_ms, refit_slot** slot);
-/* NULL once pushed; on a GPU an address as refit_view.data is. */
+/* The slot's memory; NULL once pushed. On a GPU it is an address of the kind of refit_view.data. */
 char* refit_slot_data(const refit_slot* slot);
 int64_t refit_slot_bytes(const refit_slot* slot); /* 0 once pushed */
 /* Gives the slot back unless it was pushed; frees the handle. */
@@ -449,8 +449,8 @@ typedef struct refit_refit_options {
  * refit_update_commit(). `result` may be NULL. */
 refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_options* options,
                                  refit_commit_result* result);
-/* As refit_update_outcome(), for the trainer's last successful refit. Strings live until the
- * trainer's next refit; call this on the thread that made the refit. */
+/* Does what refit_update_outcome() does, for the trainer's last successful refit. Strings live
+ * until the trainer's next refit; call this on the thread that made the refit. */
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason);
 /* Refits within an update that was begun, in place of commit: waits for the pushes of the tensors
@@ -491,8 +491,8 @@ typedef struct refit_engine_options {
    * outcome as in any update; so keep asking for events. If its instance holds the version, its
    * registered memory is read at any time and given to others: from COMMITTED to the next ready,
    * the end of the lease or the next registration, that memory must be the rank's weights,
-   * unchanged. REFIT_FILL_NEVER: it is not, or events are not asked for between updates. Callers
-   * that were compiled before this field existed take no part. */
+   * unchanged. Choose REFIT_FILL_NEVER if that memory may change, or if events are not asked for
+   * between updates. Callers that were compiled before this field existed take no part. */
   int32_t fill;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
@@ -504,10 +504,10 @@ refit_status refit_engine_attach(const refit_engine_options* options, refit_engi
  * refit_engine_options.dirty). */
 void refit_engine_free(refit_engine* engine);
 refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region);
-/* As refit_trainer_add_memfd(). */
+/* Does what refit_trainer_add_memfd() does. */
 refit_status refit_engine_add_memfd(refit_engine* engine, int descriptor, int64_t bytes,
                                     refit_region** region);
-/* As refit_trainer_add_cuda_block(), refit_trainer_add_cuda_vmm(). */
+/* These do what refit_trainer_add_cuda_block() and refit_trainer_add_cuda_vmm() do. */
 refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_handle,
                                          int64_t bytes, refit_region** region);
 refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
@@ -649,8 +649,8 @@ refit_status refit_packer_learn(refit_packer* packer, const refit_tensor* tensor
 refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes);
 /* The number of tensors, or parts of tensors, in the bucket. */
 int64_t refit_packer_count(const refit_packer* packer);
-/* The bytes that are left in the bucket for a tensor; -1: the bucket has the tensor already, a
- * second part of which belongs into another bucket, or there is no bucket or no such tensor. */
+/* The bytes that are left in the bucket for a tensor. -1: there is no bucket or no such tensor, or
+ * the bucket has the tensor already (a second part of it belongs into another bucket). */
 int64_t refit_packer_room(const refit_packer* packer, int64_t number);
 /* Reserves `bytes` of the room, which the caller copies to, and then adds elements [start, start +
  * count) of the tensor there. REFIT_RESOURCE_EXHAUSTED: the room is smaller. */
@@ -676,14 +676,15 @@ typedef struct refit_python {
   void* storage;        /* the object of the tensor's storage */
   void* storage_bytes;  /* of a storage: its bytes */
   void* storage_offset; /* elements from the storage's begin to the tensor's first */
-  /* Byte offsets, to read ahead: of the pointer to the tensor's implementation in the object, and
-   * of the pointer to the storage in that. 0: not known. */
+  /* Two byte offsets, by which tensors are read ahead: that of the pointer to the implementation
+   * in the tensor's object, and that of the pointer to the storage in the implementation. 0: not
+   * known. */
   int64_t implementation_at;
   int64_t storage_at;
-  /* With implementation_at: functions that tell of what lies there a storage's bytes, the tensor's
-   * first element in it, and the address of that element, and return 0 (torch's
-   * aoti_torch_get_storage_size, aoti_torch_get_storage_offset, aoti_torch_get_data_ptr). NULL: the
-   * methods and the table are used, which takes longer. */
+  /* With implementation_at: functions that take the place of that pointer, tell the storage's
+   * bytes, the tensor's first element in the storage, and the address of that element, and return 0
+   * (torch's aoti_torch_get_storage_size, aoti_torch_get_storage_offset, aoti_torch_get_data_ptr).
+   * NULL: the methods and the table are used, which takes longer. */
   int32_t (*get_storage_bytes)(void* implementation, int64_t* bytes);
   int32_t (*get_storage_offset)(void* implementation, int64_t* offset);
   int32_t (*get_address)(void* implementation, void** address);
@@ -696,10 +697,11 @@ typedef struct refit_python {
 refit_status refit_python_use(const refit_python* python);
 /* Names a type (PyTypeObject*) whose tensors have memory of their own, unlike other subclasses. */
 void refit_python_add_type(void* type);
-/* Makes a built-in function push(name, tensor) of the packer: it copies a tensor of one of these
- * types, which is the known tensor of that name, whole, contiguous and on the host, into the
- * bucket, and returns True; else it returns False and has done nothing. A new reference, which
- * keeps the packer; NULL: refit_python_use() was not successful, or a Python exception is set. */
+/* Makes a built-in function push(name, tensor) of the packer. It copies the tensor into the bucket
+ * and returns True if the tensor is of one of these types, is the known tensor of that name, and is
+ * whole, contiguous and on the host; else it returns False and has done nothing. The result is a
+ * new reference, which keeps the packer; NULL: refit_python_use() was not successful, or a Python
+ * exception is set. */
 void* refit_python_pusher(const refit_packer* packer);
 /* Returns the index of the first of `count` tensors, objects of the type or its subclasses, whose
  * memory does not begin at its address; `count`: there is none. */

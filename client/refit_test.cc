@@ -152,7 +152,7 @@ TEST_CASE("a larger structure is taken only if what is unknown in it is 0") {
   };
   Newer newer{};
   newer.known.struct_size = sizeof(newer);
-  newer.known.group = "";  // refused, but only after the structure was
+  newer.known.group = "";  // refused, but only after the structure was taken
   auto options = Initialised<refit_trainer_options>();
   options.connect = &newer.known;
   refit_trainer* trainer = nullptr;
@@ -176,7 +176,7 @@ TEST_CASE("a smaller structure is taken with its missing fields 0") {
   auto connect = Initialised<refit_connect_options>();
   connect.group = "g";
   connect.socket = "/nonexistent/refitd.sock";
-  connect.wait_ms = -1;  // beyond the size below: not seen, or it would be refused
+  connect.wait_ms = -1;  // beyond the size below, so not seen and not refused
   connect.struct_size = offsetof(refit_connect_options, wait_ms);
   auto options = Initialised<refit_engine_options>();
   options.connect = &connect;

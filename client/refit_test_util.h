@@ -1,4 +1,4 @@
-// For tests of the C interface.
+// A helper for tests of the C interface.
 #ifndef REFITD_CLIENT_REFIT_TEST_UTIL_H_
 #define REFITD_CLIENT_REFIT_TEST_UTIL_H_
 

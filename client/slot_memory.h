@@ -30,16 +30,16 @@ class JoinBuffer {
   virtual absl::Status Store(int64_t offset, const char* from, int64_t bytes) = 0;
 };
 
-// RESOURCE_EXHAUSTED: no memory.
+// Makes a buffer in host memory. RESOURCE_EXHAUSTED: no memory.
 absl::StatusOr<std::unique_ptr<JoinBuffer>> NewHostBuffer(int64_t bytes);
 
-// Immutable.
+// The memory of a mapped staging pool. Immutable.
 class SlotMemory {
  public:
   virtual ~SlotMemory() = default;
   char* data() const { return data_; }  // on a GPU not to be dereferenced by the host
   int64_t bytes() const { return bytes_; }
-  // A JoinBuffer on the same device. RESOURCE_EXHAUSTED: no memory.
+  // Makes a JoinBuffer on the same device. RESOURCE_EXHAUSTED: no memory.
   virtual absl::StatusOr<std::unique_ptr<JoinBuffer>> NewBuffer(int64_t bytes) const = 0;
 
  protected:
@@ -53,7 +53,7 @@ class SlotMemory {
 // Whether ConnectOptions::device is not the host.
 bool OnDevice(const std::string& device);
 
-// Maps the pool of a sealed memfd. Errors: as HostRegion::Map.
+// Maps the pool of a sealed memfd. The errors are those of HostRegion::Map.
 absl::StatusOr<std::shared_ptr<const SlotMemory>> MapHostSlots(const UniqueFd& fd, int64_t bytes,
                                                                Access access);
 // Maps the pool of an exported allocation on the GPU `device`. UNAVAILABLE: no driver at `library`,

@@ -27,7 +27,7 @@ struct Target {
   std::string uri() const;
 };
 
-// The target that the options and the environment name: `address`, else `socket`, else
+// Returns the target that the options and the environment name: `address`, else `socket`, else
 // REFITD_SOCKET, else kDefaultSocket; certificates from the options, else from
 // REFITD_TLS_CERTIFICATE, REFITD_TLS_KEY, REFITD_TLS_ROOTS and REFITD_TLS_SERVER. INVALID_ARGUMENT
 // names field and value.
@@ -36,11 +36,13 @@ absl::StatusOr<Target> TargetOf(const ConnectOptions& options);
 // The name of TargetOf, for messages; empty if the options name none.
 std::string DaemonName(const ConnectOptions& options);
 
-// Errors: as of LoadCertificates, with `tls` before the message.
+// Makes the target's credentials. The errors are those of LoadCertificates, with `tls` before the
+// message.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> CredentialsOf(const Target& target);
 
-// Why a daemon over TCP does not answer, by a connection of its own. OK: it takes connections.
-// UNAUTHENTICATED: one side refuses the other's certificate. UNAVAILABLE: it can't be reached.
+// Finds out by a connection of its own why a daemon over TCP does not answer. OK: the daemon takes
+// connections. UNAUTHENTICATED: one side refuses the other's certificate. UNAVAILABLE: the daemon
+// can't be reached.
 absl::Status WhyNoAnswer(const Target& target, TimePoint deadline);
 
 }  // namespace refitd::client

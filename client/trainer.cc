@@ -59,8 +59,8 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   Stub* async() { return stub->async(); }
 
   // If the lease ended before or during the call, the error is the lease's end, with `what` before
-  // it. `untaken` (may be null) is set to whether the daemon has not taken the call up, because the
-  // lease was over by then.
+  // it. `untaken` (may be null) tells whether the daemon never took the call up, because the lease
+  // was over by then.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
                                 TimePoint deadline, std::string_view what,
@@ -96,7 +96,7 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   std::set<uint64_t> claims ABSL_GUARDED_BY(claims_mutex);  // ids of updates that have a handle
 };
 
-// A clean-up call whose answer nobody waits for; it ends within kCleanupLimit.
+// Makes a clean-up call for whose answer nobody waits; the call ends within kCleanupLimit.
 template <typename Request, typename Response>
 void CallAndForget(const std::shared_ptr<Core>& core, UnaryMethod<Stub, Request, Response> method,
                    Request request) {
@@ -152,6 +152,8 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
         window_(std::max(1, core_->connection->welcome().limits().outstanding_buckets())) {}
 
   // Sends the bucket as soon as the window has room. On an error `done` was not moved from.
+  // `keep_error`: nobody waits for this push's own error, so an error is kept as first_error, and
+  // the update is given up.
   absl::Status Start(Bucket bucket, bool keep_error, Done* done);
   // For an asynchronous push that was not started: keeps the error, calls `done`.
   void Refuse(const absl::Status& status, Done done);
@@ -243,7 +245,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
 absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request) const {
   const int64_t inline_limit = core_->connection->welcome().limits().inline_bytes();
   REFITD_RETURN_IF_ERROR(EncodeBucket(bucket, inline_limit, request->mutable_bucket()));
-  REFITD_RETURN_IF_ERROR(core_->connection->ToWire(request->mutable_bucket()));
+  REFITD_RETURN_IF_ERROR(core_->connection->ToProto(request->mutable_bucket()));
   *request->mutable_lease() = core_->connection->lease();
   request->set_version(version_.value());
   request->set_update_id(update_id_);
@@ -300,6 +302,7 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
             end.ok() ? NameDaemon("push", self->core_->connection->socket(), status) : end);
       });
   MutexLock lock(&mutex_);
+  // The call may have been answered already; then it is no longer in the list.
   if (auto call = calls_.find(ticket.call); call != calls_.end()) call->second.context = context;
   return absl::OkStatus();
 }
@@ -347,8 +350,8 @@ void Pushes::Refuse(const absl::Status& status, Done done) {
   });
 }
 
-// Aborts the update after an asynchronous push failed. Its caller can't push it again, and the
-// buckets after it wait for its seq; without this the update would end only at its deadline.
+// Aborts the update after an asynchronous push failed. The caller can't push the bucket again, and
+// the buckets after it wait for its seq; without this the update would end only at its deadline.
 void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
   if (absl::IsAborted(status) || absl::IsUnavailable(status) || absl::IsCancelled(status)) return;
   v1::AbortRequest request;
@@ -510,7 +513,7 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   }
   for (const v1::BroadcastTotals& totals : response.pushed()) {
     // A daemon of the next version may know more methods.
-    const auto method = refitd::BroadcastFromWire(totals.method());
+    const auto method = refitd::BroadcastFromProto(totals.method());
     if (!method.ok()) continue;
     result.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
@@ -546,10 +549,10 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
 v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
   v1::RefitRequest request;
   request.set_version(options.version.value());
-  // The caller's duration, without the time that waiting for a lease took, because the parameters
-  // of all ranks must be equal.
+  // The duration is the caller's, even if waiting for a lease took some of it, because the
+  // parameters of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
-  if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
+  if (options.verification) request.set_verification(refitd::ToProto(*options.verification));
   request.set_evict_late(options.evict_late);
   request.set_binding_generation(core.binding_generation);
   return request;
@@ -632,8 +635,10 @@ class TrainerImpl final : public Member<Trainer, Core> {
   absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, TimePoint deadline);
 
   // A call that begins an update to `version`. If the lease ends during the call and the trainer
-  // attaches again, the call is made again with the new lease, unless `ended` can tell by the new
-  // lease how the first call ended.
+  // attaches again, the call is made again with the new lease. But if the daemon had taken the call
+  // up, and the group has not begun a new incarnation since, `ended` is asked first how the call
+  // ended; if it can't tell, a trainer of several ranks gets ABORTED, since the other ranks begin
+  // anew. `make` sets `*untaken` if the daemon never took the call up (Core::Call).
   template <typename Answer>
   struct BeginningCall {
     Version version;
@@ -653,7 +658,7 @@ class TrainerImpl final : public Member<Trainer, Core> {
     Version version;
     uint64_t incarnation = 0;
   };
-  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // last
+  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // the last one
 };
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
@@ -665,7 +670,7 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   if (options.duration.count() < 0) return negative("duration", options.duration.count());
   if (options.tensor_count < 0) return negative("tensor_count", options.tensor_count);
   if (options.total_bytes < 0) return negative("total_bytes", options.total_bytes);
-  // Protocol Buffers can't carry it; the daemon checks the rest.
+  // Protocol Buffers can't carry text that is not UTF-8; the daemon checks the rest.
   if (const std::string clean = CleanText(options.note, options.note.size());
       clean != options.note) {
     return Error(absl::StatusCode::kInvalidArgument, "note: \"{}\" is not UTF-8", clean);
@@ -683,14 +688,14 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   REFITD_RETURN_IF_ERROR(CheckBeginOptions(options));
   v1::BeginRequest request;
   request.set_version(options.version.value());
-  // The caller's duration, without the time that waiting for a lease took, because the parameters
-  // of all ranks must be equal.
+  // The duration is the caller's, even if waiting for a lease took some of it, because the
+  // parameters of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
-  if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
+  if (options.verification) request.set_verification(refitd::ToProto(*options.verification));
   request.set_evict_late(options.evict_late);
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
-  request.set_broadcast(refitd::ToWire(options.broadcast));
+  request.set_broadcast(refitd::ToProto(options.broadcast));
   request.set_without_layout(options.without_layout);
   request.set_note(options.note);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
@@ -748,7 +753,7 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
   std::shared_ptr<Core> lost;  // the lease that ended during the call
   absl::Status why;            // why it ended
   bool taken_up = false;       // whether the daemon took the call up with that lease
-  // When the daemon has cleaned up after that call at the latest.
+  // The latest time at which the daemon has cleaned up after that call.
   std::optional<TimePoint> cleaned_up;
   while (true) {
     REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, AttachedFor(call.version, deadline));
@@ -799,8 +804,8 @@ absl::Status TrainerImpl::Register(Layout layout) {
     if (status.ok()) return status;
     const absl::Status end = core->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
     if (end.ok()) return status;
-    // Whether the daemon had taken the layout does not matter: it dropped the layout with the
-    // lease.
+    // It does not matter whether the daemon had taken the layout, because the daemon dropped the
+    // layout with the lease.
     if (!reattaches() || !core->Lost() || Until(deadline) == Duration::zero()) return end;
   }
 }

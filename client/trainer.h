@@ -199,8 +199,8 @@ struct UpdateOutcome {
 // A trainer rank, attached to its daemon. Thread-safe. Destroying it detaches.
 class Trainer : public SharesMemory {
  public:
-  // Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE if no daemon answers at the socket within
-  // `wait`.
+  // Attaches the rank. Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE if no daemon answers at the
+  // socket within `wait`.
   static absl::StatusOr<std::unique_ptr<Trainer>> Attach(const TrainerOptions& options);
   // Opens or joins the update; OK when every engine rank is ready. Errors: as
   // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has already begun the update, and the Update
@@ -212,10 +212,10 @@ class Trainer : public SharesMemory {
   // may share memory (tied weights). Register fills in binding_generation, and waits for the lease
   // if it was lost. FAILED_PRECONDITION: during an update of this rank.
   virtual absl::Status Register(Layout layout) = 0;
-  // Begin, the compiled moves and Commit in one call, which every trainer rank makes. The shards
-  // must hold the version when it is called, and are no longer read when it returns. OK means what
-  // it means for Update::Commit. Errors: as refitd.v1.Trainer.Refit. Waits for the lease as Begin
-  // does.
+  // Does Begin, the compiled moves and Commit in one call, which every trainer rank makes. The
+  // shards must hold the version when Refit is called, and are no longer read when it returns. OK
+  // means what it means for Update::Commit. Errors: as refitd.v1.Trainer.Refit. Waits for the lease
+  // as Begin does.
   virtual absl::StatusOr<CommitResult> Refit(const RefitOptions& options) = 0;
   // Gives up the update to `version` that this rank has begun, or is refitting, in a call on
   // another thread: the other call then ends with ABORTED. Errors: as refitd.v1.Trainer.Abort;

@@ -48,7 +48,7 @@ struct GroupSpec {
 struct TlsOptions {
   std::string certificate{};  // this member's, and the rest of its chain
   std::string key{};          // without a password
-  std::string roots{};        // that sign daemons' certificates
+  std::string roots{};        // those that sign daemons' certificates
   // The identity that the daemon must have, as a pattern: "spiffe://DOMAIN/PATH",
   // "spiffe://DOMAIN/PATH/*", "dns:NAME" or "dns:*.DOMAIN". Empty: its certificate must be for the
   // host of the address.
@@ -101,7 +101,7 @@ struct ConnectOptions {
   bool insecure = false;  // TCP without TLS is allowed
 };
 
-inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons take a ping a second
+inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons accept one ping a second
 inline constexpr size_t kMaxCoordinatorBytes = 262;             // a host name, a colon, a port
 inline constexpr size_t kMaxCandidates = 8;
 
@@ -147,8 +147,8 @@ class SharesMemory {
  public:
   virtual ~SharesMemory() = default;
 
-  // Shared host memory: a trainer's buckets can name it as their source, an engine's parameters can
-  // live there.
+  // Makes a region of new shared host memory, which a trainer's buckets can name as their source,
+  // and in which an engine's parameters can live.
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
   // Makes a region of [0, bytes) of an existing memfd, which must be made with MFD_ALLOW_SEALING,
   // be sealed against shrinking (fcntl F_ADD_SEALS, F_SEAL_SHRINK) and be open for reading and

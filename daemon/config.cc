@@ -362,7 +362,7 @@ absl::Status CheckTcpAddress(std::string_view field, const std::string& address)
   return absl::OkStatus();
 }
 
-// P9: TCP needs TLS, or `insecure` in so many words.
+// P9: TCP needs TLS, or `insecure`, which must be set explicitly.
 absl::Status CheckGrpcOverTcp(std::string_view field,
                               const google::protobuf::RepeatedPtrField<std::string>& addresses,
                               const RefitdConfig& config) {
@@ -493,14 +493,16 @@ absl::Status CheckStaging(const RefitdConfig::Staging& staging) {
 
 // "HOST:PORT" with a host's name or address; nothing is resolved here.
 absl::Status CheckAdvertise(const std::string& address) {
+  constexpr size_t kMaxBytes = 128;  // other daemons get the address in a message
   const size_t colon = address.rfind(':');
   const bool port = colon != std::string::npos && colon > 0 && colon + 1 < address.size() &&
                     address.find_first_not_of("0123456789", colon + 1) == std::string::npos;
-  if (port && address.size() <= kMaxConfiguredDaemonId &&
+  if (port && address.size() <= kMaxBytes &&
       address.find_first_of(std::string_view("/ \t\n\0", 5)) == std::string::npos) {
     return absl::OkStatus();
   }
-  return Error(kInvalid, "peers.advertise is \"{}\", must be HOST:PORT", address);
+  return Error(kInvalid, "peers.advertise is \"{}\", must be HOST:PORT of at most {} bytes",
+               address, kMaxBytes);
 }
 
 absl::Status CheckPeers(const RefitdConfig& config) {

@@ -41,10 +41,10 @@ enum ExitCode : int {
 // Limits of the settings.
 inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);  // of any wait
 inline constexpr int64_t kSlotBytesMultiple = 4096;                    // a page
-// below it, the cost of a part exceeds that of its bytes
+// Below this size, a part costs more than the copying of its bytes.
 inline constexpr int64_t kMinSlotBytes = 64 << 10;
 inline constexpr int64_t kMaxSlotBytes = int64_t{16} << 30;
-inline constexpr int kMinConfiguredSlots = 2;   // one is filled while one is read
+inline constexpr int kMinConfiguredSlots = 2;   // one slot is filled while another is read
 inline constexpr int kMaxConfiguredSlots = 64;  // as kMaxSlots of a group
 inline constexpr int64_t kMinMessageBytes = 64 << 10;
 inline constexpr int64_t kMaxMessageBytes = 1 << 30;        // gRPC buffers a message whole
@@ -55,11 +55,11 @@ inline constexpr int kMaxConfiguredGroups = 4096;
 inline constexpr int kMaxConfiguredMembers = 65'536;
 inline constexpr int kMaxConfiguredCopyThreads = 256;
 inline constexpr int kMaxConfiguredStreams = 8;        // between two daemons
-inline constexpr int kMaxChosenStreams = 4;            // by the daemon itself
+inline constexpr int kMaxChosenStreams = 4;            // chosen by the daemon itself
 inline constexpr int kMaxConfiguredCopyBlocks = 1024;  // more than a GPU has multiprocessors
 inline constexpr size_t kMaxCudaLibraryBytes = 4095;   // a path
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
-inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fds.new"
+inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 bytes of a socket's address, less ".fds.new"
 inline constexpr int kMaxTcpListeners = 16;
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
@@ -85,7 +85,7 @@ struct LimitsConfig {
   Duration idle = std::chrono::seconds(30);   // an update without a call
   Duration lease = std::chrono::seconds(30);  // a leased slot that is not submitted
   int outstanding_buckets = 256;              // per trainer rank
-  int compare_every = 32;                     // versions of a compiled refit
+  int compare_every = 32;                     // a full comparison takes this many versions
   int64_t inline_bytes = 4 << 20;             // inside one call
   int64_t message_bytes = 8 << 20;            // of any gRPC message
   int max_groups = 64;
@@ -105,14 +105,14 @@ struct StagingConfig {
 
 struct MetricsConfig {
   std::string listen;  // "HOST:PORT" as of ListenConfig::tcp; empty: off
-  // `listen` has no TLS, even where there are certificates. Without certificates it takes this, or
-  // ListenConfig::insecure.
+  // `listen` has no TLS, even if there are certificates. Without certificates, this or
+  // ListenConfig::insecure must be set.
   bool insecure = false;
   bool operator==(const MetricsConfig&) const = default;
 };
 
 struct PeersConfig {
-  std::string advertise;         // HOST:PORT; empty: the address it listens on
+  std::string advertise;         // HOST:PORT; empty: the address that the daemon listens on
   std::string interface = "lo";  // of the data plane; trusted (P9)
   Duration silence = kDefaultSilence;
   Duration wire = kDefaultWireLimit;
@@ -127,8 +127,8 @@ struct PeersConfig {
 
 // The data plane over host memory.
 struct DataConfig {
-  bool unencrypted = false;  // though there is TLS
-  uint16_t port = 0;         // where it listens; 0: a free one
+  bool unencrypted = false;  // weights go in the clear although there is TLS
+  uint16_t port = 0;         // where the data plane listens; 0: a free port
   int streams = 0;           // connections between two daemons; 0: the daemon chooses
   bool operator==(const DataConfig&) const = default;
 };
@@ -141,7 +141,7 @@ struct CudaConfig {
   bool enabled = true;
   int copy_blocks = 64;                        // thread blocks of a copy kernel
   Duration device = std::chrono::seconds(60);  // longer device work counts as failed
-  // Pieces of at least this size are moved by copy engines; 0: none is.
+  // Pieces of at least this size are moved by copy engines; 0: no piece is.
   int64_t engine_bytes = 2 << 20;
   std::string library = "libcuda.so.1";  // a name or path for dlopen
   bool nccl = true;
@@ -192,7 +192,7 @@ absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
 // value.
 absl::StatusOr<Config> ConfigOf(const config::RefitdConfig& settings);
 
-// The policy is made of these settings. LoadConfig has checked that they make a policy.
+// The settings of the policy. LoadConfig has checked that they make a policy.
 PolicySettings PolicySettingsOf(const Config& config);
 
 // The configuration as textproto with every setting in it, as --validate prints it.

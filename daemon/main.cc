@@ -66,8 +66,8 @@ namespace {
 constexpr std::chrono::seconds kShutdownGrace{2};
 // How long updates in host memory may go on after the GPUs were lost.
 constexpr std::chrono::seconds kLostGrace{2};
-// A daemon that lost its GPUs ends after this time, whatever hangs. Longer than both graces and the
-// clean-up of a group (GroupLimits) together.
+// A daemon that lost its GPUs ends after this time, whatever hangs. This is longer than both graces
+// and the clean-up of a group (GroupLimits) together.
 constexpr std::chrono::seconds kLostLimit{8};
 // How long a connection over TCP may take for its handshake (P4).
 constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
@@ -87,7 +87,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.group.ready_limit = config.limits.ready;
   options.group.ack_limit = config.limits.ack;
   options.group.idle_limit = config.limits.idle;
-  options.group.lease_limit = config.limits.lease;
+  options.group.grant_limit = config.limits.lease;
   options.group.outstanding_buckets = config.limits.outstanding_buckets;
   options.group.compare_every = config.limits.compare_every;
   options.group.default_verification = config.default_verification;
@@ -108,9 +108,10 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
 
 // Reports the loss of the GPUs from the transport's thread to main's, which waits for signals.
 //
-// If a GPU hangs, its work has not ended, and neither have the calls that wait for it; no
-// destructor gets past a thread that hangs in the driver (P4). Ending the process destroys its
-// contexts, and only that stops the GPU (P6), so no call is answered before.
+// If a GPU hangs, its work does not end, nor do the calls that wait for that work, and no
+// destructor gets past a thread that hangs in the driver (P4). Only the end of the process, which
+// destroys its contexts, stops the GPU (P6). So those calls are not answered while the process
+// lives.
 class DeviceLoss {
  public:
   void Tell(const absl::Status& why) {
@@ -266,7 +267,7 @@ absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Conf
   return store;
 }
 
-// How this daemon dials coordinators (P9); null: it may not.
+// The function by which this daemon dials coordinators (P9); null: it may dial none.
 PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr && !config.listen.insecure) return nullptr;
   return
@@ -283,7 +284,7 @@ PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates
       };
 }
 
-// How this daemon probes candidates (P9); null: it may not.
+// The function by which this daemon probes candidates (P9); null: it may probe none.
 PeerProber MakeProber(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr && !config.listen.insecure) return nullptr;
   return [certificates, identity = config.peers.identity](ProbeDial dial, ProbeAnswer answer) {
@@ -309,7 +310,7 @@ struct TcpServer {
   std::unique_ptr<grpc::Server> server;  // destroyed first
 
   // gRPC 1.51 reads its certificates outside of its lock when a handshake begins, while the
-  // beginning of another may replace them: one connection begins at a time.
+  // beginning of another handshake may replace them. So one connection begins at a time.
   mutable Mutex beginning;
 
   void Serve(UniqueFd fd) const {
@@ -323,7 +324,8 @@ struct TcpServer {
 // `certificates`: null for TCP without TLS.
 void StartServer(const Config& config, const std::vector<grpc::Service*>& services,
                  const CertificateStore* certificates, TcpServer* started) {
-  grpc::EnableDefaultHealthCheckService(false);  // it asks nobody who calls: HealthService does
+  // gRPC's own service does not ask who calls; HealthService does.
+  grpc::EnableDefaultHealthCheckService(false);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
   // Members ping to learn whether the daemon lives; they may do so this often without other
@@ -362,7 +364,7 @@ struct TcpLoops {
   }
 };
 
-// These objects follow files while the daemon runs, which are read again on SIGHUP.
+// The objects that follow files while the daemon runs. The files are read again on SIGHUP.
 struct Followed {
   CertificateStore* certificates = nullptr;  // null: none
   AuditLog* audit = nullptr;                 // null: none
@@ -402,8 +404,8 @@ struct Followed {
   }
 };
 
-// Waits for a signal that ends the daemon. Meanwhile certificates follow their files; SIGHUP asks
-// for that at once, and for the policy.
+// Waits for a signal that ends the daemon. Meanwhile certificates follow their files; SIGHUP makes
+// the daemon read the certificates at once, and the policy.
 int AwaitEnd(const sigset_t& signals, Followed* followed) {
   constexpr timespec kLook{1, 0};
   for (;;) {
@@ -446,7 +448,7 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
   return MakeSocketWire(std::move(options));
 }
 
-// DaemonOptions::clear_wire.
+// Why the wire over host memory does not encrypt, as DaemonOptions::clear_wire wants it.
 std::string WhyClear(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr) return kNotEncrypted;
   if (config.data.unencrypted) return "data.unencrypted is true";
@@ -455,7 +457,7 @@ std::string WhyClear(const Config& config, const CertificateStore* certificates)
 
 // The wire over host memory; null: there is none.
 std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* certificates) {
-  // Without TLS, and without leave to do without, no other daemon is linked (P9).
+  // Without TLS, and without `insecure`, this daemon is linked to no other (P9).
   if (certificates == nullptr && !config.listen.insecure) return nullptr;
   absl::StatusOr<std::unique_ptr<Wire>> wire = MakeHostWire(config, certificates);
   if (!wire.ok()) {
@@ -499,8 +501,8 @@ struct Sockets {
   }
 };
 
-// `peers` hears who is at the other end of each connection of the unix socket; the servers are
-// started before the sockets.
+// `peers` is told who is at the other end of each connection of the unix socket. The servers must
+// be started before the sockets.
 absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
                     const Door* door, Daemon* daemon, Sockets* sockets) {
   // The unix socket comes first: of two daemons with one path only one may start.
@@ -671,7 +673,8 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   PolicyStore policies(*Policy::Make(PolicySettingsOf(config)));  // LoadConfig has checked it
   const auto certificates = LoadOwnCertificates(config, audit->get());
   if (!certificates.ok()) {
-    // Their issuer's tool may not have written them yet: the service manager tries again.
+    // The tool that issues the certificates may not have written them yet. The service manager
+    // starts the daemon again.
     LogError("tls: {}", Message(certificates.status()));
     return kExitFailure;
   }
@@ -725,7 +728,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
 
 int main(int argc, char** argv) {
   // Debian builds Abseil with its deadlock detector, which takes a process-wide lock at each lock
-  // and unlock in gRPC: a fifth of the instructions of an update.
+  // and unlock in gRPC. That would cost a fifth of the instructions of an update.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   absl::StatusOr<refitd::Invocation> invocation = refitd::LoadConfig(argc, argv, environ);
   if (!invocation.ok()) {

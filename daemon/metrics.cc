@@ -27,7 +27,7 @@ using Labels = std::vector<Label>;
 // those who have it in their dashboards.
 constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "decide"};
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
-// By FillEnd.
+// The names of FillEnd's values, in their order.
 constexpr std::array<std::string_view, 3> kFillEndNames = {"committed", "gave_way", "failed"};
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }

@@ -1,4 +1,4 @@
-// The metrics that Prometheus scrapes: counts of the node's reports (NodeObserver), the node's
+// The metrics that Prometheus scrapes: counts of the node's reports (DaemonObserver), the node's
 // state, and the process's use of memory and descriptors.
 //
 // Labels are names of groups, ids of daemons that joined them, names of instances, and words of
@@ -42,7 +42,7 @@ inline constexpr size_t kMaxShownInstances = 128;
 
 // Counts since the daemon started, or since the group was created. Thread-safe; a call takes about
 // a microsecond.
-class Metrics : public NodeObserver {
+class Metrics : public DaemonObserver {
  public:
   // Reports of groups beyond `max_groups` are only counted as dropped.
   explicit Metrics(size_t max_groups);

@@ -31,8 +31,8 @@ namespace {
 
 // How long the listeners rest when the process is out of descriptors.
 constexpr Duration kRest = std::chrono::milliseconds(200);
-// Bytes behind the request that are read before the connection is closed. Closing a socket with
-// unread bytes could take the answer from the client.
+// How many bytes behind the request are read at most before the connection is closed. Closing a
+// socket with unread bytes could take the answer from the client.
 constexpr int64_t kMaxUnreadBytes = 64 << 10;
 
 TimePoint Now() { return std::chrono::steady_clock::now(); }
@@ -92,7 +92,7 @@ class MetricsServer::Loop {
     State state = State::kHandshake;
     TimePoint since;
     TimePoint deadline;
-    std::string in;   // of the request
+    std::string in;   // what has come of the request
     std::string out;  // the answer
     size_t sent = 0;  // of `out`
     int64_t unread = 0;
@@ -116,7 +116,7 @@ class MetricsServer::Loop {
 
   void Run() {
     pthread_setname_np(pthread_self(), "refitd-metrics");
-    sigset_t sigpipe;  // OpenSSL writes without MSG_NOSIGNAL
+    sigset_t sigpipe;  // OpenSSL writes without MSG_NOSIGNAL, so the thread blocks SIGPIPE
     sigemptyset(&sigpipe);
     sigaddset(&sigpipe, SIGPIPE);
     pthread_sigmask(SIG_BLOCK, &sigpipe, nullptr);
@@ -136,7 +136,7 @@ class MetricsServer::Loop {
     }
   }
 
-  // Until the next deadline; -1: there is none.
+  // The milliseconds until the next deadline; -1: there is none.
   int TimeoutMs() const {
     std::optional<TimePoint> next = rests_until_;
     for (const auto& [fd, client] : clients_) {
@@ -156,8 +156,9 @@ class MetricsServer::Loop {
     }
   }
 
-  // Several events of one round may be of descriptors that were closed in it and are in use again,
-  // so that a listener may have no connection, and a client nothing to read: neither is an error.
+  // An event may be stale: an earlier event of the same round may have closed its descriptor, whose
+  // number may be in use again. So a listener may have no connection, and a client nothing to read;
+  // neither is an error.
   void Accept(int listener) {
     if (std::none_of(listeners_.begin(), listeners_.end(), [listener](const TcpListener& each) {
           return each.socket.get() == listener;
@@ -202,7 +203,7 @@ class MetricsServer::Loop {
 
   using Place = std::map<int, Client>::iterator;
 
-  // Goes on until the connection would block, and closes it at its end.
+  // Takes step after step until the connection would block; closes the connection at its end.
   void Advance(Place at) {
     for (;;) {
       const absl::StatusOr<bool> went = Step(&at->second);

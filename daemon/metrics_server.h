@@ -37,9 +37,9 @@ struct MetricsServerOptions {
   std::function<std::string()> collect;
   // Gives the certificates of the moment. Null: no TLS.
   std::function<std::shared_ptr<const Certificates>()> certificates{};
-  // Whether whoever has a certificate of that identity may read the metrics. `identity` is empty if
-  // the certificate gives none, or without TLS. The reason of a refusal is sent to the client. Runs
-  // on the server's thread. Null: everybody may.
+  // Tells whether a client with a certificate of that identity may read the metrics. `identity` is
+  // empty if the certificate gives none, or without TLS. The reason of a refusal is sent to the
+  // client. Runs on the server's thread. Null: everybody may.
   std::function<absl::Status(const std::string& identity)> admit{};
   // Takes a line for the log, which anybody who reaches the port can cause. Null: no log.
   std::function<void(const std::string& line)> log{};

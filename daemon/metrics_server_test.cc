@@ -47,7 +47,7 @@ std::unique_ptr<MetricsServer> StartServer(MetricsServerOptions options) {
   return *std::move(server);
 }
 
-// Not valid: nothing listens there.
+// Connects to the address. Not valid: nothing listens there.
 UniqueFd Connect(const std::string& address, int receive_bytes = 0) {
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   REQUIRE(fd.valid());
@@ -74,7 +74,7 @@ void AwaitReadable(int fd) {
   REQUIRE(poll(&entry, 1, static_cast<int>(ToMillis(kTestDeadline))) == 1);
 }
 
-// All bytes until the end. A connection that was reset has ended as well.
+// Reads all bytes until the end of the connection. A connection that was reset has ended as well.
 std::string ReadAll(const UniqueFd& fd) {
   std::string all;
   std::vector<char> buffer(1 << 16);
@@ -86,9 +86,9 @@ std::string ReadAll(const UniqueFd& fd) {
   }
 }
 
-// Whether the server has ended its side, though the client reads nothing: its connection is not
-// established any more. The kernel's table has local and remote address in hexadecimal, then the
-// state.
+// Whether the server has closed its side of the connection although the client reads nothing: the
+// kernel's table then shows that side as established no more. A line of the table has the local and
+// the remote address in hexadecimal, and then the state (01: established).
 bool LetGo(const UniqueFd& client) {
   sockaddr_in name{};
   socklen_t length = sizeof(name);

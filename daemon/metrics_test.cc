@@ -200,7 +200,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
     add("c", "lost");
     group->mutable_nodes(2)->set_kept_out("its data plane did not come up");
     group->mutable_nodes(1)->set_slow("it held the others back");
-    add("twice", "joined");  // its earlier process is not noticed as lost yet
+    add("twice", "joined");  // the loss of its earlier process is not noticed yet
     add("twice", "lost");
     add("", "joining");
     status.add_groups()->set_name("alone");
@@ -214,7 +214,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
   CHECK(up("b") == "1");
   CHECK(up("c") == "0");
   CHECK(up("twice") == "1");
-  CHECK(up("10.0.0.1:7411") == "0");  // it has not told its id
+  CHECK(up("10.0.0.1:7411") == "0");  // the daemon there has not told its id
   CHECK(SeriesNaming(text, "refitd_peer_up") == 4);
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="b"})") == "0");
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="c"})") == "1");
@@ -239,7 +239,7 @@ v1::GetStatusResponse WithInstances(size_t ready) {
   v1::InstanceStatus* odd = group->add_instances();
   odd->set_name("odd");
   odd->set_lag(3);
-  group->add_instances()->set_name("unknown");  // what can't be compared has no lag
+  group->add_instances()->set_name("unknown");  // a version that can't be compared has no lag
   return status;
 }
 

@@ -18,9 +18,9 @@
 
 namespace refitd {
 
-// The answer to GET /metrics of the server at "IP:PORT", asked with these certificates; a text that
-// begins with "TLS: " where none came. `presented`, if not null: whom the server's certificate
-// named.
+// Sends GET /metrics with these certificates to the server at "IP:PORT" and returns the answer, or
+// a text that begins with "TLS: " if no answer came. `presented`, if not null, gets the identity in
+// the server's certificate.
 inline std::string ScrapeOverTls(const std::string& address,
                                  const std::shared_ptr<const Certificates>& own,
                                  std::string* presented = nullptr) {

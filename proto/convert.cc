@@ -32,8 +32,9 @@ absl::Status Annotate(const absl::Status& status, std::string_view where) {
   return Error(status.code(), "{}: {}", where, Message(status));
 }
 
-// A shape whose products of dimensions can't overflow, even those that leave out a dimension of 0.
-absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
+// Returns a shape in which no product of dimensions can overflow, not even a product that leaves
+// out a dimension of 0.
+absl::StatusOr<Dims> DimsFromProto(const v1::Shape& shape) {
   if (shape.dims_size() > kMaxDims) {
     return Error(StatusCode::kInvalidArgument, "{} dims, more than {}", shape.dims_size(),
                  kMaxDims);
@@ -54,12 +55,12 @@ absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
   return Dims(shape.dims().begin(), shape.dims().end());
 }
 
-// `dims` is what DimsFromWire gave.
-absl::StatusOr<TensorSpec> TensorFromWire(std::string name, int dtype,
-                                          const absl::StatusOr<Dims>& dims, std::string_view field,
-                                          int index) {
+// `dims` is what DimsFromProto gave.
+absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
+                                           const absl::StatusOr<Dims>& dims, std::string_view field,
+                                           int index) {
   const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
-  const auto type = DTypeFromWire(dtype);
+  const auto type = DTypeFromProto(dtype);
   if (!type.ok()) {
     return Annotate(type.status(),
                     fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor()));
@@ -124,7 +125,7 @@ class ChunkWriter {
     chunks_.back().set_binding_generation(binding_generation);
   }
 
-  // The chunk to which the next `bytes` are to be added.
+  // Returns the chunk to which the next `bytes` are to be added.
   v1::LayoutChunk& Room(int64_t bytes) {
     if (used_ > 0 && used_ + bytes > chunk_bytes_) {
       chunks_.emplace_back();
@@ -279,10 +280,10 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
                    "layout.shape_back[{}] is {} where {} tensors were named", i, back,
                    layout_.tensors.size());
     }
-    absl::StatusOr<Dims> dims = back == 0 ? DimsFromWire(chunk.shapes(next_shape))
+    absl::StatusOr<Dims> dims = back == 0 ? DimsFromProto(chunk.shapes(next_shape))
                                           : layout_.tensors[layout_.tensors.size() - back].shape;
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
-                            TensorFromWire(std::move(name), chunk.dtypes(i), dims, "layout", i));
+                            TensorFromProto(std::move(name), chunk.dtypes(i), dims, "layout", i));
     if (back == 0) ++next_shape;
     layout_.tensors.push_back(std::move(tensor));
   }
@@ -366,9 +367,9 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
     chunk.add_name_prefix(static_cast<uint32_t>(prefix));
     chunk.add_name_middles(tensor.name.substr(prefix, tensor.name.size() - prefix - suffix));
     chunk.add_name_suffix(static_cast<uint32_t>(suffix));
-    chunk.add_dtypes(ToWire(tensor.dtype));
+    chunk.add_dtypes(ToProto(tensor.dtype));
     chunk.add_shape_back(back);
-    if (back == 0) *chunk.add_shapes() = ToWire(tensor.shape);
+    if (back == 0) *chunk.add_shapes() = ToProto(tensor.shape);
     last = tensor.name;
   }
   const bool dense = std::all_of(layout.pieces.begin(), layout.pieces.end(), IsDense);
@@ -405,8 +406,8 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
   absl::flat_hash_set<std::string_view> seen;
   seen.reserve(static_cast<size_t>(names.size()));
   for (int i = 0; i < names.size(); ++i) {
-    REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
-                            TensorFromWire(names[i], dtypes[i], DimsFromWire(shapes[i]), field, i));
+    REFITD_ASSIGN_OR_RETURN(TensorSpec tensor, TensorFromProto(names[i], dtypes[i],
+                                                               DimsFromProto(shapes[i]), field, i));
     if (!seen.insert(names[i]).second) {
       return Error(StatusCode::kInvalidArgument, "{}.names[{}] is {}, which came before", field, i,
                    Quoted(names[i]));
@@ -416,19 +417,19 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
   return tensors;
 }
 
-v1::Shape ToWire(const Dims& shape) {
+v1::Shape ToProto(const Dims& shape) {
   v1::Shape out;
   out.mutable_dims()->Add(shape.begin(), shape.end());
   return out;
 }
 
-v1::DType ToWire(DType dtype) { return static_cast<v1::DType>(dtype); }
+v1::DType ToProto(DType dtype) { return static_cast<v1::DType>(dtype); }
 
-v1::Verification ToWire(Verification verification) {
+v1::Verification ToProto(Verification verification) {
   return static_cast<v1::Verification>(verification);
 }
 
-absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verification verification) {
+absl::StatusOr<std::optional<Verification>> VerificationFromProto(v1::Verification verification) {
   switch (verification) {
     case v1::VERIFICATION_UNSPECIFIED:
       return std::nullopt;
@@ -444,19 +445,19 @@ absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verificatio
   }
 }
 
-v1::BroadcastMethod ToWire(BroadcastMethod method) {
+v1::BroadcastMethod ToProto(BroadcastMethod method) {
   return static_cast<v1::BroadcastMethod>(method);
 }
 
-v1::BroadcastTotals BroadcastTotalsToWire(BroadcastMethod method, int64_t bytes, int64_t buckets) {
+v1::BroadcastTotals BroadcastTotalsToProto(BroadcastMethod method, int64_t bytes, int64_t buckets) {
   v1::BroadcastTotals totals;
-  totals.set_method(ToWire(method));
+  totals.set_method(ToProto(method));
   totals.set_bytes(bytes);
   totals.set_buckets(buckets);
   return totals;
 }
 
-absl::StatusOr<BroadcastMethod> BroadcastFromWire(v1::BroadcastMethod method) {
+absl::StatusOr<BroadcastMethod> BroadcastFromProto(v1::BroadcastMethod method) {
   if (v1::BroadcastMethod_IsValid(method)) return static_cast<BroadcastMethod>(method);
   return Error(StatusCode::kInvalidArgument, "broadcast is {}, which is not known",
                static_cast<int>(method));

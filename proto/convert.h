@@ -48,16 +48,16 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
     const google::protobuf::RepeatedPtrField<v1::Shape>& shapes, std::string_view field,
     int64_t max_tensors);
 
-v1::Shape ToWire(const Dims& shape);
-v1::DType ToWire(DType dtype);
-v1::Verification ToWire(Verification verification);
-// nullopt for UNSPECIFIED; INVALID_ARGUMENT for an unknown number.
-absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verification verification);
-// kAuto is UNSPECIFIED.
-v1::BroadcastMethod ToWire(BroadcastMethod method);
-v1::BroadcastTotals BroadcastTotalsToWire(BroadcastMethod method, int64_t bytes, int64_t buckets);
-// INVALID_ARGUMENT for an unknown number.
-absl::StatusOr<BroadcastMethod> BroadcastFromWire(v1::BroadcastMethod method);
+v1::Shape ToProto(const Dims& shape);
+v1::DType ToProto(DType dtype);
+v1::Verification ToProto(Verification verification);
+// Returns nullopt for UNSPECIFIED; INVALID_ARGUMENT for an unknown number.
+absl::StatusOr<std::optional<Verification>> VerificationFromProto(v1::Verification verification);
+// kAuto becomes UNSPECIFIED.
+v1::BroadcastMethod ToProto(BroadcastMethod method);
+v1::BroadcastTotals BroadcastTotalsToProto(BroadcastMethod method, int64_t bytes, int64_t buckets);
+// Returns INVALID_ARGUMENT for an unknown number.
+absl::StatusOr<BroadcastMethod> BroadcastFromProto(v1::BroadcastMethod method);
 
 }  // namespace refitd
 

@@ -42,7 +42,7 @@ absl::StatusOr<Layout> Decode(const std::vector<v1::LayoutChunk>& chunks) {
   return std::move(decoder).Finish();
 }
 
-// Marks the last of `chunks` as the last, as a sender does.
+// Decodes the chunks, the last of which it marks as the last, as a sender does.
 absl::StatusOr<Layout> DecodeWhole(std::vector<v1::LayoutChunk> chunks) {
   chunks.back().set_last(true);
   return Decode(chunks);
@@ -337,16 +337,16 @@ TEST_CASE("A manifest's errors name the field given") {
 
 TEST_CASE("Every dtype and verification has the same number on the wire") {
   for (int number = 1; number <= 12; ++number) {
-    const auto dtype = DTypeFromWire(number);
+    const auto dtype = DTypeFromProto(number);
     REQUIRE(dtype.ok());
-    CHECK(ToWire(*dtype) == number);
+    CHECK(ToProto(*dtype) == number);
   }
   for (const Verification v :
        {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
-    CHECK(VerificationFromWire(ToWire(v)).value() == v);
+    CHECK(VerificationFromProto(ToProto(v)).value() == v);
   }
-  CHECK(VerificationFromWire(v1::VERIFICATION_UNSPECIFIED).value() == std::nullopt);
-  const auto unknown = VerificationFromWire(static_cast<v1::Verification>(9));
+  CHECK(VerificationFromProto(v1::VERIFICATION_UNSPECIFIED).value() == std::nullopt);
+  const auto unknown = VerificationFromProto(static_cast<v1::Verification>(9));
   CHECK(unknown.status().code() == StatusCode::kInvalidArgument);
   CHECK_THAT(Message(unknown.status()), Contains("9"));
 }
@@ -354,15 +354,15 @@ TEST_CASE("Every dtype and verification has the same number on the wire") {
 TEST_CASE("Every broadcast method has the same number on the wire, and auto is unspecified") {
   for (size_t number = 0; number < kBroadcastMethods; ++number) {
     const auto method = static_cast<BroadcastMethod>(number);
-    CHECK(BroadcastFromWire(ToWire(method)).value() == method);
+    CHECK(BroadcastFromProto(ToProto(method)).value() == method);
     std::string name = "BROADCAST_METHOD_" + std::string(kBroadcastMethodNames[number]);
     for (char& c : name) c = static_cast<char>(std::toupper(c));
     if (method == BroadcastMethod::kAuto) name = "BROADCAST_METHOD_UNSPECIFIED";
-    CHECK(v1::BroadcastMethod_Name(ToWire(method)) == name);
+    CHECK(v1::BroadcastMethod_Name(ToProto(method)) == name);
   }
-  CHECK(ToWire(BroadcastMethod::kAuto) == v1::BROADCAST_METHOD_UNSPECIFIED);
+  CHECK(ToProto(BroadcastMethod::kAuto) == v1::BROADCAST_METHOD_UNSPECIFIED);
   for (const int number : {-1, 5}) {
-    const auto unknown = BroadcastFromWire(static_cast<v1::BroadcastMethod>(number));
+    const auto unknown = BroadcastFromProto(static_cast<v1::BroadcastMethod>(number));
     CHECK(unknown.status().code() == StatusCode::kInvalidArgument);
     CHECK_THAT(Message(unknown.status()), Contains(std::to_string(number)));
   }

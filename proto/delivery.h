@@ -2,7 +2,7 @@
 // daemon, its groups, the clients in C++ and C, and refitctl read. A rank chooses its mode when it
 // attaches.
 //
-// Pure; needs no message.
+// Pure; uses no message of the protocol.
 #ifndef REFITD_PROTO_DELIVERY_H_
 #define REFITD_PROTO_DELIVERY_H_
 
@@ -32,7 +32,7 @@ struct DeliveryTraits {
   bool fills;
 };
 
-// In order of their numbers, which begin at 1.
+// The modes in the order of their numbers, which begin at 1.
 inline constexpr std::array kDeliveries = {
     DeliveryTraits{.mode = DeliveryMode::kRegistered,
                    .name = "registered",
@@ -60,7 +60,7 @@ constexpr bool InOrder() {
 static_assert(InOrder());
 }  // namespace delivery_internal
 
-// `mode` must be of the table.
+// `mode` must be in the table.
 constexpr const DeliveryTraits& TraitsOf(DeliveryMode mode) {
   return kDeliveries[static_cast<size_t>(mode) - 1];
 }
@@ -70,7 +70,7 @@ constexpr bool DeclaresManifest(DeliveryMode mode) { return TraitsOf(mode).decla
 constexpr bool Fills(DeliveryMode mode) { return TraitsOf(mode).fills; }
 constexpr std::string_view Name(DeliveryMode mode) { return TraitsOf(mode).name; }
 
-// The mode with this number of refitd.v1.Delivery; nullopt: there is none.
+// Returns the mode with this number of refitd.v1.Delivery; nullopt: there is none.
 constexpr std::optional<DeliveryMode> DeliveryOf(int64_t number) {
   if (number < 1 || number > static_cast<int64_t>(kDeliveries.size())) return std::nullopt;
   return static_cast<DeliveryMode>(number);
@@ -82,7 +82,8 @@ constexpr std::optional<DeliveryMode> DeliveryOf(std::string_view name) {
   return std::nullopt;
 }
 
-// The names of the modes for which `has` holds, in order, for errors: "registered and staged".
+// Returns the names of the modes for which `has` holds, in order, for errors: "registered and
+// staged".
 inline std::string DeliveriesWith(bool (*has)(DeliveryMode)) {
   std::string names;
   for (const DeliveryTraits& traits : kDeliveries) {

@@ -1,5 +1,5 @@
-// Defaults of the limits that all daemons of a group share, as the settings of config.proto have
-// them (peers.*_ms), which a test compares.
+// Defaults of the limits that all daemons of a group share. They equal the defaults of the settings
+// in config.proto (peers.*_ms); a test compares the two.
 //
 // Pure; thread-safe.
 #ifndef REFITD_PROTO_PEER_DEFAULTS_H_

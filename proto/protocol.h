@@ -21,12 +21,12 @@
 namespace refitd {
 
 // The numbers are those of v1::ProtocolVersion.
-// V3: compiled refits along chains (PeerPlan.relay_lag).
-// V4: joined daemons are told the readiness of all instances (PeerReadiness);
+// V3 brought compiled refits along chains (PeerPlan.relay_lag).
+// V4 tells joined daemons the readiness of all instances (PeerReadiness), and brought
 // GroupSpec.encrypted_data.
-// V5: a program goes on from a round after the loss of a daemon (PeerRun.resume,
+// V5 lets a program go on from a round after the loss of a daemon (PeerRun.resume,
 // PeerRunDone.lacks).
-// V6: a part of a bucket is sent again after the loss of a daemon (PeerHeader.again).
+// V6 lets a part of a bucket be sent again after the loss of a daemon (PeerHeader.again).
 enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3, kV4 = 4, kV5 = 5, kV6 = 6 };
 
 inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this
@@ -37,8 +37,8 @@ struct AgreedProtocol {
   bool newer = false;  // the other side speaks versions that this build does not know
 };
 
-// The version to speak with a sender whose hello has these numbers. `highest` 0: the hello had no
-// such field, and the sender speaks `lowest` only. FAILED_PRECONDITION, naming both sides'
+// Returns the version to speak with a sender whose hello has these numbers. `highest` 0: the hello
+// had no such field, and the sender speaks `lowest` only. FAILED_PRECONDITION, naming both sides'
 // versions, if they have none in common.
 inline absl::StatusOr<AgreedProtocol> AgreeProtocol(int lowest, int highest,
                                                     std::string_view field) {
@@ -54,7 +54,7 @@ inline absl::StatusOr<AgreedProtocol> AgreeProtocol(int lowest, int highest,
                         highest > kOwnHighest};
 }
 
-// The protocol version of that number. FAILED_PRECONDITION if this build does not speak it.
+// Returns the protocol version of that number. FAILED_PRECONDITION if this build does not speak it.
 inline absl::StatusOr<Protocol> ProtocolOf(int number, std::string_view field) {
   constexpr int kOwnLowest = static_cast<int>(kMinProtocol);
   constexpr int kOwnHighest = static_cast<int>(kProtocol);

@@ -6,7 +6,7 @@ def refitd_test(name, srcs, deps = [], data = [], size = "small", **kwargs):
         name = name,
         srcs = srcs,
         size = size,
-        # Only what is linked statically records the distribution's libraries that our own ones use.
+        # Only a static link records the distribution's libraries that our own ones use.
         linkstatic = True,
         # TSAN_OPTIONS names it, relative to where tests run.
         data = data + ["//tools:tsan.supp"],

@@ -1,11 +1,11 @@
-# Sourced by the scripts here: Bazel from the distribution, the same whoever calls it.
+# The scripts here source this file, so that all run the distribution's Bazel in the same way.
 
 # Bazel needs a home; cron jobs and containers often name none.
 export HOME=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6)}
 export USER=${USER:-$(id -un)}
 
-# run_bazel CONFIG COMMAND ARGUMENT...: CONFIG is a name of .bazelrc or empty. Each configuration keeps an output base of its
-# own, so that switching between them builds nothing twice.
+# run_bazel CONFIG COMMAND ARGUMENT...: CONFIG is a name of .bazelrc, or empty. Each configuration has an output base of
+# its own, so that nothing is built anew when configurations take turns.
 run_bazel() {
   local config=$1 command=$2
   shift 2

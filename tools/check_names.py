@@ -20,7 +20,7 @@ UNNAMED = ""
 def types_of(text):
     """Qualified names of the types that `text` defines where other files can see them."""
     text = NOT_CODE.sub(" ", text)
-    scopes = []  # a name, UNNAMED, or None for a body of code
+    scopes = []  # each scope is a name, UNNAMED, or None for a body of code
     start = 0
     for mark in re.finditer(r"[{};]", text):
         head = text[start : mark.start()].strip()

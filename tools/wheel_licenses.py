@@ -17,7 +17,7 @@ import zipfile
 
 COMMON = "/usr/share/common-licenses"
 IN_WHEEL = "refitd/_licenses/"
-# Not carried, since every Linux of the wheel's platform tag has them.
+# These libraries are not carried, since every Linux of the wheel's platform tag has them.
 OF_THE_SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|resolv|stdc\+\+|gcc_s|z)\.so\.|ld-linux")
 HEAD = """refitd is licensed under the Apache License 2.0: the file LICENSE beside this.
 
@@ -96,7 +96,7 @@ def check(wheel):
 
 
 def stem(library):
-    """What a library's file name says before its version."""
+    """The beginning of a library's file name, up to its version."""
     return library.split(".so")[0]
 
 

@@ -5,7 +5,8 @@
 namespace refitd {
 namespace {
 
-// Times to begin a chain and each further hop, as the bytes that a link carries in that time.
+// The fixed costs of a chain: the time until it begins, and the time that each further hop takes to
+// begin. Each is given as the bytes that a link carries in that time.
 constexpr int64_t kChainBegins = int64_t{32} << 20;
 constexpr int64_t kHopBegins = int64_t{16} << 20;
 

@@ -14,14 +14,14 @@ bool BroadcastsThroughSlots(const Transport& transport);
 
 // The bytes of one bucket, or of a part of one.
 struct BroadcastLoad {
-  int64_t packed_bytes = 0;  // in a slot
+  int64_t packed_bytes = 0;  // the bytes that the load fills in a slot
   // The bytes that each device other than the source's receives if every destination is written
   // directly; through slots each receives packed_bytes.
   std::map<int, int64_t> direct_bytes;
 };
 
-// Returns kDirect, or the method through slots that is expected to be faster, of the methods that
-// the transport has.
+// Returns kDirect or a method through slots, whichever is expected to be faster. The result is a
+// method that the transport has.
 //
 // With kDirect the source's link carries the bytes of all devices together. With a chain every
 // link, also the source's, carries the packed bytes once, and each device starts a chunk later than

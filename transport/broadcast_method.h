@@ -23,7 +23,8 @@ enum class BroadcastMethod : uint8_t {
   kNccl = 4
 };
 
-// By number, which is the number of refitd.v1.BroadcastMethod and of the C interface too.
+// The names of the methods. The index is the method's number, which refitd.v1.BroadcastMethod and
+// the C interface use too.
 inline constexpr std::array<std::string_view, 5> kBroadcastMethodNames = {"auto", "direct", "chain",
                                                                           "symmetric", "nccl"};
 inline constexpr size_t kBroadcastMethods = kBroadcastMethodNames.size();

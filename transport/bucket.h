@@ -43,7 +43,7 @@ struct CheckedBucket {
     std::shared_ptr<const void> keep_alive{};
   };
   std::vector<Place> places;
-  std::optional<SlotGrant> slot;  // set exactly with kSlot
+  std::optional<SlotGrant> slot;  // set with kSlot, and only then
 
   // The bytes that this range of one of `tensors` has.
   int64_t BytesOf(const TensorRange& range) const {
@@ -53,12 +53,14 @@ struct CheckedBucket {
 
 // The content of one part of a bucket, which moves through a slot or directly.
 struct PartContent {
-  // The bucket that was cut. Where the part came from another daemon: a bucket of the part alone.
+  // The bucket of which this is a part. If the part came from another daemon, this is a bucket that
+  // has nothing but the part.
   std::shared_ptr<const CheckedBucket> bucket;
   // ranges[i].tensor is an index into the bucket's lists; the range lies in the bucket's range.
   std::vector<TensorRange> ranges;
   std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
-  // With a slot: the end of what is packed in it. Without: the bytes carried.
+  // With a slot, this is the end of the packed bytes in the slot; without a slot, the number of
+  // bytes that are carried.
   int64_t bytes = 0;
 
   const TensorSpec& tensor(size_t i) const { return bucket->tensors[ranges[i].tensor]; }

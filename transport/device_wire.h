@@ -48,8 +48,8 @@ struct DeviceEpochStatus {
   int device = 0;  // ordinal
   int rank = 0;
   int size = 0;
-  // "open", "connecting", "connected", "lost": as transport/wire.h says; "closing": closed, but not
-  // freed yet.
+  // "open", "connecting", "connected" and "lost" mean what transport/wire.h says; a "closing" epoch
+  // is closed, but not freed yet.
   std::string_view state;
   WireStats moved;
   absl::Status status;  // why it was lost; OK if it was not lost
@@ -58,10 +58,10 @@ struct DeviceEpochStatus {
 // A wire over the memory of devices. Thread-safe.
 class DeviceWire : public EpochWire {
  public:
-  // Does what Wire::Open does, for a communicator on the device with this ordinal. INVALID_ARGUMENT
-  // also: there is no such device. Takes some 100 ms the first time.
+  // Does what Wire::Open does, for a communicator on the device with this ordinal. It also returns
+  // INVALID_ARGUMENT if there is no such device. The first call takes some 100 ms.
   virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
-  // On device 0.
+  // Does what OpenOn does, on device 0.
   absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
     return OpenOn(0, epoch, rank, size);
   }

@@ -73,7 +73,7 @@ class SlotLedger {
   std::vector<std::pair<MemberId, SlotGrant>> Overdue(TimePoint now);
   // Removes the time limit of all current leases: they stay, and are never overdue.
   void EndLimits();
-  // When the next lease's time is up.
+  // The time at which the next lease is overdue; nullopt: no lease has a time limit.
   std::optional<TimePoint> NextExpiry() const;
 
   int slots() const { return static_cast<int>(slots_.size()); }
@@ -93,9 +93,9 @@ class SlotLedger {
  private:
   // Takes the first free slot into `state`, under a new grant.
   std::optional<SlotGrant> Take(SlotState state);
-  // Null if that grant of the slot has ended or never existed.
+  // Finds the granted slot; null if that grant of the slot has ended or never existed.
   Slot* Find(SlotGrant grant);
-  // True if that freed the slot.
+  // Ends a reader's reading; returns whether that freed the slot.
   static bool EndReading(Slot* slot, MemberId reader);
 
   std::vector<Slot> slots_;

@@ -254,7 +254,7 @@ class Schedule {
     for (const size_t pusher : order_) ++pushers_[pusher].left;
   }
 
-  // False if nothing can happen although buckets are left.
+  // Runs one schedule; false if nothing can happen although buckets are left.
   bool Run() {
     while (!order_.empty() || !readings_.empty()) {
       std::vector<std::function<void()>> possible;
@@ -289,7 +289,7 @@ class Schedule {
     bool dead = false;
     uint64_t left = 0;                // buckets not handed in
     std::deque<SlotGrant> leases;     // not submitted
-    std::deque<SlotGrant> submitted;  // handed in in a slot, before their turn
+    std::deque<SlotGrant> submitted;  // pushed in a slot, before their turn
     std::deque<bool> handed_in;       // in order; true: in a slot
   };
   struct Reading {

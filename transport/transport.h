@@ -55,19 +55,19 @@ struct Broadcast {
   BroadcastMethod method = BroadcastMethod::kDirect;  // one of the methods through slots
   // One for each device; filled whether or not a destination reads them.
   std::vector<MemorySpan> slots;
-  std::vector<int64_t> byte_offsets;  // of each source piece's first element, in every slot
+  std::vector<int64_t> byte_offsets;  // where each source piece begins in every slot
 };
 
 // The copies of one bucket, of a part of one, or of a step of a compiled refit.
 struct Transfer {
   std::vector<BoundPiece> source;  // pieces of all sources, one list
   // destinations[d] are the bound pieces of destination d that this transfer may write, indexed as
-  // in `program`.
+  // in `plan`.
   std::vector<std::vector<BoundPiece>> destinations;
   // moves[i].source is 0; source_piece and destination_piece index the above. Byte offsets in a
   // move are relative to BoundPiece::data of the piece that the move names (the binder rewrites
-  // them), so that a wrong program shows in the digests.
-  Program program;
+  // them), so that a wrong plan shows in the digests.
+  MovePlan plan;
   Verification verification = Verification::kOff;
   // Destinations that are verified by reading back inside the transfer (staging slots), under
   // kReadback.
@@ -137,7 +137,7 @@ class Transport {
   virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
 
   // Does once what every run of the transfer needs: checks, order, shares of the work. Takes up to
-  // seconds for millions of moves; thread-safe. INTERNAL: a wrong program.
+  // seconds for millions of moves; thread-safe. INTERNAL: a wrong plan.
   virtual absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) = 0;
 
   // Runs the prepared transfer as Submit would, with this verification and label in place of the

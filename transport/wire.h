@@ -92,7 +92,8 @@ struct WireStats {
   int64_t bytes_received = 0;
 };
 
-// What a rank has sent to another rank since their epoch was opened.
+// The bytes that a rank has sent to another rank since their epoch was opened, and the time that
+// they took.
 struct WireUse {
   int64_t bytes = 0;  // payload
   // How long bytes were under way to the peer while the peer had room for more: the time that the
@@ -104,7 +105,7 @@ struct WireUse {
 
 class Wire {
  public:
-  // Closes every epoch and waits until every `done` has run.
+  // Closes every epoch, and waits until every `done` has run.
   virtual ~Wire() = default;
 
   // Opens this daemon's end of a communicator of `size` ranks and returns its address: at most
@@ -120,8 +121,8 @@ class Wire {
   virtual void Connect(EpochId epoch, std::vector<std::string> addresses, Duration timeout,
                        std::function<void(absl::Status)> done) = 0;
 
-  // OK on the sender means that the next rank has received all bytes; on a receiver, that the
-  // memory holds all bytes.
+  // Runs the operation. OK means on the sender that the next rank has received all bytes, and on a
+  // receiver that the memory holds all bytes.
   virtual void Submit(WireBroadcast broadcast, std::function<void(absl::Status)> done) = 0;
   virtual void Submit(WireExchange exchange, std::function<void(absl::Status)> done) = 0;
 
@@ -130,12 +131,13 @@ class Wire {
   // wait. Idempotent.
   virtual void Close(EpochId epoch) = 0;
 
-  // Counts over all epochs since the start; or of one open epoch (zeros if it is not open).
+  // Returns counts over all epochs since the start, or of one open epoch (zeros if it is not open).
   virtual WireStats Stats() const = 0;
   virtual WireStats Stats(EpochId epoch) const = 0;
 
-  // By rank, over the operations of one open epoch that have ended; an operation counts before its
-  // `done` runs. Empty: the wire does not measure, or the epoch is not open.
+  // Returns what this rank has sent to each rank (by rank) in the operations of one open epoch that
+  // have ended; an operation counts before its `done` runs. Empty: the wire does not measure, or
+  // the epoch is not open.
   virtual std::vector<WireUse> Uses(EpochId /*epoch*/) const { return {}; }
 };
 

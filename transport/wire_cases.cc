@@ -130,7 +130,7 @@ TEST_CASE(
       auto done = Into(&results[rank][i]);
       mesh.wires[rank]->Submit(Broadcast(kEpoch, i, i % 3, Span(memory[rank][i])),
                                [&order, rank, i, done](absl::Status status) {
-                                 order[rank].push_back(i);  // one thread an epoch
+                                 order[rank].push_back(i);  // each epoch has one thread
                                  done(std::move(status));
                                });
     }
@@ -203,7 +203,7 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
   std::vector<std::vector<char>> memory(3, std::vector<char>(6 << 20, 'a'));
   std::weak_ptr<int> alive;
   std::vector<Result> results(2);
-  for (const int rank : {0, 1}) {  // the chain is 0, 1, 2
+  for (const int rank : {0, 1}) {  // the bytes go from rank 0 to 1 to 2
     auto keep = std::make_shared<int>(1);
     if (rank == 1) alive = keep;
     MemorySpan span = Span(memory[rank]);
@@ -215,7 +215,7 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
   CHECK_THAT(Message(status), Contains("3000 ms") && Contains("rank 2"));
   CHECK(Until([&] { return alive.expired(); }));
-  // Rank 1 had received all bytes from rank 0, so rank 0 is done.
+  // Rank 1 had received all bytes from rank 0, so the operation has ended well on rank 0.
   CHECK(Get(results[0]) == absl::OkStatus());
 }
 
@@ -225,13 +225,13 @@ TEST_CASE("Close cancels what runs and what is queued, and the peers learn of it
   RepeatedMemory source(1 << 20, 64);
   std::vector<Result> results(3);
   for (int i = 0; i < 3; ++i) {
-    // Rank 2 never comes.
+    // Rank 2 never submits its receives, so these sends can't end by themselves.
     mesh.wires[0]->Submit(WireExchange{kEpoch, WireSeq(i), {{2, source.span()}}, {}, kLong},
                           Into(&results[i]));
   }
   Result peer;
   std::vector<char> in(1 << 20);
-  // Rank 1 waits for rank 0.
+  // If `peer_waits`, rank 1 waits for bytes from rank 0 when rank 0 closes the epoch.
   const bool peer_waits = GENERATE(false, true);
   if (peer_waits) {
     mesh.wires[1]->Submit(WireExchange{kEpoch, WireSeq(9), {{0, Span(in)}}, {}, kLong},
@@ -247,7 +247,7 @@ TEST_CASE("Close cancels what runs and what is queued, and the peers learn of it
   }
   mesh.wires[1]->Close(kEpoch);
   mesh.wires[2]->Close(kEpoch);
-  // The id is free again.
+  // A new epoch may have the id of the closed one.
   mesh.Connect(kEpoch);
 }
 
@@ -271,7 +271,7 @@ TEST_CASE("Close while bytes move ends both sides soon and lets go of the memory
     mesh.wires[closer]->Close(epoch);
     const StatusCode closed = Get(results[closer]).code();
     const StatusCode other = Get(results[1 - closer]).code();
-    // Fast machines may be through.
+    // On a fast machine the operation may have ended before Close.
     CHECK((closed == StatusCode::kCancelled || closed == StatusCode::kOk));
     CHECK((other == StatusCode::kUnavailable || other == closed));
     CHECK(Until([&] { return alive.expired(); }));
@@ -341,7 +341,7 @@ TEST_CASE("a peer that is gone before the connection is an error that names it")
   Result result;
   mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&result));
   const absl::Status status = Get(result);
-  // Refused, or timed out, depending on which of the two ranks connects.
+  // The connection is refused or times out, depending on which of the two ranks connects.
   CHECK((status.code() == StatusCode::kUnavailable ||
          status.code() == StatusCode::kDeadlineExceeded));
   CHECK_THAT(Message(status), Contains("rank " + std::to_string(1 - rank)));
@@ -362,7 +362,8 @@ TEST_CASE("a rank that waited itself was blamed beside the one that never connec
     const std::string message = Message(Get(results[rank]));
     for (int named = 0; named < kRanks; ++named) {
       CAPTURE(rank, absent, named, message);
-      // Connect reaches the neighbours in the ring of ranks.
+      // Connect reaches the neighbours in the ring of ranks only, so the rank opposite does not
+      // notice that one is absent.
       const bool reached = (rank + 2) % kRanks != absent;
       CHECK((message.find("rank " + std::to_string(named)) != std::string::npos) ==
             (named == absent && reached));
@@ -420,7 +421,8 @@ TEST_CASE("opening and closing leaks no descriptor and no thread") {
   mesh.Connect(EpochId(1));  // makes everything that is made only once
   mesh.wires[0]->Close(EpochId(1));
   mesh.wires[1]->Close(EpochId(1));
-  // Not more than before; fewer is fine, since something counted before may have been about to end.
+  // There must not be more entries than before. There may be fewer, since a thread or descriptor
+  // that was counted may have been about to end.
   const auto settled = [](const char* path, int expected) {
     return Until([&] { return CountEntries(path) <= expected; });
   };
@@ -474,7 +476,7 @@ std::string Swap(int fd, std::string mine) {
 }
 
 // Rank 1 of 2 in a process of its own: it takes part in one broadcast of `bytes` from `root`, then
-// it waits forever. To be made before this process has threads.
+// it waits forever. A Peer must be made before this process has threads.
 class Peer {
  public:
   Peer(int root, size_t unit, size_t times) {
@@ -484,7 +486,7 @@ class Peer {
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
       close(fds[0]);
-      alarm(120);  // ends by itself
+      alarm(120);  // the process ends by itself
       Child(fds[1], root, unit, times);
       _exit(1);
     }
@@ -515,7 +517,7 @@ class Peer {
     Result result;
     (*wire)->Submit(Broadcast(kEpoch, 1, root, memory.span()), Into(&result));
     char byte = 0;
-    Transfer(fd, &byte, 1, false);  // until the parent is gone
+    Transfer(fd, &byte, 1, false);  // waits until the parent is gone
   }
 
   pid_t pid_ = -1;
@@ -531,65 +533,50 @@ void ConnectTo(Wire* wire, const Peer& peer) {
   REQUIRE(Get(connected) == absl::OkStatus());
 }
 
+// A broadcast to or from a peer, so long that it never ends in a test's time.
+struct Endless {
+  static constexpr size_t kUnit = 1 << 20;
+  static constexpr size_t kTimes = 16 << 10;  // 16 GiB
+
+  // Returns when more than `moved` bytes have crossed.
+  Endless(int root, int64_t moved, Duration timeout = kLong) : peer(root, kUnit, kTimes) {
+    ConnectTo(wire.get(), peer);
+    wire->Submit(Broadcast(kEpoch, 1, root, memory.span(), timeout), Into(&result));
+    REQUIRE(Until([&] {
+      const WireStats stats = wire->Stats(kEpoch);
+      return stats.bytes_sent + stats.bytes_received > moved;
+    }));
+  }
+
+  Peer peer;
+  std::unique_ptr<Wire> wire = MakeWire();
+  RepeatedMemory memory{kUnit, kTimes};
+  Result result;
+};
+
 TEST_CASE(
     "a peer that is killed in the middle of a broadcast is named at once, by sender and receiver") {
-  const int root = GENERATE(0, 1);
-  constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;  // 16 GiB, which never ends in the test's time
-  Peer peer(root, kUnit, kTimes);
-  const auto wire = MakeWire();
-  ConnectTo(wire.get(), peer);
-  RepeatedMemory memory(kUnit, kTimes);
-  Result result;
-  wire->Submit(Broadcast(kEpoch, 1, root, memory.span()), Into(&result));
-  REQUIRE(Until([&] {
-    const WireStats stats = wire->Stats(kEpoch);
-    return stats.bytes_sent + stats.bytes_received > 16 << 20;
-  }));
-  peer.Signal(SIGKILL);
-  const absl::Status status = Get(result);
+  Endless endless(GENERATE(0, 1), 16 << 20);
+  endless.peer.Signal(SIGKILL);
+  const absl::Status status = Get(endless.result);
   CHECK(status.code() == StatusCode::kUnavailable);
   CHECK_THAT(Message(status), Contains("rank 1"));
 }
 
 TEST_CASE(
     "a peer that is stopped in the middle of a broadcast is named when the timeout has passed") {
-  const int root = GENERATE(0, 1);
-  constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;
-  Peer peer(root, kUnit, kTimes);
-  const auto wire = MakeWire();
-  ConnectTo(wire.get(), peer);
-  RepeatedMemory memory(kUnit, kTimes);
-  Result result;
-  wire->Submit(Broadcast(kEpoch, 1, root, memory.span(), std::chrono::seconds(2)), Into(&result));
-  REQUIRE(Until([&] {
-    const WireStats stats = wire->Stats(kEpoch);
-    return stats.bytes_sent + stats.bytes_received > 0;
-  }));
-  peer.Signal(SIGSTOP);
-  const absl::Status status = Get(result);
+  Endless endless(GENERATE(0, 1), 0, std::chrono::seconds(2));
+  endless.peer.Signal(SIGSTOP);
+  const absl::Status status = Get(endless.result);
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
   CHECK_THAT(Message(status), Contains("rank 1"));
 }
 
 TEST_CASE("Close interrupts a broadcast to a stopped peer") {
-  const int root = GENERATE(0, 1);
-  constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;
-  Peer peer(root, kUnit, kTimes);
-  const auto wire = MakeWire();
-  ConnectTo(wire.get(), peer);
-  RepeatedMemory memory(kUnit, kTimes);
-  Result result;
-  wire->Submit(Broadcast(kEpoch, 1, root, memory.span()), Into(&result));
-  REQUIRE(Until([&] {
-    const WireStats stats = wire->Stats(kEpoch);
-    return stats.bytes_sent + stats.bytes_received > 0;
-  }));
-  peer.Signal(SIGSTOP);
-  wire->Close(kEpoch);
-  CHECK(Get(result).code() == StatusCode::kCancelled);
+  Endless endless(GENERATE(0, 1), 0);
+  endless.peer.Signal(SIGSTOP);
+  endless.wire->Close(kEpoch);
+  CHECK(Get(endless.result).code() == StatusCode::kCancelled);
 }
 
 }  // namespace

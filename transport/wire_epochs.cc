@@ -217,7 +217,7 @@ absl::StatusOr<std::string> EpochWire::OpenEpoch(
       return Error(StatusCode::kResourceExhausted, "epoch {}: {} epochs are open", id,
                    epochs_.size());
     }
-    epochs_[id] = nullptr;  // taken
+    epochs_[id] = nullptr;  // reserves the id
   }
   const std::shared_ptr<WireEpoch> epoch = make();
   absl::StatusOr<std::string> address = epoch->Open();
@@ -230,7 +230,7 @@ absl::StatusOr<std::string> EpochWire::OpenEpoch(
   if (it != epochs_.end()) {
     it->second = epoch;
   } else {
-    // Close it, so that its thread ends as that of any other epoch.
+    // Close the epoch, so that its thread ends as that of any other epoch.
     epoch->Close();
     closed_.push_back(epoch);
     address = Error(StatusCode::kCancelled, "epoch {} was closed", id);

@@ -34,7 +34,7 @@ struct WireCounters {
 
 // One item of work for an epoch's thread.
 struct WireWork {
-  // Present: connect to these addresses; else one of the following is present.
+  // Present: the work is to connect to these addresses. Absent: one of the following is present.
   std::optional<std::vector<std::string>> connect;
   std::optional<WireBroadcast> broadcast;
   std::optional<WireExchange> exchange;
@@ -73,7 +73,7 @@ class WireEpoch {
   int rank() const { return rank_; }
   int size() const { return size_; }
   WireStats Stats() const { return counters_.Get(); }
-  // As Wire::Uses.
+  // Returns what Wire::Uses returns for this epoch.
   std::vector<WireUse> Uses() const;
   // "open", "connecting", "connected", "lost" or "closing".
   std::string_view state() const;
@@ -98,7 +98,7 @@ class WireEpoch {
   bool closing() const;
   absl::Status Closed() const;
   void Count(int64_t sent, int64_t received);
-  // Adds what an operation has sent, by rank.
+  // Adds the bytes that an operation has sent to each rank, and the time that they took.
   void CountUses(const std::map<int, WireUse>& uses);
 
   const EpochId id_;
@@ -124,7 +124,7 @@ class WireEpoch {
   std::thread thread_;
 };
 
-// A wire over such epochs. A subclass must call CloseAll in its destructor.
+// A wire whose epochs are WireEpochs. A subclass must call CloseAll in its destructor.
 class EpochWire : public Wire {
  public:
   using Done = std::function<void(absl::Status)>;

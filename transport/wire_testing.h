@@ -68,7 +68,8 @@ inline int CountEntries(const char* path) {
   return count;
 }
 
-// The wire and its properties, which the wire's own test gives to the common cases.
+// How the common cases (wire_cases.cc) make the wire under test. The test of each wire defines
+// Tested().
 struct TestedWire {
   std::function<absl::StatusOr<std::unique_ptr<Wire>>()> make;
 };
@@ -94,7 +95,7 @@ inline MemorySpan Span(std::vector<char>& bytes) {
   return {bytes.data(), static_cast<int64_t>(bytes.size()), nullptr};
 }
 
-// Bytes that take little memory: one small file mapped again and again.
+// Memory of many addresses and few bytes: one small file is mapped again and again.
 class RepeatedMemory {
  public:
   RepeatedMemory(size_t unit, size_t times) : bytes_(unit * times) {

@@ -2,7 +2,7 @@
  *
  *   engine_example_c SOCKET GROUP INSTANCE VERSIONS [staged]
  *
- * As engine_example.cc. */
+ * It does what engine_example.cc does. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +29,7 @@ static refit_status register_model(refit_engine* engine, refit_region* region) {
   return refit_engine_register(engine, tensors, kTensors, pieces, kTensors);
 }
 
-/* Elements carried, possibly a part of a tensor, to where they belong. */
+/* Copies the elements of a view, possibly a part of a tensor, to where they belong. */
 static void load(const refit_view* view, char* weights) {
   for (int i = 0; i < kTensors; ++i) {
     if (strcmp(view->tensor.name, kModel[i].name) != 0) continue;
@@ -39,7 +39,7 @@ static void load(const refit_view* view, char* weights) {
   }
 }
 
-/* 1 if a version was committed and is right, 0 for other events, -1 on an error. */
+/* Returns 1 if a version was committed and is right, 0 for other events, -1 on an error. */
 static int handle(refit_engine* engine, const refit_event* event, char* weights) {
   refit_status status = REFIT_OK;
   switch (event->kind) {

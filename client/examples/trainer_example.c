@@ -2,8 +2,8 @@
  *
  *   trainer_example_c SOCKET GROUP VERSIONS [INSTANCES]
  *
- * As trainer_example.cc; it packs its weights into a leased slot where the daemon has one to lease,
- * and else pushes them from a region. */
+ * It does what trainer_example.cc does, but packs its weights into a leased slot where the daemon
+ * has one to lease, and else pushes them from a region. */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -34,7 +34,8 @@ absl::Status Install(Trainer* trainer, const std::shared_ptr<Region>& weights, V
       const std::unique_ptr<Update> update,
       trainer->Begin(
           {.version = version, .duration = std::chrono::seconds(30), .tensor_count = kTensors}));
-  // The first three tensors from where they lie; the last inline, as small ones may be.
+  // The first three tensors are pushed from where they lie, the last one inline, as small tensors
+  // may be.
   update->PushAsync(Bucket::Unpacked(Model(0, 3), weights,
                                      {example_offset(0), example_offset(1), example_offset(2)}),
                     nullptr);

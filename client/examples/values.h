@@ -42,7 +42,7 @@ static inline int64_t example_offset(int tensor) {
   return offset;
 }
 
-/* The bits of element `index`; of which a tensor stores the low element_bytes. */
+/* The bits of element `index`. A tensor stores the low element_bytes of them. */
 static inline uint64_t example_bits(int64_t version, int tensor, int64_t index) {
   uint64_t x = (uint64_t)version * 0x9E3779B97F4A7C15u +
                (uint64_t)(tensor + 1) * 0xD1342543DE82EF95u + (uint64_t)index * 0x2545F4914F6CDD1Du;
@@ -59,7 +59,8 @@ static inline void example_fill(int64_t version, int tensor, char* data) {
   }
 }
 
-/* 1 if all tensors, laid out by example_offset, hold `version`; else says which does not. */
+/* Returns 1 if all tensors, laid out by example_offset, hold `version`; else says which tensor does
+ * not. */
 static inline int example_check(int64_t version, const char* data) {
   for (int tensor = 0; tensor < kTensors; ++tensor) {
     const int64_t size = kModel[tensor].element_bytes;

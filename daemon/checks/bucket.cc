@@ -102,6 +102,7 @@ absl::Status CheckAlignment(std::string_view list, size_t index, int64_t byte_of
 
 absl::Status Placer::operator()(const std::vector<RegionRef>& refs) {
   for (size_t i = 0; i < count(); ++i) {
+    // A packed bucket has one reference, which is checked with its first tensor.
     const size_t r = packed() ? 0 : i;
     const RegionRef& ref = refs[r];
     if (r == i) {
@@ -176,6 +177,7 @@ absl::Status Placer::operator()(const std::vector<DeviceRef>& handles) {
   const size_t want = packed() ? 1 : count();
   REFITD_CHECK(device.blocks.size() == want && device.indices.size() == want);
   for (size_t i = 0; i < count(); ++i) {
+    // A packed bucket has one reference, which is checked with its first tensor.
     const size_t r = packed() ? 0 : i;
     const int index = device.indices[r];
     const DeviceRef& handle = handles[static_cast<size_t>(index)];

@@ -1,4 +1,5 @@
-// A pushed bucket on its way from its message to what the daemon works with (P10), and names.
+// Checks of a pushed bucket (P10), from its message to the values that the daemon works with, and
+// of names.
 //
 // A service reads the message (bucket_message.h): the result is a ReceivedBucket, whose metadata is
 // consistent. The daemon then finds the places of the bytes, in memory that it knows of the member.
@@ -47,7 +48,7 @@ struct RegionRef {
 };
 // The texts belong to the message.
 struct DeviceRef {
-  std::string_view device;  // its name
+  std::string_view device;  // the device's name
   std::string_view handle;  // of CUDA IPC
   int64_t byte_offset = 0;  // from the start of the block
   int64_t bytes = 0;        // 0: up to the end of the block
@@ -60,7 +61,7 @@ struct Packing {
   bool explicit_offsets = false;
 };
 
-// A bucket as it came from a service. Its message must live as long.
+// A bucket as it came from a service. It points into its message, which must outlive it.
 struct ReceivedBucket {
   std::shared_ptr<CheckedBucket> bucket;  // without places; not shared with anyone yet
   std::optional<Packing> packing;         // none: the bucket is not packed
@@ -71,10 +72,10 @@ struct ReceivedBucket {
       source;
 };
 
-// Which of the bucket's references to device memory are for the GPU `uuid`, found before any is
-// opened: one for a packed bucket, which may bring one reference for each GPU; one for each tensor
-// of any other. INVALID_ARGUMENT: wrong number of handles, or of bytes. FAILED_PRECONDITION: all
-// handles are for other GPUs.
+// Returns which of the bucket's references to device memory are for the GPU `uuid`, before any of
+// them is opened. A packed bucket needs one reference for the GPU and may bring one for each GPU;
+// any other bucket needs one for each tensor. INVALID_ARGUMENT: wrong number of handles, or of
+// bytes. FAILED_PRECONDITION: all handles are for other GPUs.
 absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::string_view uuid);
 
 // The places of the bucket's tensors. Errors: as listed at Trainer.PushBucket (INVALID_ARGUMENT,

@@ -183,20 +183,20 @@ absl::Status ReadSource(const v1::Bucket& message, ReceivedBucket* out) {
 
 // ---- between daemons ----
 
-absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
+absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& message,
                                                   const std::vector<TensorSpec>& tensors,
                                                   std::string_view field) {
   REFITD_RETURN_IF_ERROR(
-      SameLength(wire.starts_size(), tensors.size(), fmt::format("{}.starts", field)));
+      SameLength(message.starts_size(), tensors.size(), fmt::format("{}.starts", field)));
   REFITD_RETURN_IF_ERROR(
-      SameLength(wire.sizes_size(), tensors.size(), fmt::format("{}.sizes", field)));
+      SameLength(message.sizes_size(), tensors.size(), fmt::format("{}.sizes", field)));
   std::vector<TensorRange> ranges;
   ranges.reserve(tensors.size());
   int64_t bytes = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(const int64_t whole, ElementCount(tensors[i].shape));
-    const int64_t start = wire.starts(static_cast<int>(i));
-    const int64_t count = wire.sizes(static_cast<int>(i));
+    const int64_t start = message.starts(static_cast<int>(i));
+    const int64_t count = message.sizes(static_cast<int>(i));
     REFITD_RETURN_IF_ERROR(InRange(start, 0, whole, fmt::format("{}.starts[{}]", field, i)));
     REFITD_RETURN_IF_ERROR(InRange(count, 0, whole - start, fmt::format("{}.sizes[{}]", field, i)));
     const int64_t carried = count * ElementBytes(tensors[i].dtype);
@@ -211,13 +211,14 @@ absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
 }
 
 // Checks that the offsets lie in the slot, are aligned, and that the ranges do not overlap.
-absl::Status CheckOffsets(const v1::PeerTensors& wire, const CheckedBucket& bucket, bool has_slot,
-                          int64_t slot_bytes, std::string_view name) {
+absl::Status CheckOffsets(const v1::PeerTensors& message, const CheckedBucket& bucket,
+                          bool has_slot, int64_t slot_bytes, std::string_view name) {
   const std::string field = fmt::format("{}.byte_offsets", name);
-  REFITD_RETURN_IF_ERROR(SameLength(wire.byte_offsets_size(), has_slot ? bucket.tensors.size() : 0,
+  REFITD_RETURN_IF_ERROR(SameLength(message.byte_offsets_size(),
+                                    has_slot ? bucket.tensors.size() : 0,
                                     has_slot ? field : field + " (there is no slot)"));
   if (!has_slot) return absl::OkStatus();
-  const std::vector<int64_t> offsets(wire.byte_offsets().begin(), wire.byte_offsets().end());
+  const std::vector<int64_t> offsets(message.byte_offsets().begin(), message.byte_offsets().end());
   std::vector<int64_t> bytes;
   bytes.reserve(offsets.size());
   for (size_t i = 0; i < offsets.size(); ++i) {
@@ -262,8 +263,8 @@ void WriteTensors(const PartContent& content, Message* message) {
   for (size_t i = 0; i < content.ranges.size(); ++i) {
     const TensorSpec& tensor = content.tensor(i);
     message->add_names(tensor.name);
-    message->add_dtypes(ToWire(tensor.dtype));
-    *message->add_shapes() = ToWire(tensor.shape);
+    message->add_dtypes(ToProto(tensor.dtype));
+    *message->add_shapes() = ToProto(tensor.shape);
     message->add_starts(content.ranges[i].start);
     message->add_sizes(content.ranges[i].count);
   }

@@ -17,7 +17,8 @@ namespace refitd {
 
 inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
 
-// A wait that a caller asks for: not negative, and short enough to add to a clock.
+// Checks a wait that a caller asks for: it must not be negative, and be short enough to be added to
+// a clock.
 inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
   constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
   if (ms < 0 || ms > kMaxMillis) {
@@ -40,7 +41,7 @@ inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view fiel
   return Invalid("{} has {} entries, more than {}", field, entries, limit);
 }
 
-// OK: a list beside the list `names` has as many entries as it.
+// OK: a list has as many entries as the list `names` beside it.
 inline absl::Status SameLength(int got, size_t want, std::string_view field) {
   if (static_cast<size_t>(got) == want) return absl::OkStatus();
   return Invalid("{} has {} entries where names has {}", field, got, want);

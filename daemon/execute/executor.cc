@@ -9,6 +9,8 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
 
 namespace refitd {
 namespace {
@@ -156,12 +158,12 @@ void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_d
     BoundPiece piece = source.pieces[p];
     piece.data = slot_data + SlotOffset(*start.content, source, p);
     slot_moves.push_back({0, p, slot_index, p, piece.box, 0, 0});
-    transfer->program.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
+    transfer->plan.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
     slot_pieces.push_back(std::move(piece));
   }
   // Keeps all moves of one source piece together: the transport then reads each chunk once for all
   // its destinations.
-  std::vector<CopyMove>& moves = transfer->program.moves;
+  std::vector<CopyMove>& moves = transfer->plan.moves;
   moves.insert(moves.end(), slot_moves.begin(), slot_moves.end());
   std::stable_sort(moves.begin(), moves.end(), [](const CopyMove& a, const CopyMove& b) {
     return a.source_piece < b.source_piece;
@@ -177,7 +179,7 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
   originals->resize(layouts.size());
   std::vector<std::unordered_map<uint32_t, uint32_t>> bound(layouts.size());
   std::vector<std::unordered_map<uint64_t, MemorySpan>> spans(layouts.size());
-  for (CopyMove& move : transfer->program.moves) {
+  for (CopyMove& move : transfer->plan.moves) {
     const uint32_t d = move.destination;
     const Layout& layout = *layouts[d];
     const Piece& piece = layout.pieces[move.destination_piece];
@@ -214,7 +216,7 @@ BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
     const std::optional<int> device = memory.DeviceOf(member);
     if (device.has_value() && device != source) load.direct_bytes[*device] += bytes;
   };
-  for (const CopyMove& move : transfer.program.moves) {
+  for (const CopyMove& move : transfer.plan.moves) {
     const DType dtype = transfer.destinations[move.destination][move.destination_piece].dtype;
     add(start.destinations[move.destination], ElementCount(move.box) * ElementBytes(dtype));
   }
@@ -281,7 +283,7 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryRe
     options.skip_destination = start.skip_destination;
     options.require_cover = false;
     const PlanSource planned{source.tensors, source.planned};
-    REFITD_ASSIGN_OR_RETURN(transfer.program,
+    REFITD_ASSIGN_OR_RETURN(transfer.plan,
                             Compile(absl::MakeConstSpan(&planned, 1), *start.index, options));
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
@@ -667,6 +669,30 @@ absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& me
                        done(std::move(result));
                      });
   return absl::OkStatus();
+}
+
+MovesDone Refused(const StartMoves& start, absl::Status why) {
+  MovesDone refused;
+  refused.update = start.update;
+  refused.step = start.step;
+  refused.round = start.round;
+  refused.status = std::move(why);
+  return refused;
+}
+
+RefitPlanned CompilePlan(const PlanRefit& a) {
+  absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
+      CompileRefit(a.sources, a.destinations, a.options);
+  if (!plan.ok()) return {a.program, plan.status(), nullptr};
+  return {a.program, absl::OkStatus(), *std::move(plan)};
+}
+
+ProgramBuilt CompilePart(BuildProgram a) {
+  absl::StatusOr<NodeProgram> program =
+      CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
+  if (!program.ok()) return {a.program, a.build, program.status(), nullptr};
+  return {a.program, a.build, absl::OkStatus(),
+          std::make_shared<const NodeProgram>(*std::move(program))};
 }
 
 }  // namespace refitd

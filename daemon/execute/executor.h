@@ -35,17 +35,10 @@ class Executor {
   // `transport` must outlive the executor.
   explicit Executor(Transport* transport) : transport_(transport) {}
 
-  // The result of one transfer. Give it to Finished() under the node's mutex, then to the group as
-  // TransferDone.
-  struct Done {
-    UpdateId update;
-    PartSeq part;
-    absl::Status status;
-    std::vector<int64_t> bytes_written;
-    int failed_destination = -1;
+  // The result of one transfer. Give it to Finished() under the node's mutex, then its base to the
+  // group.
+  struct Done : TransferDone {
     int64_t slot_bytes = 0;  // bytes copied into slots
-    BroadcastMethod broadcast = BroadcastMethod::kDirect;
-    std::vector<uint64_t> source_digests;  // by range of the content, if asked for
     // For Finished(): digests by (destination, piece of its layout).
     struct Sum {
       uint32_t destination;
@@ -170,6 +163,13 @@ class Executor {
   std::vector<KeptReadback> kept_readbacks_;  // one for each group
   std::map<UpdateId, UpdateSums> sums_;
 };
+
+// Makes the answer to moves that could not be started.
+MovesDone Refused(const StartMoves& start, absl::Status why);
+
+// Both perform an action that needs no memory. They take up to seconds and may run on any thread.
+RefitPlanned CompilePlan(const PlanRefit& a);
+ProgramBuilt CompilePart(BuildProgram a);
 
 }  // namespace refitd
 

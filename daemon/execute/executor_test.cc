@@ -75,7 +75,7 @@ class WrongOffset : public UnpreparedTransport {
  public:
   explicit WrongOffset(Transport* transport) : transport_(transport) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
-    if (planted_bytes != 0) transfer.program.moves.at(move).source_byte_offset += planted_bytes;
+    if (planted_bytes != 0) transfer.plan.moves.at(move).source_byte_offset += planted_bytes;
     transport_->Submit(std::move(transfer), std::move(done));
   }
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {

@@ -184,8 +184,8 @@ class Binder {
   }
 
   void AddMove(CopyMove move, int64_t element_bytes) {
-    result_.transfer.program.bytes += ElementCount(move.box) * element_bytes;
-    result_.transfer.program.moves.push_back(std::move(move));
+    result_.transfer.plan.bytes += ElementCount(move.box) * element_bytes;
+    result_.transfer.plan.moves.push_back(std::move(move));
   }
 
   // ---- steps ----
@@ -193,7 +193,7 @@ class Binder {
   absl::Status BindLocal() {
     ResizeDestinations();
     Transfer& transfer = result_.transfer;
-    transfer.program.moves.reserve(program_.local.moves.size());
+    transfer.plan.moves.reserve(program_.local.moves.size());
     for (const CopyMove& move : program_.local.moves) {
       if (Skipped(start_.skip_destination, move.destination)) continue;
       REFITD_ASSIGN_OR_RETURN(const Known source,

@@ -240,7 +240,8 @@ class Cluster {
     }
   }
 
-  // Rounds with chains take turns with as many slots to receive into as the lag says.
+  // The slot that a round receives into: slots 1 to `lag`, one round after the other, or slot 1 if
+  // there are no chains. Slot 0 is sent from.
   SlotIndex InSlot(int64_t round) const {
     const auto lag = static_cast<int64_t>(std::max<uint32_t>(plan->routes.relay.lag, 1));
     return SlotIndex(static_cast<uint32_t>(1 + round % lag));

@@ -29,7 +29,8 @@ class AckClock {
     due_.emplace(reader, *due);
     order_.insert({*due, reader});
   }
-  // The earliest time and its reader (of several, the lowest id); nullopt: no reader owes any.
+  // The earliest time and its reader (of several, the lowest id); nullopt: no reader owes an
+  // acknowledgement.
   std::optional<std::pair<TimePoint, MemberId>> First() const {
     ++looked_at_;
     if (order_.empty()) return std::nullopt;

@@ -8,7 +8,8 @@
 namespace refitd {
 namespace {
 
-// Whether the method can't work without slots.
+// Checks a number that a rank tells of the update: it must be in 0..max, and not differ from what
+// the ranks before told. 0: not told.
 absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
   if (told < 0 || told > max) {
     return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
@@ -56,7 +57,7 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
     }
     return CheckGreater(e.version);
   }
-  if (u.state == UpdateState::kDraining) {
+  if (u.state == UpdateState::kEnding) {
     if (u.version != e.version) {
       return Precondition("an update to version {} is being given up", u.version);
     }
@@ -120,7 +121,7 @@ absl::Status Group::Impl::DecideBroadcast() {
                BroadcastMethodName(method), update->lacks_slots);
 }
 
-// The first note that a rank gives is the update's.
+// The first note that a rank gives becomes the update's note.
 void Group::Impl::TakeNote(const std::string& note) {
   if (note.empty() || !update->note.empty()) return;
   update->note = note;
@@ -324,7 +325,7 @@ absl::Status Group::Impl::MakeParticipants() {
   }
   const std::vector<bool> evicted(names.size());
   if (FillRuns()) {
-    // The catalog of the trainers' updates is kept: the next of them will need it again.
+    // The catalog of the trainers' updates is kept: the next of those updates will need it again.
     REFITD_ASSIGN_OR_RETURN(update->catalog,
                             Catalog::Make(std::move(ranks), std::move(names), declared));
   } else {
@@ -407,7 +408,7 @@ void Group::Impl::FailUnready() {
   for (uint32_t i = 0; i < update->participants.size(); ++i) {
     Participant& participant = update->participants[i];
     if (participant.evicted || participant.ready) continue;
-    if (update->state == UpdateState::kDraining) return;
+    if (update->state == UpdateState::kEnding) return;
     const auto late =
         std::find_if(participant.members.begin(), participant.members.end(),
                      [this](MemberId id) { return Find(id)->state == MemberState::kPreparing; });
@@ -455,7 +456,7 @@ void Group::Impl::OpenDataIfReady() {
     }
   }
   if (FillRuns()) {
-    // Nothing is pushed, and no trainer has to commit.
+    // In a fill nothing is pushed, and no trainer has to commit.
     Step(&update->state, UpdateTrigger::kAllCommitted);
     update->data_ended = now;
   }

@@ -135,8 +135,9 @@ bool Catalog::UsesAllLists() const {
   return true;
 }
 
-// Every list of the table is used: all its tensors are wanted, but for those that some list does
-// not want and those that no update writes.
+// Called if every list of the table is used. Counts all tensors of the table, but those that no
+// list wants and those that no update writes. Only tensors that some list does not want, and
+// engine-only ones, are looked at.
 int64_t Catalog::CountWanted() const {
   auto count = static_cast<int64_t>(table_->tensors().size());
   for (const std::string& name : table_->partly_unwanted()) {
@@ -270,7 +271,7 @@ const std::shared_ptr<const DestinationIndex>& Catalog::index() const {
 
 std::vector<uint32_t> Catalog::Touched(const PartContent& content,
                                        const std::vector<bool>& skip_destination) const {
-  // By list. open: a destination has the list, and no element was found for it yet.
+  // Both are by list. `open`: a destination has the list, and no element was found for it yet.
   std::vector<bool> open(used_.size());
   std::vector<bool> found(used_.size());
   for (uint32_t d = 0; d < destinations_.size(); ++d) {

@@ -1,7 +1,11 @@
 #include "daemon/group/coordinator.h"
 
 #include <algorithm>
+#include <charconv>
 #include <iterator>
+#include <set>
+#include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 
@@ -16,8 +20,8 @@ namespace {
 // Once a node said that the wire failed, other nodes have this long to say whom they waited for. It
 // is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
-// Otherwise an event that waits for its turn would be copied, and an event may have every tensor of
-// a model.
+// If moving could throw, an event that waits for its turn would be copied, and an event may have
+// every tensor of a model.
 static_assert(std::is_nothrow_move_constructible_v<GroupEvent>);
 
 // The shortest attempt to bring an epoch up from which a daemon can be blamed: if a shorter attempt
@@ -68,16 +72,18 @@ bool Coordinator::Impl::Speaks(NodeId node, Protocol version) const {
 }
 
 std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) const {
-  std::vector<size_t> ranks;
-  for (size_t rank = 0; epoch.has_value() && rank < epoch->ranks.size(); ++rank) {
-    const std::string word = fmt::format("rank {}", rank);
-    const size_t at = message.find(word);
-    if (at == std::string_view::npos) continue;
-    const size_t next = at + word.size();
-    if (next < message.size() && message[next] >= '0' && message[next] <= '9') continue;
-    ranks.push_back(rank);
+  constexpr std::string_view kWord = "rank ";
+  std::set<size_t> ranks;
+  for (size_t at = message.find(kWord); at != std::string_view::npos;
+       at = message.find(kWord, at + kWord.size())) {
+    const std::string_view rest = message.substr(at + kWord.size());
+    size_t rank = 0;
+    const auto read = std::from_chars(rest.data(), rest.data() + rest.size(), rank);
+    if (read.ec == std::errc() && epoch.has_value() && rank < epoch->ranks.size()) {
+      ranks.insert(rank);
+    }
   }
-  return ranks;
+  return {ranks.begin(), ranks.end()};
 }
 
 // Explains the wire's rank numbers in a message, as in " (rank 2 is daemon c)".
@@ -147,6 +153,7 @@ void Coordinator::Impl::On(GroupEvent& event) {
   } else if (std::holds_alternative<refitd::Tick>(event)) {
     Tick();
   }
+  // If the group takes the new incarnation, the joined daemons hear of it.
   const auto* replace = std::get_if<ReplaceGroup>(&event);
   const std::optional<uint64_t> incarnation =
       replace == nullptr ? std::nullopt : std::optional(replace->incarnation);
@@ -715,7 +722,7 @@ void Coordinator::Impl::Announce() {
   if (search.active() && !spread->fill) LeaveOutSuspects();
   if (!slow.slow().empty() && spread.has_value() && !spread->fill) LeaveOutSlow();
   EnsureEpoch();
-  // An epoch that came up while the update before was being given up has not been judged.
+  // An epoch that came up while the update before was being given up has not been judged yet.
   if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
 }
 
@@ -772,7 +779,8 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
     (*staged)[node].push_back(remote == remotes.end() ? member : remote->second.id);
     if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
   }
-  // The members of a node that is being lost are evicted one by one.
+  // The members of a node that is being lost are evicted one by one, so such a node may still have
+  // members among the destinations.
   for (const uint32_t d : a.touched) {
     const NodeId node = NodeOf(a.destinations[d]);
     if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
@@ -883,6 +891,7 @@ void Coordinator::Impl::IssueParts() {
   if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
   while (!spread->to_issue.empty()) {
     const PartSeq seq = spread->to_issue.front();
+    // The next in line is the update's program or, if `program` is null, a part.
     ProgramJob* const program = spread->program.has_value() && spread->program->run.has_value() &&
                                         spread->program->run->part == seq
                                     ? &*spread->program
@@ -896,6 +905,7 @@ void Coordinator::Impl::IssueParts() {
     if (program != nullptr && !program->sent) return;
     if (spread->lock_order.empty()) AskLocks();
     if (spread->locks_held < spread->lock_order.size()) return;
+    // Another group wants the wire, and this group has had its turn.
     if (spread->yielding && spread->turn_taken) return;
     (program == nullptr ? it->second.issued : program->issued) = true;
     spread->turn_taken = true;
@@ -934,12 +944,14 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   part.digests[node] = r.digests;
   if (node == part.root) part.broadcast = r.broadcast;
   if (r.wire_failed && node != part.root) part.lack.insert(node);
+  // The share ended well, or only because the wire failed: the update goes on with the cut part.
   if (part.cut && (r.status.ok() || r.wire_failed)) {
     AddBytes(node, r, &part);
     return SendCutPartsAgain();
   }
   const PartSeq seq = r.part;
   HearEnd(node, r, fmt::format("part {}", seq), part.header.wired, &part);
+  // HearEnd may have ended the update, or found the node whose wire failed.
   if (!spread.has_value()) return;
   if (spread->culprit.has_value()) return DropCulprit();
   CompleteIfDone(seq);
@@ -958,31 +970,31 @@ void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
 }
 
 // Ranks that waited say more than ranks whose connection broke, since the end of one run breaks the
-// connections of others. A node that said nothing itself is to blame before one that did, then the
-// node that more of the others name.
+// connections of others. Of the nodes that are named, one that said nothing itself is to blame
+// first, and then the one that more of the others name.
 std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
   const std::vector<coordinator::WireVerdict::Word>& words = spread->wire_verdict->words;
   const auto waited = [](const auto& word) {
     return word.status.code() == absl::StatusCode::kDeadlineExceeded;
   };
   const bool any_waited = std::any_of(words.begin(), words.end(), waited);
-  std::map<NodeId, std::set<NodeId>> complaints;  // by whom it is about
+  std::map<NodeId, std::set<NodeId>> complaints;  // the nodes that name a node, by that node
   for (const auto& word : words) {
     if (any_waited && !waited(word)) continue;
     for (const NodeId named : word.named) {
       if (named != word.node) complaints[named].insert(word.node);
     }
   }
-  const auto rank_of = [&](NodeId node) {
+  const auto blame_of = [&](NodeId node) {
     const bool silent = std::none_of(words.begin(), words.end(),
                                      [node](const auto& word) { return word.node == node; });
     return std::pair(silent, complaints.at(node).size());
   };
   std::optional<NodeId> worst;
   for (const auto& [node, by] : complaints) {
-    const bool same = worst.has_value() && rank_of(node) == rank_of(*worst);
-    if (!worst.has_value() || rank_of(node) > rank_of(*worst) ||
-        (same && !group.SendsFrom(node) && node != kCoordinatorNode)) {
+    const bool tie = worst.has_value() && blame_of(node) == blame_of(*worst);
+    if (!worst.has_value() || blame_of(node) > blame_of(*worst) ||
+        (tie && !group.SendsFrom(node) && node != kCoordinatorNode)) {
       worst = node;
     }
   }
@@ -1025,17 +1037,17 @@ absl::Status Coordinator::Impl::Judge() {
     return std::none_of(verdict.words.begin(), verdict.words.end(),
                         [node](const auto& word) { return word.node == node; });
   };
-  auto culprit =
+  auto report =
       std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
         return !word.named.empty() && std::all_of(word.named.begin(), word.named.end(), silent);
       });
-  if (culprit == verdict.words.end()) {
-    culprit = std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
+  if (report == verdict.words.end()) {
+    report = std::find_if(verdict.words.begin(), verdict.words.end(), [&silent](const auto& word) {
       return std::any_of(word.named.begin(), word.named.end(), silent);
     });
   }
   absl::Status status =
-      culprit == verdict.words.end() ? verdict.words.front().status : culprit->status;
+      report == verdict.words.end() ? verdict.words.front().status : report->status;
   CloseEpochEverywhere();
   FailForOthers(verdict.what, status);
   return status;
@@ -1273,8 +1285,8 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
 
 // ---- the data plane ----
 
-// Half of the remaining time: an update that loses it to an unreachable daemon still has the other
-// half for an epoch without that daemon, and for its data.
+// An attempt gets half of the remaining time, so that an update that loses this half to an
+// unreachable daemon still has the other half for an epoch without that daemon, and for its data.
 Duration Coordinator::Impl::AttemptLimit() const {
   const Duration half = (spread->deadline - now) / 2;
   return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
@@ -1414,7 +1426,7 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
   if (over) {
     for (const NodeId id : StillAwaited()) culprits.insert(id);
   }
-  std::vector<std::pair<NodeId, NodeId>> parted;
+  std::vector<std::pair<NodeId, NodeId>> parted;  // ranks that could not reach each other
   for (const auto& [node, failure] : epoch->failed) {
     const bool waited = failure.status.code() == absl::StatusCode::kDeadlineExceeded;
     if (failure.named.empty()) {
@@ -1480,6 +1492,7 @@ coordinator::EpochFailure Coordinator::Impl::HowEpochFailed(
 }
 
 void Coordinator::Impl::JudgeEpoch() {
+  // An attempt that had too little time blames no daemon.
   const bool had_time =
       epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
   const std::optional<std::set<NodeId>> culprits =
@@ -1562,13 +1575,15 @@ Coordinator::Impl::Sharing Coordinator::Impl::HowNodesShare() const {
   }
   Sharing sharing;
   for (const auto& [instance, of_instance] : nodes_of) {
-    // Ranks on trainers' nodes join no nodes: those nodes are never left out.
+    // Nodes with trainers are never left out, so an instance with ranks there does not tie its
+    // other nodes to them.
     const std::set<NodeId> joined = Candidates(of_instance);
     if (joined.empty()) continue;
     NodeId first = *joined.begin();
     for (const NodeId node : joined) {
       first = std::min(first, sharing.first.emplace(node, node).first->second);
     }
+    // The sets that this instance joins become one set, which is known by its first node.
     std::set<NodeId> replaced;
     for (const NodeId node : joined) replaced.insert(sharing.first.at(node));
     for (auto& [node, of_node] : sharing.first) {
@@ -1662,8 +1677,8 @@ void Coordinator::Impl::NoteLinks(NodeId node, const PeerRunDone& r) {
   }
 }
 
-// A fill that gave way to an update shows how fast its newcomers receive as well as one that ended,
-// but it has no other receivers to compare them with.
+// Every run, even a fill that gave way to an update, shows whether a slow node is usual again. A
+// fill makes no node slow, since there are no other receivers to compare its newcomers with.
 void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
   if (options.peer_limits.slow == Duration(0)) return;
   for (const NodeId node : slow.Review(job.uses)) {
@@ -1744,6 +1759,7 @@ void Coordinator::Impl::LockGranted(NodeId node, const PeerWireGranted& r) {
 }
 
 void Coordinator::Impl::GiveLocksBack() {
+  // The lock that comes next was asked for, and is given back too.
   const size_t asked = std::min(spread->locks_held + 1, spread->lock_order.size());
   const std::vector<NodeId> holders(spread->lock_order.begin(),
                                     spread->lock_order.begin() + static_cast<ptrdiff_t>(asked));

@@ -5,8 +5,9 @@
 // order), P4 (a silent daemon is lost after PeerLimits::peer; a collective, connecting and the wire
 // lock have PeerLimits::wire) and P1 (a part counts as written when every node has reported and
 // what the nodes received has the digests of what the root read). When a daemon is lost, its
-// members are lost. If it takes part in an update whose data phase has begun, the update is given
-// up as well, since the other daemons share a communicator with it.
+// members are lost. If it takes part in an update whose data phase has begun, the update goes on
+// without it, over another epoch, if it can; else the update is given up, since the other daemons
+// share a communicator with it.
 //
 // An update whose members are all on this daemon needs no other daemon: Group's actions are then
 // this machine's actions.

@@ -32,8 +32,8 @@ struct Node {
   TimePoint heard;
   TimePoint next_ping;
   uint64_t pings = 0;
-  bool told_readiness = false;           // it knows everything of Impl::book
-  std::map<MemberId, MemberId> members;  // its id -> the coordinator's
+  bool told_readiness = false;           // the node knows everything of Impl::book
+  std::map<MemberId, MemberId> members;  // the node's id of a member -> the coordinator's
 };
 struct KnownLayout {
   std::shared_ptr<const Layout> layout;
@@ -82,7 +82,7 @@ struct ProgramJob {
   StreamEnds built_ends;  // by the structure of their streams
   bool agreed = false;
   bool compare = false;  // StartCompare came
-  ReplicaPart compare_part;
+  ReplicaFraction compare_part;
   bool compare_sent = false;
   std::set<NodeId> comparing;
   absl::Status compared;
@@ -139,15 +139,15 @@ struct Spread {
   UpdateId update;
   Version version;
   Verification verification = Verification::kOff;
-  std::set<NodeId> nodes;  // nodes still in it
+  std::set<NodeId> nodes;  // nodes still in the update
   // Nodes that were told of the update and have no member left in it: they hear only how it ends.
   std::set<NodeId> left;
   std::map<NodeId, PeerPrepare> prepares;
   std::map<NodeId, std::vector<uint32_t>> destinations;  // the node's index -> the group's
   size_t destination_count = 0;
   TimePoint deadline;            // of the update
-  bool fill = false;             // its sources are engine ranks
-  bool data_plane_up = true;     // as the group was told
+  bool fill = false;             // the update's sources are engine ranks
+  bool data_plane_up = true;     // what the group was told last
   std::set<NodeId> unreachable;  // nodes that the next epoch leaves out
   bool announced = false;
   bool data_began = false;
@@ -161,7 +161,7 @@ struct Spread {
   std::optional<std::pair<NodeId, std::string>> culprit;
   bool verify_owed = false;  // the group waits for the read-back
   std::set<NodeId> verifying;
-  std::optional<StartVerify> verify;  // that the nodes were sent
+  std::optional<StartVerify> verify;  // the request that the nodes were sent
   absl::Status verify_status;
   std::vector<uint32_t> verify_failed;
   // The wire lock of each node, taken in daemon-id order.
@@ -391,7 +391,7 @@ struct Coordinator::Impl {
   // The nodes to blame if the epoch does not come up. `over`: its time has passed. Empty: no node
   // can be left out for the failure. nullopt: no failure names a node.
   std::optional<std::set<NodeId>> Unreachable(bool over) const;
-  // The nodes that the group can do without, of a set of nodes.
+  // Those nodes of `from` that the group can do without.
   template <typename Nodes>
   std::set<NodeId> Candidates(const Nodes& from) const {
     std::set<NodeId> candidates;
@@ -403,7 +403,7 @@ struct Coordinator::Impl {
   // Nodes that share an instance, directly or through others, are left out together, so the search
   // knows such nodes by one name, that of the first.
   struct Sharing {
-    std::map<NodeId, NodeId> first;             // of all nodes that share one
+    std::map<NodeId, NodeId> first;             // of all nodes that share an instance
     std::vector<std::set<NodeId>> by_instance;  // those in the update that is assembled
     std::set<NodeId> FirstOf(const std::set<NodeId>& nodes) const;
     std::set<NodeId> AllOf(const std::set<NodeId>& firsts) const;
@@ -412,14 +412,15 @@ struct Coordinator::Impl {
   Sharing HowNodesShare() const;
   void LeaveOutSuspects();
   void LeaveOutSlow();
-  // Whether fills bring each version to all engine ranks of the node, which is another daemon's.
+  // Whether fills bring each version to all engine ranks of the node. False for the coordinator's
+  // own node.
   bool FillsReach(NodeId node) const;
   void NoteLinks(NodeId node, const PeerRunDone& r);
   // Called when a program has ended, before the group hears of it.
   void JudgeSlow(const ProgramJob& job);
   std::string WhySlow(NodeId node) const;
   coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& culprits) const;
-  // The epoch failed and nobody is named: tries it without some of the nodes.
+  // Called when the epoch failed and no node is named: leaves out some of the nodes, for a try.
   void SearchOn();
   void LeaveOutForTry(const std::set<NodeId>& out);
   // Called when the epoch is up. If the search knows by now which nodes are broken, since the epoch

@@ -38,7 +38,7 @@ void Coordinator::Impl::AnnounceProgram() {
       static_cast<int64_t>(routes.relay.lag > 0 ? routes.nodes : job.use.nodes.size());
   const int64_t peers = std::max<int64_t>(1, among - 1);
   std::erase_if(job.commands, [this](const auto& c) {
-    return c.first != kCoordinatorNode && !nodes.contains(c.first);  // it is being lost
+    return c.first != kCoordinatorNode && !nodes.contains(c.first);  // the node is being lost
   });
   for (auto& [node, command] : job.commands) {
     command.update = spread->update;
@@ -60,15 +60,15 @@ void Coordinator::Impl::AnnounceProgram() {
   SendPlans();
 }
 
-// A plan is large, and each node's part is different. So some nodes are sent theirs at first, and
-// each other node when one before it has built its own.
+// A plan is large, and each node's part is different. So at first only some nodes are sent their
+// parts. Each further node is sent its part when a node before it has built its own.
 void Coordinator::Impl::SendPlans() {
   ProgramJob& job = *spread->program;
   while (!job.without_plan.empty() && !spread->abandoned &&
          job.under_way.size() < kMaxPlansUnderWay) {
     const NodeId node = job.without_plan.front();
     job.without_plan.pop_front();
-    if (!job.building.contains(node)) continue;  // it was lost
+    if (!job.building.contains(node)) continue;  // the node was lost
     job.under_way.insert(node);
     known_programs[node] = job.use.program;
     PeerProgram command = job.commands.at(node);
@@ -123,12 +123,12 @@ void Coordinator::Impl::AgreeIfBuilt() {
                     Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
         GiveUpClass::kTransfer);
   }
-  const auto& [first, one] = *job.built.begin();
+  const auto& [first_node, first_built] = *job.built.begin();
   for (const auto& [node, built] : job.built) {
-    if (built.rounds == one.rounds) continue;
+    if (built.rounds == first_built.rounds) continue;
     known_programs.clear();
-    return Fail(fmt::format("the program has {} rounds for {}, {} for {}", one.rounds, Name(first),
-                            built.rounds, Name(node)),
+    return Fail(fmt::format("the program has {} rounds for {}, {} for {}", first_built.rounds,
+                            Name(first_node), built.rounds, Name(node)),
                 GiveUpClass::kTransfer);
   }
   job.agreed = true;
@@ -274,10 +274,10 @@ void Coordinator::Impl::CompleteRunIfDone() {
   if (spread.has_value()) CompleteVerifyIfDone();
 }
 
-// Reads the plan's matrix once a program, since it has a number for each pair of nodes.
+// Reads the plan's matrix only once for each program, since it has a number for each pair of nodes.
 void Coordinator::Impl::NoteRun(const ProgramJob& job) {
   const std::vector<NodeId>& ids = job.use.nodes;
-  const LinkBytes& links = job.use.plan->routes.links;
+  const RouteBytes& links = job.use.plan->routes.links;
   // The plan counts no node behind the last one with a part in it.
   const size_t count = job.use.plan->routes.nodes;
   REFITD_CHECK(count <= ids.size() && links.matrix.size() == count * count);
@@ -336,9 +336,10 @@ std::optional<int64_t> Coordinator::Impl::FirstLacked() const {
   return first;
 }
 
-// Begins the next attempt when all remaining nodes have ended the one before, and their read-backs.
-// It goes on from the first round that one of them lacks, or moves all bytes again. Nodes report
-// the sums over what counts: over all attempts, or over the next one alone (P1).
+// Begins the next attempt when all remaining nodes have ended the attempt before, and their
+// read-backs. The next attempt goes on from the first round that one of these nodes lacks, or moves
+// all bytes again. The sums that nodes report are accordingly over all attempts, or over the next
+// attempt alone (P1).
 void Coordinator::Impl::RunAgainIfEnded() {
   ProgramJob& job = *spread->program;
   if (!job.running.empty() || !spread->verifying.empty()) return;

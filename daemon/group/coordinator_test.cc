@@ -291,7 +291,7 @@ TEST_CASE("two groups handed the wire to each other without end: it is given bac
   f.Do(WireGranted{});
   CHECK(f.Local<StartWire>().size() == 1);  // the group's turn
   f.Do(WireWanted{});
-  CHECK(f.Local<ReleaseWire>().empty());  // its collective still runs
+  CHECK(f.Local<ReleaseWire>().empty());  // the group's collective still runs
   f.Forget();
   f.FinishPart(0);
   CHECK(f.Sent<PeerWireUnlock>().size() == 1);
@@ -347,12 +347,14 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
-  done.status = absl::UnavailableError("epoch 1: rank 0: the connection broke, not rank 10's");
+  // The numbers of ranks are read whole: rank 1 is named, though rank 10 comes before it.
+  done.status =
+      absl::UnavailableError("epoch 1: rank 0: the connection broke, not rank 10's but rank 1's");
   f.Report(done);
   f.Do(WireDone{kEpoch, WireSeq(0), absl::OkStatus()});
   const auto ended = f.Sent<PeerUpdateEnded>();
   REQUIRE(ended.size() == 1);
-  CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b)"));
+  CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b, rank 1 is daemon a)"));
 }
 
 TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
@@ -693,7 +695,7 @@ TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody o
 }
 
 // A group with the trainer on the coordinator's daemon and an instance on each of the other
-// daemons, or over several of them, whose data plane names nobody when it fails, as NCCL's.
+// daemons, or over several of them, whose data plane names nobody when it fails, as NCCL's does.
 class Nameless {
  public:
   explicit Nameless(uint64_t daemons, std::set<NodeId> broken, uint64_t per_instance = 1)
@@ -1082,7 +1084,7 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   CHECK(again.wire_seq == WireSeq(0));
   CHECK(again.ranks == std::vector<uint32_t>{0, 2});
   CHECK(again.digest == HeaderDigest(again.header));
-  CHECK(f.Local<StartTransfer>().empty());  // it is packed here already
+  CHECK(f.Local<StartTransfer>().empty());  // the part is packed here already
   CHECK(f.Sent<PeerIssue>().empty());
   f.Acknowledge();  // P5
   CHECK(f.Issued(kFourth) == std::vector{PartSeq(0)});
@@ -1248,7 +1250,7 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   CHECK(f.Local<DropNode>().empty());
   const bool last = GENERATE(false, true);
   if (last) {
-    // All have had their say.
+    // All nodes have reported.
     f.EndHere(kEpoch, 0, absl::UnavailableError("the connection to rank 1 broke"));
     f.End(kThird, 0, true);
   } else {
@@ -1297,7 +1299,8 @@ TEST_CASE("a push that is given up while a part waits to be sent again ends at o
   CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
 }
 
-// The data plane is no longer needed before the last members of the daemon are evicted.
+// When the last other daemon dies, the data plane stops being needed before that daemon's last
+// members are evicted.
 TEST_CASE("a bucket that waits for the data plane when the last other daemon dies stays here") {
   constexpr MemberId kHere{2};
   Fixture f;
@@ -1368,12 +1371,12 @@ struct RunningRefit : Fixture {
   }
   // Answers the request to compile a program since the last Forget.
   void Compile() {
-    const CompileProgram compile = Local<CompileProgram>().at(0);
+    const PlanRefit compile = Local<PlanRefit>().at(0);
     auto plan = std::make_shared<RefitPlan>();
     plan->routes.tensors = {Bytes("t", 100)};
     plan->content = ContentOf(compile.sources, compile.destinations, compile.options);
     plan->routes.wire_bytes = 300;
-    Do(GroupEvent(ProgramCompiled{compile.program, absl::OkStatus(), plan}));
+    Do(GroupEvent(RefitPlanned{compile.program, absl::OkStatus(), plan}));
   }
   void ToAll(const PeerReport& report) {
     for (const NodeId node : daemons) Do(ReportReceived{node, report});
@@ -1497,8 +1500,8 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
   CHECK(runs[0].resume == 3);
 }
 
-// Commits the running refit to the daemons `in`. They, and this daemon, send as much to each other
-// as in 1 s, and to daemon c as in 4 s if `slow`.
+// Commits the running refit to the daemons `in`. By their reports, the links between them were busy
+// for 1 s, but those to daemon c for 4 s if `slow`.
 void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
   f->Forget();
   for (const NodeId node : in) {
@@ -1531,7 +1534,7 @@ void BeginRefit(RunningRefit* f, int64_t version) {
   refit.version = Version(version);
   f->Forget();
   f->Do(GroupEvent(refit));
-  if (!f->Local<CompileProgram>().empty()) f->Compile();
+  if (!f->Local<PlanRefit>().empty()) f->Compile();
   f->id = f->Sent<PeerPrepare>().at(0).update;
 }
 
@@ -1545,7 +1548,8 @@ std::string WhySlow(const RunningRefit& f) {
 
 TEST_CASE("a daemon that held a refit back is left out of the next, and its instance is filled") {
   const bool slow = GENERATE(true, false);
-  const bool fill = GENERATE(true, false);  // else nothing would bring it the version
+  // Without fills nothing would bring the slow daemon the version.
+  const bool fill = GENERATE(true, false);
   RunningRefit f(kProtocol, std::chrono::seconds(2), fill);
   EndRefit(&f, f.daemons, slow);
   if (!slow || !fill) {
@@ -1569,7 +1573,7 @@ TEST_CASE("a daemon that held a refit back is left out of the next, and its inst
   EndRefit(&f, others, false);
   CHECK_FALSE(WhySlow(f).empty());
   f.Wait(std::chrono::seconds(5));
-  CHECK(f.Local<CompileProgram>().size() == 1);
+  CHECK(f.Local<PlanRefit>().size() == 1);
   f.Do(NodeLost{kThird, "it died"});
   CHECK(WhySlow(f) == "no daemon c");
 }

@@ -35,8 +35,8 @@ absl::Status Group::Impl::NotOpen(Version wanted) const {
   return Precondition("no update to version {} is open: begin it first", wanted);
 }
 
-// The rank began an update that is over. Its call means that update only, never the one that runs
-// now, even if that installs the same version.
+// The rank began an update that is over. Its call means that update only, never the update that
+// runs now, even if both install the same version.
 absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
   for (const group::EndedUpdate& ended : past) {
     if (ended.update == wanted) return Told(ended);
@@ -50,7 +50,7 @@ absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& membe
                                                              UpdateId wanted_update) {
   if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
   if (update == nullptr || FillRuns() || update->version != wanted) return NotOpen(wanted);
-  if (update->state == UpdateState::kDraining) {
+  if (update->state == UpdateState::kEnding) {
     return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
                  update->give_up.reason);
   }
@@ -91,8 +91,8 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   }
   const int limit = ledger.LeasableBy(spec.trainer_ranks);
   const int held = LeasesOf(e.member);
-  const auto waiting = std::count_if(lease_waiters.begin(), lease_waiters.end(),
-                                     [&e](const LeaseWaiter& w) { return w.member == e.member; });
+  const auto waiting = std::count_if(slot_waiters.begin(), slot_waiters.end(),
+                                     [&e](const SlotWaiter& w) { return w.member == e.member; });
   // Early buckets hold slots while they wait for an earlier bucket of the same rank. They count
   // here, since the rank would otherwise wait for slots that it holds itself.
   const auto early =
@@ -109,11 +109,11 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   }
   const TimePoint deadline =
       e.wait == Duration(0) ? update->deadline : std::min(now + e.wait, update->deadline);
-  lease_waiters.push_back({e.call, e.member, deadline});
+  slot_waiters.push_back({e.call, e.member, deadline});
 }
 
-bool Group::Impl::TryLease(const LeaseWaiter& waiter) {
-  const TimePoint expires = std::min(now + limits.lease_limit, update->deadline);
+bool Group::Impl::TryGrant(const SlotWaiter& waiter) {
+  const TimePoint expires = std::min(now + limits.grant_limit, update->deadline);
   const absl::StatusOr<SlotGrant> grant =
       ledger.Lease(waiter.member, ledger.LeasableBy(spec.trainer_ranks), expires);
   if (!grant.ok() && grant.status().code() == absl::StatusCode::kUnavailable) return false;
@@ -130,8 +130,8 @@ bool Group::Impl::TryLease(const LeaseWaiter& waiter) {
 // Leases are served after the parts that wait for a slot, since those parts are delivered first.
 void Group::Impl::ServeLeases() {
   if (update == nullptr || update->state != UpdateState::kData) return;
-  for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
-    it = TryLease(*it) ? lease_waiters.erase(it) : it + 1;
+  for (auto it = slot_waiters.begin(); it != slot_waiters.end();) {
+    it = TryGrant(*it) ? slot_waiters.erase(it) : it + 1;
   }
 }
 
@@ -259,6 +259,7 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
       }
       taken->before.emplace_back(&tensor.name, known.covered);
     }
+    // The counts depend on what is covered, so the tensor is taken out of them while that changes.
     CountPushed(known, -1);
     const bool fresh = known.covered.Add(range.start, range.start + range.count);
     CountPushed(known, 1);
@@ -288,7 +289,7 @@ void Group::Impl::On(const BucketEvent& e) {
   if (status.ok()) status = CheckBucket(**progress, e);
   if (status.ok()) status = Reserve(e);
   if (!status.ok()) {
-    // The rank's Commit would wait forever for the refused bucket.
+    // The rank's Commit would wait forever for the refused bucket, so it is refused as well.
     if (progress.ok() && seq >= (*progress)->next_seq && seq < (*progress)->announced.value_or(0) &&
         !(*progress)->early.contains(seq)) {
       WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", seq, Message(status)));
@@ -347,8 +348,9 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
   if (bucket->parts_left == 0) FinishBucket(*bucket);
 }
 
-// Cuts a bucket that needs no slot. Only planning gains from parts here, and it works tensor by
-// tensor. However small the tensors are, the bucket makes no more parts than any other (P10).
+// Cuts a bucket that needs no slot. The parts are for planning alone: one part moves while the next
+// is planned. Planning works tensor by tensor, so cuts are between tensors. However small the
+// tensors are, the bucket makes no more parts than any other (P10).
 void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
   const CheckedBucket& all = *bucket->content;
   const auto tensors = static_cast<int64_t>(all.ranges.size());
@@ -365,6 +367,7 @@ void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
   int64_t bytes = 0;
   for (size_t end = 0; end < rest.size();) {
     bytes += all.BytesOf(rest[end++]);
+    // What is left after the last full part belongs to the part after the loop.
     if (bytes < each || bytes == rest_bytes) continue;
     add(rest.first(end), bytes);
     rest.remove_prefix(end);
@@ -418,7 +421,7 @@ void Group::Impl::StartParts() {
         part.slot = ledger.Grant();
         if (!part.slot.has_value()) return;
       } else {
-        // The ranks that needed the slot were evicted since the bucket was cut: the part goes
+        // The ranks that needed the slot were evicted since the bucket was cut, so the part goes
         // directly.
         part.content = std::make_shared<const PartContent>(WithoutSlot(*part.content));
       }
@@ -477,7 +480,7 @@ void Group::Impl::On(const TransferDone& e) {
   --update->in_flight;
   TouchDestinations(part.touched, -1);
   Touch(part.bucket->trainer, -1);
-  if (update->state == UpdateState::kDraining) {
+  if (update->state == UpdateState::kEnding) {
     if (part.slot.has_value()) (void)ledger.Release(*part.slot);
     return;
   }
@@ -494,7 +497,7 @@ void Group::Impl::On(const TransferDone& e) {
   if (--part.bucket->parts_left == 0) FinishBucket(*part.bucket);
 }
 
-// If no staged rank reads the slot, it is given back at once: earlier parts may still run.
+// Gives the slot back at once if no staged rank reads it, although earlier parts may still run.
 void Group::Impl::GiveBackIfUnread(Part* part) {
   if (!part->slot.has_value() || !update->readers.empty()) return;
   ledger.Publish(*part->slot, {});

@@ -44,8 +44,8 @@ absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress) c
   return last ? CheckCoverage() : absl::OkStatus();
 }
 
-// Whether every element of every tensor that came, or that an instance still in knows, came once
-// (P1).
+// Whether every element of every tensor that came, or that an instance still in the update knows,
+// came once (P1).
 absl::Status Group::Impl::CheckCoverage() const {
   if (update->pushed_incomplete > 0) {
     const std::string* partial = nullptr;
@@ -78,7 +78,7 @@ int64_t Group::Impl::UnwantedAndNotPushed() const {
 }
 
 absl::Status Group::Impl::CheckAllPushed() const {
-  group::CompiledProgram* const compiled =
+  group::PlannedRefit* const compiled =
       update->program.has_value() ? update->compiled.get() : nullptr;
   // A program moves the same tensors in every update, so it is checked once for a catalog.
   if (compiled != nullptr && compiled->covers.lock() == update->catalog) return absl::OkStatus();
@@ -159,7 +159,7 @@ void Group::Impl::WithdrawAnnounced(TrainerProgress* progress, const absl::Statu
 void Group::Impl::TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count) {
   progress->committed = true;
   progress->bucket_count = bucket_count;
-  std::erase_if(lease_waiters, [&](const LeaseWaiter& waiter) {
+  std::erase_if(slot_waiters, [&](const SlotWaiter& waiter) {
     if (waiter.member != member->id) return false;
     Refuse(waiter.call,
            Precondition("{} has committed version {}", member->label, update->version));
@@ -230,7 +230,7 @@ void Group::Impl::On(const VerifyDone& e) {
   update->readback = Readback::kDone;
   const Catalog& known = *update->catalog;
   TouchDestinations(update->verified_destinations, -1);
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   // A failure counts only for instances still in the update.
   const bool only_evicted =
       !e.failed_destinations.empty() &&
@@ -269,7 +269,7 @@ void Group::Impl::On(const EngineFailed& e) {
   if (update == nullptr || update->id != e.update) return FailInstalled(*member, e);
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   FailEngine(*index,
              {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted});
 }
@@ -346,7 +346,7 @@ bool Group::Impl::TakesPart(NodeId node) const {
 }
 
 void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
-  if (update->nodes.size() == 1 || update->state == UpdateState::kDraining) return;
+  if (update->nodes.size() == 1 || update->state == UpdateState::kEnding) return;
   std::set<NodeId> left;
   for (const MemberId id : evicted.members) {
     if (const Member* member = Find(id); member != nullptr) left.insert(member->node);
@@ -356,11 +356,12 @@ void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
   }
 }
 
-// Only before the first byte: one daemon that the others can't reach must not keep every instance
-// from every version.
+// One daemon that the others can't reach must not keep every instance from every version. The
+// coordinator sends this only before the data phase, or about nodes that the update has left out
+// already.
 void Group::Impl::On(const KeepNodesOut& e) {
   if (update == nullptr || update->id != e.update) return;
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   // By participant: why it is evicted; null: it stays.
   std::vector<const std::string*> why(update->participants.size());
   bool any_left = false;
@@ -421,7 +422,7 @@ group::GiveUp Group::Impl::FailedMove(std::string_view what, const absl::Status&
 }
 
 void Group::Impl::Abandon(GiveUp why) {
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   Step(&update->state, UpdateTrigger::kGiveUp);
   update->give_up = std::move(why);
   update->cleanup_deadline = now + limits.cleanup_limit;
@@ -446,7 +447,7 @@ void Group::Impl::DropUnstarted() {
 }
 
 void Group::Impl::EndIfQuiet() {
-  if (update->state != UpdateState::kDraining) return;
+  if (update->state != UpdateState::kEnding) return;
   if (update->in_flight > 0 || update->readback == Readback::kRunning) return;
   Step(&update->state, UpdateTrigger::kQuiet);
   Conclude(Outcome::kAborted, update->give_up.reason);
@@ -702,7 +703,7 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason,
         break;
     }
   }
-  for (const LeaseWaiter& waiter : std::exchange(lease_waiters, {})) {
+  for (const SlotWaiter& waiter : std::exchange(slot_waiters, {})) {
     Refuse(waiter.call, absl::Status(why.lease_code, lost));
   }
   for (const CallId call : update->operator_calls) {
@@ -735,7 +736,7 @@ std::string Group::Impl::WaitedFor() const {
   if (const int64_t transfers = update->in_flight - (comparing || running); transfers > 0) {
     waits.push_back(fmt::format("{} transfers", transfers));
   }
-  if (update->state == UpdateState::kDraining) {
+  if (update->state == UpdateState::kEnding) {
     if (update->readback == Readback::kRunning)
       waits.emplace_back("the verification of what was written");
     return group::Few(waits);

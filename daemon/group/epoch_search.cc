@@ -27,7 +27,7 @@ std::set<NodeId> EpochSearch::Failed(const std::set<NodeId>& daemons) {
   std::set_difference(daemons.begin(), daemons.end(), proven_.begin(), proven_.end(),
                       std::inserter(tried, tried.end()));
   if (!active() || tried.empty()) {
-    // The proofs of before hold no more.
+    // What was proven before counts no more.
     lists_.clear();
     proven_.clear();
     tried = daemons;
@@ -36,8 +36,8 @@ std::set<NodeId> EpochSearch::Failed(const std::set<NodeId>& daemons) {
     std::erase_if(list.daemons, [&tried](NodeId d) { return tried.contains(d); });
   }
   std::erase_if(lists_, [](const List& list) { return list.daemons.empty(); });
-  // A half that failed while nobody was proven clears the other half, as long as one daemon is
-  // broken.
+  // If a half fails while no daemon is proven, the other half counts as sound, which is right as
+  // long as only one daemon is broken.
   for (List& list : lists_) list.of_fault &= !proven_.empty();
   lists_.push_front({tried, true, false});
   HalveFirst();
@@ -105,8 +105,8 @@ void EpochSearch::Tidy() {
   Check();
 }
 
-// Joins the lists that are tried next into one, before the others. `halves`: also what is left of
-// lists that were at fault.
+// Joins the lists that are tried next into one list, and puts it before the others. `halves`: also
+// what is left of lists that were at fault.
 void EpochSearch::JoinLists(bool halves) {
   List all;
   std::deque<List> others;
@@ -122,7 +122,7 @@ void EpochSearch::JoinLists(bool halves) {
 }
 
 // The first list is at fault. A daemon that is alone in it waits for an epoch without it. If no
-// daemon is proven, the daemons that every update needs may be at fault instead, so that it is
+// daemon is proven, the daemons that every update needs may be at fault instead, so the daemon is
 // set aside and tried again after the others.
 void EpochSearch::HalveFirst() {
   List whole = std::move(lists_.front());
@@ -135,7 +135,7 @@ void EpochSearch::HalveFirst() {
     first.of_fault = second.of_fault = first.half = true;
     lists_.push_front(std::move(second));
     lists_.push_front(std::move(first));
-    // A daemon that is in no half is probably sound.
+    // Daemons that are in no half are probably sound, so they are tried next, all together.
     if (!proven_.empty()) JoinLists(/*halves=*/false);
   } else if (!proven_.empty()) {
     lists_.push_front(std::move(whole));

@@ -1,5 +1,5 @@
-// The search for the daemons with which an epoch does not come up, where no failure names one (NCCL
-// names nobody).
+// Searches for the daemons with which an epoch does not come up, if no failure names a daemon (NCCL
+// names none).
 //
 // Every daemon was in an epoch that came up since the search began (*proven*), or is in one of the
 // lists that wait to be tried, one after another:
@@ -7,13 +7,12 @@
 //   - The epoch comes up: the list is proven. If it was half of a list with which the epoch had
 //     failed, the other half is at fault.
 //   - The epoch fails: the list is halved. If some daemons are proven, the update goes on with
-//   these
-//     alone, and the next one tries the first half, but before it all that is in no half; else the
-//     update goes on with the first half.
+//     these alone, and the next update tries the first half, but before that all daemons that are
+//     in no half. Else the update goes on with the first half.
 //   - One daemon alone at fault, and an epoch that comes up without it: that daemon is broken. The
 //     next update tries all that are left in the lists together.
-// So one broken daemon among n is found by about log2(n) tries, and any number of them are found;
-// no daemon is called broken on less than an epoch that failed with it and came up without it.
+// So one broken daemon among n is found by about log2(n) tries, and any number of them are found; a
+// daemon is called broken only after an epoch failed with it and another came up without it.
 //
 // Invariants (checked): no list is empty, no daemon is in two lists, none in a list is proven.
 //
@@ -33,7 +32,7 @@ class EpochSearch {
  public:
   bool active() const { return !lists_.empty(); }
 
-  // An update begins that these daemons take part in. Others are not tried, and forgotten.
+  // An update begins that these daemons take part in. Other daemons are forgotten and not tried.
   void Restrict(const std::set<NodeId>& daemons);
   // The daemons that the update leaves out from its begin.
   std::set<NodeId> LeftOut() const;
@@ -42,8 +41,8 @@ class EpochSearch {
   // Begins a search, if none is active. Returns the daemons that the next epoch of the same update
   // has to do without. `daemons` is not empty.
   std::set<NodeId> Failed(const std::set<NodeId>& daemons);
-  // An epoch with these daemons and not with others came up. Returns those that are broken, which
-  // the search then knows no more.
+  // An epoch of these daemons, and of no others, came up. Returns the daemons that are broken,
+  // which the search then forgets.
   std::set<NodeId> CameUp(const std::set<NodeId>& daemons);
   // The daemon is gone, or known to be broken.
   void Forget(NodeId daemon);
@@ -51,8 +50,8 @@ class EpochSearch {
  private:
   struct List {
     std::set<NodeId> daemons;
-    bool at_fault = false;  // with the daemons that were proven when it was tried, an epoch failed
-    bool half = false;      // if it is proven, the next list is at fault
+    bool at_fault = false;  // an epoch failed with the list and the daemons proven then
+    bool half = false;      // if the list is proven, the next list is at fault
     bool of_fault = false;  // part of a list that was at fault
     bool aside = false;     // one daemon that failed while none was proven
   };

@@ -114,7 +114,7 @@ TEST_CASE("Any number of broken daemons is found, also while daemons come and go
       plane.Update(absent);
       if (random() % 10 == 0) plane.search.Forget(NodeId(1 + random() % daemons));
     }
-    // Everybody stays from now on.
+    // All daemons stay from now on.
     for (int i = 0; i < 400 && (plane.found != broken || plane.search.active()); ++i) {
       plane.Update();
     }

@@ -59,8 +59,8 @@ std::vector<std::string> Group::Impl::Newcomers() const {
 }
 
 // Instances on the newcomers' own nodes come first, since their bytes cross no link. After a fill
-// that failed only one instance gives, each time another: one that can't be reached, say, then
-// costs a try and not every fill.
+// that failed, only one instance gives, and each time another one, so that an instance that can't
+// be reached costs one try and not every fill.
 std::vector<std::string> Group::Impl::ChooseGivers(
     const std::vector<std::string>& newcomers) const {
   std::vector<std::string> givers =
@@ -152,13 +152,13 @@ void Group::Impl::AssembleFill() {
 // ---- giving way ----
 
 void Group::Impl::GiveWay(std::string reason) {
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   update->fill->gave_way = true;
   Abandon({std::move(reason), GiveUpClass::kOther});
 }
 
 void Group::Impl::GiveUpFillIfGiversChanged() {
-  if (!FillRuns() || update->state == UpdateState::kDraining) return;
+  if (!FillRuns() || update->state == UpdateState::kEnding) return;
   for (const std::string& giver : update->fill->givers) {
     const auto it = instances.find(giver);
     if (it != instances.end() && Gives(it->second)) continue;
@@ -249,7 +249,8 @@ void Group::Impl::NoteFailedFill(Instance* instance, const std::string& reason) 
 // The fill was given up. If its digests differed, the next fill has the same givers: leaving out
 // some of them could leave out those that are right.
 void Group::Impl::NoteFailedFills() {
-  // The loss of a giver's daemon is told before the loss of its ranks.
+  // A fill whose giver is gone gave way, and did not fail. This must be found out here, since the
+  // loss of a giver's daemon is told before the loss of its ranks.
   const auto gone = [this](const std::string& giver) {
     const auto it = instances.find(giver);
     return it == instances.end() || !Gives(it->second);
@@ -263,7 +264,7 @@ void Group::Impl::NoteFailedFills() {
       !all.empty() && std::all_of(all.begin(), all.end(), [](const auto& p) { return p.evicted; });
   if (!by_newcomers && update->give_up.kind != GiveUpClass::kVerification) ++failed_fills;
   const std::string& reason = update->give_up.reason;
-  if (update->participants.empty()) {  // it has not been assembled
+  if (update->participants.empty()) {  // the fill has not been assembled
     for (const std::string& newcomer : Newcomers()) {
       NoteFailedFill(&instances.at(newcomer), reason);
     }
@@ -339,12 +340,12 @@ void Group::Impl::CheckFill() const {
   for (const MemberId source : u.fill->sources) {
     REFITD_CHECK(!u.participant_of.contains(source));
   }
-  if (u.state == UpdateState::kDraining) return;
+  if (u.state == UpdateState::kEnding) return;
   REFITD_CHECK(limits.fills && deferred.empty() && version == u.version);
   for (const std::string& giver : u.fill->givers) {
     REFITD_CHECK(instances.contains(giver) && Gives(instances.at(giver)));
   }
-  // Nothing is moved by anything but a program, and nothing is settled before it is there.
+  // Only a program moves bytes in a fill, and the fill stays opening until the program is there.
   if (u.state != UpdateState::kOpening) {
     REFITD_CHECK(u.program.has_value() && u.program->sources == u.fill->sources);
   }

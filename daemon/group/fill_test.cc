@@ -33,7 +33,7 @@ struct Served {
     g.Expire();
     if (g.compiling.has_value()) g.FinishCompile();
   }
-  // And up to its copies.
+  // Lets that fill go on up to its copies.
   void Copy() {
     Open();
     g.ReadyAll();
@@ -132,7 +132,7 @@ TEST_CASE("who does not take part neither gives nor is filled") {
   s.g.Staged("staged", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
   CHECK(s.FillOf("old_client").empty());
-  // Only one of two ranks takes part.
+  // Only one of the two ranks takes part in fills.
   s.g.Fillable("half", kModel, 0, 2);
   s.g.Registered("half", kModel, 1, 2);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
@@ -297,6 +297,37 @@ TEST_CASE("givers that leave, register anew or are dirty are replaced") {
   CHECK(s.g.fills.back().gave_way);
   s.Fill();
   CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
+  CHECK(s.g.Instance("y").version == Version(1));
+}
+
+// Regression: the loss of a giver's daemon is told before the loss of its ranks, and counted as a
+// failure of the fill.
+TEST_CASE("the loss of a giver's daemon fails no fill: the newcomer is filled by another at once") {
+  Served s;
+  const MemberId other = s.g.Fillable("w", kModel);
+  s.Fill();
+  s.g.Fillable("y", kModel);
+  s.Copy();
+  s.g.Do(FailUpdate{s.g.refitting->update, "daemon b was lost", GiveUpClass::kPeerLost});
+  s.g.Lose(s.giver);
+  s.g.FinishRefit(absl::CancelledError("given up"));
+  CHECK(s.g.fills.back().gave_way);
+  CHECK(s.FillOf("y") == "waits for a fill");
+  s.Fill();
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
+  CHECK(s.g.Instance("y").version == Version(1));
+}
+
+TEST_CASE("a newcomer that loses a rank did not fail: it is filled as soon as it is whole again") {
+  Served s;
+  s.g.Fillable("y", kModel, 0, 2);
+  const MemberId lost = s.g.Fillable("y", kModel, 1, 2);
+  s.Open();
+  s.g.Lose(lost);
+  CHECK_FALSE(s.g.group.fill_running());
+  s.g.Fillable("y", kModel, 1, 2);
+  CHECK(s.FillOf("y") == "waits for a fill");
+  s.Fill();
   CHECK(s.g.Instance("y").version == Version(1));
 }
 

@@ -18,7 +18,8 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
-    bool own_slots = false;  // slots on its own GPU
+    // An engine rank that reads slots on its own GPU, which are filled apart from the wire's slots.
+    bool own_slots = false;
     bool awaits_slots =
         false;  // waits for those slots; the coordinator has not heard of the member
     bool welcomed = false;
@@ -44,7 +45,7 @@ struct Follower::Impl {
   template <typename Call>
   requires kIsOneOf<Call, TrainerCall>
   void On(const Call& e);
-  void On(const ProgramCompiled&) {}
+  void On(const RefitPlanned&) {}
   void On(const CompareDone&) {}
   void On(const RefitDone&) {}
   void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
@@ -134,7 +135,7 @@ struct Follower::Impl {
   std::optional<LastReadiness> last_readiness;
   Worker worker;
   std::optional<TimePoint> heard;
-  // By when the coordinator must have told how the update ended.
+  // The time by which the coordinator must have told how the update ended.
   std::map<UpdateId, TimePoint> outcome_due;
 
   // Valid during one Handle.
@@ -347,8 +348,8 @@ void Follower::Impl::Lose(const absl::Status& status) {
   Do(GroupAction(StateChanged{}));
 }
 
-// Instances of ranks that were told to be ready are in doubt, also if the coordinator had no time
-// to say that the instances take part in an update (P2).
+// Instances with ranks that were sent Prepare are in doubt, even if the coordinator had no time to
+// say that the instances take part in an update (P2).
 void Follower::Impl::KeepReadiness() {
   if (!book.has_value()) return;
   last_readiness = LastReadiness{*std::exchange(book, std::nullopt), {}};
@@ -412,7 +413,7 @@ void Follower::Impl::Take(const RefuseMember& c) {
 }
 
 // An answer of another kind than its call would reach the caller as something else. No correct
-// coordinator sends one.
+// coordinator sends such an answer.
 void Follower::Impl::Take(const Reply& c) {
   const auto call = calls.find(c.call);
   const bool layout = layouts.contains(c.call);
@@ -431,8 +432,8 @@ void Follower::Impl::Take(const Reply& c) {
 void Follower::Impl::Take(const PeerPrepare& c) {
   if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
-  // The ranks are paused until they hear how the update ended: a coordinator that only pings counts
-  // as lost (P4).
+  // The ranks are paused until they hear how the update ended, so a coordinator that goes on to
+  // ping and never tells the end counts as lost (P4).
   outcome_due[c.update] = now + c.remaining + options.peer_limits.peer;
   for (const MemberId id : c.engines) {
     const auto it = members.find(id);
@@ -471,7 +472,7 @@ void Follower::Impl::Take(const MemberAction& c) {
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
-  // A fill has the version of an update that was committed.
+  // A fill has the version of an update that was committed, so it is not remembered.
   if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
@@ -540,7 +541,8 @@ void Follower::Impl::CheckState() const {
   REFITD_CHECK(reports.empty());
   REFITD_CHECK(state != State::kJoined || heard.has_value());
   REFITD_CHECK(past.size() <= kRememberedUpdates);
-  // P2, P4: whoever lost the coordinator has told its members and answered what can be answered.
+  // P2, P4: a follower that lost the coordinator has ended its members' streams and given the
+  // answers that can be given.
   REFITD_CHECK(state != State::kLost || (members.empty() && layouts.empty() && !lost.ok()));
 }
 
@@ -550,7 +552,8 @@ void Follower::Impl::CheckInvariants() const {
   for (const auto& [id, member] : members) {
     REFITD_CHECK(id != MemberId());
     REFITD_CHECK(member.engine == std::holds_alternative<EngineIdentity>(member.identity));
-    // The coordinator has not heard of a rank that waits for its slots, so it sent it nothing.
+    // The coordinator has not heard of a rank that waits for its slots, so it has sent nothing to
+    // that rank.
     REFITD_CHECK(!member.awaits_slots || (member.own_slots && !member.welcomed));
     REFITD_CHECK(!member.prepared.has_value() || member.engine);
   }

@@ -40,7 +40,7 @@ class Follower : public GroupMachine {
   const GroupSpec& spec() const override;
   bool has_members() const override;     // of this daemon
   bool has_trainers() const override;    // of this daemon
-  bool update_running() const override;  // this daemon takes part in one
+  bool update_running() const override;  // this daemon takes part in an update
   bool is_coordinator() const override { return false; }
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;

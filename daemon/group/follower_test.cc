@@ -412,7 +412,7 @@ PeerPrepare PrepareEngine(uint64_t digest) {
 // coordinator counts on the rank.
 TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
   Fixture f;
-  f.AttachStaged(kStaged);  // else the daemon would leave with its last member
+  f.AttachStaged(kStaged);  // without it the daemon would leave with its last member
   f.Do(SlotsMade{kStaged, absl::OkStatus()});
   f.Register(kCall);
   f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
@@ -456,7 +456,7 @@ TEST_CASE("a program was bound to what an evicted engine registered after Prepar
   CHECK(f.Sent<PeerProgramBuilt>()[0].status == absl::OkStatus());
 }
 
-// A long plan would else keep the planner from other groups.
+// If it went on, a long plan would keep the planner from other groups.
 TEST_CASE("a program was built on after its update had ended") {
   Fixture f;
   f.Register(kCall);
@@ -566,7 +566,7 @@ TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step
   CHECK(f.Peers<StartExchange>().size() == 1);
   f.Forget();
   f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
-  // The step that it has stored is received and not stored again.
+  // The step that the daemon has stored is received again, and not stored again.
   const std::vector<StartMoves> moves = f.Peers<StartMoves>();
   CHECK(moves.size() == (resume == 1 ? 1 : 0));
   for (const StartMoves& move : moves) CHECK(move.round == 1);
@@ -744,7 +744,8 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   CutPart f(true);
   REQUIRE(f.Own<StartTransfer>().size() == 1);
   const StartTransfer pack = f.Own<StartTransfer>()[0];
-  const int when = GENERATE(0, 1, 2);  // it is packing, it waits for Issue, its part is on the wire
+  // The part is being packed, waits for Issue, or is on the wire.
+  const int when = GENERATE(0, 1, 2);
   if (when == 0) {
     f.Command(CloseEpoch{EpochId(1)});
     CHECK(f.Sent<PeerPartDone>().empty());

@@ -141,7 +141,7 @@ TEST_CASE("an update commits only from settling or verifying, and ends aborted o
         CHECK(trigger == UpdateTrigger::kDecide);
       }
       if (next == UpdateState::kAborted) {
-        CHECK(state == UpdateState::kDraining);
+        CHECK(state == UpdateState::kEnding);
         CHECK(trigger == UpdateTrigger::kQuiet);
       }
     }

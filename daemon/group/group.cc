@@ -124,10 +124,10 @@ void Group::Impl::On(const CallGone& e) {
     if (request->kind == CallKind::kCommit) WithdrawIfNobodyWaits(*request);
     return;
   }
-  const auto waiter = std::find_if(lease_waiters.begin(), lease_waiters.end(),
-                                   [&e](const LeaseWaiter& w) { return w.call == e.call; });
-  if (waiter != lease_waiters.end()) {
-    lease_waiters.erase(waiter);
+  const auto waiter = std::find_if(slot_waiters.begin(), slot_waiters.end(),
+                                   [&e](const SlotWaiter& w) { return w.call == e.call; });
+  if (waiter != slot_waiters.end()) {
+    slot_waiters.erase(waiter);
     gone(e.call);
   } else if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
     Refuse(e.call, absl::CancelledError("the caller went away"));
@@ -153,7 +153,7 @@ void Group::Impl::WithdrawIfNobodyWaits(const Request& commit) {
 }
 
 bool Group::Impl::CallsOutstanding() const {
-  if (!lease_waiters.empty()) return true;
+  if (!slot_waiters.empty()) return true;
   return std::any_of(pending.begin(), pending.end(), [this](const auto& p) {
     if (p.second->kind != CallKind::kCommit) return true;
     const Member* member = Find(p.second->member);
@@ -179,7 +179,7 @@ std::optional<TimePoint> Group::Impl::IdleDeadline() const {
 }
 
 std::optional<std::pair<TimePoint, MemberId>> Group::Impl::AckDeadline() const {
-  if (update->state == UpdateState::kDraining) return std::nullopt;
+  if (update->state == UpdateState::kEnding) return std::nullopt;
   return update->acks.First();
 }
 
@@ -200,14 +200,14 @@ void Group::Impl::On(const Tick&) {
     Log(LogLine::kWarning, reason);
     if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline});
   }
-  if (update != nullptr && update->state == UpdateState::kDraining) {
+  if (update != nullptr && update->state == UpdateState::kEnding) {
     if (now >= update->cleanup_deadline && !update->cleanup_logged) ReportOverdueCleanUp();
   } else if (update != nullptr) {
     TickUpdate();
   }
   RefuseOverdueDeferred();
   if (fill_due.has_value() && *fill_due <= now) look_for_fill = true;
-  for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
+  for (auto it = slot_waiters.begin(); it != slot_waiters.end();) {
     if (it->deadline > now) {
       ++it;
       continue;
@@ -215,7 +215,7 @@ void Group::Impl::On(const Tick&) {
     Refuse(it->call,
            Error(absl::StatusCode::kDeadlineExceeded, "no slot came free: {}", HoldersOfSlots()));
     if (update != nullptr) update->last_call = now;
-    it = lease_waiters.erase(it);
+    it = slot_waiters.erase(it);
   }
 }
 
@@ -237,7 +237,7 @@ void Group::Impl::TickUpdate() {
     if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
     FailEngine(reader.participant, why);
   }
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   if (const std::optional<TimePoint> idle = IdleDeadline(); idle.has_value() && *idle <= now) {
     Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
                          group::Seconds(limits.idle_limit), WaitedFor()),
@@ -317,14 +317,14 @@ std::optional<TimePoint> Group::NextDeadline() const {
   const auto consider = [&next](std::optional<TimePoint> due) {
     if (due.has_value() && (!next.has_value() || *due < *next)) next = due;
   };
-  for (const group::LeaseWaiter& waiter : impl_->lease_waiters) consider(waiter.deadline);
+  for (const group::SlotWaiter& waiter : impl_->slot_waiters) consider(waiter.deadline);
   for (const group::DeferredCall& call : impl_->deferred) consider(call.deadline);
   const group::Update* update = impl_->update.get();
   if (update == nullptr) {
     consider(impl_->fill_due);
     return next;
   }
-  if (update->state == UpdateState::kDraining) {
+  if (update->state == UpdateState::kEnding) {
     if (!update->cleanup_logged) consider(update->cleanup_deadline);
     return next;
   }

@@ -65,12 +65,14 @@ inline constexpr int kMaxSlots = 64;
 inline constexpr int kMaxTrainerRanks = 65'536;
 inline constexpr int kMaxEngineRanks = 65'536;  // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;
-// Prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the trainers.
+// The limit of prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the
+// trainers.
 inline constexpr int kMaxUnwantedPrefixes = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
-// Instances that give at a time in one fill: planning, comparing and the set of daemons that must
-// stay up grow with them, while a newcomer's own link is the limit from a few on.
+// How many instances give at a time in one fill. Planning, comparing and the set of daemons that
+// must stay up grow with their number, while from a few givers on a newcomer's own link is the
+// limit.
 inline constexpr int kMaxGivers = 8;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
@@ -78,7 +80,8 @@ inline constexpr int kRememberedRequests = 256;  // finished request ids kept pe
 inline constexpr int kRememberedBuckets = 4096;
 
 struct GroupSpec {
-  // Trainers of another world size replace it when they attach while no trainer is attached.
+  // Trainers of another world size replace this number when they attach while no trainer is
+  // attached.
   int trainer_ranks = 1;
   int min_instances = 1;
   int64_t slot_bytes = 0;  // never 0: the caller has filled in defaults
@@ -103,20 +106,21 @@ struct GroupLimits {
   Duration default_duration = std::chrono::seconds(120);
   Duration max_duration = std::chrono::hours(1);
   Duration ready_limit = std::chrono::seconds(30);  // from Prepare to Ready
-  // From BucketReady, or from the previous Ack if that is later, to Ack.
+  // The wait from BucketReady, or from the previous Ack if that came later, to Ack.
   Duration ack_limit = std::chrono::seconds(30);
   // How long an update may go without a call from a trainer rank while no call is outstanding.
   Duration idle_limit = std::chrono::seconds(30);
   // How long a leased slot may stay unsubmitted.
-  Duration lease_limit = std::chrono::seconds(30);
+  Duration grant_limit = std::chrono::seconds(30);
   // How long transfers may drain after an abort. The coordinator waits for its own daemon's
-  // transfers even beyond it (P6). When it has passed, members whose memory no transfer touches
+  // transfers even longer (P6). When this time has passed, members whose memory no transfer touches
   // hear the outcome, and other daemons that have not ended their share are lost.
   Duration cleanup_limit = std::chrono::seconds(1);
   // A compiled refit compares every box that several ranks hold once within this many versions: a
   // part of the boxes on each version. 1: all boxes on every version.
   int64_t compare_every = 32;
-  // Limit for each trainer rank, and for how far a seq may be ahead of the next in order.
+  // The limit of unanswered buckets of each trainer rank, and of how far a seq may be ahead of the
+  // next in order.
   int outstanding_buckets = 256;
   // For updates whose Begin names no verification. kReadback: see Group::Impl::DefaultVerification.
   Verification default_verification = Verification::kReadback;
@@ -126,8 +130,8 @@ struct GroupLimits {
   int64_t direct_part_tensors = 64;
   // Whether instances that lack the group's version are filled by clean instances.
   bool fills = true;
-  // From the moment at which a fill is possible to its start, so that instances which attach at
-  // about the same time are filled at once.
+  // The time from the moment at which a fill is possible to its start, so that instances which
+  // attach at about the same time are filled at once.
   Duration fill_gather = std::chrono::milliseconds(100);
   // How long an instance whose fill failed is left alone; doubled at each further failure, up to
   // fill_most_wait.
@@ -175,7 +179,8 @@ struct EngineIdentity {
 // ---- how an update ends ----
 
 enum class Outcome : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
-// The class of reasons for which an update was given up, for metrics. Its `reason` has the words.
+// The class of reasons for which an update was given up, for metrics. The update's own reason has
+// the words.
 enum class GiveUpClass : uint8_t {
   kNone,
   kDeadline,
@@ -399,7 +404,7 @@ struct AbortEvent {
   std::string request_id;
   Version version;
   std::string reason;
-  UpdateId update{};  // as BucketEvent
+  UpdateId update{};  // as BucketEvent::update
 };
 
 // The calls of trainer ranks. Each names what an OK answer carries as its Answer.
@@ -413,8 +418,8 @@ struct VerifyDone {
   std::vector<uint32_t> failed_destinations;
 };
 
-// The answer to CompileProgram.
-struct ProgramCompiled {
+// The answer to PlanRefit.
+struct RefitPlanned {
   ProgramId program;
   absl::Status status;
   std::shared_ptr<const RefitPlan> plan;  // if OK
@@ -483,7 +488,7 @@ using GroupEvent =
     std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
-                 ProgramCompiled, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
+                 RefitPlanned, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
                  FailUpdate, DataPlaneState, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
@@ -497,8 +502,8 @@ struct Reply {
 };
 
 // Compile a refit. That takes up to seconds, so it must not run on the caller's thread. Answered by
-// ProgramCompiled, even if no update waits for the program any more.
-struct CompileProgram {
+// RefitPlanned, even if no update waits for the program any more.
+struct PlanRefit {
   ProgramId program;
   std::vector<RouteMember> sources;
   std::vector<RouteMember> destinations;
@@ -580,8 +585,8 @@ struct StartTransfer {
   std::vector<bool> skip_destination;             // true: evicted since
   std::vector<uint32_t> touched;                  // destinations that the part has elements for
   std::vector<MemberId> staged;                   // ranks that will be handed the slot
-  // The wire then sends the slot to other daemons: the executor fills the place of the slot that
-  // the wire reads.
+  // True: the wire then sends the slot to other daemons, so the executor fills the place of the
+  // slot that the wire reads.
   bool wired = false;
   // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
@@ -594,7 +599,7 @@ struct StartTransfer {
 // CompareDone.
 struct StartCompare {
   UpdateId update;
-  ReplicaPart part = {};  // the share of the replicas to compare
+  ReplicaFraction part = {};  // the share of the replicas to compare
 };
 // Run the update's program, which takes the place of one part in the order of collectives. Answered
 // by RefitDone.
@@ -602,7 +607,9 @@ struct StartRefit {
   UpdateId update;
   Version version;
   PartSeq part;
-  std::vector<SlotGrant> slots;  // 2 or 4 slots through which bytes cross between daemons
+  // One or two pairs of slots, of which one is sent from and the other received into. Empty: no
+  // bytes cross between daemons.
+  std::vector<SlotGrant> slots;
   std::vector<bool> skip_destination;
   Verification verification = Verification::kOff;
 };
@@ -679,9 +686,9 @@ struct LogLine {
 
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
-                 StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
-                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue,
-                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
+                 StartTransfer, StartVerify, PlanRefit, StartCompare, StartRefit, ReleaseMember,
+                 UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded,
+                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----
@@ -709,8 +716,8 @@ struct InstanceView {
   // The incarnation in which `version` was committed; 0: not told, or no version.
   uint64_t origin = 0;
   Readiness readiness{};
-  // For an instance that lacks the group's version and could be filled: what becomes of that. Empty
-  // for others.
+  // Tells what fills do for an instance that lacks the group's version and could be filled. Empty
+  // for other instances.
   std::string fill;
 };
 struct UpdateView {
@@ -750,7 +757,7 @@ struct GroupView {
   std::optional<Version> version;
   std::vector<MemberView> members;
   std::vector<InstanceView> instances;
-  std::optional<UpdateView> update;  // of the trainers: the running one, or else the last
+  std::optional<UpdateView> update;  // of the trainers: the running update, or else the last
   std::optional<UpdateView> fill;    // the running one, or else the last
   std::vector<SlotView> slots;
   int64_t committed = 0;
@@ -775,7 +782,7 @@ class Group {
   // Appends to `actions`.
   void Handle(const GroupEvent& event, TimePoint now, GroupActions* actions);
 
-  // When the next Tick is due; nullopt: nothing waits.
+  // The time at which the next Tick is due; nullopt: nothing waits.
   std::optional<TimePoint> NextDeadline() const;
 
   const std::string& name() const;

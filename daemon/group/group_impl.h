@@ -65,7 +65,7 @@ struct Member {
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled
   bool updated = false;             // engines: an update was committed to it in this lease
-  bool verified = false;            // engines: the same, into the layout that it has now
+  bool verified = false;            // engines: the same, into the rank's present layout
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
   std::map<std::pair<UpdateId, PartSeq>, SlotGrant>
@@ -83,7 +83,7 @@ struct Instance {
   // the next may begin.
   int failed_fills = 0;
   TimePoint fill_after;
-  std::string fill_failure;  // why the last one failed
+  std::string fill_failure;  // why the last of those fills failed
 };
 
 // How the buckets of the running update, or else of the last update, went.
@@ -109,7 +109,7 @@ struct EndedUpdate {
 };
 
 // A LeaseSlot call that waits until a slot is free.
-struct LeaseWaiter {
+struct SlotWaiter {
   CallId call;
   MemberId member;
   TimePoint deadline;
@@ -140,7 +140,7 @@ struct Group::Impl {
   using Catalog = group::Catalog;
   using GiveUp = group::GiveUp;
   using Instance = group::Instance;
-  using LeaseWaiter = group::LeaseWaiter;
+  using SlotWaiter = group::SlotWaiter;
   using Member = group::Member;
   using Part = group::Part;
   using Participant = group::Participant;
@@ -172,7 +172,7 @@ struct Group::Impl {
   void On(const AckEvent& e);
   void On(const CommitEvent& e);
   void On(const RefitEvent& e);
-  void On(const ProgramCompiled& e);
+  void On(const RefitPlanned& e);
   void On(const CompareDone& e);
   void On(const RefitDone& e);
   void On(const AbortEvent& e);
@@ -199,8 +199,8 @@ struct Group::Impl {
     Do(Reply{call, std::move(status), EmptyReply{}});
   }
 
-  // Requests. Repeated: whether the call repeats a request; it was then answered, or waits with the
-  // first call.
+  // Requests. Repeated returns whether the call repeats a request. If so, the call was answered, or
+  // waits with the first call.
   bool Repeated(Member* member, CallKind kind, const std::string& id, const std::string& what,
                 CallId call);
   std::shared_ptr<Request> Track(Member* member, CallKind kind, const std::string& id,
@@ -328,7 +328,7 @@ struct Group::Impl {
   void WriteFirst(uint32_t participant);
   void ServeLeases();
   int LeasesOf(MemberId member) const;
-  bool TryLease(const LeaseWaiter& waiter);
+  bool TryGrant(const SlotWaiter& waiter);
 
   // ---- refit.cc ----
   absl::Status CheckRefit(const Member& member, const RefitEvent& e, bool joined);
@@ -343,10 +343,10 @@ struct Group::Impl {
   void Compile(group::ProgramKey key, const std::vector<MemberId>& sources);
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
-  bool LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const;
+  bool LeavesOut(const group::PlannedRefit& compiled, std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
-  std::optional<ReplicaPart> PartToCompare() const;
+  std::optional<ReplicaFraction> PartToCompare() const;
   void CountCompared();
   bool TakeProgramSlots();
   void StartProgram();
@@ -453,12 +453,13 @@ struct Group::Impl {
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name
-  // Instances whose standing may have changed since TakeStandings; names of gone ones too.
+  // The names of instances, also of those that are gone, whose standing may have changed since
+  // TakeStandings.
   std::set<std::string> restood;
   // Nodes with members that are kept out of updates, and why.
   std::map<NodeId, std::string> kept_out;
   SlotLedger ledger;
-  std::deque<LeaseWaiter> lease_waiters;
+  std::deque<SlotWaiter> slot_waiters;
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
@@ -466,10 +467,10 @@ struct Group::Impl {
   // The tensors that engine ranks declare. Each layout and manifest is entered when it comes, so
   // that Begin need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;
-  std::shared_ptr<const Catalog> catalog;                // of the last update
-  std::shared_ptr<group::CompiledProgram> program;       // the newest of an update of the trainers
-  std::shared_ptr<group::CompiledProgram> fill_program;  // the newest of a fill
-  std::shared_ptr<group::CompiledProgram> compiling;     // being compiled; null: none
+  std::shared_ptr<const Catalog> catalog;             // of the last update
+  std::shared_ptr<group::PlannedRefit> program;       // the newest of an update of the trainers
+  std::shared_ptr<group::PlannedRefit> fill_program;  // the newest of a fill
+  std::shared_ptr<group::PlannedRefit> compiling;     // being compiled; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
   std::optional<UpdateView> last_fill;

@@ -127,7 +127,7 @@ TEST_CASE("a program that comes while another runs does not touch the running up
   p.Run(1);
   p.g.FinishRefit();
   p.g.FinishVerify();
-  // Another instance needs another program, and leaves before that is ready.
+  // Another instance needs another program, and leaves before that program is ready.
   const CallId call = p.g.Refit(p.trainer, 2);
   p.g.ReadyAll();
   p.g.FinishRefit(absl::InternalError("the copy failed"));
@@ -155,7 +155,7 @@ TEST_CASE("a plan whose update is over is cancelled, and the next update asks fo
   CHECK(cancelled->load());
   const CallId next = p.g.Refit(p.trainer, 2);
   p.g.FinishCompile(absl::CancelledError("the plan was cancelled"));
-  REQUIRE(p.g.compiling.has_value());  // it does not get the previous error
+  REQUIRE(p.g.compiling.has_value());  // `next` does not get the error of the call before
   CHECK_FALSE(p.g.compiling->options.cancelled->load());
   p.g.FinishCompile();
   p.g.ReadyAll();
@@ -510,7 +510,8 @@ TEST_CASE("a pushed tensor that nobody pushed aborts a Refit that opened the upd
 TEST_CASE("an update with a staged rank is not refitted") {
   Pair p;
   const MemberId staged = p.g.Staged("y", kModel);
-  const bool pushes = GENERATE(false, true);  // with a push beside the refit: Begin is refused too
+  // True: buckets are pushed beside the refit, so that Begin is refused.
+  const bool pushes = GENERATE(false, true);
   const CallId call = pushes ? p.g.Begin(p.trainer, 1) : p.g.Refit(p.trainer, 1);
   CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
   CHECK_THAT(p.g.Text(call), Contains("engine y rank 0 (pid 3000) takes staged delivery"));

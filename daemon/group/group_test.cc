@@ -325,7 +325,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
   run({t0, t1}, 1);
-  // Their running update is lost with them.
+  // The trainers' running update is lost with them.
   g.Begin(t0, 2);
   g.Begin(t1, 2);
   g.ReadyAll();
@@ -422,7 +422,8 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   g.Staged("c", kModel, 1, 2);  // restarted without a version
   CHECK(g.Instance("c").state == "clean");
   CHECK(g.Instance("c").version == std::nullopt);
-  // Not greater than the version that engines hold, which is of another incarnation.
+  // Version 6 is not greater than the version that engines hold, but that version is of another
+  // incarnation.
   const CallId begin = g.Begin(g.AttachTrainer(), 6);
   CHECK(g.Answer(begin) == nullptr);
   CHECK(g.group.update_running());
@@ -995,7 +996,7 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
   g.ReadyAll();
   const CallId push = g.Push(trainer, 1, 0, big);
   REQUIRE(g.running.size() == 2);
-  g.Finish(1);  // its slot is free though the part before it runs
+  g.Finish(1);  // the part's slot is free although the part before still runs
   REQUIRE(g.running.size() == 2);
   CHECK(g.running[0].transfer.part == PartSeq(0));
   CHECK(g.running[1].transfer.part == PartSeq(2));
@@ -1323,7 +1324,7 @@ TEST_CASE("an engine that dies between the parts of a bucket is released after t
   while (g.running.size() > 1) {
     g.Finish(1 % g.running.size());
     CHECK_FALSE(g.released.contains(g.tp1));
-    CHECK(g.aborted.empty());  // its sibling is still being written
+    CHECK(g.aborted.empty());  // the rank's sibling is still being written
     CHECK(g.Answer(g.push) == nullptr);
   }
   g.Finish(0);
@@ -1373,7 +1374,8 @@ TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for
   BucketDraft part = g.MakeBucket(g.trainer, 1, 0, {kModel[0]});
   part.ranges[0].count = 400;
   g.Push(part);
-  // "b" is new and comes before the refused range; so does more of "a".
+  // The range of "a" is refused, since it repeats element 399. It also brings new elements of "a",
+  // and "b", which is new, comes before it.
   BucketDraft bad = g.MakeBucket(g.trainer, 1, 1, {kModel[1], kModel[0]});
   bad.ranges[1] = {1, 399, 601};
   CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
@@ -1480,7 +1482,7 @@ TEST_CASE("groups with too few slots grant no leases") {
 
 TEST_CASE("a lease that is not submitted in time aborts the update, and stays its holder's") {
   GroupLimits limits;
-  limits.lease_limit = seconds(5);
+  limits.grant_limit = seconds(5);
   OneToStaged g(TestGroup::DefaultSpec(), limits);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   const CallId push = g.Push(g.trainer, 1, 1, {kModel[0]});  // waits for seq 0
@@ -1499,7 +1501,7 @@ TEST_CASE("a lease that is not submitted in time aborts the update, and stays it
 
 TEST_CASE("a lease that outlives its update is no reason to give up the next one") {
   GroupLimits limits;
-  limits.lease_limit = seconds(5);
+  limits.grant_limit = seconds(5);
   OneToStaged g(TestGroup::DefaultSpec(), limits);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   g.Push(g.trainer, 1, 0, kModel);
@@ -1678,7 +1680,7 @@ TEST_CASE("a commit that waits for a bucket fails with it, and the update stays 
   const CallId commit = g.CommitAhead(g.trainer, 1, 2);
   g.Push(g.trainer, 1, 0, {kModel[0]});
   CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[0]})) ==
-        absl::StatusCode::kAlreadyExists);  // not a bucket that is waited for
+        absl::StatusCode::kAlreadyExists);  // the Commit does not wait for this bucket
   CHECK(g.Answer(commit) == nullptr);
   CHECK(g.Code(g.Push(g.trainer, 1, 1, {kModel[0]})) == absl::StatusCode::kAlreadyExists);
   CHECK(g.Code(commit) == kPrecondition);
@@ -2038,7 +2040,7 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   CHECK(standing("first") == Standing::kEmpty);
   CHECK(standing("second") == Standing::kEmpty);
   CHECK(g.group.TakeStandings().size() == 3);  // all daemons are told
-  // That stays so while the holder is written to, and after it has left.
+  // The standing stays the same while the holder is written to, and after the holder has left.
   g.Lose(holder);
   CHECK(standing("first") == Standing::kEmpty);
   g.Registered("late", kModel);
@@ -2186,7 +2188,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   REQUIRE(g.Instance(name).state == "clean");
   g.Do(EngineFailed{engine, UpdateId(77), "another update"});  // no effect
   CHECK(g.Instance(name).state == "clean");
-  // The failure comes before the next update, or while that asks who is ready.
+  // The failure comes before the next update, or while that update asks who is ready.
   const bool asked = GENERATE(false, true);
   CallId begin;
   if (asked) begin = g.Begin(g.trainer, 2);
@@ -2198,7 +2200,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   CHECK(g.group.version() == Version(1));
   if (!asked) begin = g.Begin(g.trainer, 2);
   g.ReadyAll();
-  g.Abort(g.trainer, 2);           // nothing was written, so it stays dirty
+  g.Abort(g.trainer, 2);           // nothing was written, so the instance stays dirty
   REQUIRE(g.aborted.size() == 2);  // each checked against `dirty`
   CHECK(g.Instance(name).state == "dirty");
   g.Begin(g.trainer, 3);
@@ -2230,7 +2232,7 @@ TEST_CASE("an instance that nothing touched stayed paused while another's copy r
   const MemberId trainer = g.AttachTrainer();
   const MemberId busy = g.Registered("busy", kModel);
   const MemberId quiet =
-      g.Staged("quiet", kModel);  // it is handed nothing before the copy has ended
+      g.Staged("quiet", kModel);  // the rank is handed nothing before the copy has ended
   g.Begin(trainer, 1);
   g.ReadyAll();
   g.Push(trainer, 1, 0, {kModel[0]});

@@ -284,7 +284,7 @@ class TestGroup {
     if (replicas) plan->replicas.boxes.resize(1);
     const ProgramId id = compiling->program;
     compiling.reset();
-    Do(ProgramCompiled{id, status, status.ok() ? plan : nullptr});
+    Do(RefitPlanned{id, status, status.ok() ? plan : nullptr});
   }
   void FinishCompare(absl::Status status = absl::OkStatus()) {
     REQUIRE(comparing.has_value());
@@ -407,7 +407,7 @@ class TestGroup {
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
   std::optional<UpdateAssembled> assembled;  // the last one
-  std::optional<CompileProgram> compiling;
+  std::optional<PlanRefit> compiling;
   int compiled = 0;  // how many compilations were asked for
   std::optional<StartCompare> comparing;
   std::optional<StartRefit> refitting;
@@ -483,7 +483,7 @@ class TestGroup {
     CHECK(asked.contains(a.call));
     CHECK(replies.emplace(a.call, a).second);  // once
     if (bucket_of.contains(a.call)) {
-      // Its source is not read any more.
+      // The bucket's source is not read any more.
       for (const Running& r : running) CHECK(r.transfer.bucket_call != a.call);
     }
   }
@@ -532,7 +532,7 @@ class TestGroup {
         const auto& pieces = engine.layout->pieces;
         if (std::none_of(pieces.begin(), pieces.end(),
                          [t](const Piece& piece) { return piece.tensor == t; })) {
-          continue;  // its bytes are another tensor's
+          continue;  // the tensor's bytes are another tensor's
         }
         CAPTURE(tensor.name, engine.instance);
         CHECK(written_[a.member][tensor.name].total() == *ElementCount(tensor.shape));
@@ -563,7 +563,8 @@ class TestGroup {
   void On(const StartTransfer& a) {
     CHECK(a.update == UpdateId(updates_));
     CHECK(bucket_of.contains(a.bucket_call));
-    CHECK(Answer(a.bucket_call) == nullptr);  // its source is still there
+    // The call is unanswered, so the bucket's source is still there.
+    CHECK(Answer(a.bucket_call) == nullptr);
     // The bucket that was checked is moved itself: no list of tensors was copied on the way.
     CHECK(a.content->bucket == pushed[a.bucket_call]);
     CheckAlive(a.trainer);
@@ -623,8 +624,8 @@ class TestGroup {
     CHECK(welcome.insert(a.member).second);
   }
   void On(const StateChanged&) {}
-  void On(const CompileProgram& a) {
-    CHECK_FALSE(compiling.has_value());  // one at a time
+  void On(const PlanRefit& a) {
+    CHECK_FALSE(compiling.has_value());  // one compilation at a time
     compiling = a;
     ++compiled;
   }
@@ -640,7 +641,7 @@ class TestGroup {
     CHECK_FALSE(comparing.has_value());
     for (const MemberId source : assembled->program->sources) {
       CheckAlive(source);
-      // P1: what gives is whole.
+      // P1: an instance that gives is clean.
       if (assembled->program->fill) CHECK_FALSE(dirty.contains(engines.at(source).instance));
     }
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
@@ -652,7 +653,7 @@ class TestGroup {
     refitting = a;
   }
   // A program moves the tensors of the trainers' layouts, except pushed tensors.
-  static std::vector<TensorSpec> Moved(const CompileProgram& compile) {
+  static std::vector<TensorSpec> Moved(const PlanRefit& compile) {
     std::map<std::string, TensorSpec> moved;
     for (const RouteMember& source : compile.sources) {
       for (const TensorSpec& tensor : source.layout->tensors) moved[tensor.name] = tensor;

@@ -7,7 +7,7 @@
 namespace refitd {
 namespace {
 
-// Whether a state is one between Prepare and the outcome.
+// Whether the state lies between Prepare and the outcome.
 bool InUpdate(MemberState state) {
   return state == MemberState::kPreparing || state == MemberState::kReady;
 }
@@ -116,11 +116,11 @@ void Group::Impl::CheckRequests() const {
     calls += request->calls.size();
   }
   REFITD_CHECK(calls == pending.size());
-  for (const LeaseWaiter& waiter : lease_waiters) {
+  for (const SlotWaiter& waiter : slot_waiters) {
     REFITD_CHECK(update != nullptr && !pending.contains(waiter.call));
     // The loss of a trainer rank gives the update up, whose end answers the call.
     const Member* const member = Find(waiter.member);
-    REFITD_CHECK(member != nullptr ? !member->engine : update->state == UpdateState::kDraining);
+    REFITD_CHECK(member != nullptr ? !member->engine : update->state == UpdateState::kEnding);
   }
 }
 

@@ -205,13 +205,13 @@ struct PeerLimits {
 class GroupMachine {
  public:
   virtual ~GroupMachine() = default;
-  // Appends to `actions`. May take out of the event what is large; what is left in it may be large
-  // too, so that the caller frees it where nothing waits.
+  // Appends to `actions`. May take large parts out of the event. What is left may be large as well,
+  // so the caller frees the event where nothing waits for that.
   virtual void Handle(MachineEvent& event, TimePoint now, MachineActions* actions) = 0;
   void Handle(MachineEvent&& event, TimePoint now, MachineActions* actions) {
     Handle(event, now, actions);
   }
-  // When the next Tick is due; nullopt: nothing waits.
+  // The time at which the next Tick is due; nullopt: nothing waits.
   virtual std::optional<TimePoint> NextDeadline() const = 0;
 
   virtual const std::string& name() const = 0;
@@ -228,12 +228,13 @@ class GroupMachine {
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
   virtual MachineView View(TimePoint now) const = 0;
-  // View's update alone; the running update or fill, or else the one that ended last; and a mark of
-  // the latter's state. A follower does not know the update and has none of them.
+  // ViewUpdate gives View's update alone. ViewLatest gives the running update or fill, or else the
+  // one that ended last, and MarkLatest a mark of its state. A follower does not know the update
+  // and gives none of them.
   virtual std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const { return std::nullopt; }
   virtual std::optional<UpdateView> ViewLatest(TimePoint /*now*/) const { return std::nullopt; }
   virtual std::optional<UpdateMark> MarkLatest() const { return std::nullopt; }
-  // Known to the coordinator only; a follower's are empty.
+  // A follower has no statistics, and knows only the past updates in which its daemon took part.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;
   // The readiness of the group's instances. Null: a follower that the coordinator has not told, or

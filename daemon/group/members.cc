@@ -200,7 +200,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
     }
     return;
   }
-  // A new layout binds other memory, which nobody said holds the version.
+  // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
   if (member->engine) look_for_fill = true;
   member->layout = e.layout;
@@ -304,7 +304,7 @@ void Group::Impl::On(const MemberLost& e) {
   if (member == nullptr || member->state == MemberState::kLeaving) return;
   Log(LogLine::kInfo, fmt::format("{} left: {}", member->label, e.reason));
   Step(&member->state, MemberTrigger::kLost);
-  // Its slots are freed first: steps that follow may need them.
+  // The member's slots are freed first, since steps that follow may need them.
   ledger.Forget(e.member);
   member->reads.clear();
   LetInIfEmpty(member->node);

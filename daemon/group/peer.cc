@@ -14,8 +14,8 @@ PeerProgram WithItsPart(PeerProgram command) {
   std::vector<ReplicaShare> shares;
   if (!command.sources.empty()) shares = SharesOf(whole->replicas, here);
   if (command.plan == nullptr) {
-    auto part = std::make_shared<RoutePlan>(PartOf(plan, command.node, command.local_layouts));
-    // The shares number tensors as the part does.
+    auto part = std::make_shared<RoutePlan>(ShareOfNode(plan, command.node, command.local_layouts));
+    // The shares must number tensors as the part does, not as the whole plan does.
     for (ReplicaShare& share : shares) {
       const std::string& name = plan.tensors[share.tensor].name;
       const auto at =

@@ -101,9 +101,9 @@ struct PeerPartDone {
   absl::Status status;
   bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
-  // By range of the header; empty if verification is off. The root's are of the trainer's bytes,
-  // those of other nodes of the slot that they received.
+  int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
+  // By range of the header; empty if verification is off. The root's digests are of the trainer's
+  // bytes, those of other nodes are of the slot that they received.
   std::vector<uint64_t> digests;
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as TransferDone::broadcast
 };
@@ -157,15 +157,15 @@ struct PeerRunDone {
   absl::Status status;
   bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
+  int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
   // Digests of the bytes that the streams carried: HashChain from 0 over the digests of a stream's
   // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
   // off.
   std::vector<PeerStream> streams;
-  uint32_t attempt = 0;  // PeerRun's
-  // The first step that this node has not stored of one of its incoming streams, in all attempts
-  // that were gone on with; the program's rounds if it has stored all. nullopt: unknown, so that
-  // the program can only run again from its beginning.
+  uint32_t attempt = 0;  // PeerRun::attempt of the run that ended
+  // The first step of an incoming stream that this node has not stored in this attempt or in an
+  // attempt that this one continues; the program's rounds if the node has stored all. nullopt:
+  // unknown, so that the program can only run again from its beginning.
   std::optional<int64_t> lacks;
   // The links over which this node sent in this attempt, ascending peers. Empty: its wire does not
   // measure.
@@ -242,7 +242,7 @@ struct PeerIssue {
 struct PeerSendPart {
   MemberId member;
   UpdateId update;
-  PartSeq part;  // its header came before, with the member among `staged`
+  PartSeq part;  // the part's header came before, with the member among `staged`
 };
 // Read back all destinations, once every part that was announced before has ended.
 struct PeerVerify {
@@ -263,9 +263,9 @@ struct PeerProgram {
   int64_t chunk_bytes = 0;  // of one round, per peer and direction
   std::vector<PlanMember> sources;
   std::vector<PlanMember> destinations;  // those of PeerPrepare, in the same order
-  // The part of the plan that this node needs (PartOf), and the boxes whose digests PeerCompare
-  // asks for, by plan numbers. Both null: the node keeps those that came with the same program
-  // before.
+  // The part of the plan that this node needs (ShareOfNode), and the boxes whose digests
+  // PeerCompare asks for, by plan numbers. Both null: the node keeps those that came with the same
+  // program before.
   std::shared_ptr<const RoutePlan> plan;
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
   // Set until WithItsPart: the plan from which `plan` and `replicas` are made, and the layouts of
@@ -281,21 +281,21 @@ PeerProgram WithItsPart(PeerProgram command);
 // PeerCompared.
 struct PeerCompare {
   UpdateId update;
-  ReplicaPart part = {};  // the share asked for; others may be answered, too
+  ReplicaFraction part = {};  // the share asked for; others may be answered, too
 };
 inline constexpr uint32_t kNoRank = UINT32_MAX;
 // Run the program: the moves within this node at once, the rounds over the wire once PeerIssue of
 // `part` comes. Answered by PeerRunDone.
 struct PeerRun {
   UpdateId update;
-  PartSeq part;                  // its place in the order of the update's parts
+  PartSeq part;                  // the program's place in the order of the update's parts
   bool wired = false;            // at least one node has a round
   EpochId epoch;                 // wired
-  WireSeq wire_seq;              // wired: of the first round; the other rounds' follow
+  WireSeq wire_seq;              // wired: of the first round; those of the other rounds follow
   std::vector<uint32_t> ranks;   // wired: the epoch's rank by node of the plan; kNoRank: gone
   std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
   std::vector<bool> skip;        // by destination; true: evicted since
-  // Grows each time the program runs again, without a node that was lost.
+  // Grows each time the program runs again because a node was lost.
   uint32_t attempt = 0;
   // An attempt after the first goes on from this round: nodes keep what they have stored, and its
   // digests. nullopt: the program runs from its beginning.

@@ -78,7 +78,7 @@ struct StartMoves {
   std::shared_ptr<const BoundProgram> bound;
   std::vector<bool> skip_destination;  // by program->destinations
   Verification verification = Verification::kOff;
-  ReplicaPart part = {};  // compare only: the share of `replicas`
+  ReplicaFraction part = {};  // compare only: the share of `replicas`
 };
 
 // The digest of a section, or of what one round carries of it.

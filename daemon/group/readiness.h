@@ -36,10 +36,10 @@ enum class Standing : uint8_t {
   kDirty = 2,     // its weights are dirty or in doubt
   kClean = 3,     // complete, and not dirty
   kUpdating = 4,  // clean, and in an update that has not written to it yet
-  kEmpty = 5,     // complete, but it holds no version in a group that had one before
+  kEmpty = 5,     // complete, but without a version in a group that has had one
 };
 inline constexpr int kStandings = 6;
-// The standings below this number have a number on the wire. kEmpty is told as kForming, which
+// Messages name the standings below this number by their numbers. kEmpty is told as kForming, which
 // joined daemons of every release know and do not count as ready.
 inline constexpr int kWireStandings = 5;
 std::string_view Name(Standing standing);
@@ -52,7 +52,7 @@ struct InstanceStanding {
   bool operator==(const InstanceStanding&) const = default;
 };
 
-// From the coordinator to a joined daemon that agreed to protocol version 4: what has changed.
+// Tells a joined daemon that agreed to protocol version 4, or a later one, what has changed.
 struct PeerReadiness {
   // True for the first message on a link: what was known before is void.
   bool anew = false;

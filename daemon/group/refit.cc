@@ -33,7 +33,7 @@ void Group::Impl::On(const RefitEvent& e) {
   if (Repeated(member, CallKind::kRefit, e.request_id, what, e.call)) return;
   const auto begun =
       update == nullptr ? decltype(update->trainers.end()){} : update->trainers.find(member->rank);
-  // A call that names the update that it ends never opens one.
+  // A call that names the update that it ends never opens an update.
   const bool joined = e.update != UpdateId() ||
                       (update != nullptr && update->version == e.version &&
                        begun != update->trainers.end() && member->state == MemberState::kReady);
@@ -52,7 +52,7 @@ void Group::Impl::On(const RefitEvent& e) {
   if (update == nullptr) Open(BeginOf(e));
   TrainerProgress& progress = Join(member);
   progress.one_call = progress.begins.empty();
-  progress.announced = 0;  // taken when the engines are ready
+  progress.announced = 0;  // the commit takes effect when the engines are ready
   progress.commits.push_back(Track(member, CallKind::kRefit, e.request_id, what, e.call));
   Changed();
 }
@@ -121,7 +121,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
                         reader.label, Name(reader.delivery));
   }
   group::ProgramKey key = KeyOf(sources);
-  const std::shared_ptr<group::CompiledProgram>& kept = FillRuns() ? fill_program : program;
+  const std::shared_ptr<group::PlannedRefit>& kept = FillRuns() ? fill_program : program;
   if (kept != nullptr && kept->key == key) {
     REFITD_RETURN_IF_ERROR(kept->status);
     update->compiled = kept;
@@ -162,9 +162,9 @@ group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const
 }
 
 void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& sources) {
-  compiling = std::make_shared<group::CompiledProgram>();
+  compiling = std::make_shared<group::PlannedRefit>();
   compiling->id = ProgramId(++next_program);
-  CompileProgram compile;
+  PlanRefit compile;
   compile.program = compiling->id;
   const Catalog& known = *update->catalog;
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -192,8 +192,8 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
 
 // The lag of chains in the update's program; 0: a daemon of its members knows no chains, and all
 // must derive the same streams (P5). The lag is the number of pairs of slots that TakeProgramSlots
-// takes. The update has no slots yet: those that are taken are kept by their holders beyond an
-// earlier update, and waiting for them could last until the deadline (P4).
+// takes. Only free slots count: a slot that is taken is kept by its holder beyond an earlier
+// update, and the wait for it could last until the deadline (P4).
 uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
   const auto relays = [this](MemberId member) { return Find(member)->relays; };
   const std::vector<MemberId>& destinations = update->catalog->destinations();
@@ -218,7 +218,7 @@ void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
   update->catalog->AddLacking(held, pushed);
 }
 
-void Group::Impl::On(const ProgramCompiled& e) {
+void Group::Impl::On(const RefitPlanned& e) {
   if (compiling == nullptr || compiling->id != e.program) return;
   if (e.status.code() == absl::StatusCode::kCancelled) {
     // The program was for an update that is over; an update that waits now asks for its own.
@@ -226,7 +226,7 @@ void Group::Impl::On(const ProgramCompiled& e) {
     Changed();
     return;
   }
-  std::shared_ptr<group::CompiledProgram>& kept = compiling->fill ? fill_program : program;
+  std::shared_ptr<group::PlannedRefit>& kept = compiling->fill ? fill_program : program;
   kept = std::move(compiling);
   kept->status = e.status;
   kept->plan = e.plan;
@@ -246,7 +246,7 @@ bool Group::Impl::Moves(std::string_view tensor) const {
 }
 
 // A plan also lists tensors that it does not move.
-bool Group::Impl::LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const {
+bool Group::Impl::LeavesOut(const group::PlannedRefit& compiled, std::string_view tensor) const {
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);
   };
@@ -267,7 +267,7 @@ void Group::Impl::RunProgramIfDue() {
   if (!update->program.has_value() || update->state != UpdateState::kSettling) return;
   if (update->next_start < update->end_part()) return;
   if (update->refit == group::RefitPhase::kNone) {
-    if (const std::optional<ReplicaPart> part = PartToCompare(); !part.has_value()) {
+    if (const std::optional<ReplicaFraction> part = PartToCompare(); !part.has_value()) {
       update->refit = group::RefitPhase::kCompared;
     } else {
       update->refit = group::RefitPhase::kComparing;
@@ -281,13 +281,13 @@ void Group::Impl::RunProgramIfDue() {
 }
 
 // The share of the replicas to compare now; nullopt: there is nothing to compare.
-std::optional<ReplicaPart> Group::Impl::PartToCompare() const {
+std::optional<ReplicaFraction> Group::Impl::PartToCompare() const {
   const std::vector<Replica>& boxes = update->program->plan->replicas.boxes;
   if (boxes.empty()) return std::nullopt;
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
-  if (update->compiled->compared_layouts != layouts) return ReplicaPart();
-  ReplicaPart part;
+  if (update->compiled->compared_layouts != layouts) return ReplicaFraction();
+  ReplicaFraction part;
   part.parts = static_cast<uint32_t>(limits.compare_every);
   part.part = update->compiled->next_part % part.parts;
   const bool any = std::any_of(boxes.begin(), boxes.end(),
@@ -303,7 +303,7 @@ void Group::Impl::On(const CompareDone& e) {
   update->refit = group::RefitPhase::kCompared;
   --update->in_flight;
   TouchSources(-1);
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   if (!e.status.ok()) {
     Abandon({Message(e.status), e.status.code() == absl::StatusCode::kDataLoss
                                     ? GiveUpClass::kVerification
@@ -315,7 +315,7 @@ void Group::Impl::On(const CompareDone& e) {
 
 // Only a version that was installed counts: another attempt may bring other bytes.
 void Group::Impl::CountCompared() {
-  group::CompiledProgram& compiled = *update->compiled;
+  group::PlannedRefit& compiled = *update->compiled;
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
   if (layouts == compiled.compared_layouts) {
@@ -367,7 +367,7 @@ void Group::Impl::On(const RefitDone& e) {
   for (const SlotGrant& slot : std::exchange(update->program_slots, {})) {
     (void)ledger.Release(slot);
   }
-  if (update->state == UpdateState::kDraining) return;
+  if (update->state == UpdateState::kEnding) return;
   if (!e.status.ok()) {
     return Abandon(FailedMove("the refit", e.status, e.failed_destination));
   }

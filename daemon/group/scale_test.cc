@@ -154,7 +154,7 @@ TEST_CASE("A tensor is found by its name when the list whose name it was entered
   const auto second = LayoutOf({Bytes("both", 8), Bytes("second", 8)});
   table.Add(first);
   const TensorTable::ListId stays = table.Add(second);
-  first.reset();                             // its names are freed with it
+  first.reset();                             // the list's names are freed with it
   table.Add(LayoutOf({Bytes("third", 8)}));  // removes what nobody has any more
   CHECK(table.Find("first") == nullptr);
   const TensorTable::Uses* both = table.Find("both");
@@ -193,7 +193,7 @@ TEST_CASE("Counting what an update must bring looks at no tensor that all ranks 
   REQUIRE(all.ok());
   CHECK((*all)->wanted_count() == kTensors - 1);
   CHECK((*all)->looked_at() == 3);  // "tied", "t3" and "other"
-  // A list that no rank of the catalogue has: every tensor is looked at.
+  // The table has a list that no rank of the catalogue has, so every tensor is looked at.
   const auto half = Catalog::Make(Ranks(2, {layouts.back()}), Names(2), table);
   REQUIRE(half.ok());
   CHECK((*half)->wanted_count() == kTensors - 1);
@@ -264,14 +264,14 @@ class Many {
     return found;
   }
   // Asks for a plan and compiles it.
-  ProgramCompiled Compile() {
+  RefitPlanned Compile() {
     Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(Tensors(3))}));
     RefitEvent refit;
     refit.call = CallId(1);
     refit.member = kTrainer;
     refit.version = Version(1);
     Do(GroupEvent(refit));
-    const CompileProgram compile = Local<CompileProgram>().at(0);
+    const PlanRefit compile = Local<PlanRefit>().at(0);
     std::set<const Layout*> layouts;
     for (const RouteMember& member : compile.destinations) layouts.insert(member.layout.get());
     distinct_layouts = layouts.size();
@@ -346,7 +346,8 @@ TEST_CASE("Equal layouts of other daemons' engines are one object, and planned a
 
 TEST_CASE("A layout that its daemon found equal to a known one is not compared again") {
   Many many;
-  CHECK(many.coordinator().layouts_compared() == kManyNodes - 1);  // handed in as they came
+  // The reports were handed in as they came.
+  CHECK(many.coordinator().layouts_compared() == kManyNodes - 1);
   const NodeId node(5);
   PeerLayout again;
   again.member = MemberId(7);
@@ -367,7 +368,7 @@ TEST_CASE("A layout that its daemon found equal to a known one is not compared a
 
 TEST_CASE("What a plan moves and leaves out is counted by the planner, not in an event") {
   Many many;
-  const ProgramCompiled compiled = many.Compile();
+  const RefitPlanned compiled = many.Compile();
   CHECK(compiled.plan->content.tensors == 3);
   CHECK(compiled.plan->content.bytes == 24);
   CHECK(compiled.plan->content.unwanted.empty());
@@ -414,7 +415,7 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
   take(prepare);
   CHECK(follower.indices_made() == 0);
   CHECK(index->use_count() > 2);  // the follower kept it
-  // Nothing is to be made while the layouts stay the same.
+  // No index has to be made while the layouts stay the same.
   PeerUpdateEnded ended;
   ended.update = UpdateId(1);
   take(ended);
@@ -425,7 +426,7 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
   CHECK(follower.indices_made() == 0);
   ended.update = UpdateId(2);
   take(ended);
-  // A rank registered anew after the index was made: the follower makes its own.
+  // A rank registered anew after the index was made, so the follower makes an index of its own.
   take(SendCommitted{MemberId(4), Version(1)});
   follower.Handle(GroupEvent(LayoutRegistered{MemberId(4), LayoutOf(Tensors(3)), CallId(9)}), now,
                   &actions);

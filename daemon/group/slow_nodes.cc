@@ -47,12 +47,12 @@ double UsualRate(const std::map<NodeId, Received>& all, NodeId node) {
   return *middle;
 }
 
-// A node all of whose links in are slow.
+// A node into which every link is slow.
 struct Suspect {
   NodeId node;
   double usual = 0;          // rate of the others
-  std::set<NodeId> senders;  // of those links
-  size_t slow_links = 0;     // in, and out to other suspects
+  std::set<NodeId> senders;  // of the slow links into this node
+  size_t slow_links = 0;     // slow links into this node, and from it to other suspects
 };
 
 // The suspects, those with most slow links first.
@@ -88,7 +88,8 @@ std::set<NodeId> SlowNodes::Judge(const std::vector<Use>& uses,
   const std::map<NodeId, Received> all = ReceivedBy(uses);
   std::set<NodeId> blamed;
   for (const Suspect& suspect : Suspects(uses, all)) {
-    // A node that only blamed nodes sent to shares their links, and may have a fast one itself.
+    // If only blamed nodes sent to this node, it shares their slow links, and may have a fast link
+    // itself.
     if (std::ranges::includes(blamed, suspect.senders)) continue;
     blamed.insert(suspect.node);
     if (!candidates.contains(suspect.node) || slow_.contains(suspect.node)) continue;

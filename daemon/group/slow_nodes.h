@@ -5,7 +5,7 @@
 // update take four times as long. Such a node is *slow*: the coordinator leaves it out of updates,
 // and a fill brings it the version after the others have it.
 //
-// How a node is judged. Nodes tell what they sent to each other node, and how long the network
+// A node is judged by what nodes tell: what they sent to each other node, and how long the network
 // between the two took for it (PeerLinkUse). That time has no waits in it, neither for bytes to
 // send nor for room at the receiver, so it is the same wherever a node stands in a chain. The rate
 // of a node is that of the fastest link into it: if only one of its senders is slow, the others

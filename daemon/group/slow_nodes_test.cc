@@ -52,7 +52,7 @@ TEST_CASE("a node is slow if all that it receives comes slowly, and for longer t
       CHECK(nodes.slow().at(NodeId(2)).held == milliseconds(1500));
       CHECK(SlowNodes::Describe(nodes.slow().at(NodeId(2))) ==
             "it received 26.2 MB/s, the others 104.9 MB/s");
-      // It is slow already.
+      // The node is slow already.
       CHECK(Judge(&nodes, {.engines = engines, .out = out}).empty());
     }
   }

@@ -41,7 +41,8 @@ class StreamEnds {
 
   void Compare(uint32_t node, const Ends& here, uint32_t peer, const Told& there);
 
-  // Hash tables, since they are freed at once: an update's end, under the mutex, waits for that.
+  // These are hash tables because they are freed quickly: the end of an update, under the mutex,
+  // waits for that.
   absl::flat_hash_map<uint32_t, Told> told_;
   // By peer: the nodes that reported a stream to or from it.
   absl::flat_hash_map<uint32_t, absl::flat_hash_set<uint32_t>> named_by_;

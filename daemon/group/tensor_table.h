@@ -72,7 +72,7 @@ class TensorTable {
   const absl::flat_hash_set<std::string>& engine_only() const { return engine_only_; }
   // Whether the number names no list at the moment.
   bool free(ListId list) const { return lists_[list].free(); }
-  // All list numbers are below this.
+  // All list numbers are below this number.
   size_t lists() const { return lists_.size(); }
   // Names that are, or were, declared with different dtypes or shapes.
   const std::set<std::string>& mixed() const { return mixed_; }

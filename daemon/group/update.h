@@ -63,7 +63,7 @@ struct TrainerProgress {
   bool committed = false;
   int64_t bucket_count = 0;
   std::vector<std::shared_ptr<Request>> commits;  // unanswered; those of Refit, too
-  bool one_call = false;                          // Refit began it: no other call can end it
+  bool one_call = false;  // Refit began the update for this rank: no other call can end it
   // Begin said that the rank's shards have no part in the update.
   bool without_layout = false;
 };
@@ -74,7 +74,7 @@ struct Participant {
   std::vector<MemberId> members;  // by rank
   size_t unready = 0;             // ranks that have not answered Ready
   bool ready = false;             // all its ranks have answered Ready
-  bool written = false;           // this update has written to it
+  bool written = false;           // this update has written to the instance
   bool evicted = false;
   bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
@@ -132,10 +132,10 @@ struct ProgramKey {
 
 // The group's program. It holds structure only; each update binds it to the places where the bytes
 // are.
-struct CompiledProgram {
+struct PlannedRefit {
   ProgramId id;
   ProgramKey key;
-  bool fill = false;  // its sources are engine ranks
+  bool fill = false;  // the program's sources are engine ranks
   // Set when the update that asked for the program ends before the program is there, so that
   // planning stops (P4).
   std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
@@ -159,7 +159,7 @@ enum class Readback : uint8_t { kNone, kRunning, kDone };
 // trainer takes part.
 struct Fill {
   std::vector<std::string> givers;  // instances; set when the fill is assembled
-  std::vector<MemberId> sources;    // their ranks
+  std::vector<MemberId> sources;    // the givers' ranks
   bool gave_way = false;            // given up for a reason that is no failure of its own
 };
 
@@ -193,7 +193,7 @@ struct Update {
   std::vector<NodeId> nodes;              // nodes with a rank in the update; ascending
   TimePoint ready_deadline;
   bool data_plane_up = true;                 // between the update's nodes
-  std::map<MemberId, StagedReader> readers;  // staged ranks still in
+  std::map<MemberId, StagedReader> readers;  // staged ranks still in the update
   AckClock acks;                             // when those readers are late
   std::map<MemberId, uint32_t> participant_of;
 
@@ -211,7 +211,7 @@ struct Update {
   int64_t next_start = 0;  // seq of the next part to start
   int64_t in_flight = 0;   // running transfers, the program's included
   // Set if trainer ranks have registered shards. The group may have a newer program meanwhile.
-  std::shared_ptr<CompiledProgram> compiled;
+  std::shared_ptr<PlannedRefit> compiled;
   std::optional<ProgramUse> program;
   bool compared = false;  // the program's replicas were found equal
   RefitPhase refit = RefitPhase::kNone;

@@ -49,7 +49,7 @@ enum class UpdateState : uint8_t {
   kData,
   kSettling,
   kVerifying,
-  kDraining,
+  kEnding,
   kCommitted,
   kAborted,
 };
@@ -76,15 +76,15 @@ inline constexpr TransitionTable<UpdateState, 8, 7> kUpdateTransitions = [] {
   constexpr std::nullopt_t kNo = std::nullopt;
   return TransitionTable<UpdateState, 8, 7>{{
       // opening
-      {{kPreparing, kNo, kNo, kNo, kNo, kDraining, kNo}},
+      {{kPreparing, kNo, kNo, kNo, kNo, kEnding, kNo}},
       // preparing
-      {{kNo, kData, kNo, kNo, kNo, kDraining, kNo}},
+      {{kNo, kData, kNo, kNo, kNo, kEnding, kNo}},
       // data
-      {{kNo, kNo, kSettling, kNo, kNo, kDraining, kNo}},
+      {{kNo, kNo, kSettling, kNo, kNo, kEnding, kNo}},
       // settling
-      {{kNo, kNo, kNo, kVerifying, kCommitted, kDraining, kNo}},
+      {{kNo, kNo, kNo, kVerifying, kCommitted, kEnding, kNo}},
       // verifying
-      {{kNo, kNo, kNo, kNo, kCommitted, kDraining, kNo}},
+      {{kNo, kNo, kNo, kNo, kCommitted, kEnding, kNo}},
       // draining
       {{kNo, kNo, kNo, kNo, kNo, kNo, kAborted}},
       // committed

@@ -249,6 +249,7 @@ std::string Worker::WhyNotAgain(const Update& update, const PeerHeader& command)
   if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
     return "the part was announced with another header before";
   }
+  // A root must hold the part, and another node must not.
   if (command.is_root == before->second.held) return "";
   return command.is_root ? "the part is not packed here" : "the part is stored here already";
 }
@@ -426,11 +427,12 @@ void Worker::CutPart(Update* update, PartSeq part, const Output& out) {
 }
 
 // Ends the parts that wait for a collective of the closed epoch. A root's part that is still being
-// packed ends after that, and a part that is on the wire with its WireDone.
+// packed ends when it is packed, and a part that is on the wire ends with its WireDone.
 void Worker::CutParts(Update* update, EpochId closed, const Output& out) {
   std::vector<PartSeq> waiting;
   for (const auto& [seq, part] : update->parts) {
     if (!part.header.wired || part.header.epoch != closed || Running(part)) continue;
+    // A root has packed the part and waits to send it; another node waits to receive it.
     if (part.transferred == part.header.is_root) waiting.push_back(seq);
   }
   for (const PartSeq seq : waiting) CutPart(update, seq, out);
@@ -580,7 +582,7 @@ void Worker::VerifyIfWritten(Update* update, const Output& out) {
   const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
   VerifyDone verified;
   verified.update = command.update;
-  // After a run that was cut, more is stored before anything counts as whole.
+  // After a run that was cut, more must be stored before the destinations count as whole.
   const bool cut = update->job.has_value() && update->job->result.wire_failed;
   if (update->abandoned || cut) {
     verified.status = absl::CancelledError(cut ? "the data plane failed before all was stored"

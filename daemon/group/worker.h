@@ -49,7 +49,7 @@ struct Job {
   bool reported = false;                      // PeerProgramBuilt was sent
   std::shared_ptr<const BoundProgram> bound;  // null: not built
   bool comparing = false;
-  ReplicaPart part;  // the share of the replicas that is, or was, compared
+  ReplicaFraction part;  // the share of the replicas that is, or was, compared
   std::optional<PeerRun> run;
   bool issued = false;
   bool local_begun = false;
@@ -73,8 +73,8 @@ struct Job {
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
-// Tells whoever builds a program that its result is not wanted any more, when it is destroyed or
-// replaced. The builder may be on another thread.
+// When this object is destroyed or replaced, it tells the builder of a program, which may be on
+// another thread, that its result is not wanted any more.
 class BuildCancel {
  public:
   BuildCancel() = default;
@@ -82,7 +82,7 @@ class BuildCancel {
   BuildCancel(const BuildCancel&) = delete;
   BuildCancel& operator=(const BuildCancel&) = delete;
 
-  // Cancels the build before.
+  // Cancels the previous build. Returns the flag of the next one.
   std::shared_ptr<const std::atomic<bool>> Next() {
     Cancel();
     cancelled_ = std::make_shared<std::atomic<bool>>(false);
@@ -96,7 +96,7 @@ class BuildCancel {
   std::shared_ptr<std::atomic<bool>> cancelled_;
 };
 // The last program and what it was compiled to, kept for later updates that run the same program.
-struct Program {
+struct KeptProgram {
   ProgramId id;
   uint32_t node = 0;
   int64_t chunk_bytes = 0;
@@ -215,18 +215,18 @@ class Worker {
   };
   using Round = worker::Round;
   using Job = worker::Job;
-  using Program = worker::Program;
+  using KeptProgram = worker::KeptProgram;
   struct Update {
     UpdateId id;
     UpdateId local;
-    // The ids before, of runs of the program that ended without a node that was lost.
+    // Earlier ids, of runs after which the program was begun anew because a node was lost.
     std::vector<UpdateId> earlier_locals;
     Version version;
     Verification verification = Verification::kOff;
     TimePoint deadline;
     std::vector<MemberId> destinations;
     std::shared_ptr<const DestinationIndex> index;
-    std::map<PartSeq, Part> parts;  // those without a report yet
+    std::map<PartSeq, Part> parts;  // the parts that were not reported yet
     std::map<PartSeq, Handout> handouts;
     std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
     // Parts that this daemon has not stored because the wire failed. If the update goes on, they
@@ -298,10 +298,10 @@ class Worker {
   std::string_view epoch_state_;
   int epoch_rank_ = 0;
   int epoch_size_ = 0;
-  std::optional<UpdateId> wire_update_;  // whose lock was asked for, if any
+  std::optional<UpdateId> wire_update_;  // the update for which the lock was asked, if any
   bool wire_held_ = false;
   bool giving_back_ = false;
-  std::optional<Program> program_;
+  std::optional<KeptProgram> program_;
   uint64_t next_build_ = 1;
   // The index of the last prepared update, kept while the layouts stay the same.
   std::vector<std::shared_ptr<const Layout>> index_layouts_;

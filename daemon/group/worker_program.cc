@@ -25,10 +25,10 @@ bool SameRanks(const std::vector<LocalMember>& known, const std::vector<PlanMemb
                     [](const LocalMember& a, const PlanMember& b) { return a.rank == b.rank; });
 }
 
-// Digests of the streams that the program sends to, and receives from, each node over the wire,
-// whatever nodes it passes: so a chain's nodes each agree with the source, not with their
-// neighbours only. `out(stream)` and `in(stream)` give the hash of a stream; nullopt: it counts for
-// nothing.
+// Digests of the streams that the program sends to, and receives from, each node over the wire.
+// Streams count for their source and their receiver, whatever nodes they pass, so that each node of
+// a chain agrees with the source and not only with its neighbours. `out(stream)` and `in(stream)`
+// give the hash of a stream; nullopt: it counts for nothing.
 template <typename Out, typename In>
 std::vector<PeerStream> StreamsOf(const NodeProgram& program, const Out& out, const In& in) {
   std::map<uint32_t, PeerStream> streams;
@@ -94,7 +94,8 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   std::shared_ptr<const BoundProgram> bound = program_->bound;
   const absl::Status status = Bind(*update, bound->program, &bound);
   if (status.code() == absl::StatusCode::kFailedPrecondition) {
-    // The pieces may be in another order, say: the same plan is planned for this node once more.
+    // The pieces may be in another order, for example. So this node's part of the same plan is
+    // compiled once more.
     return Build(*update, out);
   }
   if (status.ok()) job.bound = program_->bound = bound;
@@ -246,6 +247,8 @@ void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
 void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   Update* update = Find(command.update);
   const bool ran = update != nullptr && update->job.has_value() && update->job->run.has_value();
+  // The command of an attempt that began already, or that comes before this attempt has ended,
+  // changes nothing.
   if (ran && (command.attempt <= update->job->run->attempt || !update->job->done)) return;
   if (update == nullptr || !update->job.has_value() || update->job->bound == nullptr) {
     PeerRunDone done;
@@ -269,7 +272,7 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   AdvanceRun(update, now, out);
 }
 
-// P1: a run that goes on from a round after one that this node lacks would leave a gap.
+// P1: a run that went on after a round that this node lacks would leave a gap.
 absl::Status Worker::CheckResume(const Job& job, const PeerRun& command) {
   if (!command.resume.has_value()) return absl::OkStatus();
   const int64_t lacks = job.run.has_value() ? job.bound->program->FirstLacking(job.course) : 0;
@@ -346,7 +349,8 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
       ++job.first_round;
     }
     BeginRounds(update, out);
-    // Rounds go on the wire after the parts that were issued before (P7).
+    // Rounds go on the wire after the parts that were issued before (P7). A round in which no node
+    // is left to exchange bytes with ends at once, so the loop may have to look again.
     for (auto& [number, round] : job.rounds) {
       if (job.stopped || !job.issued || !update->to_wire.empty() || !round.packed) break;
       if (!round.out) StartRoundOnWire(update, number, now, out);
@@ -368,6 +372,7 @@ void Worker::BeginRounds(Update* update, const Output& out) {
     const bool sends = std::any_of(legs.begin(), legs.end(),
                                    [](const ExchangeLeg& leg) { return leg.bytes_out > 0; });
     if (!sends) {
+      // There is nothing to pack.
       round.packed = true;
       continue;
     }
@@ -417,7 +422,8 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
   start.bound = job.bound;
   start.verification = update->verification;
   start.part = job.part;
-  // Also before the run: its local moves are bound while replicas are compared.
+  // The destinations to skip are needed before the run, too: its local moves are bound while
+  // replicas are compared.
   start.skip_destination = Skip(*update, job.run.has_value() ? job.run->skip : std::vector<bool>());
   if (job.run.has_value()) {
     if (!job.run->slots.empty()) {
@@ -463,6 +469,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
       if (round == job.rounds.end()) return;
       round->second.packing = false;
       round->second.packed = true;
+      // The sums have the digests of a round that was packed before already.
       if (done.round >= job.packed_before) Add(done.sections, program.outgoing, &job.sent);
       break;
     case MoveStep::kUnpack:
@@ -510,8 +517,8 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
   return false;
 }
 
-// The wire counts from when the epoch was opened, since when parts may have been pushed over it. So
-// the first round of a run only says from where to count.
+// The wire's counts begin when the epoch is opened, and parts may have been pushed over it since.
+// So the first round of a run only says from where to count.
 void Worker::CountLinks(const WireDone& done, Job* job) {
   const std::vector<WireUse> before = std::exchange(job->uses, done.uses);
   if (before.size() != done.uses.size()) return;
@@ -578,7 +585,7 @@ void Worker::NoteHeld(Job* job) {
   job->bound->program->Hold(job->first_round, &job->course);
   job->packed_before =
       std::max(job->packed_before, job->first_round + static_cast<int64_t>(job->rounds.size()));
-  // The digests of such a round were counted, and it would be stored once more.
+  // A round that was unpacked out of order had its digests counted, and would be stored once more.
   job->broken |= std::any_of(job->rounds.begin(), job->rounds.end(),
                              [](const auto& r) { return r.second.unpacked; });
 }

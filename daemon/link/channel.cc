@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 1000;
-// Set only because gRPC sets TCP_USER_TIMEOUT if keepalive is on. A server takes pings that come
-// more often than every 5 minutes for an attack.
+// Keepalive is on only because gRPC then sets TCP_USER_TIMEOUT as well. The interval is long
+// because a server takes pings that come more often than every 5 minutes for an attack.
 constexpr int kKeepaliveMs = 600'000;
 
 }  // namespace
@@ -35,7 +35,7 @@ std::shared_ptr<grpc::Channel> MakePeerChannel(
   return grpc::CreateCustomChannel("dns:///" + address, credentials, arguments);
 }
 
-// The channel that is kept never connects.
+// Keeps a channel, which never connects, for as long as the process lives.
 void KeepCallbackThreads() {
   struct LameCall : grpc::ClientBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
     void OnDone(const grpc::Status& /*status*/) noexcept override {}

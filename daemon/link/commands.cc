@@ -28,7 +28,7 @@ using peer::kEnvelopeBytes;
 using peer::MemberOf;
 using peer::MembersOf;
 using peer::MillisOf;
-using peer::MillisToWire;
+using peer::MillisToProto;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
@@ -39,7 +39,7 @@ using peer::SetStatus;
 using peer::SetStatusOf;
 using peer::SlotOf;
 using peer::TextOf;
-using peer::TextToWire;
+using peer::TextToProto;
 using peer::VerificationOf;
 using peer::VersionOf;
 
@@ -47,81 +47,81 @@ constexpr int64_t kNoVersion = -1;  // in PeerReadiness.versions
 
 // ---- commands: to the wire ----
 
-void Put(const PeerWelcome& v, v1::PeerAnswer* wire) {
-  v1::PeerWelcome* out = wire->mutable_welcome();
+void Put(const PeerWelcome& v, v1::PeerAnswer* message) {
+  v1::PeerWelcome* out = message->mutable_welcome();
   out->set_member(v.member.value());
   if (v.group_version.has_value()) out->set_group_version(v.group_version->value());
   out->set_trainer_ranks(v.trainer_ranks);
 }
 
-void Put(const RefuseMember& v, v1::PeerAnswer* wire) {
-  wire->mutable_refuse()->set_member(v.member.value());
-  SetStatus(v.status, wire->mutable_refuse()->mutable_status());
+void Put(const RefuseMember& v, v1::PeerAnswer* message) {
+  message->mutable_refuse()->set_member(v.member.value());
+  SetStatus(v.status, message->mutable_refuse()->mutable_status());
 }
 
 void PutPayload(const EmptyReply&, v1::PeerReply*) {}
 
-void PutPayload(const BeginReply& r, v1::PeerReply* wire) {
-  v1::PeerBegun* out = wire->mutable_begun();
+void PutPayload(const BeginReply& r, v1::PeerReply* message) {
+  v1::PeerBegun* out = message->mutable_begun();
   out->set_update(r.update.value());
-  out->set_remaining_ms(MillisToWire(r.remaining));
+  out->set_remaining_ms(MillisToProto(r.remaining));
   out->set_instances(r.instances);
   out->set_leasable_slots(r.leasable_slots);
 }
 
-void PutPayload(const LeaseSlotReply& r, v1::PeerReply* wire) {
-  v1::PeerSlotLeased* out = wire->mutable_leased();
+void PutPayload(const LeaseSlotReply& r, v1::PeerReply* message) {
+  v1::PeerSlotLeased* out = message->mutable_leased();
   SetSlot(r.grant, out->mutable_slot());
-  out->set_expires_ms(MillisToWire(r.expires));
+  out->set_expires_ms(MillisToProto(r.expires));
   out->set_slot_bytes(r.slot_bytes);
 }
 
-void PutPayload(const BucketReply& r, v1::PeerReply* wire) {
-  wire->mutable_taken()->set_group_seq(r.group_seq);
-  wire->mutable_taken()->set_bytes(r.bytes);
+void PutPayload(const BucketReply& r, v1::PeerReply* message) {
+  message->mutable_taken()->set_group_seq(r.group_seq);
+  message->mutable_taken()->set_bytes(r.bytes);
 }
 
-void PutPayload(const CommitReply& r, v1::PeerReply* wire) {
-  v1::PeerCommitDone* out = wire->mutable_done();
+void PutPayload(const CommitReply& r, v1::PeerReply* message) {
+  v1::PeerCommitDone* out = message->mutable_done();
   out->set_version(r.version.value());
   for (const InstanceOutcome& outcome : r.instances) {
     v1::InstanceResult* result = out->add_instances();
     result->set_instance(outcome.instance);
     result->set_committed(outcome.committed);
-    result->set_reason(TextToWire(outcome.reason));
+    result->set_reason(TextToProto(outcome.reason));
   }
   out->set_bytes(r.bytes);
   out->set_elapsed_us(
       std::chrono::ceil<std::chrono::microseconds>(std::max(r.elapsed, Duration(0))).count());
   for (const BroadcastTotals& totals : r.pushed) {
-    *out->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+    *out->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
   }
   out->set_left_out_tensors(r.left_out_tensors);
   out->set_left_out_bytes(r.left_out_bytes);
 }
 
-void Put(const Reply& v, v1::PeerAnswer* wire) {
-  v1::PeerReply* out = wire->mutable_reply();
+void Put(const Reply& v, v1::PeerAnswer* message) {
+  v1::PeerReply* out = message->mutable_reply();
   out->set_call(v.call.value());
   SetStatusOf(v.status, out);
   if (v.status.ok()) std::visit([&](const auto& payload) { PutPayload(payload, out); }, v.payload);
 }
 
-void Put(const PeerPrepare& v, v1::PeerAnswer* wire) {
-  v1::PeerPrepare* out = wire->mutable_prepare();
+void Put(const PeerPrepare& v, v1::PeerAnswer* message) {
+  v1::PeerPrepare* out = message->mutable_prepare();
   out->set_update(v.update.value());
   out->set_version(v.version.value());
-  out->set_remaining_ms(MillisToWire(v.remaining));
+  out->set_remaining_ms(MillisToProto(v.remaining));
   out->set_tensor_count(v.tensor_count);
-  out->set_verification(ToWire(v.verification));
+  out->set_verification(ToProto(v.verification));
   SetIds(v.engines, out->mutable_engines());
   SetIds(v.destinations, out->mutable_destinations());
   out->mutable_layout_digests()->Add(v.layout_digests.begin(), v.layout_digests.end());
   out->set_trainer_ranks(v.trainer_ranks);
 }
 
-void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
-  v1::PeerHeader* out = wire->mutable_header();
+void Put(const PeerHeader& v, v1::PeerAnswer* message) {
+  v1::PeerHeader* out = message->mutable_header();
   const BucketHeader& header = v.header;
   out->set_update(header.update.value());
   out->set_version(header.version.value());
@@ -130,7 +130,7 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->set_root(header.root.value());
   SetBucket(*header.content, header.slot, out);
   out->set_leased(header.leased);
-  out->set_verification(ToWire(header.verification));
+  out->set_verification(ToProto(header.verification));
   out->set_digest(v.digest);
   out->set_is_root(v.is_root);
   out->set_wired(v.wired);
@@ -143,36 +143,36 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->mutable_bucket_ranges()->Add(v.bucket_ranges.begin(), v.bucket_ranges.end());
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
   SetIds(v.staged, out->mutable_staged());
-  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
+  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToProto(v.broadcast));
   out->set_again(v.again);
 }
 
-void Put(const PeerIssue& v, v1::PeerAnswer* wire) {
-  wire->mutable_issue()->set_update(v.update.value());
-  wire->mutable_issue()->set_part(v.part.value());
+void Put(const PeerIssue& v, v1::PeerAnswer* message) {
+  message->mutable_issue()->set_update(v.update.value());
+  message->mutable_issue()->set_part(v.part.value());
 }
 
-void Put(const PeerSendPart& v, v1::PeerAnswer* wire) {
-  v1::PeerSendPart* out = wire->mutable_send_part();
+void Put(const PeerSendPart& v, v1::PeerAnswer* message) {
+  v1::PeerSendPart* out = message->mutable_send_part();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_part(v.part.value());
 }
 
-void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
-  wire->mutable_verify()->set_update(v.update.value());
-  wire->mutable_verify()->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+void Put(const PeerVerify& v, v1::PeerAnswer* message) {
+  message->mutable_verify()->set_update(v.update.value());
+  message->mutable_verify()->mutable_skip()->Add(v.skip.begin(), v.skip.end());
 }
 
-void Put(const PeerCompare& v, v1::PeerAnswer* wire) {
-  wire->mutable_compare()->set_update(v.update.value());
+void Put(const PeerCompare& v, v1::PeerAnswer* message) {
+  message->mutable_compare()->set_update(v.update.value());
   if (v.part.parts == 1) return;
-  wire->mutable_compare()->set_part(v.part.part);
-  wire->mutable_compare()->set_parts(v.part.parts);
+  message->mutable_compare()->set_part(v.part.part);
+  message->mutable_compare()->set_parts(v.part.parts);
 }
 
-void Put(const PeerRun& v, v1::PeerAnswer* wire) {
-  v1::PeerRun* out = wire->mutable_run();
+void Put(const PeerRun& v, v1::PeerAnswer* message) {
+  v1::PeerRun* out = message->mutable_run();
   out->set_update(v.update.value());
   out->set_part(v.part.value());
   out->set_wired(v.wired);
@@ -185,52 +185,54 @@ void Put(const PeerRun& v, v1::PeerAnswer* wire) {
   if (v.resume.has_value()) out->set_resume(*v.resume);
 }
 
-void Put(const PeerAbandon& v, v1::PeerAnswer* wire) {
-  wire->mutable_abandon()->set_update(v.update.value());
+void Put(const PeerAbandon& v, v1::PeerAnswer* message) {
+  message->mutable_abandon()->set_update(v.update.value());
 }
 
-void Put(const PeerUpdateEnded& v, v1::PeerAnswer* wire) {
-  v1::PeerUpdateEnded* out = wire->mutable_update_ended();
+void Put(const PeerUpdateEnded& v, v1::PeerAnswer* message) {
+  v1::PeerUpdateEnded* out = message->mutable_update_ended();
   out->set_update(v.update.value());
   out->set_version(v.version.value());
   out->set_outcome(static_cast<v1::UpdateOutcome>(v.outcome));
-  out->set_reason(TextToWire(v.reason));
+  out->set_reason(TextToProto(v.reason));
   out->set_fill(v.fill);
 }
 
-void Put(const OpenEpoch& v, v1::PeerAnswer* wire) {
-  v1::PeerEpochOpen* out = wire->mutable_epoch_open();
+void Put(const OpenEpoch& v, v1::PeerAnswer* message) {
+  v1::PeerEpochOpen* out = message->mutable_epoch_open();
   out->set_epoch(v.epoch.value());
   out->set_rank(v.rank);
   out->set_size(v.size);
 }
 
-void Put(const PeerEpochConnect& v, v1::PeerAnswer* wire) {
-  v1::PeerEpochConnect* out = wire->mutable_epoch_connect();
+void Put(const PeerEpochConnect& v, v1::PeerAnswer* message) {
+  v1::PeerEpochConnect* out = message->mutable_epoch_connect();
   out->set_epoch(v.epoch.value());
   if (v.addresses != nullptr) {
     for (const std::string& address : *v.addresses) out->add_addresses(address);
   }
-  out->set_timeout_ms(MillisToWire(v.timeout));
+  out->set_timeout_ms(MillisToProto(v.timeout));
   if (v.coordinator_rank.has_value()) out->set_coordinator_rank(*v.coordinator_rank);
 }
 
-void Put(const CloseEpoch& v, v1::PeerAnswer* wire) {
-  wire->mutable_epoch_close()->set_epoch(v.epoch.value());
+void Put(const CloseEpoch& v, v1::PeerAnswer* message) {
+  message->mutable_epoch_close()->set_epoch(v.epoch.value());
 }
 
-void Put(const PeerWireLock& v, v1::PeerAnswer* wire) {
-  wire->mutable_wire_lock()->set_update(v.update.value());
+void Put(const PeerWireLock& v, v1::PeerAnswer* message) {
+  message->mutable_wire_lock()->set_update(v.update.value());
 }
 
-void Put(const PeerWireUnlock& v, v1::PeerAnswer* wire) {
-  wire->mutable_wire_unlock()->set_update(v.update.value());
+void Put(const PeerWireUnlock& v, v1::PeerAnswer* message) {
+  message->mutable_wire_unlock()->set_update(v.update.value());
 }
 
-void Put(const PeerPing& v, v1::PeerAnswer* wire) { wire->mutable_ping()->set_number(v.number); }
+void Put(const PeerPing& v, v1::PeerAnswer* message) {
+  message->mutable_ping()->set_number(v.number);
+}
 
-void Put(const PeerReadiness& v, v1::PeerAnswer* wire) {
-  v1::PeerReadiness* out = wire->mutable_readiness();
+void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
+  v1::PeerReadiness* out = message->mutable_readiness();
   out->set_anew(v.anew);
   if (v.version.has_value()) out->set_version(v.version->value());
   for (const InstanceStanding& standing : v.instances) {
@@ -242,364 +244,369 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* wire) {
   }
 }
 
-void Put(const PeerIncarnation& v, v1::PeerAnswer* wire) {
-  wire->mutable_new_incarnation()->set_incarnation(v.incarnation);
+void Put(const PeerIncarnation& v, v1::PeerAnswer* message) {
+  message->mutable_new_incarnation()->set_incarnation(v.incarnation);
 }
 
 // ---- commands: from the wire ----
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& message, const PeerBounds&) {
   PeerWelcome out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "welcome.member"));
-  if (wire.has_group_version()) {
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "welcome.member"));
+  if (message.has_group_version()) {
     REFITD_ASSIGN_OR_RETURN(out.group_version,
-                            VersionOf(wire.group_version(), "welcome.group_version"));
+                            VersionOf(message.group_version(), "welcome.group_version"));
   }
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
-  out.trainer_ranks = wire.trainer_ranks();
+      InRange(message.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
+  out.trainer_ranks = message.trainer_ranks();
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRefuse& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRefuse& message, const PeerBounds&) {
   RefuseMember out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "refuse.member"));
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "refuse.status", &out.status));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "refuse.member"));
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "refuse.status", &out.status));
   if (out.status.ok()) return Invalid("refuse.status.code is 0, which refuses nothing");
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBegun& wire) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBegun& message) {
   BeginReply out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(wire.remaining_ms(), "reply.begun.remaining_ms"));
-  REFITD_RETURN_IF_ERROR(InRange(wire.instances(), 0, kMaxEngineRanks, "reply.begun.instances"));
-  out.instances = wire.instances();
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.remaining,
+                          MillisOf(message.remaining_ms(), "reply.begun.remaining_ms"));
+  REFITD_RETURN_IF_ERROR(InRange(message.instances(), 0, kMaxEngineRanks, "reply.begun.instances"));
+  out.instances = message.instances();
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.leasable_slots(), 0, kMaxSlots, "reply.begun.leasable_slots"));
-  out.leasable_slots = wire.leasable_slots();
+      InRange(message.leasable_slots(), 0, kMaxSlots, "reply.begun.leasable_slots"));
+  out.leasable_slots = message.leasable_slots();
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerSlotLeased& wire, const PeerBounds& bounds) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerSlotLeased& message,
+                                       const PeerBounds& bounds) {
   LeaseSlotReply out;
-  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(wire.slot(), bounds, "reply.leased.slot"));
-  REFITD_ASSIGN_OR_RETURN(out.expires, MillisOf(wire.expires_ms(), "reply.leased.expires_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(message.slot(), bounds, "reply.leased.slot"));
+  REFITD_ASSIGN_OR_RETURN(out.expires, MillisOf(message.expires_ms(), "reply.leased.expires_ms"));
   // The joined daemon's own slots have the spec's size, so the coordinator may not claim a larger
   // one.
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.slot_bytes(), 1, bounds.slot_bytes, "reply.leased.slot_bytes"));
-  out.slot_bytes = wire.slot_bytes();
+      InRange(message.slot_bytes(), 1, bounds.slot_bytes, "reply.leased.slot_bytes"));
+  out.slot_bytes = message.slot_bytes();
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& wire) {
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.group_seq(), "reply.taken.group_seq"));
-  REFITD_RETURN_IF_ERROR(InRange(wire.bytes(), 0, kMaxBucketBytes, "reply.taken.bytes"));
-  return BucketReply{wire.group_seq(), wire.bytes()};
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& message) {
+  REFITD_RETURN_IF_ERROR(NotNegative(message.group_seq(), "reply.taken.group_seq"));
+  REFITD_RETURN_IF_ERROR(InRange(message.bytes(), 0, kMaxBucketBytes, "reply.taken.bytes"));
+  return BucketReply{message.group_seq(), message.bytes()};
 }
 
-// The limit for the totals in one answer, which has one for each method: this version has fewer
-// methods, and so will the next.
+// The limit for the number of totals in one answer, which has one total for each method. This
+// version has fewer methods, and so will the next version.
 constexpr int kMaxBroadcastTotals = 64;
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
   CommitReply out;
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "reply.done.version"));
-  REFITD_RETURN_IF_ERROR(AtMost(wire.instances_size(), kMaxEngineRanks, "reply.done.instances"));
-  for (int i = 0; i < wire.instances_size(); ++i) {
-    const v1::InstanceResult& result = wire.instances(i);
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "reply.done.version"));
+  REFITD_RETURN_IF_ERROR(AtMost(message.instances_size(), kMaxEngineRanks, "reply.done.instances"));
+  for (int i = 0; i < message.instances_size(); ++i) {
+    const v1::InstanceResult& result = message.instances(i);
     const std::string field = fmt::format("reply.done.instances[{}]", i);
     REFITD_RETURN_IF_ERROR(CheckName(result.instance(), field + ".instance"));
     REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(result.reason(), field + ".reason"));
     out.instances.push_back({result.instance(), result.committed(), std::move(reason)});
   }
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.bytes(), "reply.done.bytes"));
-  out.bytes = wire.bytes();
+  REFITD_RETURN_IF_ERROR(NotNegative(message.bytes(), "reply.done.bytes"));
+  out.bytes = message.bytes();
   constexpr int64_t kMaxMicros =
       std::chrono::duration_cast<std::chrono::microseconds>(kMaxPeerDuration).count();
-  REFITD_RETURN_IF_ERROR(InRange(wire.elapsed_us(), 0, kMaxMicros, "reply.done.elapsed_us"));
-  out.elapsed = std::chrono::microseconds(wire.elapsed_us());
-  REFITD_RETURN_IF_ERROR(AtMost(wire.pushed_size(), kMaxBroadcastTotals, "reply.done.pushed"));
-  for (const v1::BroadcastTotals& totals : wire.pushed()) {
+  REFITD_RETURN_IF_ERROR(InRange(message.elapsed_us(), 0, kMaxMicros, "reply.done.elapsed_us"));
+  out.elapsed = std::chrono::microseconds(message.elapsed_us());
+  REFITD_RETURN_IF_ERROR(AtMost(message.pushed_size(), kMaxBroadcastTotals, "reply.done.pushed"));
+  for (const v1::BroadcastTotals& totals : message.pushed()) {
     REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));
     REFITD_RETURN_IF_ERROR(NotNegative(totals.buckets(), "reply.done.pushed.buckets"));
     // A daemon of the next version may know more methods. That is no reason to refuse a commit.
-    const absl::StatusOr<BroadcastMethod> method = BroadcastFromWire(totals.method());
+    const absl::StatusOr<BroadcastMethod> method = BroadcastFromProto(totals.method());
     if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_tensors(), "reply.done.left_out_tensors"));
-  out.left_out_tensors = wire.left_out_tensors();
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_bytes(), "reply.done.left_out_bytes"));
-  out.left_out_bytes = wire.left_out_bytes();
+  REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_tensors(), "reply.done.left_out_tensors"));
+  out.left_out_tensors = message.left_out_tensors();
+  REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_bytes(), "reply.done.left_out_bytes"));
+  out.left_out_bytes = message.left_out_bytes();
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerReply& wire, const PeerBounds& bounds) {
-  switch (wire.payload_case()) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerReply& message, const PeerBounds& bounds) {
+  switch (message.payload_case()) {
     case v1::PeerReply::kBegun:
-      return PayloadOf(wire.begun());
+      return PayloadOf(message.begun());
     case v1::PeerReply::kLeased:
-      return PayloadOf(wire.leased(), bounds);
+      return PayloadOf(message.leased(), bounds);
     case v1::PeerReply::kTaken:
-      return PayloadOf(wire.taken());
+      return PayloadOf(message.taken());
     case v1::PeerReply::kDone:
-      return PayloadOf(wire.done());
+      return PayloadOf(message.done());
     case v1::PeerReply::PAYLOAD_NOT_SET:
       break;
   }
   return EmptyReply{};
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReply& wire, const PeerBounds& bounds) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReply& message, const PeerBounds& bounds) {
   Reply out;
-  REFITD_ASSIGN_OR_RETURN(out.call, CallOf(wire.call(), "reply.call"));
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "reply.status", &out.status));
-  if (!out.status.ok() && wire.payload_case() != v1::PeerReply::PAYLOAD_NOT_SET) {
-    return Invalid("reply.payload is there where reply.status.code is {}", wire.status().code());
+  REFITD_ASSIGN_OR_RETURN(out.call, CallOf(message.call(), "reply.call"));
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "reply.status", &out.status));
+  if (!out.status.ok() && message.payload_case() != v1::PeerReply::PAYLOAD_NOT_SET) {
+    return Invalid("reply.payload is there where reply.status.code is {}", message.status().code());
   }
-  REFITD_ASSIGN_OR_RETURN(out.payload, PayloadOf(wire, bounds));
+  REFITD_ASSIGN_OR_RETURN(out.payload, PayloadOf(message, bounds));
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& message, const PeerBounds&) {
   PeerPrepare out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "prepare.version"));
-  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(wire.remaining_ms(), "prepare.remaining_ms"));
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.tensor_count(), "prepare.tensor_count"));
-  out.tensor_count = wire.tensor_count();
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "prepare.version"));
+  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(message.remaining_ms(), "prepare.remaining_ms"));
+  REFITD_RETURN_IF_ERROR(NotNegative(message.tensor_count(), "prepare.tensor_count"));
+  out.tensor_count = message.tensor_count();
   REFITD_ASSIGN_OR_RETURN(out.verification,
-                          VerificationOf(wire.verification(), "prepare.verification"));
-  REFITD_ASSIGN_OR_RETURN(out.engines, MembersOf(wire.engines(), "prepare.engines"));
-  REFITD_ASSIGN_OR_RETURN(out.destinations, MembersOf(wire.destinations(), "prepare.destinations"));
-  if (wire.layout_digests_size() != wire.destinations_size()) {
+                          VerificationOf(message.verification(), "prepare.verification"));
+  REFITD_ASSIGN_OR_RETURN(out.engines, MembersOf(message.engines(), "prepare.engines"));
+  REFITD_ASSIGN_OR_RETURN(out.destinations,
+                          MembersOf(message.destinations(), "prepare.destinations"));
+  if (message.layout_digests_size() != message.destinations_size()) {
     return Invalid("prepare.layout_digests has {} entries where destinations has {}",
-                   wire.layout_digests_size(), wire.destinations_size());
+                   message.layout_digests_size(), message.destinations_size());
   }
-  out.layout_digests.assign(wire.layout_digests().begin(), wire.layout_digests().end());
+  out.layout_digests.assign(message.layout_digests().begin(), message.layout_digests().end());
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
-  out.trainer_ranks = wire.trainer_ranks();
+      InRange(message.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
+  out.trainer_ranks = message.trainer_ranks();
   return out;
 }
 
-absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& wire, const PeerBounds& bounds) {
+absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& message, const PeerBounds& bounds) {
   BucketHeader out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "header.version"));
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "header.part"));
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.group_seq(), "header.group_seq"));
-  out.group_seq = wire.group_seq();
-  out.root = NodeId(wire.root());
-  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds, "header.slot"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "header.version"));
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "header.part"));
+  REFITD_RETURN_IF_ERROR(NotNegative(message.group_seq(), "header.group_seq"));
+  out.group_seq = message.group_seq();
+  out.root = NodeId(message.root());
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(message, bounds, "header.slot"));
   out.slot = bucket.slot;
   PartContent content = WholeBucket(std::make_shared<const CheckedBucket>(std::move(bucket)));
-  if (wire.bytes() != content.bytes) {
-    return Invalid("header.bytes is {} where the content has {}", wire.bytes(), content.bytes);
+  if (message.bytes() != content.bytes) {
+    return Invalid("header.bytes is {} where the content has {}", message.bytes(), content.bytes);
   }
   out.content = std::make_shared<const PartContent>(std::move(content));
-  out.leased = wire.leased();
+  out.leased = message.leased();
   REFITD_ASSIGN_OR_RETURN(out.verification,
-                          VerificationOf(wire.verification(), "header.verification"));
+                          VerificationOf(message.verification(), "header.verification"));
   return out;
 }
 
-// A header that uses a slot must name one.
-absl::Status CheckSlotUse(const v1::PeerHeader& wire) {
+// A header that uses a slot must name the slot.
+absl::Status CheckSlotUse(const v1::PeerHeader& message) {
   const auto check = [&](bool used, std::string_view field) {
-    if (!used || wire.has_slot()) return absl::OkStatus();
+    if (!used || message.has_slot()) return absl::OkStatus();
     return Invalid("header.{} is true where there is no slot", field);
   };
-  REFITD_RETURN_IF_ERROR(check(wire.leased(), "leased"));
-  REFITD_RETURN_IF_ERROR(check(wire.fill_slot(), "fill_slot"));
-  REFITD_RETURN_IF_ERROR(check(wire.wired(), "wired"));
-  if (wire.staged_size() == 0 || wire.has_slot()) return absl::OkStatus();
-  return Invalid("header.staged has {} entries where there is no slot", wire.staged_size());
+  REFITD_RETURN_IF_ERROR(check(message.leased(), "leased"));
+  REFITD_RETURN_IF_ERROR(check(message.fill_slot(), "fill_slot"));
+  REFITD_RETURN_IF_ERROR(check(message.wired(), "wired"));
+  if (message.staged_size() == 0 || message.has_slot()) return absl::OkStatus();
+  return Invalid("header.staged has {} entries where there is no slot", message.staged_size());
 }
 
-absl::Status CheckRanks(const v1::PeerHeader& wire) {
-  const std::unordered_set<uint32_t> ranks(wire.ranks().begin(), wire.ranks().end());
-  if (ranks.size() != static_cast<size_t>(wire.ranks_size())) {
-    return Invalid("header.ranks has {} entries, {} of them different", wire.ranks_size(),
+absl::Status CheckRanks(const v1::PeerHeader& message) {
+  const std::unordered_set<uint32_t> ranks(message.ranks().begin(), message.ranks().end());
+  if (ranks.size() != static_cast<size_t>(message.ranks_size())) {
+    return Invalid("header.ranks has {} entries, {} of them different", message.ranks_size(),
                    ranks.size());
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckRoot(const v1::PeerHeader& wire) {
-  if (wire.is_root()) {
-    REFITD_RETURN_IF_ERROR(CallOf(wire.bucket_call(), "header.bucket_call").status());
-    REFITD_RETURN_IF_ERROR(MemberOf(wire.trainer(), "header.trainer").status());
+absl::Status CheckRoot(const v1::PeerHeader& message) {
+  if (message.is_root()) {
+    REFITD_RETURN_IF_ERROR(CallOf(message.bucket_call(), "header.bucket_call").status());
+    REFITD_RETURN_IF_ERROR(MemberOf(message.trainer(), "header.trainer").status());
   }
-  return SameLength(wire.bucket_ranges_size(),
-                    wire.is_root() ? static_cast<size_t>(wire.content().names_size()) : 0,
-                    wire.is_root() ? "header.bucket_ranges" : "header.bucket_ranges (not root)");
+  return SameLength(message.bucket_ranges_size(),
+                    message.is_root() ? static_cast<size_t>(message.content().names_size()) : 0,
+                    message.is_root() ? "header.bucket_ranges" : "header.bucket_ranges (not root)");
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& wire, const PeerBounds& bounds) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerBounds& bounds) {
   PeerHeader out;
-  REFITD_ASSIGN_OR_RETURN(out.header, HeaderOf(wire, bounds));
-  REFITD_RETURN_IF_ERROR(CheckSlotUse(wire));
-  out.digest = wire.digest();
-  out.is_root = wire.is_root();
-  out.wired = wire.wired();
-  out.fill_slot = wire.fill_slot();
-  out.epoch = EpochId(wire.epoch());
-  out.wire_seq = WireSeq(wire.wire_seq());
-  REFITD_ASSIGN_OR_RETURN(out.ranks, IndicesOf(wire.ranks(), kMaxNodes, kMaxNodes, "header.ranks"));
-  REFITD_RETURN_IF_ERROR(CheckRanks(wire));
-  REFITD_RETURN_IF_ERROR(CheckRoot(wire));
-  out.bucket_call = CallId(wire.bucket_call());
-  out.trainer = MemberId(wire.trainer());
-  REFITD_ASSIGN_OR_RETURN(
-      out.bucket_ranges, IndicesOf(wire.bucket_ranges(), kMaxTensorsPerBucket, kMaxTensorsPerBucket,
-                                   "header.bucket_ranges"));
-  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "header.skip"));
-  REFITD_ASSIGN_OR_RETURN(out.staged, MembersOf(wire.staged(), "header.staged"));
-  if (wire.has_broadcast()) {
-    REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  REFITD_ASSIGN_OR_RETURN(out.header, HeaderOf(message, bounds));
+  REFITD_RETURN_IF_ERROR(CheckSlotUse(message));
+  out.digest = message.digest();
+  out.is_root = message.is_root();
+  out.wired = message.wired();
+  out.fill_slot = message.fill_slot();
+  out.epoch = EpochId(message.epoch());
+  out.wire_seq = WireSeq(message.wire_seq());
+  REFITD_ASSIGN_OR_RETURN(out.ranks,
+                          IndicesOf(message.ranks(), kMaxNodes, kMaxNodes, "header.ranks"));
+  REFITD_RETURN_IF_ERROR(CheckRanks(message));
+  REFITD_RETURN_IF_ERROR(CheckRoot(message));
+  out.bucket_call = CallId(message.bucket_call());
+  out.trainer = MemberId(message.trainer());
+  REFITD_ASSIGN_OR_RETURN(out.bucket_ranges,
+                          IndicesOf(message.bucket_ranges(), kMaxTensorsPerBucket,
+                                    kMaxTensorsPerBucket, "header.bucket_ranges"));
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(message.skip(), "header.skip"));
+  REFITD_ASSIGN_OR_RETURN(out.staged, MembersOf(message.staged(), "header.staged"));
+  if (message.has_broadcast()) {
+    REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromProto(message.broadcast()));
   }
-  if (wire.again() && !wire.wired()) {
+  if (message.again() && !message.wired()) {
     return Invalid("header.again is true where the part is not sent over the data plane");
   }
-  out.again = wire.again();
+  out.again = message.again();
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIssue& wire, const PeerBounds&) {
-  REFITD_ASSIGN_OR_RETURN(const PartSeq part, PartOf(wire.part(), "issue.part"));
-  return PeerIssue{UpdateId(wire.update()), part};
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIssue& message, const PeerBounds&) {
+  REFITD_ASSIGN_OR_RETURN(const PartSeq part, PartOf(message.part(), "issue.part"));
+  return PeerIssue{UpdateId(message.update()), part};
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const PeerBounds&) {
   PeerSendPart out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "send_part.member"));
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "send_part.part"));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "send_part.member"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "send_part.part"));
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const PeerBounds&) {
   PeerCompare v;
-  v.update = UpdateId(wire.update());
-  if (wire.parts() == 0) return v;
-  if (wire.parts() > kMaxReplicaParts || wire.part() >= wire.parts()) {
-    return Invalid("compare: part {} of {} parts, where {} are possible", wire.part(), wire.parts(),
-                   kMaxReplicaParts);
+  v.update = UpdateId(message.update());
+  if (message.parts() == 0) return v;
+  if (message.parts() > kMaxReplicaParts || message.part() >= message.parts()) {
+    return Invalid("compare: part {} of {} parts, where {} are possible", message.part(),
+                   message.parts(), kMaxReplicaParts);
   }
-  v.part = {wire.part(), wire.parts()};
+  v.part = {message.part(), message.parts()};
   return v;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& message, const PeerBounds&) {
   PeerVerify out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "verify.skip"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(message.skip(), "verify.skip"));
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& wire, const PeerBounds& bounds) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& message, const PeerBounds& bounds) {
   constexpr int kMaxProgramSlots = 4;
   PeerRun out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "run.part"));
-  out.wired = wire.wired();
-  out.epoch = EpochId(wire.epoch());
-  out.wire_seq = WireSeq(wire.wire_seq());
-  REFITD_RETURN_IF_ERROR(AtMost(wire.ranks_size(), kMaxNodes, "run.ranks"));
-  for (int i = 0; i < wire.ranks_size(); ++i) {
-    if (wire.ranks(i) != kNoRank && wire.ranks(i) >= kMaxNodes) {
-      return Invalid("run.ranks[{}] is {}, more than {}", i, wire.ranks(i), kMaxNodes - 1);
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "run.part"));
+  out.wired = message.wired();
+  out.epoch = EpochId(message.epoch());
+  out.wire_seq = WireSeq(message.wire_seq());
+  REFITD_RETURN_IF_ERROR(AtMost(message.ranks_size(), kMaxNodes, "run.ranks"));
+  for (int i = 0; i < message.ranks_size(); ++i) {
+    if (message.ranks(i) != kNoRank && message.ranks(i) >= kMaxNodes) {
+      return Invalid("run.ranks[{}] is {}, more than {}", i, message.ranks(i), kMaxNodes - 1);
     }
-    out.ranks.push_back(wire.ranks(i));
+    out.ranks.push_back(message.ranks(i));
   }
-  REFITD_RETURN_IF_ERROR(AtMost(wire.slots_size(), kMaxProgramSlots, "run.slots"));
-  if (wire.slots_size() % 2 != 0 || (out.wired && wire.slots_size() == 0)) {
+  REFITD_RETURN_IF_ERROR(AtMost(message.slots_size(), kMaxProgramSlots, "run.slots"));
+  if (message.slots_size() % 2 != 0 || (out.wired && message.slots_size() == 0)) {
     return Invalid("run.slots has {} entries: to send from and to receive into come in pairs",
-                   wire.slots_size());
+                   message.slots_size());
   }
-  for (int i = 0; i < wire.slots_size(); ++i) {
+  for (int i = 0; i < message.slots_size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(const SlotGrant slot,
-                            SlotOf(wire.slots(i), bounds, fmt::format("run.slots[{}]", i)));
+                            SlotOf(message.slots(i), bounds, fmt::format("run.slots[{}]", i)));
     for (const SlotGrant& other : out.slots) {
       if (other.slot == slot.slot) return Invalid("run.slots[{}] is {} again", i, slot.slot);
     }
     out.slots.push_back(slot);
   }
-  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "run.skip"));
-  out.attempt = wire.attempt();
-  if (wire.has_resume()) {
-    REFITD_RETURN_IF_ERROR(InRange(wire.resume(), 0, kMaxRounds, "run.resume"));
-    out.resume = wire.resume();
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(message.skip(), "run.skip"));
+  out.attempt = message.attempt();
+  if (message.has_resume()) {
+    REFITD_RETURN_IF_ERROR(InRange(message.resume(), 0, kMaxRounds, "run.resume"));
+    out.resume = message.resume();
   }
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& message, const PeerBounds&) {
   PeerUpdateEnded out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "update_ended.version"));
-  REFITD_RETURN_IF_ERROR(InRange(wire.outcome(), v1::UPDATE_OUTCOME_UNKNOWN,
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "update_ended.version"));
+  REFITD_RETURN_IF_ERROR(InRange(message.outcome(), v1::UPDATE_OUTCOME_UNKNOWN,
                                  v1::UPDATE_OUTCOME_ABORTED, "update_ended.outcome"));
-  out.outcome = static_cast<Outcome>(wire.outcome());
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "update_ended.reason"));
-  out.fill = wire.fill();
+  out.outcome = static_cast<Outcome>(message.outcome());
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "update_ended.reason"));
+  out.fill = message.fill();
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochOpen& wire, const PeerBounds&) {
-  REFITD_RETURN_IF_ERROR(InRange(wire.size(), 1, kMaxNodes, "epoch_open.size"));
-  REFITD_RETURN_IF_ERROR(InRange(wire.rank(), 0, wire.size() - 1, "epoch_open.rank"));
-  return OpenEpoch{EpochId(wire.epoch()), wire.rank(), wire.size()};
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochOpen& message, const PeerBounds&) {
+  REFITD_RETURN_IF_ERROR(InRange(message.size(), 1, kMaxNodes, "epoch_open.size"));
+  REFITD_RETURN_IF_ERROR(InRange(message.rank(), 0, message.size() - 1, "epoch_open.rank"));
+  return OpenEpoch{EpochId(message.epoch()), message.rank(), message.size()};
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& message, const PeerBounds&) {
   PeerEpochConnect out;
-  out.epoch = EpochId(wire.epoch());
-  REFITD_RETURN_IF_ERROR(AtMost(wire.addresses_size(), kMaxNodes, "epoch_connect.addresses"));
+  out.epoch = EpochId(message.epoch());
+  REFITD_RETURN_IF_ERROR(AtMost(message.addresses_size(), kMaxNodes, "epoch_connect.addresses"));
   auto addresses = std::make_shared<std::vector<std::string>>();
-  for (int i = 0; i < wire.addresses_size(); ++i) {
+  for (int i = 0; i < message.addresses_size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(
         std::string address,
-        OpaqueOf(wire.addresses(i), fmt::format("epoch_connect.addresses[{}]", i)));
+        OpaqueOf(message.addresses(i), fmt::format("epoch_connect.addresses[{}]", i)));
     addresses->push_back(std::move(address));
   }
   out.addresses = std::move(addresses);
-  REFITD_ASSIGN_OR_RETURN(out.timeout, MillisOf(wire.timeout_ms(), "epoch_connect.timeout_ms"));
-  if (wire.has_coordinator_rank()) {
-    REFITD_RETURN_IF_ERROR(InRange(wire.coordinator_rank(), 0, wire.addresses_size() - 1,
+  REFITD_ASSIGN_OR_RETURN(out.timeout, MillisOf(message.timeout_ms(), "epoch_connect.timeout_ms"));
+  if (message.has_coordinator_rank()) {
+    REFITD_RETURN_IF_ERROR(InRange(message.coordinator_rank(), 0, message.addresses_size() - 1,
                                    "epoch_connect.coordinator_rank"));
-    out.coordinator_rank = wire.coordinator_rank();
+    out.coordinator_rank = message.coordinator_rank();
   }
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIncarnation& wire, const PeerBounds&) {
-  REFITD_RETURN_IF_ERROR(CheckIncarnation(wire.incarnation(), "new_incarnation.incarnation"));
-  return PeerIncarnation{wire.incarnation()};
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIncarnation& message, const PeerBounds&) {
+  REFITD_RETURN_IF_ERROR(CheckIncarnation(message.incarnation(), "new_incarnation.incarnation"));
+  return PeerIncarnation{message.incarnation()};
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& wire, const PeerBounds&) {
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const PeerBounds&) {
   PeerReadiness out;
-  out.anew = wire.anew();
-  if (wire.has_version()) {
-    REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "readiness.version"));
+  out.anew = message.anew();
+  if (message.has_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "readiness.version"));
   }
-  const auto count = static_cast<size_t>(wire.instances_size());
+  const auto count = static_cast<size_t>(message.instances_size());
   REFITD_RETURN_IF_ERROR(
-      AtMost(wire.instances_size(), static_cast<int64_t>(kMaxStandings), "readiness.instances"));
-  REFITD_RETURN_IF_ERROR(SameLength(wire.standings_size(), count, "readiness.standings"));
-  REFITD_RETURN_IF_ERROR(SameLength(wire.versions_size(), count, "readiness.versions"));
-  for (int i = 0; i < wire.instances_size(); ++i) {
-    InstanceStanding standing{.instance = wire.instances(i), .version = std::nullopt};
+      AtMost(message.instances_size(), static_cast<int64_t>(kMaxStandings), "readiness.instances"));
+  REFITD_RETURN_IF_ERROR(SameLength(message.standings_size(), count, "readiness.standings"));
+  REFITD_RETURN_IF_ERROR(SameLength(message.versions_size(), count, "readiness.versions"));
+  for (int i = 0; i < message.instances_size(); ++i) {
+    InstanceStanding standing{.instance = message.instances(i), .version = std::nullopt};
     REFITD_RETURN_IF_ERROR(CheckName(standing.instance, fmt::format("readiness.instances[{}]", i)));
-    REFITD_RETURN_IF_ERROR(
-        InRange(wire.standings(i), 1, kWireStandings, fmt::format("readiness.standings[{}]", i)));
-    standing.standing = static_cast<Standing>(wire.standings(i) - 1);
-    if (wire.versions(i) != kNoVersion) {
+    REFITD_RETURN_IF_ERROR(InRange(message.standings(i), 1, kWireStandings,
+                                   fmt::format("readiness.standings[{}]", i)));
+    standing.standing = static_cast<Standing>(message.standings(i) - 1);
+    if (message.versions(i) != kNoVersion) {
       REFITD_ASSIGN_OR_RETURN(
-          standing.version, VersionOf(wire.versions(i), fmt::format("readiness.versions[{}]", i)));
+          standing.version,
+          VersionOf(message.versions(i), fmt::format("readiness.versions[{}]", i)));
     }
     out.instances.push_back(std::move(standing));
   }
@@ -613,12 +620,12 @@ bool OfUnknownKind(const v1::PeerAnswer& answer) {
          !answer.GetReflection()->GetUnknownFields(answer).empty();
 }
 
-absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
-                                                   int64_t message_bytes) {
+absl::StatusOr<std::vector<v1::PeerAnswer>> ToProto(const PeerCommand& command,
+                                                    int64_t message_bytes) {
   std::vector<v1::PeerAnswer> answers;
   if (const auto* program = std::get_if<PeerProgram>(&command)) {
     answers =
-        ProgramToWire(WithItsPart(*program), std::min(kPeerLayoutChunkBytes, message_bytes / 2));
+        ProgramToProto(WithItsPart(*program), std::min(kPeerLayoutChunkBytes, message_bytes / 2));
   } else {
     answers.resize(1);
     std::visit(
@@ -639,10 +646,10 @@ absl::StatusOr<std::optional<PeerCommand>> CommandDecoder::Decode(const v1::Peer
   if (answer.has_program()) return programs_.Add(answer.program());
   if (!programs_.idle())
     return Invalid("kind: another command where the program's next chunk is to come");
-  return FromWire(answer, bounds_);
+  return FromProto(answer, bounds_);
 }
 
-absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds) {
+absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBounds& bounds) {
   switch (answer.kind_case()) {
     case v1::PeerAnswer::kAccepted:
       return Invalid("kind: accepted was said already");

@@ -17,11 +17,11 @@ namespace refitd {
 
 // Encodes a command: a program as several messages, every other command as one. RESOURCE_EXHAUSTED:
 // a message would be larger than `message_bytes`.
-absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
-                                                   int64_t message_bytes);
+absl::StatusOr<std::vector<v1::PeerAnswer>> ToProto(const PeerCommand& command,
+                                                    int64_t message_bytes);
 
 // Decodes a command that is one whole message. Chunks of a program need a CommandDecoder.
-absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds);
+absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBounds& bounds);
 
 // Whether this build does not know the kind of the answer (see reports.h).
 bool OfUnknownKind(const v1::PeerAnswer& answer);

@@ -31,19 +31,20 @@ absl::Status CheckOrder(const google::protobuf::RepeatedPtrField<std::string>& n
   return absl::OkStatus();
 }
 
-absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
+// Checks and converts the spec that a coordinator has accepted (P10).
+absl::StatusOr<GroupSpec> AcceptedSpec(const v1::GroupSpec& message) {
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.trainer_ranks(), 1, kMaxTrainerRanks, "accepted.spec.trainer_ranks"));
+      InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "accepted.spec.trainer_ranks"));
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.min_instances(), 1, kMaxEngineRanks, "accepted.spec.min_instances"));
+      InRange(message.min_instances(), 1, kMaxEngineRanks, "accepted.spec.min_instances"));
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.slot_bytes(), 1, kMaxTensorBytes, "accepted.spec.slot_bytes"));
-  REFITD_RETURN_IF_ERROR(InRange(wire.slots(), 1, kMaxSlots, "accepted.spec.slots"));
+      InRange(message.slot_bytes(), 1, kMaxTensorBytes, "accepted.spec.slot_bytes"));
+  REFITD_RETURN_IF_ERROR(InRange(message.slots(), 1, kMaxSlots, "accepted.spec.slots"));
   REFITD_RETURN_IF_ERROR(
-      CheckOrder(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
-  REFITD_RETURN_IF_ERROR(CheckOrder(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
-  REFITD_RETURN_IF_ERROR(InRange(wire.max_lag(), 0, kMaxLag, "accepted.spec.max_lag"));
-  return SpecOf(wire);
+      CheckOrder(message.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
+  REFITD_RETURN_IF_ERROR(CheckOrder(message.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
+  REFITD_RETURN_IF_ERROR(InRange(message.max_lag(), 0, kMaxLag, "accepted.spec.max_lag"));
+  return SpecOf(message);
 }
 
 absl::Status CheckMessageBytes(int64_t bytes, std::string_view field) {
@@ -67,18 +68,18 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
   return spec;
 }
 
-v1::GroupSpec SpecToWire(const GroupSpec& spec, bool lists) {
-  v1::GroupSpec wire;
-  wire.set_trainer_ranks(spec.trainer_ranks);
-  wire.set_min_instances(spec.min_instances);
-  wire.set_slot_bytes(spec.slot_bytes);
-  wire.set_slots(spec.slots);
-  wire.set_max_lag(spec.max_lag);
-  wire.set_encrypted_data(spec.encrypted_data);
-  if (!lists) return wire;
-  for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
-  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
-  return wire;
+v1::GroupSpec SpecToProto(const GroupSpec& spec, bool lists) {
+  v1::GroupSpec message;
+  message.set_trainer_ranks(spec.trainer_ranks);
+  message.set_min_instances(spec.min_instances);
+  message.set_slot_bytes(spec.slot_bytes);
+  message.set_slots(spec.slots);
+  message.set_max_lag(spec.max_lag);
+  message.set_encrypted_data(spec.encrypted_data);
+  if (!lists) return message;
+  for (const std::string& name : spec.engine_only_tensors) message.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) message.add_unwanted_tensors(name);
+  return message;
 }
 
 absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
@@ -128,12 +129,12 @@ absl::StatusOr<PeerQuestion> QuestionOf(const v1::PeerProbe& probe) {
                       .boot_id = probe.boot_id()};
 }
 
-v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes) {
+v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes) {
   v1::PeerAnswer answer;
   answer.set_incarnation(up.incarnation);
   v1::PeerAccepted* out = answer.mutable_accepted();
   out->set_incarnation(up.incarnation);
-  *out->mutable_spec() = SpecToWire(up.spec);
+  *out->mutable_spec() = SpecToProto(up.spec);
   if (up.version.has_value()) out->set_group_version(up.version->value());
   out->set_coordinator_id(up.coordinator_id);
   out->set_message_bytes(message_bytes);
@@ -142,7 +143,7 @@ v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes) {
   return answer;
 }
 
-absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer) {
+absl::StatusOr<PeerAcceptance> AcceptedFromProto(const v1::PeerAnswer& answer) {
   if (!answer.has_accepted()) return Invalid("kind: the first answer of Link must be accepted");
   const v1::PeerAccepted& accepted = answer.accepted();
   PeerAcceptance acceptance;
@@ -154,7 +155,7 @@ absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer) {
         answer.sequence(), answer.incarnation(), accepted.incarnation());
   }
   up.incarnation = accepted.incarnation();
-  REFITD_ASSIGN_OR_RETURN(up.spec, SpecFromWire(accepted.spec()));
+  REFITD_ASSIGN_OR_RETURN(up.spec, AcceptedSpec(accepted.spec()));
   if (accepted.has_group_version()) {
     REFITD_ASSIGN_OR_RETURN(up.version,
                             VersionOf(accepted.group_version(), "accepted.group_version"));

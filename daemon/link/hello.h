@@ -22,22 +22,23 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message);
 absl::StatusOr<PeerQuestion> QuestionOf(const v1::PeerProbe& probe);
 
 // `message_bytes`: the largest message that this daemon takes.
-v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes);
+v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes);
 
 struct PeerAcceptance {
   LinkUp up;
   int64_t message_bytes = 0;  // the largest message that the coordinator takes
-  bool newer = false;         // it speaks protocol versions that this build does not know
+  // The coordinator speaks protocol versions that this build does not know.
+  bool newer = false;
 };
 // FAILED_PRECONDITION: the coordinator chose a protocol version that this build does not speak.
-absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);
+absl::StatusOr<PeerAcceptance> AcceptedFromProto(const v1::PeerAnswer& answer);
 
 // ---- a group's spec ----
 
 // The spec that the message has, unchecked. `slots` and `slot_bytes` of 0 are left to the daemon.
 GroupSpec SpecOf(const v1::GroupSpec& message);
 // The message of the spec. Without `lists`, it lacks the lists of tensors, which may be long.
-v1::GroupSpec SpecToWire(const GroupSpec& spec, bool lists = true);
+v1::GroupSpec SpecToProto(const GroupSpec& spec, bool lists = true);
 
 }  // namespace refitd
 

@@ -10,7 +10,7 @@ namespace {
 
 using peer::MemberOf;
 using peer::TextOf;
-using peer::TextToWire;
+using peer::TextToProto;
 using peer::VersionOf;
 
 // Each action has three functions: Write writes it for the member's daemon, ActionOf reads it
@@ -24,10 +24,10 @@ void Write(const SendCommitted& v, v1::PeerAnswer* answer) {
   out->set_version(v.version.value());
 }
 
-absl::StatusOr<MemberAction> ActionOf(const v1::PeerCommitted& wire) {
+absl::StatusOr<MemberAction> ActionOf(const v1::PeerCommitted& message) {
   SendCommitted out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "committed.member"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "committed.version"));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "committed.member"));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "committed.version"));
   return out;
 }
 
@@ -43,16 +43,16 @@ void Write(const SendAborted& v, v1::PeerAnswer* answer) {
   v1::PeerAborted* out = answer->mutable_aborted();
   out->set_member(v.member.value());
   out->set_version(v.version.value());
-  out->set_reason(TextToWire(v.reason));
+  out->set_reason(TextToProto(v.reason));
   out->set_dirty(v.dirty);
 }
 
-absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& wire) {
+absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& message) {
   SendAborted out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "aborted.member"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "aborted.version"));
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
-  out.dirty = wire.dirty();
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "aborted.member"));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "aborted.version"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "aborted.reason"));
+  out.dirty = message.dirty();
   return out;
 }
 
@@ -69,8 +69,8 @@ void Write(const SendDraining& v, v1::PeerAnswer* answer) {
   answer->mutable_draining()->set_member(v.member.value());
 }
 
-absl::StatusOr<MemberAction> ActionOf(const v1::PeerDraining& wire) {
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "draining.member"));
+absl::StatusOr<MemberAction> ActionOf(const v1::PeerDraining& message) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "draining.member"));
   return SendDraining{member};
 }
 

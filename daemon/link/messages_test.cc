@@ -25,8 +25,8 @@ namespace {
 constexpr int64_t kMessageBytes = 8 << 20;
 constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 
-// ---- every field of every value, by structured bindings: a new field does not compile until it is
-// counted here; it is then filled, sent and compared ----
+// ---- lists every field of every value, by structured bindings: a value with a new field does not
+// compile until the field is counted here; it is then filled, sent and compared ----
 
 #define FIELDS(T, ...)                               \
   template <typename V>                              \
@@ -82,7 +82,7 @@ FIELDS(SendDraining, a)
 FIELDS(PeerVerify, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
-FIELDS(ReplicaPart, a, b)
+FIELDS(ReplicaFraction, a, b)
 FIELDS(PeerCompare, a, b)
 FIELDS(PeerRun, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerStream, a, b, c)
@@ -104,7 +104,7 @@ FIELDS(PeerReadiness, a, b, c)
 FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
-// All but the incarnation, which the member's own daemon sets.
+// All fields but the incarnation, which the member's own daemon sets.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
@@ -112,7 +112,7 @@ auto Fields(V& v) {
   (void)incarnation;
   return std::tie(a, b);
 }
-// All but slots_on_devices, which is never true for a joined daemon's ranks.
+// All fields but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
 auto Fields(V& v) {
@@ -120,7 +120,7 @@ auto Fields(V& v) {
   (void)slots_on_devices;
   return std::tie(a, b, c, d, e, f, g, h, i, j, k, l);
 }
-// All but the index, which is made on arrival.
+// All fields but the index, which is made on arrival.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerPrepare>
 auto Fields(V& v) {
@@ -128,7 +128,7 @@ auto Fields(V& v) {
   (void)index;
   return std::tie(a, b, c, d, e, f, g, h, i);
 }
-// All but the digest, which is computed on arrival.
+// All fields but the digest, which is computed on arrival.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
@@ -136,7 +136,7 @@ auto Fields(V& v) {
   (void)digest;
   return std::tie(a, b, c, d);
 }
-// All but the fields from which the coordinator makes the plan's part.
+// All fields but those from which the coordinator makes the plan's part.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerProgram>
 auto Fields(V& v) {
@@ -200,7 +200,7 @@ bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const L
   return a->tensors == b->tensors && a->pieces == b->pieces &&
          a->binding_generation == b->binding_generation && a->pushed_tensors == b->pushed_tensors;
 }
-// Only places in a slot are known to other daemons.
+// Other daemons know a place only by its offset in a slot, so only that is compared.
 bool Equal(const CheckedBucket::Place& a, const CheckedBucket::Place& b) {
   return a.byte_offset == b.byte_offset;
 }
@@ -284,7 +284,7 @@ void FillOne(Rng& rng, Standing* v) {
 }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
-void FillOne(Rng& rng, ReplicaPart* v) {
+void FillOne(Rng& rng, ReplicaFraction* v) {
   v->parts = static_cast<uint32_t>(Between(rng, 1, 40));
   v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
 }
@@ -472,7 +472,7 @@ void Fill(Rng& rng, T* value) {
 // Encodes the report, sends its messages through serialised bytes, and returns what the other end
 // decodes.
 PeerReport There(const PeerReport& report, ReportDecoder* decoder) {
-  auto messages = ToWire(report, kBounds, kMessageBytes);
+  auto messages = ToProto(report, kBounds, kMessageBytes);
   REQUIRE(messages.ok());
   std::optional<PeerReport> out;
   for (const v1::PeerMessage& message : *messages) {
@@ -489,7 +489,7 @@ PeerReport There(const PeerReport& report, ReportDecoder* decoder) {
 }
 
 PeerCommand There(const PeerCommand& command) {
-  auto answers = ToWire(command, kMessageBytes);
+  auto answers = ToProto(command, kMessageBytes);
   REQUIRE(answers.ok());
   CommandDecoder decoder(kBounds);
   std::optional<PeerCommand> out;
@@ -528,7 +528,7 @@ TEST_CASE("Every report arrives as it was sent") {
   ReportDecoder decoder(kBounds);
   ForEachAlternative<PeerReport>(
       rng, [&](const PeerReport& report) { CHECK(Equal(There(report, &decoder), report)); });
-  // The hello is the only other kind.
+  // The hello is the only kind of message that is no report.
   CHECK(v1::PeerMessage::descriptor()->FindOneofByName("kind")->field_count() ==
         std::variant_size_v<PeerReport> + 1);
 }
@@ -581,7 +581,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0};
     up.coordinator_id = "node-0";
     up.protocol = static_cast<Protocol>(1 + i % 4);
-    auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
+    auto there = AcceptedFromProto(AcceptedToProto(up, kMessageBytes));
     REQUIRE(there.ok());
     CHECK(Equal(there->up, up));
     CHECK(there->message_bytes == kMessageBytes);
@@ -618,16 +618,16 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   up.incarnation = 7;
   up.spec = {2, 1, 1 << 20, 4, {}};
   up.coordinator_id = "node-0";
-  v1::PeerAnswer answer = AcceptedToWire(up, kMessageBytes);
-  CHECK(AcceptedFromWire(answer)->up.protocol == kProtocol);
+  v1::PeerAnswer answer = AcceptedToProto(up, kMessageBytes);
+  CHECK(AcceptedFromProto(answer)->up.protocol == kProtocol);
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
-  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
+  CHECK(AcceptedFromProto(answer)->up.protocol == Protocol::kV1);
   answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(7));
-  CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
+  CHECK(AcceptedFromProto(answer).status().code() == absl::StatusCode::kFailedPrecondition);
   answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
   answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(7));
-  CHECK(AcceptedFromWire(answer)->newer);
+  CHECK(AcceptedFromProto(answer)->newer);
 }
 
 // ---- refusals ----
@@ -645,7 +645,7 @@ std::string ReportError(const std::string& text) {
 std::string CommandError(const std::string& text) {
   v1::PeerAnswer answer;
   REQUIRE(google::protobuf::TextFormat::ParseFromString(text, &answer));
-  const auto decoded = FromWire(answer, kBounds);
+  const auto decoded = FromProto(answer, kBounds);
   REQUIRE_FALSE(decoded.ok());
   CHECK(decoded.status().code() == absl::StatusCode::kInvalidArgument);
   return Message(decoded.status());
@@ -777,12 +777,12 @@ TEST_CASE("Statistics of methods that only a later version knows cost no answer 
     totals->set_bytes(100 + done->pushed_size());
     totals->set_buckets(1);
   }
-  const auto read = [](const auto& wire) {
-    std::remove_cvref_t<decltype(wire)> parsed;
-    REQUIRE(parsed.ParseFromString(wire.SerializeAsString()));
+  const auto read = [](const auto& message) {
+    std::remove_cvref_t<decltype(message)> parsed;
+    REQUIRE(parsed.ParseFromString(message.SerializeAsString()));
     return parsed;
   };
-  const auto command = FromWire(read(answer), kBounds);
+  const auto command = FromProto(read(answer), kBounds);
   INFO(command.status().ToString());
   REQUIRE(command.ok());
   const auto& committed = std::get<CommitReply>(std::get<Reply>(*command).payload);
@@ -793,7 +793,7 @@ TEST_CASE("Statistics of methods that only a later version knows cost no answer 
   CHECK(committed.pushed[1].method == BroadcastMethod::kNccl);
   CHECK(committed.pushed[1].bytes == 103);
   for (int i = done->pushed_size(); i < 65; ++i) done->add_pushed();
-  CHECK_THAT(Message(FromWire(answer, kBounds).status()), Contains("reply.done.pushed has 65"));
+  CHECK_THAT(Message(FromProto(answer, kBounds).status()), Contains("reply.done.pushed has 65"));
 
   v1::PeerMessage message;
   message.mutable_part_done()->set_broadcast(kLater);
@@ -816,7 +816,7 @@ TEST_CASE("A hello arrives as a value, with the version that both daemons speak"
   hello->set_message_bytes(65'536);
   CHECK_FALSE(GreetingOf(message)->spec.has_value());
   const GroupSpec spec = {2, 3, 1 << 20, 4, {"a", "b.c"}, {"d*"}};
-  *hello->mutable_spec() = SpecToWire(spec);
+  *hello->mutable_spec() = SpecToProto(spec);
   const absl::StatusOr<PeerGreeting> greeting = GreetingOf(message);
   REQUIRE(greeting.ok());
   CHECK(greeting->group == "g");
@@ -890,11 +890,11 @@ TEST_CASE("A message that the other daemon would not take is an error that names
   }
   const BucketEvent bucket = draft;
   header.header.content = std::make_shared<const PartContent>(WholeBucket(bucket.bucket));
-  const auto answer = ToWire(PeerCommand(header), kMessageBytes);
+  const auto answer = ToProto(PeerCommand(header), kMessageBytes);
   CHECK(answer.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(answer.status()), Contains("more than message_bytes of 8388608"));
 
-  const auto report = ToWire(PeerReport(PeerCall{bucket}), kBounds, kMessageBytes);
+  const auto report = ToProto(PeerReport(PeerCall{bucket}), kBounds, kMessageBytes);
   CHECK(report.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(report.status()), Contains("message_bytes"));
 }
@@ -904,7 +904,7 @@ TEST_CASE("A bucket that passes CheckHeaderFits never makes a header that is too
   for (int i = 0; i < 300; ++i) {
     PeerHeader header;
     Fill(rng, &header);
-    const auto answer = ToWire(PeerCommand(header), kMessageBytes);
+    const auto answer = ToProto(PeerCommand(header), kMessageBytes);
     REQUIRE(answer.ok());
     const auto bytes = static_cast<int64_t>(answer->at(0).ByteSizeLong());
     CHECK(CheckHeaderFits(header.header.content->bucket->tensors, bytes).code() ==
@@ -915,28 +915,29 @@ TEST_CASE("A bucket that passes CheckHeaderFits never makes a header that is too
 
 TEST_CASE("A call that makes no sense is refused before it is sent") {
   LeaseSlotEvent lease{CallId(1), MemberId(1), Version(1), Duration(-1'000'000'000)};
-  const auto wire = ToWire(PeerReport(PeerCall{lease}), kBounds, kMessageBytes);
-  CHECK(wire.status().code() == absl::StatusCode::kInvalidArgument);
-  CHECK_THAT(Message(wire.status()), Contains("wait_ms is -1000"));
+  const auto message = ToProto(PeerReport(PeerCall{lease}), kBounds, kMessageBytes);
+  CHECK(message.status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(message.status()), Contains("wait_ms is -1000"));
 }
 
-// Otherwise the link would end, and with it the leases of all members of this daemon.
+// If such a report were sent, the link would end, and with it the leases of all members of this
+// daemon.
 TEST_CASE("What a client says that the group's bounds forbid is refused before it is sent") {
   const auto error = [](const PeerReport& report) {
-    const auto wire = ToWire(report, kBounds, kMessageBytes);
-    CHECK(wire.status().code() == absl::StatusCode::kInvalidArgument);
-    return Message(wire.status());
+    const auto message = ToProto(report, kBounds, kMessageBytes);
+    CHECK(message.status().code() == absl::StatusCode::kInvalidArgument);
+    return Message(message.status());
   };
   const auto last = static_cast<uint32_t>(kBounds.slots - 1);
   const auto release = [](uint32_t slot) {
     return PeerReport(
         PeerCall{ReleaseSlotEvent{CallId(1), MemberId(1), SlotGrant{SlotIndex(slot), GrantId(1)}}});
   };
-  CHECK(ToWire(release(last), kBounds, kMessageBytes).ok());
+  CHECK(ToProto(release(last), kBounds, kMessageBytes).ok());
   CHECK_THAT(error(release(last + 1)), Contains("slot is 4"));
   TrainerIdentity trainer;
   trainer.world_size = 1;
-  CHECK(ToWire(PeerReport(PeerAttach{MemberId(1), trainer}), kBounds, kMessageBytes).ok());
+  CHECK(ToProto(PeerReport(PeerAttach{MemberId(1), trainer}), kBounds, kMessageBytes).ok());
   trainer.pid = -1;
   CHECK_THAT(error(PeerAttach{MemberId(1), trainer}), Contains("pid is -1"));
   trainer.pid = 0;
@@ -958,7 +959,7 @@ PeerLayout Rows(MemberId member, int64_t rows) {
 
 TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") {
   const PeerLayout layout = Rows(MemberId(5), 20'000);
-  const auto messages = ToWire(PeerReport(layout), kBounds, kMinPeerMessageBytes);
+  const auto messages = ToProto(PeerReport(layout), kBounds, kMinPeerMessageBytes);
   REQUIRE(messages.ok());
   CHECK(messages->size() > 4);
   ReportDecoder decoder(kBounds);
@@ -981,10 +982,10 @@ TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") 
 TEST_CASE(
     "Chunks of another member's layout in between are refused; a member that goes takes its "
     "chunks along") {
-  const auto one = ToWire(PeerReport(Rows(MemberId(1), 20'000)), kBounds, kMinPeerMessageBytes);
-  const auto two = ToWire(PeerReport(Rows(MemberId(2), 20'000)), kBounds, kMinPeerMessageBytes);
+  const auto one = ToProto(PeerReport(Rows(MemberId(1), 20'000)), kBounds, kMinPeerMessageBytes);
+  const auto two = ToProto(PeerReport(Rows(MemberId(2), 20'000)), kBounds, kMinPeerMessageBytes);
   const auto gone =
-      ToWire(PeerReport(MemberLost{MemberId(1), "died"}), kBounds, kMinPeerMessageBytes);
+      ToProto(PeerReport(MemberLost{MemberId(1), "died"}), kBounds, kMinPeerMessageBytes);
   ReportDecoder decoder(kBounds);
   REQUIRE(decoder.Decode(one->front()).ok());
   CHECK_THAT(Message(decoder.Decode(two->front()).status()), Contains("layout.member is 2"));
@@ -995,9 +996,9 @@ TEST_CASE(
 TEST_CASE("A layout whose structure is wrong is refused") {
   const auto error = [](Layout layout) {
     const auto messages =
-        ToWire(PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(std::move(layout)),
-                                     CallId(2)}),
-               kBounds, kMessageBytes);
+        ToProto(PeerReport(PeerLayout{
+                    MemberId(1), std::make_shared<const Layout>(std::move(layout)), CallId(2)}),
+                kBounds, kMessageBytes);
     ReportDecoder decoder(kBounds);
     const auto decoded = decoder.Decode(messages->front());
     CHECK(decoded.status().code() == absl::StatusCode::kInvalidArgument);
@@ -1018,7 +1019,7 @@ TEST_CASE("A layout whose structure is wrong is refused") {
 TEST_CASE("A layout that names an element twice arrives as one that no destination can have") {
   Layout overlap = *Rows(MemberId(1), 2).layout;
   overlap.pieces[1].box.offset[0] = 0;
-  const auto messages = ToWire(
+  const auto messages = ToProto(
       PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(overlap), CallId(2)}),
       kBounds, kMessageBytes);
   ReportDecoder decoder(kBounds);

@@ -18,16 +18,16 @@ class PeerOrder {
  public:
   explicit PeerOrder(uint64_t incarnation) : incarnations_{incarnation} {}
 
-  // Messages may have this incarnation from now on. Once one has it, earlier incarnations are over.
-  // RESOURCE_EXHAUSTED: too many announced incarnations that the other side has not taken up.
+  // Messages may have this incarnation from now on. Once a message has it, earlier incarnations are
+  // over. RESOURCE_EXHAUSTED: too many announced incarnations that the other side has not taken up.
   absl::Status Announce(uint64_t incarnation);
-  // Whether the message counts; false: it came before. ABORTED: messages before it are missing.
-  // FAILED_PRECONDITION: it has another incarnation.
+  // Whether the message counts; false: the same message came before. ABORTED: messages before it
+  // are missing. FAILED_PRECONDITION: it has another incarnation.
   absl::StatusOr<bool> Check(uint64_t sequence, uint64_t incarnation);
 
  private:
   uint64_t last_ = 0;
-  std::deque<uint64_t> incarnations_;  // front: the one that messages have now
+  std::deque<uint64_t> incarnations_;  // front: the incarnation that messages have now
 };
 
 }  // namespace refitd

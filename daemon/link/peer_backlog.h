@@ -65,7 +65,8 @@ class PeerBacklog {
   }
 
   // One thread at a time encodes, so that order is kept; it also gets values that others add
-  // meanwhile. False: another thread encodes. True: the caller must call Next until it is empty.
+  // meanwhile. False: another thread encodes. True: the caller must call Next until it returns
+  // none.
   bool StartEncoding() {
     MutexLock lock(&mutex_);
     return !std::exchange(encoding_, true);

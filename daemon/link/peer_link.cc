@@ -48,7 +48,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     v1::PeerHello* hello = message.mutable_hello();
     SayProtocol(hello);
     hello->set_group(dial_.group);
-    if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToWire(*dial_.spec);
+    if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToProto(*dial_.spec);
     hello->set_wait_ms(ToMillis(dial_.wait));
     hello->set_daemon_id(dial_.daemon_id);
     hello->set_boot_id(dial_.boot_id);
@@ -164,14 +164,14 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
 
   struct Encoded {
     std::vector<v1::PeerMessage> messages;
-    std::vector<size_t> sizes;  // one a message
+    std::vector<size_t> sizes;  // of each message
     size_t bytes = 0;           // of all messages
   };
 
   static absl::StatusOr<Encoded> Encode(const PeerReport& report, const PeerBounds& bounds,
                                         int64_t message_bytes) {
     Encoded encoded;
-    REFITD_ASSIGN_OR_RETURN(encoded.messages, ToWire(report, bounds, message_bytes));
+    REFITD_ASSIGN_OR_RETURN(encoded.messages, ToProto(report, bounds, message_bytes));
     for (const v1::PeerMessage& message : encoded.messages) {
       encoded.sizes.push_back(message.ByteSizeLong() + kPeerNumberingBytes);
       encoded.bytes += encoded.sizes.back();
@@ -208,7 +208,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   // Takes the message that was read; runs on the link's reading thread.
   absl::Status Take() {
     if (!order_.has_value()) {
-      REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromWire(answer_));
+      REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromProto(answer_));
       const LinkUp& up = accepted.up;
       newer_ = accepted.newer;
       order_.emplace(up.incarnation);
@@ -252,8 +252,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     return absl::OkStatus();
   }
 
-  // P9: this daemon lets in on the wire whoever has the identity that an address names. Of the
-  // addresses that a coordinator sends, its own is the one that its link can vouch for.
+  // P9: on the wire this daemon admits whoever has the identity that an address names. Of the
+  // addresses that a coordinator sends, its link can vouch only for the coordinator's own.
   absl::Status CheckAddress(const PeerCommand& command) const {
     const auto* const connect = std::get_if<PeerEpochConnect>(&command);
     if (connect == nullptr || !connect->coordinator_rank.has_value()) return absl::OkStatus();
@@ -315,7 +315,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
   PeerQueue<v1::PeerMessage> queue_ ABSL_GUARDED_BY(mutex_);
   std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended the link
-  // the largest message that the coordinator takes
+  // The largest message that the coordinator takes.
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);  // of the group
   bool up_ ABSL_GUARDED_BY(mutex_) = false;

@@ -65,9 +65,9 @@ struct PeerDial {
   std::string boot_id;  // kBootIdBytes
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   PeerLinkLimits limits;
-  // The group's candidates as members name them ("a:1,b:1"). Then the link is not waited for at a
-  // coordinator that does not listen, and `wait` holds with a spec too. Empty: there is one
-  // coordinator.
+  // The group's candidates as members name them ("a:1,b:1"). If they are given, the link fails at
+  // once where no coordinator listens, and `wait` holds for the group even with a spec. Empty:
+  // there is one coordinator.
   std::string candidates{};
   uint64_t known_incarnation = 0;  // the greatest of the group that this daemon knows of
   Duration searched{};             // for how long this daemon has searched for a coordinator
@@ -78,8 +78,8 @@ struct PeerLinkCallbacks {
   // Called at most once, before any command.
   std::function<void(LinkUp)> on_up;
   std::function<void(PeerCommand)> on_command;
-  // Called exactly once, also after Close, and last. The status is never OK. It is the one with
-  // which the coordinator ended the link, or
+  // Called exactly once, after all other callbacks, also after Close. The status is never OK. It is
+  // the one with which the coordinator ended the link, or
   // UNAVAILABLE: the coordinator can't be reached, or is gone; DEADLINE_EXCEEDED: it did not accept
   // in time; RESOURCE_EXHAUSTED: it does not read; INVALID_ARGUMENT, ABORTED, FAILED_PRECONDITION:
   // its messages are malformed, out of order, or of another incarnation; PERMISSION_DENIED: its own

@@ -435,7 +435,7 @@ void FillUp(Send send) {
 }
 
 TEST_CASE("A coordinator that does not read costs a bounded queue, then its link") {
-  // Its gRPC thread is held in Report until the link is lost.
+  // A coordinator whose gRPC thread is held in Report until the link is lost.
   class Stuck : public Coordinator {
    public:
     using Coordinator::Coordinator;
@@ -649,7 +649,7 @@ v1::PeerAnswer Ping(uint64_t sequence, uint64_t incarnation = 77) {
 
 TEST_CASE(
     "A link whose last report is refused after it was closed ends in order, not by its limit") {
-  RawCoordinator coordinator({AcceptedToWire(Up(), kMessageBytes)});
+  RawCoordinator coordinator({AcceptedToProto(Up(), kMessageBytes)});
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
   REQUIRE(joined.link->Queue(Pong(1)).ok());
@@ -661,7 +661,7 @@ TEST_CASE(
 }
 
 TEST_CASE("A command that comes twice counts once; a gap or another incarnation ends the link") {
-  const v1::PeerAnswer accepted = AcceptedToWire(Up(), kMessageBytes);
+  const v1::PeerAnswer accepted = AcceptedToProto(Up(), kMessageBytes);
   {
     RawCoordinator coordinator({accepted, Ping(1), Ping(1), Ping(2), Ping(4)});
     Joined joined(DialTo(coordinator.address()));
@@ -686,7 +686,7 @@ TEST_CASE("A command that comes twice counts once; a gap or another incarnation 
 TEST_CASE(
     "A command that this build does not know is skipped where the coordinator is newer, else "
     "refused") {
-  v1::PeerAnswer accepted = AcceptedToWire(Up(), kMessageBytes);
+  v1::PeerAnswer accepted = AcceptedToProto(Up(), kMessageBytes);
   {
     RawCoordinator coordinator({accepted, OfTheFuture<v1::PeerAnswer>(1), Ping(2)});
     Joined joined(DialTo(coordinator.address()));

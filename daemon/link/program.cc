@@ -41,9 +41,9 @@ absl::StatusOr<std::vector<PlanMember>> MembersOf(
   return members;
 }
 
-void PutBox(const Box& box, google::protobuf::RepeatedField<int64_t>* wire) {
-  for (const int64_t offset : box.offset) wire->Add(offset);
-  for (const int64_t extent : box.extent) wire->Add(extent);
+void PutBox(const Box& box, google::protobuf::RepeatedField<int64_t>* message) {
+  for (const int64_t offset : box.offset) message->Add(offset);
+  for (const int64_t extent : box.extent) message->Add(extent);
 }
 
 // Cuts a plan into messages.
@@ -72,7 +72,7 @@ class PlanWriter {
     bytes_ = 0;
   }
 
-  // The chunk that takes an entry of about `bytes`.
+  // Returns the chunk to which an entry of about `bytes` bytes is added.
   v1::PeerPlan* Room(int64_t bytes) {
     if (bytes_ > 0 && bytes_ + bytes > chunk_bytes_) Next();
     bytes_ += bytes;
@@ -97,31 +97,31 @@ class PlanWriter {
     first->set_relay_node_bytes(plan.relay.node_bytes);
     bytes_ = static_cast<int64_t>(first->ByteSizeLong());
     for (const TensorSpec& tensor : plan.tensors) {
-      v1::PeerPlan* wire = Room(static_cast<int64_t>(tensor.name.size()) + 8 +
-                                kVarintBytes * static_cast<int64_t>(tensor.shape.size()));
-      wire->add_names(tensor.name);
-      wire->add_dtypes(ToWire(tensor.dtype));
-      *wire->add_shapes() = ToWire(tensor.shape);
+      v1::PeerPlan* message = Room(static_cast<int64_t>(tensor.name.size()) + 8 +
+                                   kVarintBytes * static_cast<int64_t>(tensor.shape.size()));
+      message->add_names(tensor.name);
+      message->add_dtypes(ToProto(tensor.dtype));
+      *message->add_shapes() = ToProto(tensor.shape);
     }
     for (const std::vector<uint32_t>& set : plan.node_sets) {
-      v1::PeerPlan* wire = Room(5 + 2 * static_cast<int64_t>(set.size()));
-      wire->add_set_sizes(static_cast<uint32_t>(set.size()));
-      wire->mutable_set_nodes()->Add(set.begin(), set.end());
+      v1::PeerPlan* message = Room(5 + 2 * static_cast<int64_t>(set.size()));
+      message->add_set_sizes(static_cast<uint32_t>(set.size()));
+      message->mutable_set_nodes()->Add(set.begin(), set.end());
     }
     for (const Route& route : plan.routes) {
       const Box box = plan.BoxOf(route);
-      v1::PeerPlan* wire = Room(15 + 2 * kVarintBytes * static_cast<int64_t>(box.offset.size()));
-      wire->add_route_tensors(route.tensor);
-      wire->add_route_sources(route.source);
-      wire->add_route_sets(route.node_set);
-      PutBox(box, wire->mutable_route_boxes());
+      v1::PeerPlan* message = Room(15 + 2 * kVarintBytes * static_cast<int64_t>(box.offset.size()));
+      message->add_route_tensors(route.tensor);
+      message->add_route_sources(route.source);
+      message->add_route_sets(route.node_set);
+      PutBox(box, message->mutable_route_boxes());
     }
     for (const ReplicaShare& share : *program_.replicas) {
-      v1::PeerPlan* wire =
+      v1::PeerPlan* message =
           Room(10 + 2 * kVarintBytes * static_cast<int64_t>(share.box.offset.size()));
-      wire->add_replica_sources(share.source);
-      wire->add_replica_tensors(share.tensor);
-      PutBox(share.box, wire->mutable_replica_boxes());
+      message->add_replica_sources(share.source);
+      message->add_replica_tensors(share.tensor);
+      PutBox(share.box, message->mutable_replica_boxes());
     }
   }
 
@@ -139,19 +139,19 @@ absl::Status Below(uint32_t value, size_t bound, std::string_view field, int64_t
 
 }  // namespace
 
-std::vector<v1::PeerAnswer> ProgramToWire(const PeerProgram& program, int64_t chunk_bytes) {
+std::vector<v1::PeerAnswer> ProgramToProto(const PeerProgram& program, int64_t chunk_bytes) {
   return PlanWriter(program, chunk_bytes).Run();
 }
 
-absl::StatusOr<std::optional<PeerCommand>> ProgramDecoder::Add(const v1::PeerProgram& wire) {
+absl::StatusOr<std::optional<PeerCommand>> ProgramDecoder::Add(const v1::PeerProgram& message) {
   if (!program_.has_value()) {
-    REFITD_RETURN_IF_ERROR(Begin(wire));
-  } else if (wire.update() != program_->update.value()) {
+    REFITD_RETURN_IF_ERROR(Begin(message));
+  } else if (message.update() != program_->update.value()) {
     return Invalid("program.update is {} where the last chunk of update {}'s is to come",
-                   wire.update(), program_->update);
+                   message.update(), program_->update);
   }
-  if (wire.has_plan()) REFITD_RETURN_IF_ERROR(AddPlan(wire.plan()));
-  if (!wire.last()) return std::nullopt;
+  if (message.has_plan()) REFITD_RETURN_IF_ERROR(AddPlan(message.plan()));
+  if (!message.last()) return std::nullopt;
   if (plan_ != nullptr) {
     REFITD_RETURN_IF_ERROR(CheckWhole());
     program_->plan = std::move(plan_);
@@ -162,64 +162,65 @@ absl::StatusOr<std::optional<PeerCommand>> ProgramDecoder::Add(const v1::PeerPro
   return PeerCommand(std::move(whole));
 }
 
-absl::Status ProgramDecoder::Begin(const v1::PeerProgram& wire) {
+absl::Status ProgramDecoder::Begin(const v1::PeerProgram& message) {
   PeerProgram out;
-  out.update = UpdateId(wire.update());
-  out.program = ProgramId(wire.program());
-  REFITD_RETURN_IF_ERROR(InRange(wire.node(), 0, kMaxNodes - 1, "program.node"));
-  out.node = wire.node();
+  out.update = UpdateId(message.update());
+  out.program = ProgramId(message.program());
+  REFITD_RETURN_IF_ERROR(InRange(message.node(), 0, kMaxNodes - 1, "program.node"));
+  out.node = message.node();
   REFITD_RETURN_IF_ERROR(
-      InRange(wire.chunk_bytes(), kSectionAlignment, kMaxTensorBytes, "program.chunk_bytes"));
-  out.chunk_bytes = wire.chunk_bytes();
+      InRange(message.chunk_bytes(), kSectionAlignment, kMaxTensorBytes, "program.chunk_bytes"));
+  out.chunk_bytes = message.chunk_bytes();
   REFITD_ASSIGN_OR_RETURN(out.sources,
-                          MembersOf(wire.sources(), wire.source_ranks(), "program.sources"));
-  REFITD_ASSIGN_OR_RETURN(out.destinations, MembersOf(wire.destinations(), wire.destination_ranks(),
-                                                      "program.destinations"));
+                          MembersOf(message.sources(), message.source_ranks(), "program.sources"));
+  REFITD_ASSIGN_OR_RETURN(
+      out.destinations,
+      MembersOf(message.destinations(), message.destination_ranks(), "program.destinations"));
   program_ = std::move(out);
   return absl::OkStatus();
 }
 
-absl::Status ProgramDecoder::AddPlan(const v1::PeerPlan& wire) {
+absl::Status ProgramDecoder::AddPlan(const v1::PeerPlan& message) {
   if (plan_ == nullptr) {
     plan_ = std::make_shared<RoutePlan>();
     replicas_ = std::make_shared<std::vector<ReplicaShare>>();
-    REFITD_RETURN_IF_ERROR(InRange(wire.nodes(), 1, kMaxNodes, "program.plan.nodes"));
-    plan_->nodes = wire.nodes();
+    REFITD_RETURN_IF_ERROR(InRange(message.nodes(), 1, kMaxNodes, "program.plan.nodes"));
+    plan_->nodes = message.nodes();
     REFITD_RETURN_IF_ERROR(
-        AtMost(wire.source_nodes_size(), kMaxTrainerRanks, "program.plan.source_nodes"));
-    REFITD_RETURN_IF_ERROR(
-        AtMost(wire.destination_nodes_size(), kMaxEngineRanks, "program.plan.destination_nodes"));
-    plan_->source_nodes.assign(wire.source_nodes().begin(), wire.source_nodes().end());
-    plan_->source_digests.assign(wire.source_digests().begin(), wire.source_digests().end());
-    plan_->destination_nodes.assign(wire.destination_nodes().begin(),
-                                    wire.destination_nodes().end());
-    plan_->destination_digests.assign(wire.destination_digests().begin(),
-                                      wire.destination_digests().end());
+        AtMost(message.source_nodes_size(), kMaxTrainerRanks, "program.plan.source_nodes"));
+    REFITD_RETURN_IF_ERROR(AtMost(message.destination_nodes_size(), kMaxEngineRanks,
+                                  "program.plan.destination_nodes"));
+    plan_->source_nodes.assign(message.source_nodes().begin(), message.source_nodes().end());
+    plan_->source_digests.assign(message.source_digests().begin(), message.source_digests().end());
+    plan_->destination_nodes.assign(message.destination_nodes().begin(),
+                                    message.destination_nodes().end());
+    plan_->destination_digests.assign(message.destination_digests().begin(),
+                                      message.destination_digests().end());
     plan_->source_labels.resize(plan_->source_nodes.size());
     plan_->destination_labels.resize(plan_->destination_nodes.size());
     plan_->destination_skipped.resize(plan_->destination_nodes.size());
     REFITD_RETURN_IF_ERROR(
-        InRange(wire.longest_stream(), 0, INT64_MAX, "program.plan.longest_stream"));
-    plan_->longest_stream = wire.longest_stream();
-    REFITD_RETURN_IF_ERROR(InRange(wire.wire_bytes(), 0, INT64_MAX, "program.plan.wire_bytes"));
-    plan_->wire_bytes = wire.wire_bytes();
+        InRange(message.longest_stream(), 0, INT64_MAX, "program.plan.longest_stream"));
+    plan_->longest_stream = message.longest_stream();
+    REFITD_RETURN_IF_ERROR(InRange(message.wire_bytes(), 0, INT64_MAX, "program.plan.wire_bytes"));
+    plan_->wire_bytes = message.wire_bytes();
     // ValidatePlan checks these numbers when the plan is whole.
-    plan_->relay = {wire.relay_lag(), wire.relay_longest(), wire.relay_usual(),
-                    wire.relay_node_streams(), wire.relay_node_bytes()};
+    plan_->relay = {message.relay_lag(), message.relay_longest(), message.relay_usual(),
+                    message.relay_node_streams(), message.relay_node_bytes()};
   }
-  REFITD_RETURN_IF_ERROR(AddTensors(wire));
-  REFITD_RETURN_IF_ERROR(AddSets(wire));
-  REFITD_RETURN_IF_ERROR(AddRoutes(wire));
-  return AddReplicas(wire);
+  REFITD_RETURN_IF_ERROR(AddTensors(message));
+  REFITD_RETURN_IF_ERROR(AddSets(message));
+  REFITD_RETURN_IF_ERROR(AddRoutes(message));
+  return AddReplicas(message);
 }
 
-absl::Status ProgramDecoder::AddTensors(const v1::PeerPlan& wire) {
-  if (wire.names_size() == 0 && wire.dtypes_size() == 0 && wire.shapes_size() == 0) {
+absl::Status ProgramDecoder::AddTensors(const v1::PeerPlan& message) {
+  if (message.names_size() == 0 && message.dtypes_size() == 0 && message.shapes_size() == 0) {
     return absl::OkStatus();
   }
   REFITD_ASSIGN_OR_RETURN(
       std::vector<TensorSpec> tensors,
-      CheckManifest(wire.names(), wire.dtypes(), wire.shapes(), "program.plan",
+      CheckManifest(message.names(), message.dtypes(), message.shapes(), "program.plan",
                     kMaxTensorsPerLayout - static_cast<int64_t>(plan_->tensors.size())));
   for (TensorSpec& tensor : tensors) {
     if (!plan_->tensors.empty() && tensor.name <= plan_->tensors.back().name) {
@@ -231,21 +232,21 @@ absl::Status ProgramDecoder::AddTensors(const v1::PeerPlan& wire) {
   return absl::OkStatus();
 }
 
-absl::Status ProgramDecoder::AddSets(const v1::PeerPlan& wire) {
+absl::Status ProgramDecoder::AddSets(const v1::PeerPlan& message) {
   int at = 0;
-  for (int i = 0; i < wire.set_sizes_size(); ++i) {
-    const int64_t size = wire.set_sizes(i);
+  for (int i = 0; i < message.set_sizes_size(); ++i) {
+    const int64_t size = message.set_sizes(i);
     REFITD_RETURN_IF_ERROR(
         InRange(size, 1, plan_->nodes, fmt::format("program.plan.set_sizes[{}]", i)));
-    if (size > wire.set_nodes_size() - at) {
+    if (size > message.set_nodes_size() - at) {
       return Invalid("program.plan.set_nodes has {} entries, set {} ends at {}",
-                     wire.set_nodes_size(), i, at + size);
+                     message.set_nodes_size(), i, at + size);
     }
     set_nodes_ += size;
     REFITD_RETURN_IF_ERROR(InRange(set_nodes_, 0, kMaxPlanSetNodes, "program.plan.set_nodes"));
     std::vector<uint32_t>& set = plan_->node_sets.emplace_back();
     for (int64_t n = 0; n < size; ++n, ++at) {
-      const uint32_t node = wire.set_nodes(at);
+      const uint32_t node = message.set_nodes(at);
       REFITD_RETURN_IF_ERROR(Below(node, plan_->nodes, "set_nodes", at));
       // ValidatePlan finds a node that is twice in a chain.
       if (plan_->relay.lag == 0 && !set.empty() && node <= set.back()) {
@@ -254,77 +255,77 @@ absl::Status ProgramDecoder::AddSets(const v1::PeerPlan& wire) {
       set.push_back(node);
     }
   }
-  if (at != wire.set_nodes_size()) {
-    return Invalid("program.plan.set_nodes has {} entries, the sets have {}", wire.set_nodes_size(),
-                   at);
+  if (at != message.set_nodes_size()) {
+    return Invalid("program.plan.set_nodes has {} entries, the sets have {}",
+                   message.set_nodes_size(), at);
   }
   return absl::OkStatus();
 }
 
-absl::Status ProgramDecoder::AddRoutes(const v1::PeerPlan& wire) {
-  const int routes = wire.route_tensors_size();
-  if (wire.route_sources_size() != routes || wire.route_sets_size() != routes) {
+absl::Status ProgramDecoder::AddRoutes(const v1::PeerPlan& message) {
+  const int routes = message.route_tensors_size();
+  if (message.route_sources_size() != routes || message.route_sets_size() != routes) {
     return Invalid("program.plan has {} route_tensors, {} route_sources, {} route_sets", routes,
-                   wire.route_sources_size(), wire.route_sets_size());
+                   message.route_sources_size(), message.route_sets_size());
   }
   REFITD_RETURN_IF_ERROR(AtMost(static_cast<int64_t>(plan_->routes.size()) + routes, kMaxRoutes,
                                 "program.plan.route_tensors"));
   int at = 0;
   for (int i = 0; i < routes; ++i) {
     Route route;
-    route.tensor = wire.route_tensors(i);
-    route.source = wire.route_sources(i);
-    route.node_set = wire.route_sets(i);
+    route.tensor = message.route_tensors(i);
+    route.source = message.route_sources(i);
+    route.node_set = message.route_sets(i);
     REFITD_RETURN_IF_ERROR(Below(route.tensor, plan_->tensors.size(), "route_tensors", i));
     REFITD_RETURN_IF_ERROR(Below(route.source, plan_->source_nodes.size(), "route_sources", i));
     REFITD_RETURN_IF_ERROR(Below(route.node_set, plan_->node_sets.size(), "route_sets", i));
     const auto numbers = static_cast<int>(2 * plan_->tensors[route.tensor].shape.size());
-    if (numbers > wire.route_boxes_size() - at) {
+    if (numbers > message.route_boxes_size() - at) {
       return Invalid("program.plan.route_boxes has {} numbers, route {} ends at {}",
-                     wire.route_boxes_size(), i, at + numbers);
+                     message.route_boxes_size(), i, at + numbers);
     }
     route.box = static_cast<uint32_t>(plan_->box_numbers.size());
-    for (int n = 0; n < numbers; ++n) plan_->box_numbers.push_back(wire.route_boxes(at++));
+    for (int n = 0; n < numbers; ++n) plan_->box_numbers.push_back(message.route_boxes(at++));
     plan_->routes.push_back(route);
   }
-  if (at != wire.route_boxes_size()) {
+  if (at != message.route_boxes_size()) {
     return Invalid("program.plan.route_boxes has {} numbers, the routes have {}",
-                   wire.route_boxes_size(), at);
+                   message.route_boxes_size(), at);
   }
   return absl::OkStatus();
 }
 
-absl::Status ProgramDecoder::AddReplicas(const v1::PeerPlan& wire) {
-  const int shares = wire.replica_sources_size();
-  if (wire.replica_tensors_size() != shares) {
+absl::Status ProgramDecoder::AddReplicas(const v1::PeerPlan& message) {
+  const int shares = message.replica_sources_size();
+  if (message.replica_tensors_size() != shares) {
     return Invalid("program.plan has {} replica_sources, {} replica_tensors", shares,
-                   wire.replica_tensors_size());
+                   message.replica_tensors_size());
   }
   REFITD_RETURN_IF_ERROR(AtMost(static_cast<int64_t>(replicas_->size()) + shares, kMaxReplicaShares,
                                 "program.plan.replica_sources"));
   int at = 0;
   for (int i = 0; i < shares; ++i) {
     ReplicaShare share;
-    share.source = wire.replica_sources(i);
-    share.tensor = wire.replica_tensors(i);
+    share.source = message.replica_sources(i);
+    share.tensor = message.replica_tensors(i);
     REFITD_RETURN_IF_ERROR(Below(share.source, plan_->source_nodes.size(), "replica_sources", i));
     REFITD_RETURN_IF_ERROR(Below(share.tensor, plan_->tensors.size(), "replica_tensors", i));
     const TensorSpec& tensor = plan_->tensors[share.tensor];
     const auto rank = static_cast<int>(tensor.shape.size());
-    if (2 * rank > wire.replica_boxes_size() - at) {
+    if (2 * rank > message.replica_boxes_size() - at) {
       return Invalid("program.plan.replica_boxes has {} numbers, replica {} ends at {}",
-                     wire.replica_boxes_size(), i, at + 2 * rank);
+                     message.replica_boxes_size(), i, at + 2 * rank);
     }
-    for (int d = 0; d < rank; ++d) share.box.offset.push_back(wire.replica_boxes(at++));
-    for (int d = 0; d < rank; ++d) share.box.extent.push_back(wire.replica_boxes(at++));
+    for (int d = 0; d < rank; ++d) share.box.offset.push_back(message.replica_boxes(at++));
+    for (int d = 0; d < rank; ++d) share.box.extent.push_back(message.replica_boxes(at++));
     if (absl::Status status = ValidateBox(share.box, tensor.shape); !status.ok()) {
       return Invalid("program.plan.replica_boxes of '{}': {}", tensor.name, Message(status));
     }
     replicas_->push_back(std::move(share));
   }
-  if (at != wire.replica_boxes_size()) {
+  if (at != message.replica_boxes_size()) {
     return Invalid("program.plan.replica_boxes has {} numbers, the replicas have {}",
-                   wire.replica_boxes_size(), at);
+                   message.replica_boxes_size(), at);
   }
   return absl::OkStatus();
 }

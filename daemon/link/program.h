@@ -18,22 +18,22 @@ inline constexpr int64_t kMaxPlanSetNodes = int64_t{1} << 22;  // members of all
 inline constexpr int64_t kMaxReplicaShares = int64_t{1} << 22;
 
 // Encodes the program in chunks of about `chunk_bytes`.
-std::vector<v1::PeerAnswer> ProgramToWire(const PeerProgram& program, int64_t chunk_bytes);
+std::vector<v1::PeerAnswer> ProgramToProto(const PeerProgram& program, int64_t chunk_bytes);
 
 // Puts the chunks of one PeerProgram together. INVALID_ARGUMENT names the field at fault.
 class ProgramDecoder {
  public:
   // nullopt: the chunk is not the last.
-  absl::StatusOr<std::optional<PeerCommand>> Add(const v1::PeerProgram& wire);
+  absl::StatusOr<std::optional<PeerCommand>> Add(const v1::PeerProgram& message);
   bool idle() const { return !program_.has_value(); }
 
  private:
-  absl::Status Begin(const v1::PeerProgram& wire);
-  absl::Status AddPlan(const v1::PeerPlan& wire);
-  absl::Status AddTensors(const v1::PeerPlan& wire);
-  absl::Status AddSets(const v1::PeerPlan& wire);
-  absl::Status AddRoutes(const v1::PeerPlan& wire);
-  absl::Status AddReplicas(const v1::PeerPlan& wire);
+  absl::Status Begin(const v1::PeerProgram& message);
+  absl::Status AddPlan(const v1::PeerPlan& message);
+  absl::Status AddTensors(const v1::PeerPlan& message);
+  absl::Status AddSets(const v1::PeerPlan& message);
+  absl::Status AddRoutes(const v1::PeerPlan& message);
+  absl::Status AddReplicas(const v1::PeerPlan& message);
   absl::Status CheckWhole() const;
 
   std::optional<PeerProgram> program_;

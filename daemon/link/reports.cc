@@ -27,7 +27,7 @@ using peer::IndicesOf;
 using peer::kEnvelopeBytes;
 using peer::MemberOf;
 using peer::MillisOf;
-using peer::MillisToWire;
+using peer::MillisToProto;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
@@ -36,17 +36,17 @@ using peer::SetSlot;
 using peer::SetStatusOf;
 using peer::SlotOf;
 using peer::TextOf;
-using peer::TextToWire;
+using peer::TextToProto;
 using peer::VersionOf;
 
-// No run of a program takes longer, since an update may not.
+// A run of a program can't take longer than this, since an update can't.
 constexpr int64_t kMaxBusyMicros =
     std::chrono::duration_cast<std::chrono::microseconds>(kMaxWireTimeout).count();
 
 // ---- reports: to the wire ----
 
-void Put(const PeerAttach& v, v1::PeerMessage* wire) {
-  v1::PeerAttach* out = wire->mutable_attach();
+void Put(const PeerAttach& v, v1::PeerMessage* message) {
+  v1::PeerAttach* out = message->mutable_attach();
   out->set_member(v.member.value());
   if (const auto* trainer = std::get_if<TrainerIdentity>(&v.identity)) {
     v1::PeerTrainer* t = out->mutable_trainer();
@@ -70,69 +70,69 @@ void Put(const PeerAttach& v, v1::PeerMessage* wire) {
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
     manifest->add_names(tensor.name);
-    manifest->add_dtypes(ToWire(tensor.dtype));
-    *manifest->add_shapes() = ToWire(tensor.shape);
+    manifest->add_dtypes(ToProto(tensor.dtype));
+    *manifest->add_shapes() = ToProto(tensor.shape);
   }
 }
 
-void Put(const MemberLost& v, v1::PeerMessage* wire) {
-  wire->mutable_gone()->set_member(v.member.value());
-  wire->mutable_gone()->set_reason(TextToWire(v.reason));
+void Put(const MemberLost& v, v1::PeerMessage* message) {
+  message->mutable_gone()->set_member(v.member.value());
+  message->mutable_gone()->set_reason(TextToProto(v.reason));
 }
 
-void Put(const ReadyEvent& v, v1::PeerMessage* wire) {
-  wire->mutable_ready()->set_member(v.member.value());
-  wire->mutable_ready()->set_update(v.update.value());
+void Put(const ReadyEvent& v, v1::PeerMessage* message) {
+  message->mutable_ready()->set_member(v.member.value());
+  message->mutable_ready()->set_update(v.update.value());
 }
 
-void Put(const EngineFailed& v, v1::PeerMessage* wire) {
-  v1::PeerFailed* out = wire->mutable_failed();
+void Put(const EngineFailed& v, v1::PeerMessage* message) {
+  v1::PeerFailed* out = message->mutable_failed();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
-  out->set_reason(TextToWire(v.reason));
+  out->set_reason(TextToProto(v.reason));
 }
 
-void Put(const AckEvent& v, v1::PeerMessage* wire) {
-  v1::PeerAck* out = wire->mutable_ack();
+void Put(const AckEvent& v, v1::PeerMessage* message) {
+  v1::PeerAck* out = message->mutable_ack();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_part(v.part.value());
 }
 
-void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
-  v1::PeerBegin* out = wire->mutable_begin();
+void PutEvent(const BeginEvent& e, v1::PeerCall* message) {
+  v1::PeerBegin* out = message->mutable_begin();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
-  out->set_duration_ms(MillisToWire(e.duration));
-  if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
+  out->set_duration_ms(MillisToProto(e.duration));
+  if (e.verification.has_value()) out->set_verification(ToProto(*e.verification));
   out->set_evict_late(e.evict_late);
   out->set_tensor_count(e.tensor_count);
   out->set_total_bytes(e.total_bytes);
-  out->set_broadcast(ToWire(e.broadcast));
+  out->set_broadcast(ToProto(e.broadcast));
   out->set_without_layout(e.without_layout);
   out->set_note(e.note);
 }
 
-void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
-  wire->mutable_lease_slot()->set_version(e.version.value());
-  wire->mutable_lease_slot()->set_wait_ms(MillisToWire(e.wait));
-  wire->mutable_lease_slot()->set_update_id(e.update.value());
+void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* message) {
+  message->mutable_lease_slot()->set_version(e.version.value());
+  message->mutable_lease_slot()->set_wait_ms(MillisToProto(e.wait));
+  message->mutable_lease_slot()->set_update_id(e.update.value());
 }
 
-void PutEvent(const ReleaseSlotEvent& e, v1::PeerCall* wire) {
-  SetSlot(e.grant, wire->mutable_release_slot()->mutable_slot());
+void PutEvent(const ReleaseSlotEvent& e, v1::PeerCall* message) {
+  SetSlot(e.grant, message->mutable_release_slot()->mutable_slot());
 }
 
-void PutEvent(const BucketEvent& e, v1::PeerCall* wire) {
-  v1::PeerBucket* out = wire->mutable_bucket();
+void PutEvent(const BucketEvent& e, v1::PeerCall* message) {
+  v1::PeerBucket* out = message->mutable_bucket();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
   SetBucket(WholeBucket(e.bucket), e.bucket->slot, out);
   out->set_update_id(e.update.value());
 }
 
-void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
-  v1::PeerCommit* out = wire->mutable_commit();
+void PutEvent(const CommitEvent& e, v1::PeerCall* message) {
+  v1::PeerCommit* out = message->mutable_commit();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
   out->set_bucket_count(e.bucket_count);
@@ -140,27 +140,27 @@ void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
   out->set_update_id(e.update.value());
 }
 
-void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
-  v1::PeerRefit* out = wire->mutable_refit();
+void PutEvent(const RefitEvent& e, v1::PeerCall* message) {
+  v1::PeerRefit* out = message->mutable_refit();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
-  out->set_duration_ms(MillisToWire(e.duration));
-  if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
+  out->set_duration_ms(MillisToProto(e.duration));
+  if (e.verification.has_value()) out->set_verification(ToProto(*e.verification));
   out->set_evict_late(e.evict_late);
   out->set_bucket_count(e.bucket_count);
   out->set_update_id(e.update.value());
 }
 
-void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
-  v1::PeerAbort* out = wire->mutable_abort();
+void PutEvent(const AbortEvent& e, v1::PeerCall* message) {
+  v1::PeerAbort* out = message->mutable_abort();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
-  out->set_reason(TextToWire(e.reason, kMaxReasonBytes));
+  out->set_reason(TextToProto(e.reason, kMaxReasonBytes));
   out->set_update_id(e.update.value());
 }
 
-void Put(const PeerCall& v, v1::PeerMessage* wire) {
-  v1::PeerCall* out = wire->mutable_call();
+void Put(const PeerCall& v, v1::PeerMessage* message) {
+  v1::PeerCall* out = message->mutable_call();
   std::visit(
       [&](const auto& event) {
         out->set_call(event.call.value());
@@ -170,20 +170,20 @@ void Put(const PeerCall& v, v1::PeerMessage* wire) {
       v.event);
 }
 
-void Put(const CallGone& v, v1::PeerMessage* wire) {
-  wire->mutable_call_gone()->set_call(v.call.value());
+void Put(const CallGone& v, v1::PeerMessage* message) {
+  message->mutable_call_gone()->set_call(v.call.value());
 }
 
-void Put(const PeerHeaderAck& v, v1::PeerMessage* wire) {
-  v1::PeerHeaderAck* out = wire->mutable_header_ack();
+void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
+  v1::PeerHeaderAck* out = message->mutable_header_ack();
   out->set_update(v.update.value());
   out->set_part(v.part.value());
   out->set_digest(v.digest);
-  out->set_mismatch(TextToWire(v.mismatch));
+  out->set_mismatch(TextToProto(v.mismatch));
 }
 
-void Put(const PeerPartDone& v, v1::PeerMessage* wire) {
-  v1::PeerPartDone* out = wire->mutable_part_done();
+void Put(const PeerPartDone& v, v1::PeerMessage* message) {
+  v1::PeerPartDone* out = message->mutable_part_done();
   out->set_update(v.update.value());
   out->set_part(v.part.value());
   SetStatusOf(v.status, out);
@@ -193,11 +193,11 @@ void Put(const PeerPartDone& v, v1::PeerMessage* wire) {
     out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
   }
   out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
-  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
+  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToProto(v.broadcast));
 }
 
-void Put(const VerifyDone& v, v1::PeerMessage* wire) {
-  v1::PeerVerified* out = wire->mutable_verified();
+void Put(const VerifyDone& v, v1::PeerMessage* message) {
+  v1::PeerVerified* out = message->mutable_verified();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
   out->mutable_failed_destinations()->Add(v.failed_destinations.begin(),
@@ -205,32 +205,32 @@ void Put(const VerifyDone& v, v1::PeerMessage* wire) {
 }
 
 template <typename Wire>
-void SetStreams(const std::vector<PeerStream>& streams, Wire* wire) {
+void SetStreams(const std::vector<PeerStream>& streams, Wire* message) {
   for (const PeerStream& stream : streams) {
-    v1::PeerStream* out = wire->add_streams();
+    v1::PeerStream* out = message->add_streams();
     out->set_peer(stream.peer);
     out->set_out(stream.out);
     out->set_in(stream.in);
   }
 }
 
-void Put(const PeerProgramBuilt& v, v1::PeerMessage* wire) {
-  v1::PeerProgramBuilt* out = wire->mutable_program_built();
+void Put(const PeerProgramBuilt& v, v1::PeerMessage* message) {
+  v1::PeerProgramBuilt* out = message->mutable_program_built();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
   out->set_rounds(v.rounds);
   SetStreams(v.streams, out);
 }
 
-void Put(const PeerCompared& v, v1::PeerMessage* wire) {
-  v1::PeerCompared* out = wire->mutable_compared();
+void Put(const PeerCompared& v, v1::PeerMessage* message) {
+  v1::PeerCompared* out = message->mutable_compared();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
   out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
 }
 
-void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
-  v1::PeerRunDone* out = wire->mutable_run_done();
+void Put(const PeerRunDone& v, v1::PeerMessage* message) {
+  v1::PeerRunDone* out = message->mutable_run_done();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
   out->set_wire_failed(v.wire_failed);
@@ -249,46 +249,48 @@ void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
   }
 }
 
-void Put(const EpochOpened& v, v1::PeerMessage* wire) {
-  v1::PeerEpochOpened* out = wire->mutable_epoch_opened();
+void Put(const EpochOpened& v, v1::PeerMessage* message) {
+  v1::PeerEpochOpened* out = message->mutable_epoch_opened();
   out->set_epoch(v.epoch.value());
   SetStatusOf(v.status, out);
   out->set_address(v.address);
 }
 
-void Put(const EpochUp& v, v1::PeerMessage* wire) {
-  wire->mutable_epoch_up()->set_epoch(v.epoch.value());
-  SetStatusOf(v.status, wire->mutable_epoch_up());
+void Put(const EpochUp& v, v1::PeerMessage* message) {
+  message->mutable_epoch_up()->set_epoch(v.epoch.value());
+  SetStatusOf(v.status, message->mutable_epoch_up());
 }
 
-void Put(const PeerWireGranted& v, v1::PeerMessage* wire) {
-  wire->mutable_wire_granted()->set_update(v.update.value());
+void Put(const PeerWireGranted& v, v1::PeerMessage* message) {
+  message->mutable_wire_granted()->set_update(v.update.value());
 }
 
-void Put(const PeerWireWaits& v, v1::PeerMessage* wire) {
-  wire->mutable_wire_waits()->set_update(v.update.value());
-  wire->mutable_wire_waits()->set_holder(TextToWire(v.holder));
+void Put(const PeerWireWaits& v, v1::PeerMessage* message) {
+  message->mutable_wire_waits()->set_update(v.update.value());
+  message->mutable_wire_waits()->set_holder(TextToProto(v.holder));
 }
 
-void Put(const PeerWireWanted& v, v1::PeerMessage* wire) {
-  wire->mutable_wire_wanted()->set_update(v.update.value());
+void Put(const PeerWireWanted& v, v1::PeerMessage* message) {
+  message->mutable_wire_wanted()->set_update(v.update.value());
 }
 
-void Put(const PeerPong& v, v1::PeerMessage* wire) { wire->mutable_pong()->set_number(v.number); }
+void Put(const PeerPong& v, v1::PeerMessage* message) {
+  message->mutable_pong()->set_number(v.number);
+}
 
 // ---- reports: from the wire ----
 
-absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
+absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   PeerAttach out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "attach.member"));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "attach.member"));
   const auto ranks = [](int rank, int world_size, int pid, int limit,
                         std::string_view field) -> absl::Status {
     REFITD_RETURN_IF_ERROR(InRange(world_size, 1, limit, fmt::format("{}.world_size", field)));
     REFITD_RETURN_IF_ERROR(InRange(rank, 0, world_size - 1, fmt::format("{}.rank", field)));
     return NotNegative(pid, fmt::format("{}.pid", field));
   };
-  if (wire.has_trainer()) {
-    const v1::PeerTrainer& t = wire.trainer();
+  if (message.has_trainer()) {
+    const v1::PeerTrainer& t = message.trainer();
     REFITD_RETURN_IF_ERROR(
         ranks(t.rank(), t.world_size(), t.pid(), kMaxTrainerRanks, "attach.trainer"));
     TrainerIdentity trainer;
@@ -298,8 +300,8 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
     out.identity = trainer;
     return out;
   }
-  if (!wire.has_engine()) return Invalid("attach.identity is missing");
-  const v1::PeerEngine& e = wire.engine();
+  if (!message.has_engine()) return Invalid("attach.identity is missing");
+  const v1::PeerEngine& e = message.engine();
   REFITD_RETURN_IF_ERROR(
       ranks(e.rank(), e.world_size(), e.pid(), kMaxEngineRanks, "attach.engine"));
   EngineIdentity engine;
@@ -332,140 +334,140 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
   return out;
 }
 
-absl::StatusOr<MemberLost> ReportOf(const v1::PeerGone& wire) {
+absl::StatusOr<MemberLost> ReportOf(const v1::PeerGone& message) {
   MemberLost out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "gone.member"));
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "gone.reason"));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "gone.member"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "gone.reason"));
   return out;
 }
 
-absl::StatusOr<ReadyEvent> ReportOf(const v1::PeerReady& wire) {
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "ready.member"));
-  return ReadyEvent{member, UpdateId(wire.update())};
+absl::StatusOr<ReadyEvent> ReportOf(const v1::PeerReady& message) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "ready.member"));
+  return ReadyEvent{member, UpdateId(message.update())};
 }
 
-absl::StatusOr<EngineFailed> ReportOf(const v1::PeerFailed& wire) {
+absl::StatusOr<EngineFailed> ReportOf(const v1::PeerFailed& message) {
   EngineFailed out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "failed.member"));
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "failed.reason"));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "failed.member"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "failed.reason"));
   return out;
 }
 
-absl::StatusOr<AckEvent> ReportOf(const v1::PeerAck& wire) {
+absl::StatusOr<AckEvent> ReportOf(const v1::PeerAck& message) {
   AckEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "ack.member"));
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "ack.part"));
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "ack.member"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "ack.part"));
   return out;
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& message, const PeerBounds&) {
   BeginEvent out;
   REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(wire.request_id(), "begin.request_id", kMaxRequestIdBytes));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "begin.version"));
-  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(wire.duration_ms(), "begin.duration_ms"));
-  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromWire(wire.verification()));
-  out.evict_late = wire.evict_late();
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.tensor_count(), "begin.tensor_count"));
-  out.tensor_count = wire.tensor_count();
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.total_bytes(), "begin.total_bytes"));
-  out.total_bytes = wire.total_bytes();
-  REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
-  out.without_layout = wire.without_layout();
-  REFITD_RETURN_IF_ERROR(CheckLine(wire.note(), kMaxNoteBytes, "begin.note"));
-  out.note = wire.note();
+                          TextOf(message.request_id(), "begin.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "begin.version"));
+  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "begin.duration_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
+  out.evict_late = message.evict_late();
+  REFITD_RETURN_IF_ERROR(NotNegative(message.tensor_count(), "begin.tensor_count"));
+  out.tensor_count = message.tensor_count();
+  REFITD_RETURN_IF_ERROR(NotNegative(message.total_bytes(), "begin.total_bytes"));
+  out.total_bytes = message.total_bytes();
+  REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromProto(message.broadcast()));
+  out.without_layout = message.without_layout();
+  REFITD_RETURN_IF_ERROR(CheckLine(message.note(), kMaxNoteBytes, "begin.note"));
+  out.note = message.note();
   return PeerCall{std::move(out)};
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerLeaseSlot& wire, const PeerBounds&) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerLeaseSlot& message, const PeerBounds&) {
   LeaseSlotEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "lease_slot.version"));
-  REFITD_ASSIGN_OR_RETURN(out.wait, MillisOf(wire.wait_ms(), "lease_slot.wait_ms"));
-  out.update = UpdateId(wire.update_id());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "lease_slot.version"));
+  REFITD_ASSIGN_OR_RETURN(out.wait, MillisOf(message.wait_ms(), "lease_slot.wait_ms"));
+  out.update = UpdateId(message.update_id());
   return PeerCall{out};
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerReleaseSlot& wire, const PeerBounds& bounds) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerReleaseSlot& message, const PeerBounds& bounds) {
   ReleaseSlotEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(wire.slot(), bounds, "release_slot.slot"));
+  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(message.slot(), bounds, "release_slot.slot"));
   return PeerCall{out};
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& wire, const PeerBounds& bounds) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& message, const PeerBounds& bounds) {
   BucketEvent out;
   REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(wire.request_id(), "bucket.request_id", kMaxRequestIdBytes));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "bucket.version"));
-  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds, "bucket.slot"));
+                          TextOf(message.request_id(), "bucket.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "bucket.version"));
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(message, bounds, "bucket.slot"));
   out.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
-  out.update = UpdateId(wire.update_id());
+  out.update = UpdateId(message.update_id());
   return PeerCall{std::move(out)};
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& wire, const PeerBounds&) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBounds&) {
   CommitEvent out;
   REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(wire.request_id(), "commit.request_id", kMaxRequestIdBytes));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "commit.version"));
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "commit.bucket_count"));
-  out.bucket_count = wire.bucket_count();
-  out.pushes_under_way = wire.pushes_under_way();
-  out.update = UpdateId(wire.update_id());
+                          TextOf(message.request_id(), "commit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "commit.version"));
+  REFITD_RETURN_IF_ERROR(NotNegative(message.bucket_count(), "commit.bucket_count"));
+  out.bucket_count = message.bucket_count();
+  out.pushes_under_way = message.pushes_under_way();
+  out.update = UpdateId(message.update_id());
   return PeerCall{std::move(out)};
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& wire, const PeerBounds&) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& message, const PeerBounds&) {
   RefitEvent out;
   REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(wire.request_id(), "refit.request_id", kMaxRequestIdBytes));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "refit.version"));
-  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(wire.duration_ms(), "refit.duration_ms"));
-  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromWire(wire.verification()));
-  out.evict_late = wire.evict_late();
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "refit.bucket_count"));
-  out.bucket_count = wire.bucket_count();
-  out.update = UpdateId(wire.update_id());
+                          TextOf(message.request_id(), "refit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "refit.version"));
+  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "refit.duration_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
+  out.evict_late = message.evict_late();
+  REFITD_RETURN_IF_ERROR(NotNegative(message.bucket_count(), "refit.bucket_count"));
+  out.bucket_count = message.bucket_count();
+  out.update = UpdateId(message.update_id());
   return PeerCall{std::move(out)};
 }
 
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& wire, const PeerBounds&) {
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& message, const PeerBounds&) {
   AbortEvent out;
   REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(wire.request_id(), "abort.request_id", kMaxRequestIdBytes));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "abort.version"));
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "abort.reason", kMaxReasonBytes));
-  out.update = UpdateId(wire.update_id());
+                          TextOf(message.request_id(), "abort.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "abort.version"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "abort.reason", kMaxReasonBytes));
+  out.update = UpdateId(message.update_id());
   return PeerCall{std::move(out)};
 }
 
-absl::StatusOr<PeerCall> EventOf(const v1::PeerCall& wire, const PeerBounds& bounds) {
-  switch (wire.event_case()) {
+absl::StatusOr<PeerCall> EventOf(const v1::PeerCall& message, const PeerBounds& bounds) {
+  switch (message.event_case()) {
     case v1::PeerCall::kBegin:
-      return CallFrom(wire.begin(), bounds);
+      return CallFrom(message.begin(), bounds);
     case v1::PeerCall::kLeaseSlot:
-      return CallFrom(wire.lease_slot(), bounds);
+      return CallFrom(message.lease_slot(), bounds);
     case v1::PeerCall::kReleaseSlot:
-      return CallFrom(wire.release_slot(), bounds);
+      return CallFrom(message.release_slot(), bounds);
     case v1::PeerCall::kBucket:
-      return CallFrom(wire.bucket(), bounds);
+      return CallFrom(message.bucket(), bounds);
     case v1::PeerCall::kCommit:
-      return CallFrom(wire.commit(), bounds);
+      return CallFrom(message.commit(), bounds);
     case v1::PeerCall::kRefit:
-      return CallFrom(wire.refit(), bounds);
+      return CallFrom(message.refit(), bounds);
     case v1::PeerCall::kAbort:
-      return CallFrom(wire.abort(), bounds);
+      return CallFrom(message.abort(), bounds);
     case v1::PeerCall::EVENT_NOT_SET:
       break;
   }
   return Invalid("call.event is missing");
 }
 
-absl::StatusOr<PeerCall> ReportOf(const v1::PeerCall& wire, const PeerBounds& bounds) {
-  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(wire.call(), "call.call"));
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "call.member"));
-  absl::StatusOr<PeerCall> out = EventOf(wire, bounds);
+absl::StatusOr<PeerCall> ReportOf(const v1::PeerCall& message, const PeerBounds& bounds) {
+  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(message.call(), "call.call"));
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "call.member"));
+  absl::StatusOr<PeerCall> out = EventOf(message, bounds);
   if (!out.ok()) return Invalid("call.{}", Message(out.status()));
   std::visit(
       [&](auto& event) {
@@ -476,113 +478,113 @@ absl::StatusOr<PeerCall> ReportOf(const v1::PeerCall& wire, const PeerBounds& bo
   return out;
 }
 
-absl::StatusOr<CallGone> ReportOf(const v1::PeerCallGone& wire) {
-  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(wire.call(), "call_gone.call"));
+absl::StatusOr<CallGone> ReportOf(const v1::PeerCallGone& message) {
+  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(message.call(), "call_gone.call"));
   return CallGone{call};
 }
 
-absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& wire) {
+absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& message) {
   PeerHeaderAck out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "header_ack.part"));
-  out.digest = wire.digest();
-  REFITD_ASSIGN_OR_RETURN(out.mismatch, TextOf(wire.mismatch(), "header_ack.mismatch"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "header_ack.part"));
+  out.digest = message.digest();
+  REFITD_ASSIGN_OR_RETURN(out.mismatch, TextOf(message.mismatch(), "header_ack.mismatch"));
   return out;
 }
 
-absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
+absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& message) {
   PeerPartDone out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "part_done.part"));
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "part_done.status", &out.status));
-  out.wire_failed = wire.wire_failed();
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "part_done.part"));
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "part_done.status", &out.status));
+  out.wire_failed = message.wire_failed();
   REFITD_RETURN_IF_ERROR(
-      AtMost(wire.bytes_written_size(), kMaxEngineRanks, "part_done.bytes_written"));
-  for (int i = 0; i < wire.bytes_written_size(); ++i) {
-    REFITD_RETURN_IF_ERROR(InRange(wire.bytes_written(i), 0, kMaxBucketBytes,
+      AtMost(message.bytes_written_size(), kMaxEngineRanks, "part_done.bytes_written"));
+  for (int i = 0; i < message.bytes_written_size(); ++i) {
+    REFITD_RETURN_IF_ERROR(InRange(message.bytes_written(i), 0, kMaxBucketBytes,
                                    fmt::format("part_done.bytes_written[{}]", i)));
   }
-  out.bytes_written.assign(wire.bytes_written().begin(), wire.bytes_written().end());
-  if (wire.has_failed_destination()) {
-    REFITD_RETURN_IF_ERROR(
-        InRange(wire.failed_destination(), 0, kMaxEngineRanks - 1, "part_done.failed_destination"));
-    out.failed_destination = static_cast<int>(wire.failed_destination());
+  out.bytes_written.assign(message.bytes_written().begin(), message.bytes_written().end());
+  if (message.has_failed_destination()) {
+    REFITD_RETURN_IF_ERROR(InRange(message.failed_destination(), 0, kMaxEngineRanks - 1,
+                                   "part_done.failed_destination"));
+    out.failed_destination = static_cast<int>(message.failed_destination());
   }
-  REFITD_RETURN_IF_ERROR(AtMost(wire.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
-  out.digests.assign(wire.digests().begin(), wire.digests().end());
-  // The method is only counted, and may be one that only the next version knows.
-  if (wire.has_broadcast()) {
-    out.broadcast = BroadcastFromWire(wire.broadcast()).value_or(BroadcastMethod::kDirect);
+  REFITD_RETURN_IF_ERROR(AtMost(message.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
+  out.digests.assign(message.digests().begin(), message.digests().end());
+  // The method is only counted. One that only a later version knows counts as direct.
+  if (message.has_broadcast()) {
+    out.broadcast = BroadcastFromProto(message.broadcast()).value_or(BroadcastMethod::kDirect);
   }
   return out;
 }
 
-absl::StatusOr<VerifyDone> ReportOf(const v1::PeerVerified& wire) {
+absl::StatusOr<VerifyDone> ReportOf(const v1::PeerVerified& message) {
   VerifyDone out;
-  out.update = UpdateId(wire.update());
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "verified.status", &out.status));
+  out.update = UpdateId(message.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "verified.status", &out.status));
   REFITD_ASSIGN_OR_RETURN(out.failed_destinations,
-                          IndicesOf(wire.failed_destinations(), kMaxEngineRanks, kMaxEngineRanks,
+                          IndicesOf(message.failed_destinations(), kMaxEngineRanks, kMaxEngineRanks,
                                     "verified.failed_destinations"));
   return out;
 }
 
 absl::StatusOr<std::vector<PeerStream>> StreamsOf(
-    const google::protobuf::RepeatedPtrField<v1::PeerStream>& wire, std::string_view field) {
-  REFITD_RETURN_IF_ERROR(AtMost(wire.size(), kMaxNodes, field));
+    const google::protobuf::RepeatedPtrField<v1::PeerStream>& message, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(AtMost(message.size(), kMaxNodes, field));
   std::vector<PeerStream> streams;
-  for (int i = 0; i < wire.size(); ++i) {
+  for (int i = 0; i < message.size(); ++i) {
     REFITD_RETURN_IF_ERROR(
-        InRange(wire[i].peer(), 0, kMaxNodes - 1, fmt::format("{}[{}].peer", field, i)));
-    streams.push_back({wire[i].peer(), wire[i].out(), wire[i].in()});
+        InRange(message[i].peer(), 0, kMaxNodes - 1, fmt::format("{}[{}].peer", field, i)));
+    streams.push_back({message[i].peer(), message[i].out(), message[i].in()});
   }
   return streams;
 }
 
-absl::StatusOr<PeerProgramBuilt> ReportOf(const v1::PeerProgramBuilt& wire) {
+absl::StatusOr<PeerProgramBuilt> ReportOf(const v1::PeerProgramBuilt& message) {
   PeerProgramBuilt out;
-  out.update = UpdateId(wire.update());
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "program_built.status", &out.status));
-  REFITD_RETURN_IF_ERROR(NotNegative(wire.rounds(), "program_built.rounds"));
-  out.rounds = wire.rounds();
-  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "program_built.streams"));
+  out.update = UpdateId(message.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "program_built.status", &out.status));
+  REFITD_RETURN_IF_ERROR(NotNegative(message.rounds(), "program_built.rounds"));
+  out.rounds = message.rounds();
+  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(message.streams(), "program_built.streams"));
   return out;
 }
 
-absl::StatusOr<PeerCompared> ReportOf(const v1::PeerCompared& wire) {
+absl::StatusOr<PeerCompared> ReportOf(const v1::PeerCompared& message) {
   PeerCompared out;
-  out.update = UpdateId(wire.update());
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "compared.status", &out.status));
-  out.digests.assign(wire.digests().begin(), wire.digests().end());
+  out.update = UpdateId(message.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "compared.status", &out.status));
+  out.digests.assign(message.digests().begin(), message.digests().end());
   return out;
 }
 
-absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
+absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& message) {
   PeerRunDone out;
-  out.update = UpdateId(wire.update());
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "run_done.status", &out.status));
-  out.wire_failed = wire.wire_failed();
+  out.update = UpdateId(message.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "run_done.status", &out.status));
+  out.wire_failed = message.wire_failed();
   REFITD_RETURN_IF_ERROR(
-      AtMost(wire.bytes_written_size(), kMaxEngineRanks, "run_done.bytes_written"));
-  for (int i = 0; i < wire.bytes_written_size(); ++i) {
+      AtMost(message.bytes_written_size(), kMaxEngineRanks, "run_done.bytes_written"));
+  for (int i = 0; i < message.bytes_written_size(); ++i) {
     REFITD_RETURN_IF_ERROR(
-        NotNegative(wire.bytes_written(i), fmt::format("run_done.bytes_written[{}]", i)));
+        NotNegative(message.bytes_written(i), fmt::format("run_done.bytes_written[{}]", i)));
   }
-  out.bytes_written.assign(wire.bytes_written().begin(), wire.bytes_written().end());
-  if (wire.has_failed_destination()) {
-    REFITD_RETURN_IF_ERROR(
-        InRange(wire.failed_destination(), 0, kMaxEngineRanks - 1, "run_done.failed_destination"));
-    out.failed_destination = static_cast<int>(wire.failed_destination());
+  out.bytes_written.assign(message.bytes_written().begin(), message.bytes_written().end());
+  if (message.has_failed_destination()) {
+    REFITD_RETURN_IF_ERROR(InRange(message.failed_destination(), 0, kMaxEngineRanks - 1,
+                                   "run_done.failed_destination"));
+    out.failed_destination = static_cast<int>(message.failed_destination());
   }
-  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "run_done.streams"));
-  out.attempt = wire.attempt();
-  if (wire.has_lacks()) {
-    REFITD_RETURN_IF_ERROR(InRange(wire.lacks(), 0, kMaxRounds, "run_done.lacks"));
-    out.lacks = wire.lacks();
+  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(message.streams(), "run_done.streams"));
+  out.attempt = message.attempt();
+  if (message.has_lacks()) {
+    REFITD_RETURN_IF_ERROR(InRange(message.lacks(), 0, kMaxRounds, "run_done.lacks"));
+    out.lacks = message.lacks();
   }
-  REFITD_RETURN_IF_ERROR(AtMost(wire.links_size(), kMaxNodes, "run_done.links"));
-  for (int i = 0; i < wire.links_size(); ++i) {
-    const v1::PeerLinkUse& link = wire.links(i);
+  REFITD_RETURN_IF_ERROR(AtMost(message.links_size(), kMaxNodes, "run_done.links"));
+  for (int i = 0; i < message.links_size(); ++i) {
+    const v1::PeerLinkUse& link = message.links(i);
     const std::string field = fmt::format("run_done.links[{}]", i);
     REFITD_RETURN_IF_ERROR(InRange(link.peer(), 0, kMaxNodes - 1, field + ".peer"));
     REFITD_RETURN_IF_ERROR(NotNegative(link.bytes(), field + ".bytes"));
@@ -592,25 +594,25 @@ absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
   return out;
 }
 
-absl::StatusOr<EpochOpened> ReportOf(const v1::PeerEpochOpened& wire) {
+absl::StatusOr<EpochOpened> ReportOf(const v1::PeerEpochOpened& message) {
   EpochOpened out;
-  out.epoch = EpochId(wire.epoch());
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "epoch_opened.status", &out.status));
-  REFITD_ASSIGN_OR_RETURN(out.address, OpaqueOf(wire.address(), "epoch_opened.address"));
+  out.epoch = EpochId(message.epoch());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "epoch_opened.status", &out.status));
+  REFITD_ASSIGN_OR_RETURN(out.address, OpaqueOf(message.address(), "epoch_opened.address"));
   return out;
 }
 
-absl::StatusOr<EpochUp> ReportOf(const v1::PeerEpochUp& wire) {
+absl::StatusOr<EpochUp> ReportOf(const v1::PeerEpochUp& message) {
   EpochUp out;
-  out.epoch = EpochId(wire.epoch());
-  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "epoch_up.status", &out.status));
+  out.epoch = EpochId(message.epoch());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "epoch_up.status", &out.status));
   return out;
 }
 
-absl::StatusOr<PeerWireWaits> ReportOf(const v1::PeerWireWaits& wire) {
+absl::StatusOr<PeerWireWaits> ReportOf(const v1::PeerWireWaits& message) {
   PeerWireWaits out;
-  out.update = UpdateId(wire.update());
-  REFITD_ASSIGN_OR_RETURN(out.holder, TextOf(wire.holder(), "wire_waits.holder"));
+  out.update = UpdateId(message.update());
+  REFITD_ASSIGN_OR_RETURN(out.holder, TextOf(message.holder(), "wire_waits.holder"));
   return out;
 }
 
@@ -640,7 +642,7 @@ absl::Status ValidateStructure(const Layout& structure, absl::Status* destinatio
       return Invalid("piece {} has {} strides where its box has {} dimensions", i,
                      piece.strides.size(), piece.box.extent.size());
     }
-    // SpanBytes needs this check, too.
+    // Strides must not be negative for SpanBytes either.
     for (const int64_t stride : piece.strides) {
       REFITD_RETURN_IF_ERROR(NotNegative(stride, fmt::format("layout.piece_strides of {}", i)));
     }
@@ -661,8 +663,8 @@ absl::Status ValidateStructure(const Layout& structure, absl::Status* destinatio
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToWire(const PeerLayout& report,
-                                                          int64_t message_bytes) {
+absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& report,
+                                                           int64_t message_bytes) {
   const int64_t chunk_bytes = std::min(kPeerLayoutChunkBytes, message_bytes / 2);
   std::vector<v1::PeerMessage> messages;
   for (v1::LayoutChunk& chunk :
@@ -704,11 +706,11 @@ absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t mes
                    fmt::format("the header of a bucket of {} tensors", tensors.size()));
 }
 
-absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
-                                                    const PeerBounds& bounds,
-                                                    int64_t message_bytes) {
+absl::StatusOr<std::vector<v1::PeerMessage>> ToProto(const PeerReport& report,
+                                                     const PeerBounds& bounds,
+                                                     int64_t message_bytes) {
   if (const auto* layout = std::get_if<PeerLayout>(&report)) {
-    return LayoutToWire(*layout, message_bytes);
+    return LayoutToProto(*layout, message_bytes);
   }
   if (const auto* call = std::get_if<PeerCall>(&report)) {
     // A call that the group would refuse must not end the link.

@@ -33,9 +33,9 @@ namespace refitd {
 // RESOURCE_EXHAUSTED: a message would be larger than `message_bytes`. INVALID_ARGUMENT: a client's
 // call or attach has values that the other side would refuse to read, which would end the link and
 // with it the leases of all members.
-absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
-                                                    const PeerBounds& bounds,
-                                                    int64_t message_bytes);
+absl::StatusOr<std::vector<v1::PeerMessage>> ToProto(const PeerReport& report,
+                                                     const PeerBounds& bounds,
+                                                     int64_t message_bytes);
 
 // Whether every header that this bucket can lead to fits into a message. RESOURCE_EXHAUSTED.
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes);

@@ -33,7 +33,7 @@ absl::StatusOr<Duration> MillisOf(int64_t ms, std::string_view field) {
   return std::chrono::milliseconds(ms);
 }
 
-int64_t MillisToWire(Duration duration) {
+int64_t MillisToProto(Duration duration) {
   const Duration kept = std::clamp(duration, Duration(0), kMaxPeerDuration);
   return std::chrono::ceil<std::chrono::milliseconds>(kept).count();
 }
@@ -52,69 +52,69 @@ absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view 
 
 // ---- statuses ----
 
-void SetStatus(const absl::Status& status, v1::PeerStatus* wire) {
-  wire->set_code(static_cast<uint32_t>(status.code()));
-  wire->set_message(TextToWire(Message(status)));
+void SetStatus(const absl::Status& status, v1::PeerStatus* message) {
+  message->set_code(static_cast<uint32_t>(status.code()));
+  message->set_message(TextToProto(Message(status)));
 }
 
 constexpr uint32_t kMaxStatusCode = static_cast<uint32_t>(StatusCode::kUnauthenticated);
 static_assert(kMaxStatusCode == 16);
 
-absl::Status ReadStatus(const v1::PeerStatus& wire, std::string_view field, absl::Status* out) {
-  REFITD_RETURN_IF_ERROR(InRange(wire.code(), 0, kMaxStatusCode, fmt::format("{}.code", field)));
-  REFITD_ASSIGN_OR_RETURN(const std::string message,
-                          TextOf(wire.message(), fmt::format("{}.message", field)));
-  *out = absl::Status(static_cast<StatusCode>(wire.code()), message);
+absl::Status ReadStatus(const v1::PeerStatus& message, std::string_view field, absl::Status* out) {
+  REFITD_RETURN_IF_ERROR(InRange(message.code(), 0, kMaxStatusCode, fmt::format("{}.code", field)));
+  REFITD_ASSIGN_OR_RETURN(const std::string text,
+                          TextOf(message.message(), fmt::format("{}.message", field)));
+  *out = absl::Status(static_cast<StatusCode>(message.code()), text);
   return absl::OkStatus();
 }
 
 // ---- slots ----
 
-void SetSlot(const SlotGrant& grant, v1::PeerSlot* wire) {
-  wire->set_slot(grant.slot.value());
-  wire->set_grant(grant.grant.value());
+void SetSlot(const SlotGrant& grant, v1::PeerSlot* message) {
+  message->set_slot(grant.slot.value());
+  message->set_grant(grant.grant.value());
 }
 
-absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& wire, const PeerBounds& bounds,
+absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& message, const PeerBounds& bounds,
                                  std::string_view field) {
-  REFITD_RETURN_IF_ERROR(InRange(wire.slot(), 0, std::min(bounds.slots, kMaxSlots) - 1,
+  REFITD_RETURN_IF_ERROR(InRange(message.slot(), 0, std::min(bounds.slots, kMaxSlots) - 1,
                                  fmt::format("{}.slot", field)));
-  return SlotGrant{SlotIndex(wire.slot()), GrantId(wire.grant())};
+  return SlotGrant{SlotIndex(message.slot()), GrantId(message.grant())};
 }
 
 // ---- lists ----
 
 absl::StatusOr<std::vector<MemberId>> MembersOf(
-    const google::protobuf::RepeatedField<uint64_t>& wire, std::string_view field) {
-  REFITD_RETURN_IF_ERROR(AtMost(wire.size(), kMaxEngineRanks, field));
+    const google::protobuf::RepeatedField<uint64_t>& message, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(AtMost(message.size(), kMaxEngineRanks, field));
   std::vector<MemberId> members;
-  members.reserve(static_cast<size_t>(wire.size()));
-  for (int i = 0; i < wire.size(); ++i) {
+  members.reserve(static_cast<size_t>(message.size()));
+  for (int i = 0; i < message.size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(const MemberId member,
-                            MemberOf(wire[i], fmt::format("{}[{}]", field, i)));
+                            MemberOf(message[i], fmt::format("{}[{}]", field, i)));
     members.push_back(member);
   }
   return members;
 }
 
-absl::StatusOr<std::vector<bool>> FlagsOf(const google::protobuf::RepeatedField<bool>& wire,
+absl::StatusOr<std::vector<bool>> FlagsOf(const google::protobuf::RepeatedField<bool>& message,
                                           std::string_view field) {
-  REFITD_RETURN_IF_ERROR(AtMost(wire.size(), kMaxEngineRanks, field));
-  return std::vector<bool>(wire.begin(), wire.end());
+  REFITD_RETURN_IF_ERROR(AtMost(message.size(), kMaxEngineRanks, field));
+  return std::vector<bool>(message.begin(), message.end());
 }
 
 absl::StatusOr<std::vector<uint32_t>> IndicesOf(
-    const google::protobuf::RepeatedField<uint32_t>& wire, int64_t limit, int64_t bound,
+    const google::protobuf::RepeatedField<uint32_t>& message, int64_t limit, int64_t bound,
     std::string_view field) {
-  REFITD_RETURN_IF_ERROR(AtMost(wire.size(), limit, field));
-  for (int i = 0; i < wire.size(); ++i) {
-    REFITD_RETURN_IF_ERROR(InRange(wire[i], 0, bound - 1, fmt::format("{}[{}]", field, i)));
+  REFITD_RETURN_IF_ERROR(AtMost(message.size(), limit, field));
+  for (int i = 0; i < message.size(); ++i) {
+    REFITD_RETURN_IF_ERROR(InRange(message[i], 0, bound - 1, fmt::format("{}[{}]", field, i)));
   }
-  return std::vector<uint32_t>(wire.begin(), wire.end());
+  return std::vector<uint32_t>(message.begin(), message.end());
 }
 
-absl::StatusOr<Verification> VerificationOf(v1::Verification wire, std::string_view field) {
-  const absl::StatusOr<std::optional<Verification>> verification = VerificationFromWire(wire);
+absl::StatusOr<Verification> VerificationOf(v1::Verification message, std::string_view field) {
+  const absl::StatusOr<std::optional<Verification>> verification = VerificationFromProto(message);
   if (!verification.ok()) return Invalid("{}: {}", field, Message(verification.status()));
   if (!verification->has_value()) return Invalid("{} is not said", field);
   return **verification;

@@ -3,7 +3,7 @@
 // and program.cc share it.
 //
 // Functions whose names end in Of read a value, and refuse a malformed one with INVALID_ARGUMENT
-// naming `field`. Functions whose names begin with Set or end in ToWire write a value.
+// naming `field`. Functions whose names begin with Set or end in ToProto write a value.
 #ifndef REFITD_DAEMON_LINK_VALUES_H_
 #define REFITD_DAEMON_LINK_VALUES_H_
 
@@ -48,13 +48,13 @@ absl::StatusOr<PartSeq> PartOf(int64_t part, std::string_view field);
 absl::StatusOr<Duration> MillisOf(int64_t ms, std::string_view field);
 
 // Rounds up, since 0 has a meaning of its own.
-int64_t MillisToWire(Duration duration);
+int64_t MillisToProto(Duration duration);
 
 // ---- texts ----
 
 // Shortens the text and replaces bytes that are not UTF-8, since a message with such bytes in a
 // string could not be read.
-inline std::string TextToWire(std::string_view text, size_t max_bytes = kMaxPeerTextBytes) {
+inline std::string TextToProto(std::string_view text, size_t max_bytes = kMaxPeerTextBytes) {
   return CleanText(text, max_bytes);
 }
 
@@ -65,7 +65,7 @@ absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view 
 
 // ---- statuses ----
 
-void SetStatus(const absl::Status& status, v1::PeerStatus* wire);
+void SetStatus(const absl::Status& status, v1::PeerStatus* message);
 
 // Sets message field `status` of `message` unless the status is OK.
 template <typename Wire>
@@ -74,32 +74,32 @@ void SetStatusOf(const absl::Status& status, Wire* message) {
 }
 
 // Writes to *out, since a StatusOr can't hold a status.
-absl::Status ReadStatus(const v1::PeerStatus& wire, std::string_view field, absl::Status* out);
+absl::Status ReadStatus(const v1::PeerStatus& message, std::string_view field, absl::Status* out);
 
 // ---- slots ----
 
-void SetSlot(const SlotGrant& grant, v1::PeerSlot* wire);
+void SetSlot(const SlotGrant& grant, v1::PeerSlot* message);
 
-absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& wire, const PeerBounds& bounds,
+absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& message, const PeerBounds& bounds,
                                  std::string_view field);
 
 // ---- lists ----
 
 template <typename Id>
-void SetIds(const std::vector<Id>& ids, google::protobuf::RepeatedField<uint64_t>* wire) {
-  wire->Reserve(static_cast<int>(ids.size()));
-  for (const Id id : ids) wire->Add(id.value());
+void SetIds(const std::vector<Id>& ids, google::protobuf::RepeatedField<uint64_t>* message) {
+  message->Reserve(static_cast<int>(ids.size()));
+  for (const Id id : ids) message->Add(id.value());
 }
 
 absl::StatusOr<std::vector<MemberId>> MembersOf(
-    const google::protobuf::RepeatedField<uint64_t>& wire, std::string_view field);
+    const google::protobuf::RepeatedField<uint64_t>& message, std::string_view field);
 
-absl::StatusOr<std::vector<bool>> FlagsOf(const google::protobuf::RepeatedField<bool>& wire,
+absl::StatusOr<std::vector<bool>> FlagsOf(const google::protobuf::RepeatedField<bool>& message,
                                           std::string_view field);
 
 // Numbers below `bound`; at most `limit` of them.
 absl::StatusOr<std::vector<uint32_t>> IndicesOf(
-    const google::protobuf::RepeatedField<uint32_t>& wire, int64_t limit, int64_t bound,
+    const google::protobuf::RepeatedField<uint32_t>& message, int64_t limit, int64_t bound,
     std::string_view field);
 
 // ---- buckets ----
@@ -107,22 +107,22 @@ absl::StatusOr<std::vector<uint32_t>> IndicesOf(
 // A bucket or a part's header, with the slot in which its tensors lie. `wire` is a v1::PeerBucket
 // or a v1::PeerHeader.
 template <typename Wire>
-void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot, Wire* wire) {
-  WriteBucket(content, wire);
-  if (slot.has_value()) SetSlot(*slot, wire->mutable_slot());
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot, Wire* message) {
+  WriteBucket(content, message);
+  if (slot.has_value()) SetSlot(*slot, message->mutable_slot());
 }
 
 template <typename Wire>
-absl::StatusOr<CheckedBucket> BucketOf(const Wire& wire, const PeerBounds& bounds,
+absl::StatusOr<CheckedBucket> BucketOf(const Wire& message, const PeerBounds& bounds,
                                        std::string_view slot_field) {
   std::optional<SlotGrant> slot;
-  if (wire.has_slot()) {
-    REFITD_ASSIGN_OR_RETURN(slot, SlotOf(wire.slot(), bounds, slot_field));
+  if (message.has_slot()) {
+    REFITD_ASSIGN_OR_RETURN(slot, SlotOf(message.slot(), bounds, slot_field));
   }
-  return ReadBucket(wire, slot, bounds.slot_bytes);
+  return ReadBucket(message, slot, bounds.slot_bytes);
 }
 
-absl::StatusOr<Verification> VerificationOf(v1::Verification wire, std::string_view field);
+absl::StatusOr<Verification> VerificationOf(v1::Verification message, std::string_view field);
 
 // ---- sizes ----
 

@@ -89,7 +89,7 @@ struct Actions::Performer {
     a.incarnation = group->machine->incarnation();
     Tell(a.member, a);
   }
-  // A member hears of some actions in the group's words.
+  // The action itself is the news that the member is told.
   template <typename Action>
   requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
   void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
@@ -102,7 +102,7 @@ struct Actions::Performer {
   void operator()(StartVerify& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Start(group, a, turn);
   }
-  void operator()(CompileProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void operator()(PlanRefit& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Compile(*group, std::move(a));
   }
   void operator()(StartCompare&) {}  // the coordinator performs it
@@ -154,7 +154,7 @@ struct Actions::Performer {
   void operator()(LogLine& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     if (!a.evicted.empty()) {
       own->identities_.AuditEviction(*group, a, turn);
-      if (NodeObserver* const observer = own->state_.options.observer; observer != nullptr) {
+      if (DaemonObserver* const observer = own->state_.options.observer; observer != nullptr) {
         observer->InstanceEvicted(group->name(), ReasonOf(a.cause, own->state_.aborts));
       }
     }
@@ -231,7 +231,8 @@ void Actions::PerformSend(GroupRecord* group, SendReport a, Turn& turn) {
                  PeerLink::Refused refused) { ReportRefused(name, link, std::move(refused)); });
 }
 
-// A report that can't be sent is answered with the refusal that the coordinator would send.
+// Handles a report that can't be sent. If a call or a member waits for an answer to the report, it
+// gets the refusal that the coordinator would send. Otherwise the link counts as lost.
 void Actions::ReportRefused(const std::string& name, const PeerLink* link,
                             PeerLink::Refused refused) {
   Turn turn(state_.turns, Turn::Order::kAhead);

@@ -64,7 +64,8 @@ void Arrivals::Attach(Arrival arrival, Turn& turn) {
     state_.waiters.Wait(Waiters::OfGroup{
         std::move(arrival.record), std::move(attached), DaemonState::Now() + arrival.wait,
         arrival.wait > Duration(0), coordinator, std::move(arrival.spec)});
-    // A spec that this member brings makes the group, for which others may wait at the coordinator.
+    // A spec lets the coordinator make the group, for which other members may wait there already.
+    // So a member that brings the first spec begins a new try at once.
     if (group != nullptr && !group->join.redial.has_value() &&
         (group->join.link == nullptr || brings)) {
       joining_.Dial(group);

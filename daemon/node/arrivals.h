@@ -63,7 +63,8 @@ class Arrivals {
   absl::StatusOr<GroupRecord*> GroupFor(const Arrival& arrival, const std::string& coordinator,
                                         bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The same for a member that names several candidates. Null: the group is searched.
+  // The same for a member that names several candidates. Null: the search for the group's
+  // coordinator goes on.
   absl::StatusOr<GroupRecord*> CandidatesGroup(const Arrival& arrival)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // OK: the member's memory can be reached from another daemon.

@@ -2,9 +2,12 @@
 
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
+#include "daemon/node/device_memory_test_util.h"
 #include "daemon/node/parts_test_util.h"
 
 namespace refitd {
@@ -93,6 +96,129 @@ TEST_CASE("a daemon that drains takes nobody, and ends those that wait") {
   parts.daemon().Drain();
   CHECK(waits.inbox->Ended().code() == absl::StatusCode::kUnavailable);
   CHECK(parts.AttachTrainer("g").inbox->Ended().code() == absl::StatusCode::kUnavailable);
+}
+
+TEST_CASE("a daemon that drains takes nobody into a group that it still has") {
+  DaemonParts parts;
+  const Attached trainer = parts.AttachTrainer("g");
+  parts.daemon().Drain();
+  REQUIRE(parts.Has("g"));
+  CHECK(parts.AttachEngine("g", "i", std::nullopt).inbox->Ended().code() ==
+        absl::StatusCode::kUnavailable);
+}
+
+TEST_CASE("a trainer whose spec has another number of trainer ranks makes no group") {
+  DaemonParts parts;
+  Arrival arrival = DaemonParts::Trainer();
+  std::get<TrainerIdentity>(arrival.identity).world_size = 3;
+  CHECK_THAT(Message(parts.Attach(std::move(arrival), "g").inbox->Ended()),
+             Contains("world_size: 3 is not the spec's trainer_ranks 1"));
+  CHECK_FALSE(parts.Has("g"));
+}
+
+TEST_CASE("a member counts against the limits of its identity, which also made the group") {
+  DaemonOptions options;
+  options.per_identity.members = 1;
+  options.per_identity.groups = 1;
+  DaemonParts parts("a", options);
+  const auto attach = [&parts](const std::string& identity, const std::string& group) {
+    Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kStaged);
+    arrival.record.peer.identity = identity;
+    return parts.Attach(std::move(arrival), group);
+  };
+  const Attached first = attach("dns:a", "g");
+  REQUIRE(first.inbox->welcomed());
+  CHECK_THAT(Message(attach("dns:a", "g").inbox->Ended()),
+             Contains("limits.per_identity.members: dns:a has 1"));
+  parts.arrivals().Detached(first.id);
+  CHECK_THAT(Message(attach("dns:a", "h").inbox->Ended()),
+             Contains("limits.per_identity.groups: dns:a has 1"));
+  CHECK(attach("dns:b", "h").inbox->welcomed());
+}
+
+TEST_CASE(
+    "a group that this daemon joined, or gave up, takes no member that names no coordinator") {
+  DaemonParts a("a");
+  DaemonParts b("b");
+  REQUIRE(a.AttachTrainer("g").inbox->welcomed());
+  const Attached engine = b.AttachEngine("g", "i", std::nullopt, &a);
+  REQUIRE(Eventually([&engine] { return engine.inbox->welcomed(); }));
+  CHECK_THAT(Message(b.AttachEngine("g", "j", std::nullopt).inbox->Ended()),
+             Contains("is coordinated by " + a.address() + ": name it as coordinator"));
+  {
+    const Turn turn(a.state().turns);
+    a.state().groups.Find("g")->given_up = true;
+  }
+  CHECK_THAT(Message(a.AttachEngine("g", "k", std::nullopt).inbox->Ended()),
+             Contains("was given up for another candidate's"));
+}
+
+TEST_CASE("a member that names candidates enters a group which one of them, this daemon, has") {
+  DaemonParts parts;
+  parts.daemon().SetListeners({"tcp:10.0.0.1:7000"});
+  REQUIRE(parts.AttachTrainer("g").inbox->welcomed());
+  const auto attach = [&parts](const std::string& instance, const std::string& candidates,
+                               const std::optional<GroupSpec>& spec = {}) {
+    Arrival arrival = DaemonParts::Engine(instance, DeliveryMode::kStaged);
+    arrival.coordinator = candidates;
+    return parts.Attach(std::move(arrival), "g", spec);
+  };
+  CHECK_THAT(Message(attach("i", "10.0.0.8:7000,10.0.0.9:7000").inbox->Ended()),
+             Contains("coordinated by this daemon, which is none of them"));
+  CHECK_THAT(Message(attach("i", "10.0.0.1:7000,10.0.0.9:7000", Spec(3)).inbox->Ended()),
+             Contains("spec"));
+  GroupSpec malformed = Spec();
+  malformed.slot_bytes = 1;
+  CHECK_THAT(Message(attach("i", "10.0.0.1:7000,10.0.0.9:7000", malformed).inbox->Ended()),
+             Contains("spec.slot_bytes: 1"));
+  CHECK(attach("i", "10.0.0.1:7000,10.0.0.9:7000", Spec()).inbox->welcomed());
+  CHECK_THAT(Message(attach("j", "10.0.0.1:7000,10.0.0.8:7000").inbox->Ended()),
+             Contains("other members of group 'g' name '10.0.0.1:7000,10.0.0.9:7000'"));
+}
+
+TEST_CASE("a member on a GPU attaches over the unix socket, and its record says on which (P9)") {
+  DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
+  Arrival remote = DaemonParts::OnGpu(DaemonParts::Trainer(), 3);
+  remote.record.peer.credentials.reset();
+  CHECK(parts.Attach(std::move(remote), "g").inbox->Ended().code() ==
+        absl::StatusCode::kPermissionDenied);
+  const Attached local = parts.Attach(DaemonParts::OnGpu(DaemonParts::Trainer(), 3), "g");
+  REQUIRE(local.inbox->welcomed());
+  const Turn turn(parts.state().turns);
+  CHECK(parts.state().leases.Find(local.id)->ordinal == 3);
+}
+
+TEST_CASE("device memory takes no part in a group of another daemon without a wire for it") {
+  DaemonOptions options = WithGpus(std::make_shared<FakeMemory>());
+  options.devices.no_wire = "no NCCL was found";
+  DaemonParts a("a");
+  DaemonParts b("b", options);
+  Arrival arrival = DaemonParts::OnGpu(DaemonParts::Engine("i", DeliveryMode::kRegistered), 1);
+  const absl::Status refused = b.Attach(std::move(arrival), "g", Spec(), &a).inbox->Ended();
+  CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(Message(refused), Contains("no NCCL was found"));
+}
+
+TEST_CASE(
+    "a rank that comes dirty after the coordinator was lost ends its instance's readiness (P2)") {
+  auto a = std::make_unique<DaemonParts>("a");
+  DaemonParts b("b");
+  const std::string address = a->address();
+  const Attached engine = b.AttachEngine("g", "i", Spec(), a.get());
+  const auto ready = [&b] {
+    const absl::StatusOr<Readiness> is = b.operators().ReadinessOf("g", "i");
+    return is.ok() && is->ready;
+  };
+  REQUIRE(Eventually(ready));
+  a.reset();
+  CHECK_FALSE(engine.inbox->Ended().ok());
+  REQUIRE(Eventually([&b] { return b.groups() == 0; }));
+  CHECK(ready());
+  Arrival again = DaemonParts::Engine("i", DeliveryMode::kStaged);
+  std::get<EngineIdentity>(again.identity).dirty = true;
+  again.coordinator = address;
+  b.Attach(std::move(again), "g", std::nullopt);
+  CHECK_FALSE(ready());
 }
 
 }  // namespace

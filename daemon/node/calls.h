@@ -3,8 +3,8 @@
 //
 // Invariants
 //  1. A call is answered once: Take removes it, and a second Take finds nothing.
-//  2. At most kMaxCalls calls wait for a machine's answer, and at most kMaxOpening for device
-// memory.
+//  2. At most kMaxCalls calls wait for a machine's answer, and at most kMaxOpening calls for device
+//     memory.
 //  3. A bucket's regions stay while its call is unanswered: IsSource says which are in use (P6).
 //
 // The class is part of the daemon's state and is used under its mutex (turn.h).
@@ -54,7 +54,8 @@ class Calls {
   // RESOURCE_EXHAUSTED: kMaxCalls calls are unanswered.
   absl::Status Admit() const;
   void Add(CallId id, Call call);
-  // The call without its bucket, for the caller to answer; nullopt: it was answered before.
+  // Removes the call and returns it without its bucket, for the caller to answer; nullopt: it was
+  // answered before.
   std::optional<Call> Take(CallId id);
   size_t size() const { return calls_.size(); }
 

@@ -38,7 +38,7 @@ class CoordinatorSearch {
     std::optional<size_t> own;  // this daemon's place; nullopt: it is no candidate
     Duration failover{};
   };
-  // `searched`: how long another daemon has searched already, on whose behalf this one does.
+  // `searched`: for how long the daemon on whose behalf this one searches has searched already.
   CoordinatorSearch(const Options& options, TimePoint now, Duration searched);
 
   // The candidate coordinates the group with that incarnation; 0: it does not.
@@ -53,7 +53,8 @@ class CoordinatorSearch {
     size_t candidate = 0;  // kJoin, kAsk
   };
   Decision Decide(TimePoint now) const;
-  // When a candidate whose last probe failed will be gone, unless it answers; nullopt: none will.
+  // The time at which a candidate whose last probe failed will be gone, unless it answers; nullopt:
+  // none will.
   std::optional<TimePoint> NextGone(TimePoint now) const;
   // For how long this daemon, or the one on whose behalf it searches, has searched.
   Duration searched(TimePoint now) const { return now - since_; }
@@ -71,11 +72,11 @@ class CoordinatorSearch {
 
   const Options options_;
   const TimePoint since_;
-  std::vector<Candidate> candidates_;  // that of this daemon is not used
+  std::vector<Candidate> candidates_;  // the entry of this daemon is not used
 };
 
-// Two daemons coordinate one group, with the incarnations `own` and `other`: whether the daemon
-// with `own` gives its group up.
+// Whether a daemon that coordinates the group with the incarnation `own` gives its group up when
+// another daemon coordinates the same group with the incarnation `other`.
 inline bool GivesWay(uint64_t own, uint64_t other) { return other > own; }
 
 }  // namespace refitd

@@ -43,7 +43,7 @@ TEST_CASE("a candidate that coordinates the group is joined, of several the grea
 TEST_CASE("the first candidate that answers is asked to make the group") {
   CoordinatorSearch search = Begin(3, std::nullopt);
   search.Answered(1, 0, kNow);
-  CHECK(search.Decide(kNow).step == Step::kWait);  // nothing is known of the first
+  CHECK(search.Decide(kNow).step == Step::kWait);  // nothing is known of the first candidate
   search.Answered(0, 0, kNow);
   CHECK(search.Decide(kNow).step == Step::kAsk);
   CHECK(search.Decide(kNow).candidate == 0);
@@ -169,7 +169,7 @@ class World {
     daemon->known = std::max({daemon->known, daemon->incarnation, other});
     daemon->incarnation = 0;
   }
-  // The prober's request may arrive where the answer gets lost.
+  // The prober's request may arrive although the answer gets lost.
   std::optional<uint64_t> Probe(size_t from, size_t to) {
     if (!open_[from][to]) return std::nullopt;
     Daemon& probed = daemons_[to];
@@ -269,7 +269,7 @@ std::string Run(uint64_t seed, Planted planted) {
   const std::vector<size_t> left = world.Coordinators();
   if (left.size() != 1) return std::to_string(left.size()) + " coordinators are left";
   if (!world.AllIn(left[0])) return "a daemon did not come back";
-  // The one that is left stays.
+  // The coordinator that is left stays the coordinator.
   world.Steps(60);
   return world.Coordinators() == left ? "" : "the coordinator changed without a cause";
 }

@@ -24,7 +24,7 @@ namespace {
 
 constexpr Duration kNoWakeLimit = std::chrono::hours(1);
 
-// The wire belongs to the data plane.
+// The wire belongs to the data plane, so the options that the daemon keeps have none.
 DaemonOptions WithoutWire(DaemonOptions options) {
   options.devices.wire.reset();
   return options;

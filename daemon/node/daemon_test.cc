@@ -96,7 +96,7 @@ TEST_CASE("A group that demands encryption takes daemons whose data plane encryp
   CHECK_THAT(Message(refused.inbox->Ended()),
              Contains("spec.encrypted_data: group 'g'") && Contains("daemon c is in the clear"));
   CHECK(Eventually([&] { return clear.groups() == 0; }));
-  // A coordinator in the clear takes nobody in, and its own members stay.
+  // A coordinator that does not encrypt takes no daemon in, and its own members stay.
   const auto own = clear.AttachTrainer("h", demanding);
   CHECK(Eventually([&] { return own.inbox->welcomed(); }));
   const auto other = b.AttachEngine("h", "i", demanding, &clear);
@@ -163,7 +163,7 @@ TEST_CASE("A member whose report does not fit on the link is refused with the li
   const absl::Status refused = large.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(refused), Contains("message_bytes"));
-  // The daemon knows it no more, and the link goes on.
+  // The daemon has forgotten the refused member, and the link goes on.
   const auto second = b.AttachEngine("g", "second", Spec(), &a);
   CHECK(Eventually([&] { return second.inbox->welcomed(); }));
   CHECK_FALSE(first.inbox->end().has_value());
@@ -201,7 +201,7 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
     a.daemon().members().Happened(rank.id, ReadyEvent{rank.id, update});
   }
   CHECK(begun);
-  // One view, for the change that the last Ready made.
+  // At most one view was made, for the change that the last Ready made.
   CHECK(a.daemon().watched_views() - before <= 1);
   CHECK(updates->sent() >= 2);  // told of that change and of the beginning
 }

@@ -5,20 +5,9 @@
 
 #include "daemon/node/group_memory.h"
 #include "transport/base/status.h"
-#include "transport/plan/node_program.h"
-#include "transport/plan/refit_plan.h"
 
 namespace refitd {
 namespace {
-
-MovesDone Refused(const StartMoves& start, absl::Status why) {
-  MovesDone refused;
-  refused.update = start.update;
-  refused.step = start.step;
-  refused.round = start.round;
-  refused.status = std::move(why);
-  return refused;
-}
 
 bool PassesSlot(const StartMoves& start) {
   return start.step == MoveStep::kPack || start.step == MoveStep::kUnpack;
@@ -117,8 +106,7 @@ void DataPlane::EndTransfer(const std::string& group, const Executor::Done& done
     for (const int64_t written : done.bytes_written) bytes += written;
     CountBytes(group, MoveKind::kCopy, bytes);
   }
-  turn.Handle(group, TransferDone{done.update, done.part, done.status, done.bytes_written,
-                                  done.failed_destination, done.source_digests, done.broadcast});
+  turn.Handle(group, static_cast<const TransferDone&>(done));
 }
 
 void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn) {
@@ -138,15 +126,10 @@ void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn)
 
 // ---- compiled refits ----
 
-void DataPlane::Compile(const GroupRecord& group, CompileProgram a) {
+void DataPlane::Compile(const GroupRecord& group, PlanRefit a) {
+  ++asked_.plans;
   planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)] {
-    ProgramCompiled compiled;
-    compiled.program = a.program;
-    absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
-        CompileRefit(a.sources, a.destinations, a.options);
-    compiled.status = plan.status();
-    if (plan.ok()) compiled.plan = *std::move(plan);
-    Tell(name, id, std::move(compiled));
+    Tell(name, id, CompilePlan(a));
   });
 }
 
@@ -158,19 +141,11 @@ void DataPlane::Build(const GroupRecord& group, BuildProgram a) {
       (*members)[i].device = member->ordinal.value_or(LocalMember::kNoDevice);
     }
   };
+  ++asked_.programs;
   place(a.source_members, &a.sources);
   place(a.destination_members, &a.destinations);
   planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)]() mutable {
-    ProgramBuilt built;
-    built.program = a.program;
-    built.build = a.build;
-    absl::StatusOr<NodeProgram> program =
-        CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
-    built.status = program.status();
-    if (program.ok()) {
-      built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
-    }
-    Tell(name, id, std::move(built));
+    Tell(name, id, CompilePart(std::move(a)));
   });
 }
 
@@ -187,6 +162,7 @@ void DataPlane::Start(GroupRecord* group, const StartMoves& start, Turn& turn) {
 void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status status,
                       Turn& turn) {
   const std::string name = group->name();
+  asked_.comparisons += start.step == MoveStep::kCompare ? 1 : 0;
   if (PassesSlot(start)) {
     if (status.ok()) status = state_.slots->Ensure(group);
     for (const SlotIndex slot : {start.slot, start.received}) {

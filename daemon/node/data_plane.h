@@ -67,7 +67,7 @@ class DataPlane {
     std::unique_ptr<Wire> wire;               // over host memory; null: none
     std::shared_ptr<DeviceWire> device_wire;  // over GPU memory; null: none
     std::string no_device_wire;               // why there is none; for people
-    NodeObserver* observer = nullptr;         // null: none
+    DaemonObserver* observer = nullptr;       // null: none
   };
   // The objects that the data plane uses. All must outlive it.
   struct State {
@@ -84,7 +84,7 @@ class DataPlane {
   void Start(GroupRecord* group, const StartMoves& start, Turn& turn);
   void Start(GroupRecord* group, const StartWire& a, Turn& turn);
   void Start(GroupRecord* group, const StartExchange& a, Turn& turn);
-  void Compile(const GroupRecord& group, CompileProgram a);
+  void Compile(const GroupRecord& group, PlanRefit a);
   void Build(const GroupRecord& group, BuildProgram a);
   void Open(GroupRecord* group, const OpenEpoch& a, Turn& turn);
   void Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn);
@@ -104,6 +104,13 @@ class DataPlane {
   void AfterBinding(std::function<void()> job) { local_binder_.SubmitBehindAll(std::move(job)); }
 
   // ---- status ----
+  // How often groups have asked for plans, programs and comparisons so far.
+  struct Asked {
+    int64_t plans = 0;
+    int64_t programs = 0;  // of this daemon
+    int64_t comparisons = 0;
+  };
+  const Asked& asked() const { return asked_; }
   // nullopt: the epoch is not open here.
   std::optional<WireStats> StatsOf(const GroupRecord& group, EpochId epoch) const;
   // Epochs over GPU memory, by group and then by id.
@@ -182,10 +189,11 @@ class DataPlane {
   const Turns turns_;
   const State state_;
   const std::string no_device_wire_;
-  NodeObserver* const observer_;
+  DaemonObserver* const observer_;
 
   // Guarded by the mutex.
   Executor executor_;
+  Asked asked_;
   std::map<uint64_t, std::map<EpochId, Epoch>> epochs_;  // by group's record; no empty entries
 
   // The jobs of these threads use the members above and below, so the threads are stopped first

@@ -119,7 +119,7 @@ class FakeDeviceWire : public DeviceWire {
   std::vector<EpochId> closed_ ABSL_GUARDED_BY(mutex_);
 };
 
-class Moved : public NodeObserver {
+class Moved : public DaemonObserver {
  public:
   void UpdateEnded(const UpdateReport& /*report*/) override {}
   void FillEnded(const std::string&, FillEnd, int64_t, Duration) override {}
@@ -815,12 +815,12 @@ TEST_CASE("a program is compiled, and built with the devices on which this daemo
   trainer.layout = layout;
   world.leases.Add(std::move(trainer));
 
-  CompileProgram compile;
+  PlanRefit compile;
   compile.program = ProgramId(4);
   compile.sources = {{layout, 0, 0, "trainer"}};
   compile.destinations = {{layout, 0, 0, "engine"}};
   world.InTurn([&](DataPlane& plane, Turn&) { plane.Compile(*world.group, compile); });
-  const auto compiled = world.Await<ProgramCompiled>();
+  const auto compiled = world.Await<RefitPlanned>();
   REQUIRE(compiled.status.ok());
   CHECK(compiled.program == ProgramId(4));
 

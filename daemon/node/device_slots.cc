@@ -138,7 +138,7 @@ absl::Status DeviceSlots::MakeNow(const Missing& missing) {
     MutexLock lock(mutex_);
     REFITD_ASSIGN_OR_RETURN(const GroupRecord* lacking, Lacking(missing));
     if (lacking == nullptr) return absl::OkStatus();
-    // The job may have waited long in line.
+    // The job may have waited long in line, so that the member may have gone.
     if (!OnDevice(missing.group, missing.ordinal)) {
       return absl::CancelledError("the member went away");
     }
@@ -212,7 +212,7 @@ void DeviceSlots::MakeWire(const Missing& missing, const Then& then) {
   if (made.ok() && !found->pools.Has(missing.ordinal)) {
     made = absl::CancelledError("the members on that GPU went away");
   }
-  // Members may still be on another GPU.
+  // The members on this GPU have gone, but members may still be on another GPU.
   if (absl::IsCancelled(made) && !OnDevice(missing.group, missing.ordinal) &&
       state_.leases->HasDevices(missing.group)) {
     return Make(*found, then);

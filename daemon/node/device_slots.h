@@ -61,8 +61,9 @@ class DeviceSlots : public WireSlots {
   // memory and a GPU. FAILED_PRECONDITION.
   absl::Status CheckEntering(const GroupRecord& group, const MemberRecord& record) const;
   // Whether this daemon's members of a group that spans several daemons can exchange bytes with the
-  // other daemons' members, encrypted if the group's spec demands that, which GPU memory can't be.
-  // `entering`: a member that is about to enter and counts too; null: none.
+  // other daemons' members. If the group's spec demands encryption, members on GPUs can't, since
+  // bytes of GPU memory are not encrypted. `entering`: a member that is about to enter and counts
+  // too; null: none.
   absl::Status CheckSpanning(const std::string& group, const MemberRecord* entering) const;
 
   // ---- slots ----

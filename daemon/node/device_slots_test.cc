@@ -2,72 +2,21 @@
 
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "daemon/node/device_memory_test_util.h"
+#include "daemon/node/session_test_util.h"
 #include "transport/base/eventually.h"
 
 namespace refitd {
 namespace {
 
 using Catch::Contains;
-
-class Region : public DeviceRegion {
- public:
-  Region(int device, std::vector<char> memory)
-      : DeviceRegion(device, memory.data(), static_cast<int64_t>(memory.size())),
-        memory_(std::move(memory)) {}
-  absl::StatusOr<char*> On(int /*device*/) const override { return data(); }
-
- private:
-  const std::vector<char> memory_;
-};
-
-// GPUs in name only. What is made is counted until it is given back.
-class FakeMemory : public DeviceMemory {
- public:
-  absl::StatusOr<int> DeviceOf(std::string_view /*name*/) const override { return 0; }
-  std::string NameOf(int device) const override { return "GPU-" + std::to_string(device); }
-  absl::StatusOr<std::shared_ptr<const DeviceRegion>> OpenBlock(
-      int /*device*/, std::string_view /*handle*/) override {
-    return absl::UnimplementedError("");
-  }
-  absl::StatusOr<std::shared_ptr<const DeviceRegion>> ImportDescriptor(int /*device*/,
-                                                                       UniqueFd /*fd*/,
-                                                                       int64_t /*bytes*/) override {
-    return absl::UnimplementedError("");
-  }
-  absl::StatusOr<DevicePool> MakePool(int device, int64_t bytes) override {
-    MutexLock lock(&mutex_);
-    ++asked_;
-    if (!can_make.ok()) return can_make;
-    ++open_;
-    return DevicePool{
-        std::make_shared<Region>(device, std::vector<char>(static_cast<size_t>(bytes))),
-        UniqueFd()};
-  }
-  void GiveBack(DevicePool /*pool*/) override {
-    MutexLock lock(&mutex_);
-    --open_;
-  }
-  int asked() {
-    MutexLock lock(&mutex_);
-    return asked_;
-  }
-  int open() {
-    MutexLock lock(&mutex_);
-    return open_;
-  }
-  absl::Status can_make;
-
- private:
-  Mutex mutex_;
-  int asked_ = 0;
-  int open_ = 0;
-};
 
 class World : public TurnHost {
  public:
@@ -128,7 +77,7 @@ class World : public TurnHost {
   // Waits until the thread has done what it was given so far.
   void AwaitThread() {
     std::atomic<int> done{0};
-    // Slots that are destroyed in a job are given back by a job behind it.
+    // Slots that a job destroys are given back by a job behind it, so two jobs are awaited.
     thread->Submit([&] { thread->Submit([&] { ++done; }); });
     REQUIRE(Eventually([&] { return done == 1; }));
   }
@@ -152,7 +101,7 @@ TEST_CASE("a group's engines are all on GPUs or all in host memory, and trainers
   CHECK(world.slots.CheckEntering(group, world.Record("own", 1)).ok());
   CHECK_THAT(std::string(world.slots.CheckEntering(group, world.Record("own", {})).message()),
              Contains("group 'own' has engine ranks on 'GPU-0'"));
-  // Host memory into a GPU goes, the other way does not.
+  // Host memory can be copied into a GPU, but not the other way round.
   CHECK(world.slots.CheckEntering(group, world.Record("own", {}, /*engine=*/false)).ok());
   World host;
   host.Attach("own", {});
@@ -178,6 +127,37 @@ TEST_CASE("a group that spans daemons has all members here on GPUs or none, and 
   without.Attach("own", 0);
   CHECK(without.slots.CheckSpanning("own", nullptr).message() ==
         "group 'own' would span daemons, and device memory moves within daemon a only: no NCCL");
+}
+
+TEST_CASE(
+    "members that are lost, and those of other groups, do not decide where a member may lie") {
+  World world(/*has_wire=*/false);
+  const GroupRecord& own = *world.groups.Find("own");
+  const GroupRecord& joined = *world.groups.Find("joined");
+  world.Attach("own", {});
+  world.Attach("joined", {});
+  CHECK(world.slots.CheckSpanning("own", nullptr).ok());  // host memory needs no wire for GPUs
+  CHECK(world.slots.CheckEntering(joined, world.Record("joined", {})).ok());
+  World lost(/*has_wire=*/false);
+  lost.leases.Lose(lost.Attach("own", 0));
+  CHECK(lost.slots.CheckSpanning("own", nullptr).ok());
+  CHECK(lost.slots.CheckEntering(*lost.groups.Find("own"), lost.Record("own", {})).ok());
+  World other(/*has_wire=*/false);
+  other.Attach("joined", 0);
+  CHECK(other.slots.CheckSpanning("own", nullptr).ok());
+  CHECK(other.slots.CheckEntering(*other.groups.Find("own"), other.Record("own", {})).ok());
+  CHECK_FALSE(other.slots.CheckSpanning("joined", nullptr).ok());
+  CHECK(world.slots.CheckEntering(own, world.Record("own", {}, /*engine=*/false)).ok());
+}
+
+TEST_CASE("a group of this daemon spans daemons once another has joined it") {
+  World world;
+  const GroupRecord& own = *world.groups.Find("own");
+  world.Attach("own", 0);
+  CHECK_FALSE(world.slots.Lacks(own));
+  world.peers.Join(HelloTo("own"), std::make_shared<KeptSession>(1));
+  CHECK(world.slots.Spans(own));
+  CHECK(world.slots.Lacks(own));
 }
 
 TEST_CASE(
@@ -209,6 +189,44 @@ TEST_CASE("slots are made once for a GPU with members, and given back with the l
   CHECK_FALSE(world.PoolsOf("own").Has(1));
   world.AwaitThread();
   CHECK(world.memory->open() == 0);
+}
+
+TEST_CASE("an update needs slots where its trainer and the group's engines are") {
+  World world;
+  const MemberRecord* const trainer = world.Attach("own", 0, /*engine=*/false);
+  world.Attach("own", 1);
+  world.leases.Lose(world.Attach("own", 2));
+  world.Attach("own", 3, /*engine=*/false);
+  world.Attach("joined", 4);
+  std::vector<int> missing;
+  for (const DeviceSlots::Missing& each : world.slots.MissingFor(*trainer)) {
+    missing.push_back(each.ordinal);
+  }
+  CHECK(missing == std::vector<int>{0, 1});
+}
+
+TEST_CASE("slots that were made while their last member went, or twice, are given back (P8)") {
+  World world;
+  MemberRecord* const member = world.Attach("own", 0);
+  const DeviceSlots::Missing missing = world.On("own", 0);
+  SECTION("went") {
+    world.memory->on_make = [&world, member] { world.leases.Remove(member->id); };
+    CHECK(absl::IsCancelled(world.slots.MakeNow(missing)));
+    CHECK_FALSE(world.PoolsOf("own").Has(0));
+    world.AwaitThread();
+    CHECK(world.memory->open() == 0);
+  }
+  SECTION("twice") {
+    world.memory->on_make = [&world, &missing] {
+      world.memory->on_make = nullptr;
+      CHECK(world.slots.MakeNow(missing).ok());
+    };
+    CHECK(world.slots.MakeNow(missing).ok());
+    CHECK(world.memory->asked() == 2);
+    CHECK(world.PoolsOf("own").Has(0));
+    world.AwaitThread();
+    CHECK(world.memory->open() == 1);
+  }
 }
 
 TEST_CASE("slots are not made for members that went, nor for a group that is gone") {
@@ -261,6 +279,80 @@ TEST_CASE("slots that cross daemons are on the lowest GPU, as long as a member i
   world.Detach(high);
   CHECK_FALSE(world.PoolsOf("joined").wire().has_value());
   CHECK_FALSE(world.PoolsOf("joined").Has(0));
+}
+
+TEST_CASE("slots that cross daemons lie on a GPU of the group's own members, and nowhere else") {
+  World world;
+  GroupRecord* const group = world.groups.Find("joined");
+  world.Attach("own", 0);
+  world.Attach("joined", 1);
+  std::vector<absl::Status> told;
+  std::atomic<int> count{0};
+  const auto make = [&] {
+    MutexLock lock(&world.mutex);
+    world.slots.Make(*group, [&](GroupRecord*, const absl::Status& made, Turn&) {
+      told.push_back(made);
+      ++count;
+    });
+  };
+  world.memory->can_make = absl::ResourceExhaustedError("too little memory is free");
+  make();
+  REQUIRE(Eventually([&] { return count == 1; }));
+  CHECK(told[0].code() == absl::StatusCode::kResourceExhausted);
+  CHECK(world.slots.Lacks(*group));
+  world.AwaitThread();
+  world.memory->can_make = absl::OkStatus();
+  make();
+  REQUIRE(Eventually([&] { return count == 2; }));
+  CHECK(told[1].ok());
+  CHECK(world.PoolsOf("joined").wire() == 1);
+  CHECK(world.slots.Ensure(group).ok());
+  CHECK_FALSE(world.PoolsOf("joined").has_host());
+}
+
+TEST_CASE("nobody is told of slots for a group that is gone") {
+  World world;
+  MemberRecord* const member = world.Attach("joined", 0);
+  std::atomic<int> told{0};
+  std::unique_ptr<GroupRecord> gone;
+  {
+    MutexLock lock(&world.mutex);
+    world.slots.Make(*world.groups.Find("joined"),
+                     [&](GroupRecord*, const absl::Status&, Turn&) { ++told; });
+    world.leases.Remove(member->id);
+    gone = world.groups.Remove("joined");
+  }
+  world.AwaitThread();
+  CHECK(told == 0);
+}
+
+TEST_CASE("slots that cross daemons stay while an update runs, though no member is on a GPU (P1)") {
+  World world;
+  GroupRecord* const group = world.groups.Find("own");
+  MemberRecord* const member = world.Attach("own", 0);
+  REQUIRE(world.slots.MakeNow(world.On("own", 0)).ok());
+  group->pools.SetWire(0);
+  const auto feed = [group](GroupEvent event) {
+    MachineActions actions;
+    MachineEvent fed = std::move(event);
+    group->machine->Handle(fed, TimePoint(), &actions);
+  };
+  const MemberId trainer(100);
+  feed(TrainerAttached{trainer, {0, 1, 100, {}, ""}});
+  BeginEvent begin;
+  begin.call = CallId(1);
+  begin.member = trainer;
+  begin.version = Version(1);
+  begin.duration = std::chrono::minutes(1);
+  feed(begin);
+  REQUIRE(group->machine->update_running());
+  world.Detach(member);
+  CHECK(group->pools.wire() == 0);
+  CHECK(group->pools.Has(0));
+  feed(MemberLost{trainer, "it left"});
+  REQUIRE_FALSE(group->machine->update_running());
+  world.slots.DropUnused(group, 0);
+  CHECK_FALSE(group->pools.Has(0));
 }
 
 TEST_CASE("when the members on the lowest GPU went meanwhile, another GPU gets the slots") {

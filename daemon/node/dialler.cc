@@ -16,8 +16,9 @@ constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
 // How long a member that does not wait for its group may take to hear whether the group exists,
 // while others wait for it.
 constexpr Duration kJoinGrace = std::chrono::seconds(10);
-// How long after a member's wait a try to join that waits no longer than the member may still run:
-// the time that joining takes, and the time to report the end of the link (P4).
+// How long a try to join may run on after the wait of a member has ended, if the try waits no
+// longer than that member: the time that joining takes, and the time to report the end of the link
+// (P4).
 constexpr Duration kTryGrace = PeerLinkLimits().join + kPeerEndLimit;
 
 }  // namespace
@@ -67,9 +68,9 @@ GroupRecord* Dialler::Current(const DialTry& of, Groups* groups) {
   return group != nullptr && group->join.dial == of.number ? group : nullptr;
 }
 
-// Members that go on waiting: if the group does not exist yet, or another process with this
-// daemon's id has just ended, every member whose own wait goes on; if a spec was refused, the
-// members that brought none.
+// These members go on waiting after a failed try: if the group does not exist yet, or another
+// process with this daemon's id has just ended, every member whose own wait goes on; if a spec was
+// refused, the members that brought none.
 bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool goes_on,
                           TimePoint now, Waiters* waiters) {
   JoinRecord& join = group->join;
@@ -108,7 +109,7 @@ void Dialler::LeaveCandidate(GroupRecord* group, const absl::Status& status, boo
                              Waiters* waiters) {
   JoinRecord& join = group->join;
   REFITD_CHECK(join.joining && group->has_candidates());
-  // Neither the spec nor the rights of this daemon change by another try.
+  // Another try would fail as well: neither the spec nor the rights of this daemon change.
   const bool for_good = absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
                         absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status) ||
                         absl::IsResourceExhausted(status);
@@ -139,7 +140,8 @@ Waiters::Expiry Dialler::ExpiryOf(const Groups& groups) {
     const bool tries = group != nullptr && group->join.joining;
     // A member that does not wait for the group gets the time that joining takes.
     const TimePoint own = member.waits ? member.deadline : member.deadline + kJoinGrace;
-    // A running try that waits no longer than the member ends by itself, and knows why.
+    // A running try that waits no longer than the member ends by itself, and then tells the member
+    // why.
     if (tries && !group->join.redial.has_value() && group->join.dialled_until <= own) {
       return member.deadline + kTryGrace;
     }

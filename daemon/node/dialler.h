@@ -66,14 +66,15 @@ class Dialler {
   bool can_join() const { return dial_ != nullptr; }
 
   // Begins a try to join, for the members that wait. Ends the try before it. If the group has
-  // candidates, the try is for the one at JoinRecord::address, and says what this daemon knows.
+  // candidates, the try is for the candidate at JoinRecord::address, and tells it what this daemon
+  // knows of the group.
   void Dial(GroupRecord* group, const Waiters& waiters, TimePoint now);
   // Handles a failed try to join a candidate. If another candidate, or the same one later, may take
   // this daemon in, the members go on waiting and the search for a coordinator goes on; else they
   // are refused. The group's record goes in either case.
   static void LeaveCandidate(GroupRecord* group, const absl::Status& status, bool goes_on,
                              Waiters* waiters);
-  // The group's record, if the try is its last; else null.
+  // The group's record if this is the group's newest try, else null.
   static GroupRecord* Current(const DialTry& of, Groups* groups);
   // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
   // for the others, at once or after a pause. Returns whether a member still waits. With `goes_on`
@@ -83,11 +84,11 @@ class Dialler {
   // Begins the tries whose pause is over.
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
-  // When a member that waits for its group is refused, unless an event decides before (P4). A
-  // member's own deadline counts while the candidates are searched, and no try runs.
-  // `groups` must outlive the result.
+  // The time at which a member that waits for its group is refused, unless an event decides before
+  // (P4). While the candidates are searched for a coordinator, no try runs, and the member's own
+  // deadline counts. `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);
-  // Why a member is refused that has waited for as long as it may.
+  // The reason for which a member is refused that has waited for as long as it may.
   static absl::Status LateStatus(const Waiters::OfGroup& member, const Groups& groups);
 
   // Waits until every link has reported its end. `mutex` is the daemon's.
@@ -101,7 +102,7 @@ class Dialler {
   Mutex* const mutex_;
 
   // Guarded by the mutex.
-  int links_ = 0;         // dialled, and on_lost has not returned yet
+  int links_ = 0;         // links that were dialled and whose on_lost has not returned
   uint64_t dialled_ = 0;  // in the life of this process
   CondVar links_cond_;
 };

@@ -23,8 +23,8 @@ class Sink : public MemberSink {
   std::optional<absl::Status> end;
 };
 
-// A group "g" that is being joined at "b:1". Links are dialled only in name: the test reports what
-// they would.
+// A group "g" that is being joined at "b:1". No link is really made: the test itself reports what
+// links would report.
 struct World : DialHost {
   World()
       : dialler(
@@ -176,7 +176,8 @@ TEST_CASE("while a try waits for the group itself, its members are not late befo
   world.Wait(0);
   const Waiters::Expiry expiry = Dialler::ExpiryOf(world.groups);
   world.dialler.Dial(world.group, world.waiters, kNow);
-  // The try ends when the patient member's wait does and tells that member itself, or is too late.
+  // The try ends with the patient member's wait, and its end refuses that member, unless it comes
+  // too late.
   const Duration grace = PeerLinkLimits().join + kPeerEndLimit;
   CHECK(expiry(world.waiters.of_group()[0]) == kNow + seconds(5) + grace);
   // The other member gets the time that joining takes.

@@ -23,7 +23,7 @@ void SortUnique(std::vector<std::string>* names) {
   names->erase(std::unique(names->begin(), names->end()), names->end());
 }
 
-// A name may be a prefix, with '*' at its end.
+// A name with '*' at its end is a prefix.
 absl::Status CheckUnwanted(const std::vector<std::string>& names) {
   const auto prefixes = std::count_if(names.begin(), names.end(),
                                       [](const std::string& name) { return name.ends_with('*'); });

@@ -88,8 +88,8 @@ struct GroupRecord {
   // The candidates that the members of a group of this coordinator name. Empty: they name one
   // coordinator, or none.
   std::string candidates;
-  // Another candidate coordinates the group with a greater incarnation: this one takes no members
-  // any more and goes when nothing of it is left.
+  // Another candidate coordinates the group with a greater incarnation. So this daemon's group
+  // takes no members any more, and is dropped once it is empty.
   bool given_up = false;
   // The incarnation, greater than the group's, with which another candidate probed this daemon; 0:
   // none did.
@@ -103,8 +103,8 @@ struct GroupRecord {
     return preparing_begins > 0 || (broadcasts && machine->update_running());
   }
   bool has_candidates() const { return !candidates.empty() || join.named != join.address; }
-  // Whether the group takes no members any more and goes when nothing of it is left: it was given
-  // up, or its coordinator is lost.
+  // Whether the group takes no members any more and is dropped once nothing of it is left: it was
+  // given up, or its coordinator is lost.
   bool going() const { return given_up || (follower != nullptr && !join.joining && !join.link); }
   int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   // Makes the staging slots in host memory, unless they are there.
@@ -118,8 +118,8 @@ class Groups {
     int64_t pool_bytes = int64_t{16} << 30;  // staging slots of all groups, in one place
     Duration idle = std::chrono::minutes(10);
   };
-  // `peers` and `waiters` must outlive the groups: a group to which someone is about to come is not
-  // empty.
+  // `peers` and `waiters` must outlive the groups, which ask them whether anybody waits for a
+  // group: such a group is not empty.
   Groups(const Limits& limits, const Peers* peers, const Waiters* waiters)
       : limits_(limits), peers_(peers), waiters_(waiters) {}
 
@@ -149,7 +149,7 @@ class Groups {
   // result is destroyed, which must not happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
-  // The memory of a group with candidates whose coordinator this daemon lost: the group that
+  // A group with candidates whose coordinator this daemon lost, as it is remembered: the group that
   // another candidate makes has a greater incarnation and the same owner (P9).
   struct Remembered {
     uint64_t incarnation = 0;
@@ -181,7 +181,8 @@ class Groups {
   std::vector<std::string> Expired(TimePoint now);
 
   // ---- time ----
-  // When a machine is due, a try to join begins, or an empty group expires; nullopt: nothing waits.
+  // The next time at which a machine is due, a try to join begins, or an empty group expires;
+  // nullopt: nothing waits.
   std::optional<TimePoint> NextDeadline() const;
   // Groups whose machine is due.
   std::vector<std::string> Due(TimePoint now) const;

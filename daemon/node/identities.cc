@@ -16,7 +16,8 @@ bool Is(const MemberRecord& member, const std::string& identity) {
   return !member.lost && IdentityOf(member.peer) == identity;
 }
 
-// The audit log's line of a trainer's call, without its outcome; nullopt: it has no such calls.
+// The audit log's line about a trainer's call, without the outcome; nullopt: the log has no line
+// about such calls.
 std::optional<AuditEvent> AuditOf(const GroupEvent& event) {
   AuditEvent line;
   const auto fill = [&line](AuditWhat what, const char* rpc, const auto& e) {

@@ -60,7 +60,8 @@ class Identities {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // `reply`, which then also tells the audit log how a Begin, Commit, Refit or Abort was answered.
+  // Returns a function that does what `reply` does, and tells the audit log how a Begin, Commit,
+  // Refit or Abort was answered.
   ReplyFunction Audited(const std::string& group, const GroupEvent& event, const Peer& peer,
                         ReplyFunction reply) const;
 

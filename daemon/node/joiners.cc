@@ -46,7 +46,7 @@ absl::Status Joiners::TakeCandidatesHello(const Peers::Waiting& peer) {
   }
   GroupRecord* const group = state_.groups.Find(peer.hello.group);
   if (group == nullptr) return absl::OkStatus();
-  // The other daemon searches again.
+  // The joining daemon then searches for the coordinator again.
   if (group->given_up) return GivenUp(*group);
   if (group->coordinator == nullptr) {
     return Error(absl::StatusCode::kUnavailable, "group '{}' is coordinated by {}", group->name(),
@@ -69,7 +69,8 @@ void Joiners::Hello(PeerGreeting hello, std::string peer_address,
     state_.timer.Wake();
   } else {
     Admit(std::move(peer), turn);
-    // Members that wait for the group under another coordinator are refused, like new ones.
+    // Members that wait for the group under another coordinator are refused, as new members would
+    // be.
     if (created) AdmitWaiting(group, turn);
   }
 }

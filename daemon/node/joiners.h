@@ -43,8 +43,8 @@ class Joiners : public PeerAcceptor {
   // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
   absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Whether this daemon and the joining one can keep the group's bytes encrypted, if its spec
-  // demands that.
+  // Whether this daemon and the joining one can keep the group's bytes encrypted, if the group's
+  // spec demands that.
   absl::Status CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const;
   // The same for a group with candidates, which this daemon makes only after a search (Succession).
   absl::Status TakeCandidatesHello(const Peers::Waiting& peer)

@@ -74,13 +74,14 @@ absl::Status Joining::CheckCandidates(GroupRecord* group, const std::string& nam
                  "coordinator: '{}', but group '{}' is coordinated by {}, which is none of them",
                  named, group->name(), coordinates ? "this daemon" : group->join.address);
   }
-  const std::string& others = coordinates ? group->candidates : group->join.named;
-  // Members that name the coordinator alone may have come first.
-  const bool one = others.empty() || others == group->join.address;
-  if (!one && others != named) {
+  const std::string& named_before = coordinates ? group->candidates : group->join.named;
+  // The members that came first may have named the coordinator alone, which leaves the candidates
+  // open.
+  const bool left_open = named_before.empty() || named_before == group->join.address;
+  if (!left_open && named_before != named) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}', but other members of group '{}' name '{}'", named,
-                 group->name(), others);
+                 group->name(), named_before);
   }
   if (!coordinates) return CheckJoined(*group, named, spec);
   if (spec.has_value()) {
@@ -196,7 +197,7 @@ void Joining::IndexDestinations(const DialTry& of, PeerPrepare* prepare) {
   }
   if (layouts.empty()) return;
   auto index = Follower::MakeIndex(prepare->destinations, std::move(layouts));
-  // The worker makes it again and reports the error.
+  // If the index can't be made, the worker tries again and reports the error.
   if (index.ok()) prepare->index = *std::move(index);
 }
 

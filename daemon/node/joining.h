@@ -60,7 +60,7 @@ class Joining : private DialHost {
   absl::Status CheckCanJoin(const std::string& named) const;
   // Begins a try to join, for the members that wait.
   void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Stops joining if no member waits for it any more.
+  // Stops joining the group if no member waits for that any more.
   void StopIfUnwanted(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   // Both are called when a deadline has come. The first refuses members that have waited for too
@@ -75,7 +75,8 @@ class Joining : private DialHost {
   void LinkSays(const DialTry& of, PeerCommand command) override;
   void LinkIsLost(const DialTry& of, absl::Status status) override;
 
-  // OK: the group, which this daemon has joined, takes a member that names its coordinator so.
+  // OK: the group, which this daemon has joined, takes a member that names the coordinator as
+  // `named`.
   absl::Status CheckJoined(const GroupRecord& group, const std::string& named,
                            const std::optional<GroupSpec>& spec) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);

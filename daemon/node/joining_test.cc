@@ -91,7 +91,7 @@ TEST_CASE("a malformed spec is refused before any daemon is dialled (P10)") {
   CHECK(b.groups() == 0);
 }
 
-// Regression: the running try to join decided alone, however long it took.
+// Regression: only the end of the running try to join ended the wait, however long the try took.
 TEST_CASE("a wait ends by its deadline and a grace, though the first try to join still runs (P4)") {
   const Silent coordinator;
   DaemonParts b("b");
@@ -124,6 +124,23 @@ TEST_CASE(
   CHECK(hasty.inbox->end().has_value());
   CHECK_FALSE(patient.inbox->end().has_value());
   CHECK(b.groups() == 1);
+}
+
+TEST_CASE("a member that does not wait gets the time that joining takes, whoever else waits (P4)") {
+  const Silent coordinator;
+  DaemonParts b("b");
+  const Attached patient = AttachAt(&b, coordinator.address(), std::chrono::hours(2));
+  const TimePoint before = DaemonState::Now();
+  const Attached hasty = AttachAt(&b, coordinator.address(), Duration(0));
+  const auto refuse_at = [&b](TimePoint now) {
+    Turn turn(b.state().turns);
+    b.joining().RefuseLateMembers(now, turn);
+  };
+  refuse_at(DaemonState::Now());
+  CHECK_FALSE(hasty.inbox->end().has_value());
+  refuse_at(before + std::chrono::minutes(2));
+  CHECK(hasty.inbox->end().has_value());
+  CHECK_FALSE(patient.inbox->end().has_value());
 }
 
 TEST_CASE("a daemon that joins takes no slots that are larger than its own limit (P10)") {

@@ -30,13 +30,13 @@ struct Peer {
   bool any_owner = false;
 };
 
-// Who that is, as rules name it: "uid:1000", "spiffe://...", "dns:..." or "anonymous".
+// The peer's identity, as rules name it: "uid:1000", "spiffe://...", "dns:..." or "anonymous".
 inline std::string IdentityOf(const Peer& peer) {
   if (peer.credentials.has_value()) return "uid:" + std::to_string(peer.credentials->uid);
   return peer.identity.empty() ? "anonymous" : peer.identity;
 }
 
-// Who calls, and the lease that the caller presents, unchecked.
+// The caller, and the lease that the caller presents, unchecked.
 struct Caller {
   Peer peer;
   std::string token;

@@ -28,7 +28,7 @@ void Members::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached
     return record.End(std::move(devices));
   }
   if (record.reads_slots && record.ordinal.has_value() && group->follower != nullptr) {
-    // The coordinator tells how many slots and how large; the link may not be up yet.
+    // The coordinator tells how many slots are needed, and how large. The link may not be up yet.
     std::get<EngineAttached>(attached).awaits_slots = true;
     return Admit(std::move(record), std::move(attached), turn);
   }
@@ -79,7 +79,7 @@ void Members::AwaitPool(MemberRecord record, const GroupRecord& group, GroupEven
 void Members::EndPooling(MemberId member, absl::Status made) {
   Turn turn(state_.turns);
   std::optional<Waiters::OfSlots> taken = state_.waiters.TakeOfSlots(member);
-  if (!taken.has_value()) return;  // it went away, or the daemon drains
+  if (!taken.has_value()) return;  // the rank went away, or the daemon drains
   Waiters::OfSlots waited = *std::move(taken);
   GroupRecord* group = state_.groups.Find(waited.record.group);
   if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
@@ -99,7 +99,7 @@ void Members::EndPooling(MemberId member, absl::Status made) {
   }
 }
 
-// The pool may have been made for the rank already.
+// The pool may have been made for the rank already, and is then given back.
 void Members::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) {
   record.End(std::move(status));
   GroupRecord* group = state_.groups.Find(record.group);

@@ -57,7 +57,8 @@ class Members {
   // turn. Nothing happens if the member is lost.
   void Happened(MemberId member, GroupEvent event);
 
-  // `end`: the status that the member's stream ends with. The record stays until its copies ended.
+  // Ends the member's lease. `end`: the status that the member's stream ends with. The record stays
+  // until its copies ended.
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Removes the record of a member whose last copy has ended.

@@ -1,7 +1,8 @@
 // Regions: the memory that members share with this daemon.
 //
 // Invariants
-//  1. No member has more regions than its limit, and all members together no more than theirs.
+//  1. No member has more regions than its limit, and all members together have no more than the
+//     daemon's limit.
 //  2. An engine registers the same memory once only: otherwise two tensors could lie in the same
 //     bytes, which ValidateLayout would not see.
 //  3. A region that a layout or an unanswered bucket uses can't be taken away (P6).

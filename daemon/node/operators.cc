@@ -53,7 +53,7 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
   Identities::NoteReplaced(group, identity);
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
-  // Trainers hear of it by the end of their streams and attach again.
+  // Trainers hear of the replacement by the end of their streams, and attach again.
   std::vector<MemberId> trainers;
   for (const auto& [id, member] : state_.leases.all()) {
     if (member.group == name && !member.engine) trainers.push_back(id);

@@ -102,7 +102,7 @@ class Operators {
     uint64_t incarnation = 0;  // the group's
     PastUpdate update;
   };
-  // `incarnation` 0: the current one.
+  // `incarnation` 0: the current incarnation.
   absl::StatusOr<Past> PastOf(const std::string& group, uint64_t incarnation, Version version);
 
   // Watches until StopWatching. The daemon itself ends the sink only with until_idle.

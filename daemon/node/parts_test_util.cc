@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <future>
 
 #include "daemon/services/peer_service.h"
 #include "transport/base/status.h"
@@ -20,7 +22,32 @@ SharedMemory::SharedMemory(int64_t size)
   mapping = *HostRegion::Map(fd, bytes, Access::kReadWrite, false);
 }
 
-DaemonParts::DaemonParts(const std::string& id, DaemonOptions options) {
+// Passes links to the daemon, after the test has changed their hellos.
+class DaemonParts::Door : public PeerAcceptor {
+ public:
+  Door(PeerAcceptor* joiners, std::function<void(PeerGreeting*)> greeting)
+      : joiners_(*joiners), greeting_(std::move(greeting)) {}
+  void Hello(PeerGreeting hello, std::string peer_address,
+             std::shared_ptr<PeerSession> session) override {
+    if (greeting_ != nullptr) greeting_(&hello);
+    joiners_.Hello(std::move(hello), std::move(peer_address), std::move(session));
+  }
+  void Report(uint64_t session, PeerReport report) override {
+    joiners_.Report(session, std::move(report));
+  }
+  void Gone(uint64_t session, std::string reason) override {
+    joiners_.Gone(session, std::move(reason));
+  }
+  absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) override {
+    return joiners_.Probe(question);
+  }
+
+ private:
+  PeerAcceptor& joiners_;
+  const std::function<void(PeerGreeting*)> greeting_;
+};
+
+DaemonParts::DaemonParts(const std::string& id, DaemonOptions options, DaemonInsides insides) {
   processes_ = *ProcessWatch::Create();
   options.daemon_id = id;
   // A live daemon is silent for longer than the default on a busy machine under a sanitizer.
@@ -30,9 +57,11 @@ DaemonParts::DaemonParts(const std::string& id, DaemonOptions options) {
     return PeerLink::Dial(std::move(dial), std::move(callbacks));
   };
   const int64_t message_bytes = options.message_bytes;
-  daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport({.threads = 1}),
-                                     processes_.get(), nullptr, dialer);
-  links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
+  if (insides.transport == nullptr) insides.transport = MakeHostTransport({.threads = 1});
+  daemon_ = std::make_unique<Daemon>(std::move(options), std::move(insides.transport),
+                                     processes_.get(), std::move(insides.wire), dialer);
+  door_ = std::make_unique<Door>(&daemon_->joiners(), std::move(insides.greeting));
+  links_ = std::make_unique<PeerService>(door_.get(), message_bytes);
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
@@ -71,19 +100,28 @@ Arrival DaemonParts::Engine(const std::string& instance, DeliveryMode delivery, 
 }
 
 Attached DaemonParts::Attach(Arrival arrival, const std::string& group,
-                             std::optional<GroupSpec> spec, const DaemonParts* at, Duration wait) {
+                             std::optional<GroupSpec> spec, const DaemonParts* at, Duration wait,
+                             std::shared_ptr<Inbox> inbox) {
   arrival.record.group = group;
   if (arrival.record.device.empty()) arrival.record.device = "host";
   arrival.spec = std::move(spec);
   if (at != nullptr) arrival.coordinator = at->address();
   arrival.wait = wait;
-  auto inbox = std::make_shared<Inbox>();
-  return {arrivals().Attach(std::move(arrival), inbox), inbox};
+  Peer peer = arrival.record.peer;
+  return {arrivals().Attach(std::move(arrival), inbox), inbox, std::move(peer)};
+}
+
+Arrival DaemonParts::OnGpu(Arrival arrival, int ordinal) {
+  arrival.record.device = fmt::format("GPU-{}", ordinal);
+  // Members on GPUs attach over the unix socket, which tells who they are.
+  arrival.record.peer.credentials.emplace().uid = 1000;
+  return arrival;
 }
 
 absl::StatusOr<RegionId> DaemonParts::Register(const Attached& member, const SharedMemory& memory) {
-  return regions().RegisterRegion(member.token(), {}, UniqueFd(dup(memory.fd.get())),
-                                  RegionKind::kMemfd, memory.bytes);
+  return regions().RegisterRegion(member.token(),
+                                  member.peer.credentials.value_or(PeerCredentials()),
+                                  UniqueFd(dup(memory.fd.get())), RegionKind::kMemfd, memory.bytes);
 }
 
 Answer DaemonParts::Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event) {
@@ -103,6 +141,19 @@ Answer DaemonParts::Begin(const Attached& trainer, int64_t version, int64_t tens
 void DaemonParts::Ready(const Attached& engine) {
   const UpdateId update = engine.inbox->Last<SendPrepare>()->update;
   members().Happened(engine.id, ReadyEvent{engine.id, update});
+}
+
+std::shared_ptr<void> DaemonParts::HoldRegionsThread() {
+  auto held = std::make_shared<std::promise<void>>();
+  state().regions_thread->Submit([over = held->get_future().share()] { over.wait(); });
+  return {nullptr, [held](void*) { held->set_value(); }};
+}
+
+void DaemonParts::AwaitRegionsThread() {
+  const auto done = std::make_shared<std::atomic<bool>>(false);
+  const std::shared_ptr<JobThreads> thread = state().regions_thread;
+  thread->Submit([thread, done] { thread->Submit([done] { *done = true; }); });
+  REQUIRE(Eventually([&done] { return done->load(); }));
 }
 
 Layout LayoutOf(RegionId region, int64_t elements, uint64_t generation) {

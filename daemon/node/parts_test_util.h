@@ -9,9 +9,11 @@
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -32,6 +34,8 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/memory.h"
+#include "transport/transport.h"
+#include "transport/wire.h"
 
 namespace grpc {
 class Server;
@@ -58,15 +62,21 @@ class Inbox : public MemberSink {
   }
   bool welcomed() { return Last<WelcomeNews>().has_value(); }
   WelcomeNews welcome() { return *Last<WelcomeNews>(); }
+  // The news of this kind, in order.
+  template <typename News>
+  std::vector<News> All() {
+    MutexLock lock(&mutex_);
+    std::vector<News> all;
+    for (const MemberNews& news : news_) {
+      if (const auto* found = std::get_if<News>(&news)) all.push_back(*found);
+    }
+    return all;
+  }
   // The last news of this kind; nullopt: none came.
   template <typename News>
   std::optional<News> Last() {
-    MutexLock lock(&mutex_);
-    std::optional<News> last;
-    for (const MemberNews& news : news_) {
-      if (const auto* found = std::get_if<News>(&news)) last = *found;
-    }
-    return last;
+    const std::vector<News> all = All<News>();
+    return all.empty() ? std::nullopt : std::optional(all.back());
   }
   std::optional<absl::Status> end() {
     MutexLock lock(&mutex_);
@@ -128,13 +138,20 @@ inline GroupSpec Spec(int slots = 2) {
   return spec;
 }
 
+// A daemon that serves GPUs with this memory.
+inline DaemonOptions WithGpus(std::shared_ptr<DeviceMemory> memory, DaemonOptions options = {}) {
+  options.devices.memory = std::move(memory);
+  return options;
+}
+
 struct Attached {
   MemberId id;
   std::shared_ptr<Inbox> inbox;
+  Peer peer{};
 
   Caller caller() const {
     const WelcomeNews welcome = inbox->welcome();
-    return {{}, welcome.token, welcome.incarnation, static_cast<int>(welcome.protocol)};
+    return {peer, welcome.token, welcome.incarnation, static_cast<int>(welcome.protocol)};
   }
   Token token() const {
     Token token{};
@@ -155,9 +172,18 @@ struct SharedMemory {
   std::shared_ptr<HostRegion> mapping;
 };
 
+// The objects that a test gives to its daemon, beside the options.
+struct DaemonInsides {
+  std::unique_ptr<Transport> transport{};  // null: that of host memory
+  std::unique_ptr<Wire> wire;              // null: none
+  // Changes the hellos of daemons that join. Null: they stay as they are.
+  std::function<void(PeerGreeting*)> greeting{};
+};
+
 class DaemonParts {
  public:
-  explicit DaemonParts(const std::string& id = "a", DaemonOptions options = {});
+  explicit DaemonParts(const std::string& id = "a", DaemonOptions options = {},
+                       DaemonInsides insides = {});
   ~DaemonParts();
   DaemonParts(const DaemonParts&) = delete;
   DaemonParts& operator=(const DaemonParts&) = delete;
@@ -174,11 +200,16 @@ class DaemonParts {
   Layouts& layouts() { return daemon_->layouts(); }
   TrainerCalls& calls() { return daemon_->trainer_calls(); }
   Operators& operators() { return daemon_->operators(); }
+  const ProcessWatch& processes() const { return *processes_; }
 
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   int groups() { return static_cast<int>(operators().Groups().size()); }
   bool Has(const std::string& group) { return operators().Group(group).ok(); }
   int64_t pool_bytes() { return operators().Describe().pool_bytes; }
+  DataPlane::Asked asked() {
+    const Turn turn(state().turns);
+    return daemon_->data_plane_->asked();
+  }
 
   // ---- members ----
   // `at`: the coordinator; null: this daemon.
@@ -205,8 +236,11 @@ class DaemonParts {
   }
   static Arrival Engine(const std::string& instance, DeliveryMode delivery, int rank = 0,
                         int world_size = 1, const std::vector<std::string>& manifest = {});
-  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec,
-                  const DaemonParts* at, Duration wait);
+  Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec = Spec(),
+                  const DaemonParts* at = nullptr, Duration wait = kPatience,
+                  std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>());
+  // The same arrival of a member whose memory is on that GPU (FakeMemory).
+  static Arrival OnGpu(Arrival arrival, int ordinal);
 
   // ---- what members do ----
   absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& memory);
@@ -215,13 +249,34 @@ class DaemonParts {
   // The engine rank answers the last Prepare.
   void Ready(const Attached& engine);
 
+  // Keeps the thread for regions busy until the result is destroyed, so that calls wait that need
+  // the thread.
+  std::shared_ptr<void> HoldRegionsThread();
+  // Waits until the thread for regions has done what it was given so far, and what that gave it.
+  void AwaitRegionsThread();
+
  private:
+  class Door;
+
   std::unique_ptr<ProcessWatch> processes_;
   std::unique_ptr<Daemon> daemon_;
+  std::unique_ptr<PeerAcceptor> door_;
   std::unique_ptr<PeerService> links_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
 };
+
+// Makes a bucket of one whole tensor. The bytes must live as long as the bucket.
+inline ReceivedBucket InlineBucket(const TensorSpec& tensor, std::string_view bytes) {
+  ReceivedBucket received;
+  received.bucket = std::make_shared<CheckedBucket>();
+  received.bucket->tensors = {tensor};
+  received.bucket->ranges = {{0, 0, *ElementCount(tensor.shape)}};
+  received.bucket->bytes = received.bucket->BytesOf(received.bucket->ranges[0]);
+  received.bucket->source = CheckedBucket::Source::kInline;
+  received.source = std::vector<std::string_view>{bytes};
+  return received;
+}
 
 // The tensor "w", one byte an element, that a layout has in one piece of its first region.
 Layout LayoutOf(RegionId region, int64_t elements, uint64_t generation = 1);

@@ -61,6 +61,18 @@ TEST_CASE("daemons wait for a group under a list of candidates, and under no oth
   CHECK_FALSE(peers.AnyWaiting("a", "b:1,c:1"));
 }
 
+TEST_CASE("a list of candidates ends the daemons that wait for its own group alone") {
+  Peers peers;
+  const auto session = std::make_shared<KeptSession>(1);
+  Peers::Waiting waits = Waits(session, "a", "x");
+  waits.hello.candidates = "b:1,c:1";
+  peers.Wait(std::move(waits));
+  peers.RefuseOthers("b", "c:1,b:1",
+                     [](const std::string& other) { return absl::AbortedError(other); });
+  CHECK(session->ends.empty());
+  CHECK(peers.AnyWaiting("a", "b:1,c:1"));
+}
+
 TEST_CASE("the nodes of a group are those that have joined it") {
   Peers peers;
   CHECK(peers.NodesOf("a").empty());
@@ -80,7 +92,7 @@ TEST_CASE("a hello that comes after that of a later link of its process is refus
     CHECK(peers.CheckLatest(HelloTo(group, "x", 4)).code() == absl::StatusCode::kAborted);
     CHECK(peers.CheckLatest(HelloTo(group, "x", 7)).ok());
     CHECK(peers.CheckLatest(HelloTo(group, "y", 4)).ok());  // another process counts anew
-    CHECK(peers.CheckLatest(HelloTo(group, "x")).ok());     // an earlier release does not tell
+    CHECK(peers.CheckLatest(HelloTo(group, "x")).ok());     // an earlier release tells no number
   }
   CHECK(peers.CheckLatest(HelloTo("a", "x", 5)).ok());
   CHECK(peers.CheckLatest(HelloTo("c", "x", 1)).ok());
@@ -92,12 +104,28 @@ TEST_CASE("a daemon that dials anew waits once, and its earlier link is ended") 
   Peers peers;
   const auto earlier = std::make_shared<KeptSession>(1);
   const auto other = std::make_shared<KeptSession>(2);
+  const auto other_process = std::make_shared<KeptSession>(4);
   peers.Wait(Waits(earlier, "a", "x"));
   peers.Wait(Waits(other, "b", "x"));
+  peers.Wait(Waits(other_process, "a", "y"));
   peers.ForgetEarlier(Waits(std::make_shared<KeptSession>(3), "a", "x"));
   REQUIRE(earlier->ends.size() == 1);
   CHECK(earlier->ends[0].code() == absl::StatusCode::kAborted);
   CHECK(other->ends.empty());
+  CHECK(other_process->ends.empty());
+  CHECK(peers.waiting().size() == 2);
+}
+
+TEST_CASE("a session that ends while it waits is forgotten, and belongs to no group") {
+  Peers peers;
+  const auto gone = std::make_shared<KeptSession>(1);
+  peers.Wait(Waits(gone, "a", "x"));
+  peers.Wait(Waits(std::make_shared<KeptSession>(2), "a", "y"));
+  CHECK_FALSE(peers.Remove(1).has_value());
+  CHECK(gone->ends.empty());  // the link has ended by itself
+  const std::vector<Peers::Waiting> taken = peers.TakeWaiting("a");
+  REQUIRE(taken.size() == 1);
+  CHECK(taken[0].hello.boot_id == "y");
 }
 
 TEST_CASE("a daemon waits until its deadline, and is then told that the group was not created") {
@@ -160,12 +188,15 @@ TEST_CASE("a session is one node's until it ends, by either side") {
 TEST_CASE("a group that is deleted ends its sessions, and no other group's") {
   Peers peers;
   const auto deleted = std::make_shared<KeptSession>(1);
+  const auto deleted_too = std::make_shared<KeptSession>(3);
   const auto kept = std::make_shared<KeptSession>(2);
   peers.Join(HelloTo("g"), deleted);
+  peers.Join(HelloTo("g"), deleted_too);
   peers.Join(HelloTo("h"), kept);
   peers.EndGroup("g", absl::AbortedError("the group was deleted"));
   peers.CheckInvariants();
   CHECK(deleted->ends.size() == 1);
+  CHECK(deleted_too->ends.size() == 1);
   CHECK(kept->ends.empty());
   CHECK_FALSE(peers.Any("g"));
   CHECK(peers.Any("h"));
@@ -181,6 +212,8 @@ TEST_CASE("all sessions end with the daemon, those that wait too") {
   CHECK(joined->ends.size() == 1);
   CHECK(waiting->ends.size() == 1);
   CHECK_FALSE(peers.Any("g"));
+  CHECK(peers.waiting().empty());
+  CHECK_FALSE(peers.NextDeadline().has_value());
   peers.CheckInvariants();
 }
 

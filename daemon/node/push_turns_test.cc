@@ -24,7 +24,8 @@ bool Becomes(const std::function<bool()>& condition) {
 }
 
 TEST_CASE("who goes ahead waits for one push at most, however many there are") {
-  PushTurns turns(std::chrono::minutes(1));  // so that a busy machine decides nothing
+  // The limit is so long that it plays no part, even on a busy machine.
+  PushTurns turns(std::chrono::minutes(1));
   Mutex mutex;
   int64_t pushed = 0;  // guarded by mutex
   std::atomic<bool> stop = false;

@@ -3,17 +3,16 @@
 // The machine of a group knows the readiness of all instances while this daemon coordinates the
 // group, or is joined to its coordinator. When the coordinator is lost, this class keeps the
 // readiness that was known last: no version is committed without the coordinator, so the loss alone
-// makes no instance older. What is kept counts for Options::keep at most, since the coordinator may
-// live behind a broken link and commit versions with other daemons. An instance that had ranks on
-// this daemon must besides show that it lives: one of its ranks waits here to attach again, or came
-// within kReattachLimit. A rank that comes with other weights than were known ends what is kept of
-// its instance (P2).
+// makes no instance older. The kept readiness counts for Options::keep at most, since the
+// coordinator may live behind a broken link and commit versions with other daemons. An instance
+// that had ranks on this daemon must also show that it lives: one of its ranks waits here to attach
+// again, or came within kReattachLimit. A rank that comes with other weights than were known ends
+// what is kept of its instance (P2).
 //
 // Invariants
 //  1. A watcher is told a state when it comes, and then each change once.
-//  2. Something is kept only of groups whose coordinator is lost, and that the daemon has not
-//  joined
-//     again.
+//  2. Readiness is kept only for groups whose coordinator is lost and which the daemon has not
+//     joined again.
 //  3. At most kMaxWatchers watch, and at most kMaxKept groups are kept (P10).
 //
 // The class is part of the daemon's state and is used under its mutex (turn.h).
@@ -56,8 +55,8 @@ class InstanceReadiness {
   std::optional<Readiness> Of(const std::string& group, const std::string& instance,
                               TimePoint now) const;
 
-  // Returns the watcher's id and tells it at once how the instance stands. RESOURCE_EXHAUSTED:
-  // kMaxWatchers.
+  // Returns the watcher's id, and tells the watcher at once whether the instance is ready.
+  // RESOURCE_EXHAUSTED: kMaxWatchers.
   absl::StatusOr<uint64_t> Watch(std::string group, std::string instance,
                                  std::shared_ptr<ReadinessSink> sink, TimePoint now);
   void StopWatching(uint64_t watcher) { watchers_.erase(watcher); }
@@ -69,7 +68,7 @@ class InstanceReadiness {
   void Arrived(const std::string& group, const EngineIdentity& engine, TimePoint now);
   // Called when time has passed.
   void Look(TimePoint now);
-  // When Look is due; nullopt: nothing waits.
+  // The time at which Look is due; nullopt: nothing waits.
   std::optional<TimePoint> NextDue() const;
 
   // Aborts the process if an invariant does not hold.

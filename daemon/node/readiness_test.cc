@@ -31,42 +31,54 @@ struct World {
   Peers peers;
   Waiters waiters;
   Groups groups{{}, &peers, &waiters};
-  InstanceReadiness readiness{seconds(60), &groups, &waiters};
+  InstanceReadiness readiness;
   uint64_t ids = 0;
 
-  World() {
+  explicit World(Duration keep = seconds(60)) : readiness(keep, &groups, &waiters) { Join("g"); }
+  void Join(const std::string& group) {
     FollowerOptions options;
-    options.name = "g";
+    options.name = group;
     options.coordinator_address = "b:1";
     options.next_update = [this] { return UpdateId(++ids); };
     groups.Follow(std::move(options));
     EngineIdentity engine;
     engine.instance = "here";
-    Feed(GroupEvent(EngineAttached{kEngine, engine}));
+    Feed(GroupEvent(EngineAttached{kEngine, engine}), kNow, group);
     GroupSpec spec;
     spec.slots = 4;
     spec.slot_bytes = 4096;
     spec.max_lag = 1;
-    Feed(LinkUp{7, spec, std::nullopt, "b"});
+    Feed(LinkUp{7, spec, std::nullopt, "b"}, kNow, group);
   }
-  void Feed(MachineEvent event, TimePoint now = kNow) {
+  void Feed(MachineEvent event, TimePoint now = kNow, const std::string& group = "g") {
     MachineActions actions;
-    groups.Find("g")->machine->Handle(event, now, &actions);
-    readiness.Changed("g", now);
+    groups.Find(group)->machine->Handle(event, now, &actions);
+    readiness.Changed(group, now);
     readiness.CheckInvariants();
   }
-  void Tell(Standing standing = Standing::kClean) {
+  void Tell(Standing standing = Standing::kClean, const std::string& group = "g",
+            std::optional<Version> version = Version(3)) {
     Feed(CommandReceived{PeerReadiness{
-        .anew = true,
-        .version = Version(3),
-        .instances = {{"here", standing, Version(3)}, {"there", standing, Version(3)}}}});
+             .anew = true,
+             .version = version,
+             .instances = {{"here", standing, version}, {"there", standing, version}}}},
+         kNow, group);
   }
   // The coordinator is lost, and the follower's record goes.
-  void Lose() {
-    Feed(LinkLost{absl::UnavailableError("gone")});
-    groups.Remove("g");
-    readiness.Changed("g", kNow);
+  void Lose(TimePoint now = kNow, const std::string& group = "g") {
+    Feed(LinkLost{absl::UnavailableError("gone")}, now, group);
+    groups.Remove(group);
+    readiness.Changed(group, now);
     readiness.CheckInvariants();
+  }
+  // A rank of an instance waits to attach again.
+  void Await(const std::string& group, const std::string& instance) {
+    Waiters::OfGroup waiting;
+    waiting.record.id = kEngine;
+    waiting.record.group = group;
+    waiting.record.instance = instance;
+    waiting.coordinator = "b:1";
+    waiters.Wait(std::move(waiting));
   }
   bool Ready(const std::string& instance, TimePoint now = kNow) const {
     const std::optional<Readiness> is = readiness.Of("g", instance, now);
@@ -123,13 +135,16 @@ TEST_CASE("an instance of this daemon of which no rank comes again is not ready 
   CHECK(world.readiness.Of("g", "here", later)->reason ==
         "the coordinator is lost, and no rank has attached again");
   SECTION("a rank that waits for the coordinator shows that it lives") {
-    Waiters::OfGroup waiting;
-    waiting.record.id = kEngine;
-    waiting.record.group = "g";
-    waiting.record.instance = "here";
-    waiting.coordinator = "b:1";
-    world.waiters.Wait(std::move(waiting));
+    world.Await("g", "here");
     CHECK(world.Ready("here", later));
+  }
+  SECTION("a rank of another instance does not show that") {
+    world.Await("g", "there");
+    CHECK_FALSE(world.Ready("here", later));
+  }
+  SECTION("nor does a rank of another group's instance of that name") {
+    world.Await("other", "here");
+    CHECK_FALSE(world.Ready("here", later));
   }
 }
 
@@ -140,8 +155,94 @@ TEST_CASE("a rank that comes again with other weights than were known makes its 
   SECTION("none") { world.readiness.Arrived("g", Again(std::nullopt), kNow); }
   SECTION("another version") { world.readiness.Arrived("g", Again(Version(2)), kNow); }
   SECTION("dirty ones") { world.readiness.Arrived("g", Again(std::nullopt, true), kNow); }
+  SECTION("dirty ones, though it names the version") {
+    world.readiness.Arrived("g", Again(Version(3), true), kNow);
+  }
   CHECK_FALSE(world.Ready("here"));
   CHECK(world.Ready("there"));
+}
+
+TEST_CASE("where no version was known, a rank comes again with any weights") {
+  World world;
+  world.Tell(Standing::kClean, "g", std::nullopt);
+  world.Lose();
+  world.readiness.Arrived("g", Again(Version(2)), kNow);
+  CHECK(world.Ready("here"));
+}
+
+TEST_CASE("the lag that a group allows is kept with what was known last") {
+  World world;
+  world.Feed(
+      CommandReceived{PeerReadiness{.anew = true,
+                                    .version = Version(4),
+                                    .instances = {{"there", Standing::kClean, Version(3)}}}});
+  REQUIRE(world.Ready("there"));
+  world.Lose();
+  CHECK(world.Ready("there"));
+}
+
+TEST_CASE("what was known last counts from the loss on, however often the follower is seen") {
+  World world;
+  world.Tell();
+  world.Feed(LinkLost{absl::UnavailableError("gone")});
+  world.Lose(kNow + seconds(30));
+  CHECK(world.Ready("there", kNow + seconds(59)));
+  CHECK_FALSE(world.Ready("there", kNow + seconds(60)));
+}
+
+TEST_CASE("a daemon that joins again tells what the coordinator tells, and keeps nothing") {
+  World world;
+  world.Tell();
+  world.Lose();
+  REQUIRE(world.readiness.NextDue().has_value());
+  world.Join("g");
+  world.Tell(Standing::kDirty);
+  CHECK_FALSE(world.Ready("there"));
+  CHECK_FALSE(world.readiness.NextDue().has_value());
+}
+
+TEST_CASE("a daemon that keeps no readiness knows no instance without the coordinator") {
+  World world(Duration(0));
+  world.Tell();
+  world.Lose();
+  CHECK_FALSE(world.readiness.Of("g", "there", kNow).has_value());
+  CHECK_FALSE(world.readiness.NextDue().has_value());
+}
+
+TEST_CASE("the readiness of at most kMaxKept groups is kept") {
+  World world;
+  for (size_t i = 0; i <= InstanceReadiness::kMaxKept; ++i) {
+    const std::string group = fmt::format("g{:03}", i);
+    world.Join(group);
+    world.Tell(Standing::kClean, group);
+    world.Lose(kNow, group);
+    const bool kept = world.readiness.Of(group, "there", kNow).has_value();
+    REQUIRE(kept == (i < InstanceReadiness::kMaxKept));
+  }
+}
+
+TEST_CASE("what is kept is looked after when it ends, and more often while somebody watches") {
+  World world;
+  world.Join("h");
+  for (const char* group : {"g", "h"}) world.Tell(Standing::kClean, group);
+  world.Lose(kNow, "g");
+  world.Lose(kNow + seconds(7), "h");
+  REQUIRE(world.readiness.NextDue() == kNow + seconds(60));
+  const auto sink = std::make_shared<Sink>();
+  REQUIRE(world.readiness.Watch("g", "there", sink, kNow).ok());
+  world.readiness.Look(kNow + seconds(20));
+  CHECK(world.readiness.NextDue() == kNow + seconds(20) + InstanceReadiness::kLookInterval);
+}
+
+TEST_CASE("a watcher is told at once that a rank came again with other weights") {
+  World world;
+  world.Tell();
+  world.Lose();
+  const auto sink = std::make_shared<Sink>();
+  REQUIRE(world.readiness.Watch("g", "here", sink, kNow).ok());
+  world.readiness.Arrived("g", Again(Version(2)), kNow);
+  using enum InstanceHealth;
+  CHECK(sink->told == std::vector<InstanceHealth>{kServing, kNotServing});
 }
 
 TEST_CASE("an instance whose update was running when the coordinator was lost is in doubt") {
@@ -192,6 +293,9 @@ TEST_CASE("watchers are bounded, and end with the daemon") {
   world.readiness.EndAll(absl::UnavailableError("the daemon stops"));
   REQUIRE(sink->end.has_value());
   CHECK(sink->end->code() == absl::StatusCode::kUnavailable);
+  const size_t told = sink->told.size();
+  world.Tell();
+  CHECK(sink->told.size() == told);
 }
 
 }  // namespace

@@ -84,11 +84,13 @@ void Regions::Close(RegionRecord region, std::function<void()> closed) {
     return closed();
   }
   auto held = std::make_shared<RegionRecord>(std::move(region));
-  // In line behind local moves that are bound ahead and may hold the region.
+  // The closing comes after local moves that were bound ahead, since they may hold the region.
   data_plane_.AfterBinding([this, held, closed = std::move(closed)] {
     state_.regions_thread->Submit([this, held, closed] {
+      // The region's end queues its closing on this same thread (RecordOf). `closed` is queued
+      // behind the closing.
       *held = {};
-      state_.regions_thread->Submit(closed);  // behind the closing, which the line above has queued
+      state_.regions_thread->Submit(closed);
     });
   });
 }
@@ -167,8 +169,8 @@ absl::StatusOr<PoolHandle> Regions::MapPool(const Token& token, const PeerCreden
 
 // ---- device memory ----
 
-// Closing waits for the driver, and the last reference may be dropped anywhere, even under the
-// mutex.
+// The region is closed by a job of the thread for regions: closing waits for the driver, and the
+// last reference may be dropped anywhere, even under the mutex.
 RegionRecord Regions::RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine) const {
   const DeviceRegion* const raw = region.get();
   std::shared_ptr<const void> kept(
@@ -254,7 +256,7 @@ void Regions::RegisterDevice(const Caller& caller, bool engine, const IpcBlock& 
           state_.memory.EndOpening();
           REFITD_RETURN_IF_ERROR(opened.status());
           // The lease may have ended meanwhile, and another region of the same memory may have
-          // come.
+          // come, so the member must be admitted once more.
           REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
                                   Admit(caller.token, caller.peer, opened->identity));
           const int64_t bytes = opened->memory.bytes;

@@ -31,7 +31,7 @@ namespace refitd {
 // A block of device memory that another process shares, unchecked.
 struct IpcBlock {
   std::string handle;
-  std::string device;  // its name
+  std::string device;  // the device's name
   int64_t byte_offset = 0;
   int64_t bytes = 0;  // 0: all of the block
 };

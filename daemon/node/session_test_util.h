@@ -15,7 +15,7 @@
 
 namespace refitd {
 
-// A hello of which nothing else is told.
+// A hello that has these fields alone.
 inline PeerGreeting HelloTo(const std::string& group, const std::string& boot_id = "",
                             uint64_t dial = 0) {
   PeerGreeting hello;

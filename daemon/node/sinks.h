@@ -30,7 +30,7 @@ class EventSink {
   virtual void Flush() {}
 };
 
-// A member was taken in: its lease, and what this daemon and its group are like.
+// A member was taken in. The news brings its lease, and describes this daemon and the group.
 struct WelcomeNews {
   MemberId member;
   std::string token;

@@ -12,8 +12,8 @@
 namespace refitd {
 namespace {
 
-// Between the probes of a search: at first, and of a search that has gone on for long (nobody has
-// brought a spec yet).
+// The pauses between the probes of a search: at first, and once the search has gone on for long,
+// because nobody has brought a spec yet.
 constexpr Duration kProbePause = std::chrono::milliseconds(250);
 constexpr Duration kLongProbePause = std::chrono::seconds(1);
 // How long a search is kept that nobody waits for: members come back after pauses of up to a
@@ -45,7 +45,7 @@ std::optional<TimePoint> Succession::NextDeadline(TimePoint now) const {
       continue;
     }
     const GroupRecord* const group = state_.groups.Find(name);
-    // A group that is being joined, or goes, ends that with an event.
+    // A group that is being joined, or that is going, needs no time here: an event ends that state.
     if (group != nullptr && (group->join.joining || group->going())) continue;
     consider(search.probes.next);
     if (const auto gone = search.logic.NextGone(now); gone.has_value()) consider(*gone);
@@ -151,7 +151,8 @@ void Succession::TakeWish(const Waiters::OfGroup& member, TimePoint now) {
 }
 
 void Succession::TakeWish(const Peers::Waiting& peer, TimePoint now) {
-  // The daemon's own search counts, but not more than it takes for a candidate to be gone (P10).
+  // The joining daemon's own search counts as well, but for no longer than it takes until a
+  // candidate counts as gone (P10).
   const Duration searched = std::min(peer.hello.searched, state_.options.failover);
   Search* const search = Find(peer.hello.group, peer.hello.candidates, searched, now);
   if (search == nullptr) return;
@@ -217,7 +218,7 @@ void Succession::Join(const std::string& group, Search* search, size_t candidate
   }
   const Duration searched = search->logic.searched(now);
   search->logic.Forget();
-  search->probes.next = now + kLongProbePause;  // should joining fail
+  search->probes.next = now + kLongProbePause;  // in case joining fails
   if (!state_.waiters.Any(group, search->named)) return;
   const absl::Status joins = joining_.FollowCandidate(
       group, {address, search->named, searched, search->known}, search->creator, turn);

@@ -2,8 +2,8 @@
 // when this daemon makes such a group, and which of two coordinators gives its group up.
 //
 //   members and daemons that wait for a group with candidates
-//      |                          Tick: a search begins (coordinator_search.h), the others are
-//      probed
+//      |                          Tick: a search begins (coordinator_search.h) and probes the
+//      |                          other candidates
 //      v
 //   searching --a candidate coordinates it, or comes first--> Joining::FollowCandidate
 //      |                                                       (a failure leads back here)
@@ -62,7 +62,7 @@ class Succession {
         joining_(*joining),
         joiners_(*joiners) {}
 
-  // When Tick has something to do; nullopt: when something else happens.
+  // The time of the next Tick; nullopt: there is nothing to do until something else happens.
   std::optional<TimePoint> NextDeadline(TimePoint now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void Tick(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
@@ -150,7 +150,7 @@ class Succession {
   std::map<std::string, Search> searches_ ABSL_GUARDED_BY(kInTurn);  // by group
   std::map<std::string, Watch> watches_ ABSL_GUARDED_BY(kInTurn);    // by group
   std::map<uint64_t, std::function<void()>> probes_
-      ABSL_GUARDED_BY(kInTurn);  // that run: to end them
+      ABSL_GUARDED_BY(kInTurn);  // the probes that run, with the functions that end them
   CondVar probes_cond_;
   uint64_t next_ ABSL_GUARDED_BY(kInTurn) = 1;
 };

@@ -17,8 +17,8 @@ namespace refitd {
 class TimerHost {
  public:
   virtual ~TimerHost() = default;
-  // When the next deadline is. The time may be far off but is never missing, so that the thread
-  // looks again now and then.
+  // The time of the next deadline. It may be far off but is never missing, so that the thread looks
+  // again now and then.
   virtual TimePoint NextWake() = 0;
   // Called when that deadline has come.
   virtual void Ring(Turn& turn, TimePoint now) = 0;

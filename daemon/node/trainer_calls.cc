@@ -153,7 +153,7 @@ void TrainerCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<
           return PlacesOf(push->received, limits, region_bytes, device).status();
         }
         if (state_.peers.Any(member.group)) {
-          // Other daemons must be able to read the headers that the bucket becomes.
+          // Other daemons get headers that are made of this bucket, and must be able to read them.
           REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, state_.options.message_bytes));
         }
         BucketEvent event = std::move(push->event);

@@ -101,7 +101,7 @@ class TrainerCalls {
   // begins.
   absl::Status CheckBroadcast(const MemberRecord& trainer, BroadcastMethod method) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Whether kAuto could gain anything by slots.
+  // Whether broadcasting through slots could gain anything, so that kAuto needs the slots.
   bool CouldGain(const MemberRecord& trainer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   // Opens the handles of the bucket, then pushes. Opening takes up to milliseconds, so the thread

@@ -4,7 +4,8 @@
 
 namespace refitd {
 
-// Else handled_ would copy events, which may have every tensor of a model, under the mutex.
+// Without this, handled_ would copy events, which may have every tensor of a model, under the
+// mutex.
 static_assert(std::is_nothrow_move_constructible_v<MachineEvent>);
 
 Turn::Turn(TurnHost* host, Mutex* mutex) : host_(host), mutex_(mutex) { mutex_->Lock(); }

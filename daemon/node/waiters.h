@@ -45,7 +45,7 @@ class Waiters {
     GroupEvent attached;
   };
 
-  // How many of all members that wait are such.
+  // How many of all waiting members `such` holds for.
   template <typename Such>
   int64_t CountOf(const Such& such) const {
     int64_t count = 0;

@@ -56,7 +56,7 @@ class Watchers {
   void Changed(const GroupMachine& group, const Machines& all, TimePoint now);
   // Tells the progress of running updates to watchers whose interval has passed.
   void Progress(const Machines& all, TimePoint now);
-  // When the next interval has passed; nullopt: there is no watcher.
+  // The time at which the next interval has passed; nullopt: there is no watcher.
   std::optional<TimePoint> NextDue() const;
   // The number of views that were made so far, which is the cost of watching.
   int64_t views() const { return views_; }

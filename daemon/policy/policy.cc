@@ -294,7 +294,8 @@ absl::Status Policy::CheckAnywhere(const Principal& caller, RoleSet roles) const
   for (const PolicyRule& rule : rules_) {
     if (!MatchesPrincipal(rule.who, caller)) continue;
     for (const Role role : kAllRoles) {
-      // The owner of a group, which takes a rule for trainers, may act in all roles but peer.
+      // A caller whom a rule makes a trainer may own a group, and its owner may act in all roles
+      // but peer.
       const bool as_owner = role != Role::kPeer && HasRole(rule, Role::kTrainer);
       if (roles.Contains(role) && (as_owner || HasRole(rule, role))) return absl::OkStatus();
     }

@@ -72,10 +72,10 @@ inline constexpr std::string_view kAnonymous = "anonymous";
 // "anonymous". INVALID_ARGUMENT names `field`.
 absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view field);
 
-// "uid:N", "gid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*", "dns:NAME", "dns:*.DOMAIN" or
-// "anonymous".
+// `who` is "uid:N", "gid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*", "dns:NAME",
+// "dns:*.DOMAIN" or "anonymous".
 bool MatchesPrincipal(std::string_view who, const Principal& caller);
-// A group's name, or the beginning of names with '*' at its end.
+// `pattern` is a group's name, or the beginning of names with '*' at its end.
 bool MatchesGroup(std::string_view pattern, std::string_view group);
 
 struct PolicyRule {
@@ -129,7 +129,7 @@ class Policy {
 
  private:
   explicit Policy(std::vector<PolicyRule> rules) : rules_(std::move(rules)) {}
-  // The rule that allows it. Null: none does.
+  // The rule that lets the caller act in the role. Null: there is none.
   const PolicyRule* Find(const Principal& caller, Role role, std::string_view group,
                          std::string_view owner) const;
 

@@ -91,7 +91,8 @@ TEST_CASE("A rule counts for its callers, its roles and its groups alone") {
   CHECK_FALSE(May(*policy, Certified("dns:a.engines"), Role::kEngine, "llama-8bx"));
   CHECK_FALSE(May(*policy, Certified("dns:a.b.engines"), Role::kEngine, "llama-8b"));
   CHECK(May(*policy, User(7, {1, 44}), Role::kOperatorWrite, "any"));
-  CHECK(May(*policy, User(7, {1, 44}), Role::kOperatorRead, "any"));  // who may write may read
+  // A caller who may write may read.
+  CHECK(May(*policy, User(7, {1, 44}), Role::kOperatorRead, "any"));
   CHECK_FALSE(May(*policy, User(44), Role::kOperatorWrite, "any"));
 }
 
@@ -109,7 +110,7 @@ TEST_CASE("A group is its owner's, and other trainers take a rule that says any_
   }
   CHECK(May(*policy, Certified("spiffe://prod/admin"), Role::kTrainer, "g", kT));
   CHECK_FALSE(May(*policy, Certified("spiffe://prod/admin"), Role::kOperatorWrite, "g", kT));
-  // An owner of a group that is no trainer by any rule any more has lost the owner's rights.
+  // An owner whom no rule makes a trainer any more has lost the owner's rights.
   const auto without = Made(OverTls({}));
   CHECK_FALSE(May(*without, Certified(kT), Role::kOperatorWrite, "g", kT));
 }

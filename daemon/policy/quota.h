@@ -14,7 +14,7 @@ namespace refitd {
 // 0: the daemon's own limit is the only one.
 struct IdentityLimits {
   int64_t groups = 0;      // that the identity made at this daemon
-  int64_t members = 0;     // attached to this daemon, or waiting for that
+  int64_t members = 0;     // attached to this daemon, or waiting to be attached
   int64_t regions = 0;     // of all its members
   int64_t pool_bytes = 0;  // staging pools of the groups that it made, in one place
   int64_t updates = 0;     // running updates that it began

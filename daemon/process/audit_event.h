@@ -21,7 +21,7 @@ enum class AuditWhat : uint8_t {
   kReplace,       // a group started a new incarnation
   kDelete,        // an operator's DeleteGroup
   kPolicy,        // the policy that is in force, or that was not taken over
-  kCertificates,  // the same of the daemon's certificates
+  kCertificates,  // the certificates that are in force, or that were not taken over
 };
 
 constexpr std::string_view AuditName(AuditWhat what) {
@@ -61,7 +61,7 @@ struct AuditEvent {
   int pid = 0;             // 0: not known
   std::string rpc{};       // "refitd.v1.Trainer/Begin"
   std::string group{};
-  std::string subject{};  // the member or instance that it is about
+  std::string subject{};  // the member or instance that the event is about
   std::optional<int64_t> version{};
   std::string outcome{};  // "OK" or another code of gRPC; "committed", "aborted" of an update
   std::string reason{};

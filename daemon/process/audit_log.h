@@ -3,8 +3,8 @@
 //
 // Lines are made under the caller's mutex, if there is one, and written by Write, after the mutex
 // was released (LogQueue): nothing blocks under a mutex. Lines keep the order of Add. Refusals,
-// which strangers can cause at will, are limited (LogLimit), and the next one tells how many were
-// left out. Strings are escaped, so that no peer can forge a line. Thread-safe.
+// which strangers can cause at will, are limited (LogLimit), and the next refusal in the log tells
+// how many were left out. Strings are escaped, so that no peer can forge a line. Thread-safe.
 #ifndef REFITD_DAEMON_PROCESS_AUDIT_LOG_H_
 #define REFITD_DAEMON_PROCESS_AUDIT_LOG_H_
 

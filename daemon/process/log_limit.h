@@ -1,5 +1,5 @@
-// Limits how often one kind of line is logged, where strangers decide how often there is cause: a
-// log that they can fill hides what matters, and costs disk (P10).
+// Limits how often lines of one kind are logged whose cause is up to strangers. A log that
+// strangers can fill hides what matters, and costs disk (P10).
 #ifndef REFITD_DAEMON_PROCESS_LOG_LIMIT_H_
 #define REFITD_DAEMON_PROCESS_LOG_LIMIT_H_
 
@@ -18,8 +18,8 @@ class LogLimit {
   static constexpr int kLines = 20;
   static constexpr Duration kWindow = std::chrono::seconds(10);
 
-  // Asked before each line. nullopt: leave it out; else how many lines before it were left out
-  // since one was logged.
+  // Must be called before each line. nullopt: the line must be left out. Else the line may be
+  // logged, and the result tells how many lines were left out since the last logged one.
   std::optional<int64_t> Admit(TimePoint now) {
     MutexLock lock(&mutex_);
     if (!began_ || now - *began_ >= kWindow) {

@@ -56,12 +56,12 @@ enum class FillEnd { kCommitted, kGaveWay, kFailed };
 // The moves of a transport (docs/architecture.md).
 enum class MoveKind { kCopy, kBroadcast, kExchange };
 
-class NodeObserver {
+class DaemonObserver {
  public:
-  virtual ~NodeObserver() = default;
+  virtual ~DaemonObserver() = default;
   virtual void UpdateEnded(const UpdateReport& report) = 0;
-  // A fill of late instances ended. `bytes`: that it wrote into them, if it was committed. `took`:
-  // from its start to its outcome.
+  // A fill of late instances ended. `bytes`: how many it wrote into them, if it was committed.
+  // `took`: the time from its start to its outcome.
   virtual void FillEnded(const std::string& group, FillEnd end, int64_t bytes, Duration took) = 0;
   virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;
   // The bytes that were written differ from the bytes that were sent.

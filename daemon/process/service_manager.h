@@ -16,9 +16,9 @@ namespace refitd {
 // Thread-safe.
 class ServiceManager {
  public:
-  // If the unit has WatchdogSec, a thread calls `alive` at half that interval and pings only if it
-  // returns true: a daemon whose locks can't be had is restarted. `alive` must return within its
-  // own limit.
+  // If the unit has WatchdogSec, a thread calls `alive` at half that interval and pings only if
+  // `alive` returns true, so that a daemon whose locks can't be had is restarted. `alive` must
+  // itself limit how long it takes.
   explicit ServiceManager(std::function<bool()> alive);
   ~ServiceManager();  // ends the thread
   ServiceManager(const ServiceManager&) = delete;

@@ -30,7 +30,7 @@ class Manager {
     const ssize_t n = recv(socket_.get(), text, sizeof(text), 0);
     return std::string(text, n > 0 ? static_cast<size_t>(n) : 0);
   }
-  // Stops receiving: the service must not wait for it any more.
+  // Stops receiving. After that the service must not wait for this manager any more.
   void Close() { socket_.Reset(); }
   bool Silent() {
     char byte;

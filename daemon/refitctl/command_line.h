@@ -1,4 +1,4 @@
-// The command line of refitctl: what commands say of it, over CLI11.
+// The command line of refitctl, as its commands declare it; CLI11 parses it.
 //
 // CLI11 is a library of templates, which takes more time to compile than any command here.
 // command_line.cc alone includes it.
@@ -29,7 +29,7 @@ class Option {
   Option Required();
   // The environment variable that gives the value where the command line has none.
   Option FromEnvironment(const std::string& variable);
-  // `lowest` and `highest` are allowed. The type is that of the value.
+  // The value may be `lowest`, `highest`, or between the two. T is the type of the value.
   template <typename T>  // int, int64_t, uint64_t, double
   Option InRange(T lowest, T highest);
   Option OneOf(const std::vector<std::string>& allowed);

@@ -57,7 +57,7 @@ std::optional<Collectives> CollectivesOf(const v1::TransportStatus& transport) {
 }
 
 DriverFinding FindDriver() {
-  // The name alone is asked for: the daemon says what its driver can do.
+  // This finds out only whether the library loads. The daemon tells what its driver can do.
   void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (driver == nullptr) {
     return {"gpu", false, "no NVIDIA driver (libcuda.so.1): host memory only"};

@@ -199,7 +199,7 @@ Layout LayoutIn(const client::Region& region) {
   return layout;
 }
 
-// Answers Prepare until the engine is told that `refits` versions are there, or a wait fails.
+// Answers Prepare until `refits` versions were committed to the engine, or a wait fails.
 absl::Status Serve(client::Engine& engine, milliseconds timeout, int refits) {
   for (int committed = 0; committed < refits;) {
     REFITD_ASSIGN_OR_RETURN(const client::Event event, engine.Next(timeout));

@@ -43,7 +43,7 @@ struct EngineCommandOptions {
   bool verify = true;
   int64_t versions = 0;  // 0: until SIGTERM
   std::string status_file;
-  int64_t stall_in = -1;  // version; -1: never
+  int64_t stall_in = -1;  // the version at which the rank stalls; -1: never
   std::string coordinator;
   double reattach_seconds = 0;  // 0: the engine ends with its lease
 };
@@ -177,7 +177,7 @@ class ReferenceEngine {
     return "unknown";
   }
 
-  // Nothing, and events that ask nothing of a reference engine.
+  // Does nothing: no event came, or the event asks nothing of a reference engine.
   template <typename Event>
   absl::Status Handle(const Event&) {
     return absl::OkStatus();

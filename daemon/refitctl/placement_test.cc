@@ -12,7 +12,8 @@ TEST_CASE("tensors lie one behind the other, aligned, in regions of at most the 
                                            {"none", DType::kInt8, {0, 3}},
                                            {"scalar", DType::kFloat64, {}}};
   const Placement placement = PlaceWhole(tensors, 2048);
-  // a takes 1024, b 1024; c 1024, none 512, scalar 512.
+  // The first region has a and b of 1024 bytes each; the second has c of 1024, none and scalar of
+  // 512.
   CHECK(placement.region_bytes == std::vector<int64_t>{2048, 2048});
   const std::vector<RegionId> ids = {RegionId(7), RegionId(9)};
   const Layout layout = LayoutOf(tensors, placement, ids);

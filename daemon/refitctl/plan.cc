@@ -68,8 +68,8 @@ absl::Status ParseSizes(std::string_view flag, std::string_view text, std::span<
 }
 
 // Parses "node-out=45G,local-copy=1.5T", in bytes a second.
-absl::StatusOr<LinkRates> ParseRates(std::string_view text) {
-  LinkRates rates;
+absl::StatusOr<RouteRates> ParseRates(std::string_view text) {
+  RouteRates rates;
   const std::pair<std::string_view, double*> keys[] = {{"rank-out", &rates.rank_out},
                                                        {"node-out", &rates.node_out},
                                                        {"node-in", &rates.node_in},
@@ -230,7 +230,7 @@ std::string ToJson(const RouteExplanation& e) {
   return out.dump(1) + "\n";
 }
 
-// Fails if the plan leaves out tensors beyond those that the flags let be pushed.
+// Fails if the plan leaves out more tensors than the flags let be pushed.
 int Outcome(const RoutePlan& plan, const PlanFlags& flags) {
   const bool all = plan.unplaced_tensors <= static_cast<int64_t>(flags.pushed.size());
   return all ? kExitOk : kExitFailed;

@@ -64,7 +64,8 @@ milliseconds FromSeconds(double seconds) {
   return milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// Shows the progress of the push on stderr: a bar on a terminal, else a line for every tenth.
+// Shows the progress of the push on stderr: by a bar on a terminal, else by a line for every tenth
+// of the bytes.
 class Progress {
  public:
   Progress(bool on, std::string label, int64_t total)
@@ -324,8 +325,8 @@ absl::StatusOr<std::string> WhyPush(const GlobalOptions& global, const PushOptio
   return WhyPush(group.group(), members, checkpoint.bytes());
 }
 
-// Shows the progress that the daemon reports for an update, on a thread of its own until it is
-// destroyed.
+// Shows the progress that the daemon reports for an update. It does so on a thread of its own,
+// which ends with the object.
 class Follower {
  public:
   Follower(const GlobalOptions& global, const std::string& group, Version version,

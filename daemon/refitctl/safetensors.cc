@@ -399,7 +399,8 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
     offset = end;
   }
   std::string text = header.dump();
-  // pads to 8, so that readers that map the file find aligned data
+  // The header is padded to a multiple of 8 bytes, so that readers that map the file find aligned
+  // data.
   text.append((8 - text.size() % 8) % 8, ' ');
   const uint64_t length = text.size();
   UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));

@@ -19,7 +19,8 @@ std::string NodesJson(const v1::GetStatusResponse& status) {
     nlohmann::ordered_json shown;
     for (const char* key : {"name", "coordinator", "nodes", "epoch", "epoch_state",
                             "wire_bytes_sent", "wire_bytes_received"}) {
-      if (whole.contains(key)) shown[key] = whole.at(key);  // absent if no epoch is open
+      if (whole.contains(key))
+        shown[key] = whole.at(key);  // only "epoch" may be absent: no epoch is open
     }
     out["groups"].push_back(std::move(shown));
   }

@@ -10,7 +10,7 @@ namespace refitd::refitctl {
 namespace {
 
 constexpr int64_t kTerminalIntervalMs = 200;
-constexpr int64_t kLogIntervalMs = 1000;  // if every change becomes a permanent line
+constexpr int64_t kLogIntervalMs = 1000;  // the interval if every change becomes a line that stays
 
 struct WatchOptions {
   std::string group;

@@ -142,7 +142,8 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
 template <typename Event, typename Reactor>
 class EventStream {
  public:
-  static constexpr size_t kMaxQueued = 4096;  // at most as many unacknowledged parts as slots
+  // An engine has at most as many unacknowledged parts as there are slots, which are fewer.
+  static constexpr size_t kMaxQueued = 4096;
   static constexpr size_t kMaxQueuedBytes = size_t{64} << 20;
 
   explicit EventStream(Reactor* reactor) : reactor_(reactor) {}
@@ -257,7 +258,7 @@ class StreamSink : public EventSink<Value> {
   const std::shared_ptr<Stream> stream_;
 };
 
-// A stream on which a caller watches something. Deletes itself; then Stop has ended the watching.
+// A stream on which a caller watches something. At its end it calls Stop and deletes itself.
 template <typename Event>
 class WatchReactorBase : public grpc::ServerWriteReactor<Event> {
  public:
@@ -279,7 +280,7 @@ class WatchReactorBase : public grpc::ServerWriteReactor<Event> {
   }
 
  protected:
-  // The caller watches no more.
+  // Ends the watching; called once, when the stream has ended.
   virtual void Stop() = 0;
   const std::shared_ptr<Stream>& stream() const { return stream_; }
 

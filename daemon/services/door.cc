@@ -10,7 +10,7 @@
 namespace refitd {
 namespace {
 
-// A caller that is not known yet can't be named but by its address.
+// The name in the log of a caller whose identity could not be found out.
 constexpr std::string_view kUnknown = "unknown";
 
 int PidOf(const Peer& peer) { return peer.credentials.has_value() ? peer.credentials->pid : 0; }
@@ -48,7 +48,7 @@ std::string Door::OwnerOf(const std::string& group) const {
 
 absl::Status Door::CheckKnown(const Policy& policy, const Principal& caller) const {
   absl::Status known = policy.CheckKnown(caller);
-  // A policy that was replaced ends no lease.
+  // A policy that was replaced ends no lease, so whoever has a lease stays known.
   if (known.ok() || options_.has_lease == nullptr || !options_.has_lease(caller.identity())) {
     return known;
   }
@@ -159,7 +159,7 @@ void Door::Told(const Asked& asked, const Peer& peer, const absl::Status& answer
   if (options_.audit == nullptr) return;
   const RpcEntry& entry = EntryOf(asked.rpc);
   if (!entry.audit.has_value()) {
-    // A lease's token in the wrong hands.
+    // These answers mean that somebody presented a token that is no lease's, or another identity's.
     if (absl::IsPermissionDenied(answer) || absl::IsUnauthenticated(answer)) {
       Refused(asked, IdentityOf(peer), PidOf(peer), answer);
     }

@@ -51,12 +51,12 @@ class Door {
  public:
   explicit Door(DoorOptions options) : options_(std::move(options)) {}
 
-  // Who calls, if the policy lets the caller in. A call whose group comes later (Attach, Link)
-  // names none here, and Enter follows. PERMISSION_DENIED names identity, role and group.
-  // UNAUTHENTICATED: the certificate gives no identity.
+  // Returns the caller if the policy lets it in. If the group comes in a later message (Attach,
+  // Link), `asked` names none here, and Enter must follow. PERMISSION_DENIED names identity, role
+  // and group. UNAUTHENTICATED: the certificate gives no identity.
   absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context, const Asked& asked) const;
-  // The second half, for calls that name their group in a stream's first message. Tells the peer
-  // what the node must know of its rights.
+  // The second half of Admit, for calls that name their group in a stream's first message. Fills in
+  // what the node must know of the peer's rights.
   absl::Status Enter(Peer* peer, const Asked& asked) const;
   // Tells the audit log that a stream whose caller was let in is refused for what it said later.
   void RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const;
@@ -66,8 +66,8 @@ class Door {
   // Whether a process may use the descriptor socket.
   absl::Status AdmitToDescriptors(const PeerCredentials& peer) const;
 
-  // Whether whoever has a certificate with this identity (empty: it gives none) may read the
-  // metrics, which name every group: an operator who may read all of them. PERMISSION_DENIED,
+  // Whether a client whose certificate gives this identity (empty: none) may read the metrics. They
+  // name every group, so the client must be an operator who may read all groups. PERMISSION_DENIED,
   // UNAUTHENTICATED: no identity.
   absl::Status AdmitToMetrics(const std::string& identity) const;
 
@@ -77,7 +77,7 @@ class Door {
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
 
  private:
-  // OK: some rule names the caller, or did when it attached.
+  // OK: some rule names the caller, or it has a lease, which an earlier policy let it get.
   absl::Status CheckKnown(const Policy& policy, const Principal& caller) const;
   absl::StatusOr<Peer> Recognise(const grpc::ServerContextBase& context) const;
   absl::Status Check(const Peer& peer, const Asked& asked, bool group_follows) const;

@@ -33,7 +33,7 @@ HealthCheckResponse ResponseOf(InstanceHealth health) {
   return ResponseOf(HealthCheckResponse::SERVICE_UNKNOWN);
 }
 
-// The call that a request with this name is, for the policy.
+// The question to the door about a request for this name.
 Asked AskedFor(const absl::StatusOr<HealthName>& name, Rpc daemon, Rpc instance) {
   if (!name.ok() || name->group.empty()) return {.rpc = daemon};
   return {.rpc = instance, .group = name->group};

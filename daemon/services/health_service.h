@@ -1,10 +1,10 @@
-// grpc.health.v1.Health: whether the daemon serves, and which engine instances are ready. In place
-// of gRPC's own service, which asks nobody who calls.
+// grpc.health.v1.Health: whether the daemon serves, and which engine instances are ready. It takes
+// the place of gRPC's own service, which does not ask who calls.
 //
 // Services: "" is the daemon, which serves until it drains. "refitd.v1.Engine/GROUP/INSTANCE" is an
 // instance, which serves while it is ready (daemon/group/readiness.h); any daemon of the group
-// answers for all instances of the group. Who may not ask about a group gets PERMISSION_DENIED,
-// whether the group exists or not (P9).
+// answers for all instances of the group. A caller that may not ask about a group gets
+// PERMISSION_DENIED, whether the group exists or not (P9).
 #ifndef REFITD_DAEMON_SERVICES_HEALTH_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_HEALTH_SERVICE_H_
 
@@ -49,7 +49,8 @@ class HealthService final : public grpc::health::v1::Health::CallbackService {
   grpc::ServerUnaryReactor* Check(
       grpc::CallbackServerContext* context, const grpc::health::v1::HealthCheckRequest* request,
       grpc::health::v1::HealthCheckResponse* response) noexcept override;
-  // A name that is not known, or not any more, is SERVICE_UNKNOWN, and may become known.
+  // A name that is not known, or is not known any more, is answered SERVICE_UNKNOWN. The watch goes
+  // on, since the name may become known.
   grpc::ServerWriteReactor<grpc::health::v1::HealthCheckResponse>* Watch(
       grpc::CallbackServerContext* context,
       const grpc::health::v1::HealthCheckRequest* request) noexcept override;

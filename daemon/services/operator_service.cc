@@ -30,7 +30,7 @@ void KeepShown(const Door& door, const Peer& peer, Rpc rpc,
   all->erase(std::remove_if(all->begin(), all->end(), hidden), all->end());
 }
 
-v1::UpdateStatus UpdateStatusOf(const UpdateNews& news) { return ToWire(news.group, news.update); }
+v1::UpdateStatus UpdateStatusOf(const UpdateNews& news) { return ToProto(news.group, news.update); }
 
 // One caller that watches updates.
 class WatchReactor final : public WatchReactorBase<v1::UpdateStatus> {

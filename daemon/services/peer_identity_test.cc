@@ -1,4 +1,4 @@
-// Links over real TLS: whose address of the data plane a daemon may give (P9).
+// Links over real TLS: which addresses of the data plane a daemon may give (P9).
 #include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 

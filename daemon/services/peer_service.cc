@@ -62,7 +62,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   uint64_t id() const override { return id_; }
 
   void Accept(const LinkUp& up) override {
-    v1::PeerAnswer answer = AcceptedToWire(up, own_message_bytes_);
+    v1::PeerAnswer answer = AcceptedToProto(up, own_message_bytes_);
     const size_t bytes = answer.ByteSizeLong();
     MutexLock lock(&mutex_);
     if (ended_ || order_.has_value()) return;
@@ -94,7 +94,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       message_bytes = peer_message_bytes_;
     }
     while (std::optional<Backlog::Entry> next = backlog_.Next()) {
-      absl::StatusOr<std::vector<v1::PeerAnswer>> answers = ToWire(next->value, message_bytes);
+      absl::StatusOr<std::vector<v1::PeerAnswer>> answers = ToProto(next->value, message_bytes);
       MutexLock lock(&mutex_);
       if (answers.ok()) {
         Push(*next, *std::move(answers));
@@ -131,8 +131,8 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     return !ended_;
   }
 
-  // The bounds for numbers in the report; nullopt: the message is dropped, because it came before
-  // or the link is being ended.
+  // Returns the bounds for numbers in the report. nullopt: the message must be dropped, because the
+  // same message came before or the link is being ended.
   absl::StatusOr<std::optional<PeerBounds>> CheckOrder(const v1::PeerMessage& message) {
     MutexLock lock(&mutex_);
     if (ended_) return std::nullopt;
@@ -281,7 +281,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     return absl::OkStatus();
   }
 
-  // Anybody who reaches the port can cause the line.
+  // Anybody who reaches the port can cause this line, so it is limited.
   void LogRefused(const absl::Status& status) const {
     static auto* const limit = new LogLimit;
     const std::optional<int64_t> left_out = limit->Admit(std::chrono::steady_clock::now());
@@ -323,8 +323,8 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     return absl::OkStatus();
   }
 
-  // P9: the other daemons of an epoch let in whoever has the identity that an address names, so
-  // that a daemon must not name another's.
+  // P9: the other daemons of an epoch admit whoever has the identity that an address names. So a
+  // daemon must not give an address that names another daemon's identity.
   absl::Status CheckAddress(const PeerReport& report) const {
     const auto* const opened = std::get_if<EpochOpened>(&report);
     if (opened == nullptr) return absl::OkStatus();

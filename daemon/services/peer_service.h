@@ -18,7 +18,7 @@ namespace refitd {
 // A daemon that may link to some group (P9).
 struct LinkCaller {
   std::string identity{};  // of its certificate; empty: no TLS
-  // OK: it may link to this group.
+  // OK: the daemon may link to this group.
   std::function<absl::Status(const std::string& group)> enter;
   // Tells the audit log why a link to this group was refused later. Null: nobody is told.
   std::function<void(const std::string& group, const absl::Status& why)> refused{};

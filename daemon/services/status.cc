@@ -18,7 +18,7 @@ constexpr int64_t kMaxWatchMs = 3'600'000;
 
 double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
 
-v1::WireEpochStatus ToWire(const DaemonDetails::Epoch& epoch, const DeviceMemory& memory) {
+v1::WireEpochStatus ToProto(const DaemonDetails::Epoch& epoch, const DeviceMemory& memory) {
   v1::WireEpochStatus out;
   out.set_group(epoch.group);
   if (epoch.id.has_value()) out.set_epoch(epoch.id->value());
@@ -50,7 +50,7 @@ void Fill(const DeviceOptions& devices, const DaemonDetails& details, v1::NcclSt
     out->set_error(Message(communicator.status));
   }
   for (const DaemonDetails::Epoch& epoch : details.epochs) {
-    *status->add_epochs() = ToWire(epoch, *devices.memory);
+    *status->add_epochs() = ToProto(epoch, *devices.memory);
   }
   status->set_abandoned_epochs(details.abandoned_epochs);
 }
@@ -89,14 +89,14 @@ void Show(const NodeView& node, v1::NodeStatus* status) {
   status->set_data_seconds(Seconds(node.data_took));
 }
 
-v1::GroupStatus ToWire(const GroupDetails& details) {
+v1::GroupStatus ToProto(const GroupDetails& details) {
   const MachineView& machine = details.machine;
   const GroupView& view = machine.group;
   v1::GroupStatus status;
   status.set_name(view.name);
   status.set_incarnation(view.incarnation);
   status.set_state(std::string(view.state));
-  *status.mutable_spec() = SpecToWire(view.spec, /*lists=*/false);
+  *status.mutable_spec() = SpecToProto(view.spec, /*lists=*/false);
   if (view.version.has_value()) status.set_version(view.version->value());
   for (const MemberView& member : view.members) {
     if (!member.engine) status.set_trainers(status.trainers() + 1);
@@ -104,8 +104,8 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   for (const InstanceView& instance : view.instances) {
     Show(instance, status.add_instances());
   }
-  if (view.update.has_value()) *status.mutable_update() = ToWire(view.name, *view.update);
-  if (view.fill.has_value()) *status.mutable_fill() = ToWire(view.name, *view.fill);
+  if (view.update.has_value()) *status.mutable_update() = ToProto(view.name, *view.update);
+  if (view.fill.has_value()) *status.mutable_fill() = ToProto(view.name, *view.fill);
   for (const SlotView& slot : view.slots) {
     v1::SlotStatus* s = status.add_slots();
     s->set_slot(slot.slot.value());
@@ -129,7 +129,7 @@ v1::GroupStatus ToWire(const GroupDetails& details) {
   return status;
 }
 
-v1::MemberStatus ToWire(const MemberDetails& details) {
+v1::MemberStatus ToProto(const MemberDetails& details) {
   const MemberView& view = details.view;
   v1::MemberStatus member;
   member.set_id(view.id.value());
@@ -154,7 +154,7 @@ v1::MemberStatus ToWire(const MemberDetails& details) {
   return member;
 }
 
-v1::BucketStatistics ToWire(const BucketRecord& record) {
+v1::BucketStatistics ToProto(const BucketRecord& record) {
   v1::BucketStatistics bucket;
   bucket.set_group_seq(record.group_seq);
   bucket.set_trainer_rank(record.trainer_rank);
@@ -162,14 +162,14 @@ v1::BucketStatistics ToWire(const BucketRecord& record) {
   bucket.set_tensors(record.tensors);
   bucket.set_bytes(record.bytes);
   bucket.set_parts(record.parts);
-  bucket.set_broadcast(ToWire(record.broadcast));
+  bucket.set_broadcast(ToProto(record.broadcast));
   bucket.set_seconds(Seconds(record.took));
   return bucket;
 }
 
 }  // namespace
 
-v1::InstanceResult ToWire(const InstanceOutcome& outcome) {
+v1::InstanceResult ToProto(const InstanceOutcome& outcome) {
   v1::InstanceResult result;
   result.set_instance(outcome.instance);
   result.set_committed(outcome.committed);
@@ -177,7 +177,7 @@ v1::InstanceResult ToWire(const InstanceOutcome& outcome) {
   return result;
 }
 
-v1::UpdateStatus ToWire(const std::string& group, const UpdateView& update) {
+v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   v1::UpdateStatus status;
   status.set_group(group);
   status.set_version(update.version.value());
@@ -196,7 +196,7 @@ v1::UpdateStatus ToWire(const std::string& group, const UpdateView& update) {
   status.set_elapsed_seconds(Seconds(update.elapsed));
   status.set_remaining_ms(ToMillis(update.remaining));
   for (const InstanceOutcome& outcome : update.instances) {
-    *status.add_instances() = ToWire(outcome);
+    *status.add_instances() = ToProto(outcome);
   }
   return status;
 }
@@ -232,14 +232,14 @@ v1::GetStatusResponse StatusOf(Daemon* daemon) {
   resources->set_regions(details.regions);
   resources->set_region_bytes(details.region_bytes);
   resources->set_pool_bytes(details.pool_bytes);
-  for (const GroupDetails& group : details.groups) *response.add_groups() = ToWire(group);
+  for (const GroupDetails& group : details.groups) *response.add_groups() = ToProto(group);
   return response;
 }
 
 v1::ListGroupsResponse ListGroups(Daemon* daemon) {
   v1::ListGroupsResponse response;
   for (const GroupDetails& group : daemon->operators().Groups()) {
-    *response.add_groups() = ToWire(group);
+    *response.add_groups() = ToProto(group);
   }
   return response;
 }
@@ -247,8 +247,8 @@ v1::ListGroupsResponse ListGroups(Daemon* daemon) {
 absl::StatusOr<v1::GetGroupResponse> GetGroup(Daemon* daemon, const v1::GetGroupRequest& request) {
   REFITD_ASSIGN_OR_RETURN(const GroupDetails group, daemon->operators().Group(request.group()));
   v1::GetGroupResponse response;
-  *response.mutable_group() = ToWire(group);
-  *response.mutable_group()->mutable_spec() = SpecToWire(group.machine.group.spec);
+  *response.mutable_group() = ToProto(group);
+  *response.mutable_group()->mutable_spec() = SpecToProto(group.machine.group.spec);
   return response;
 }
 
@@ -257,7 +257,7 @@ absl::StatusOr<v1::ListMembersResponse> ListMembers(Daemon* daemon,
   REFITD_ASSIGN_OR_RETURN(const std::vector<MemberDetails> members,
                           daemon->operators().MembersOf(request.group()));
   v1::ListMembersResponse response;
-  for (const MemberDetails& member : members) *response.add_members() = ToWire(member);
+  for (const MemberDetails& member : members) *response.add_members() = ToProto(member);
   return response;
 }
 
@@ -267,13 +267,13 @@ absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
                           daemon->operators().StatisticsOf(request.group()));
   v1::GetUpdateStatisticsResponse response;
   if (found.update.has_value()) {
-    *response.mutable_update() = ToWire(request.group(), *found.update);
+    *response.mutable_update() = ToProto(request.group(), *found.update);
   }
   for (const BroadcastTotals& totals : found.statistics.pushed) {
-    *response.add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+    *response.add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
   }
   for (const BucketRecord& record : found.statistics.buckets) {
-    *response.add_buckets() = ToWire(record);
+    *response.add_buckets() = ToProto(record);
   }
   response.set_buckets_left_out(found.statistics.left_out);
   return response;

@@ -25,8 +25,8 @@ absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
 absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
                                                 const v1::GetUpdateRequest& request);
 
-v1::UpdateStatus ToWire(const std::string& group, const UpdateView& update);
-v1::InstanceResult ToWire(const InstanceOutcome& outcome);
+v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update);
+v1::InstanceResult ToProto(const InstanceOutcome& outcome);
 
 // The wish of a caller that watches updates. INVALID_ARGUMENT: interval_ms is out of its range.
 absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request);

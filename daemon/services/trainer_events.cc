@@ -40,7 +40,7 @@ absl::StatusOr<Event> Opening(const Request& request, Duration longest) {
   event.request_id = request.request_id();
   event.version = Version(request.version());
   REFITD_ASSIGN_OR_RETURN(event.duration, CheckDuration(request.duration_ms(), longest));
-  REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
+  REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromProto(request.verification()));
   event.evict_late = request.evict_late();
   REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
   return event;
@@ -53,7 +53,7 @@ Caller CallerOf(const v1::Lease& lease, const Peer& peer) {
 }
 
 absl::StatusOr<BeginEvent> EventOf(const v1::BeginRequest& request, Duration longest) {
-  REFITD_ASSIGN_OR_RETURN(const BroadcastMethod broadcast, BroadcastFromWire(request.broadcast()));
+  REFITD_ASSIGN_OR_RETURN(const BroadcastMethod broadcast, BroadcastFromProto(request.broadcast()));
   REFITD_ASSIGN_OR_RETURN(BeginEvent event, Opening<BeginEvent>(request, longest));
   if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
     return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",

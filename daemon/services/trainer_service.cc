@@ -34,10 +34,10 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
   response->set_left_out_tensors(committed.left_out_tensors);
   response->set_left_out_bytes(committed.left_out_bytes);
   for (const InstanceOutcome& outcome : committed.instances) {
-    *response->add_instances() = ToWire(outcome);
+    *response->add_instances() = ToProto(outcome);
   }
   for (const BroadcastTotals& totals : committed.pushed) {
-    *response->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+    *response->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
   }
 }
 

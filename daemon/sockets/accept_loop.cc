@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaxAcceptsPerWakeup = 64;  // after these, other events have their turn
 
-// The inode of an open socket; 0: `fd` is none.
+// The inode of an open socket; 0: `fd` is no open socket.
 uint64_t SocketInode(int fd) {
   struct stat found {};
   if (fstat(fd, &found) != 0 || !S_ISSOCK(found.st_mode)) return 0;

@@ -206,7 +206,8 @@ TEST_CASE_METHOD(Fixture, "Whoever finds the path can connect: never refused whi
       if (result != 0 && errno == ECONNREFUSED) ++refused;
     }
   });
-  // The path is removed while the socket still listens, so that the test tries only its appearance.
+  // Each loop's path is removed while its socket still listens, so that a refused connection can
+  // only come from the way in which a path appears.
   for (int i = 0; i < 300; ++i) {
     // Nobody accepts: connections wait in the listener and end with it.
     const auto loop = AcceptLoop::Create({.path = path, .mode = 0600}, &peers, [](UniqueFd) {});

@@ -57,7 +57,7 @@ void CertificateStore::Refresh() {
       if (**loaded == *current_) return;
       current_ = *loaded;
     }
-    // Handshakes wait for the mutex, and the log may stall.
+    // The log may stall, so it is written without the mutex, for which handshakes wait.
     LogInfo("certificates changed: {}", Describe(**loaded));
     if (told_ != nullptr) told_(absl::OkStatus(), **loaded);
     return;

@@ -20,8 +20,9 @@ namespace refitd {
 class CertificateStore {
  public:
   // Errors: as of LoadCertificates; also INVALID_ARGUMENT: the certificate gives no identity.
-  // `told`, if set, hears of each change (OK) and of files that can't be taken over (why), and of
-  // the certificates that are in force then; without any mutex.
+  // `told`, if set, is called for each change (with OK) and for files that can't be taken over
+  // (with the reason), both times with the certificates that are then in force, and without any
+  // mutex.
   using Told = std::function<void(const absl::Status& taken, const Certificates& in_force)>;
   static absl::StatusOr<std::unique_ptr<CertificateStore>> Create(const TlsFiles& files,
                                                                   Told told = nullptr);

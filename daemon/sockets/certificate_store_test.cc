@@ -30,7 +30,8 @@ TEST_CASE("Replaced files are taken over whole, and a half-way set is not") {
   std::ofstream(files.key) << second.key;
   (*store)->Refresh();
   CHECK((*store)->Current()->identity == "spiffe://prod/b");
-  CHECK(first->identity == "spiffe://prod/a");  // handshakes that began go on with it
+  // Handshakes that began go on with the old certificates.
+  CHECK(first->identity == "spiffe://prod/a");
 
   std::filesystem::remove(files.roots);
   (*store)->Refresh();

@@ -100,7 +100,7 @@ struct DescriptorSocket::Request {
   ssize_t bytes = 0;  // received; -1: errno in `error`
   int error = 0;
   bool truncated = false;        // longer than a request
-  bool descriptors_cut = false;  // more than are taken, or than may be open
+  bool descriptors_cut = false;  // more came than are taken, or than may be open
   DescriptorRequest wire;
   std::vector<UniqueFd> descriptors;
 

@@ -1,5 +1,5 @@
 // The daemon's end of the descriptor socket: members hand in regions and get staging pools
-// (transport/host/descriptor_wire.h, docs/descriptor_socket.md).
+// (transport/host/descriptor_format.h, docs/descriptor_socket.md).
 //
 // Keeps P4 (connections have an idle limit, replies never block), P8 (every descriptor that arrives
 // is owned at once, and closed unless the handler takes it; a closed connection leaves nothing),
@@ -34,7 +34,7 @@
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 
 namespace refitd {
 

@@ -28,7 +28,7 @@ std::vector<gid_t> PeerGroups(int socket) {
       groups.resize(bytes / sizeof(gid_t));
       return groups;
     }
-    // ERANGE: `bytes` now says how much room it takes.
+    // ERANGE: `bytes` now says how much room the groups take.
     if (errno != ERANGE || bytes / sizeof(gid_t) > kMaxGroups) return {};
     groups.resize(bytes / sizeof(gid_t));
   }

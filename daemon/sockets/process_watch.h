@@ -58,14 +58,14 @@ class ProcessWatch {
 
  private:
   struct Entry {
-    UniqueFd pidfd;  // invalid: the process had ended when it was opened
+    UniqueFd pidfd;  // invalid: the process ended before a pidfd could be taken
     Callback died;
   };
   ProcessWatch(UniqueFd epoll, UniqueFd wake);
   absl::StatusOr<WatchHandle> Add(UniqueFd pidfd, Callback died);
   void Run();
   void Fire(WatchHandle handle);
-  // Removes the watch and returns its callback; nullopt: it ended before.
+  // Removes the watch and returns its callback; nullopt: it has fired or was cancelled.
   std::optional<Callback> Take(WatchHandle handle);
 
   const UniqueFd epoll_;

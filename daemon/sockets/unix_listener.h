@@ -28,7 +28,8 @@ class UnixListener {
  public:
   // Binds and listens; non-blocking, close-on-exec. INVALID_ARGUMENT: the path is empty, relative,
   // or too long for an address. ALREADY_EXISTS: a live process serves it (the status names its
-  // pid), or the path is no socket. NOT_FOUND or PERMISSION_DENIED: its folder.
+  // pid), or the path is no socket. NOT_FOUND or PERMISSION_DENIED: the path's folder can't be
+  // used.
   static absl::StatusOr<std::unique_ptr<UnixListener>> Create(const UnixListenerOptions& options);
 
   // Closes the socket, and removes socket and lock file if they are still this listener's.

@@ -21,7 +21,7 @@ for binary in daemon/refitd daemon/refitctl/refitctl; do
   fi
 done
 
-# put MODE FROM TO
+# put MODE FROM TO: installs the file FROM as TO, with MODE.
 put() { install -D -m "$1" "$2" "$destination$3"; }
 
 put 755 "$binaries/daemon/refitd" /usr/bin/refitd
@@ -40,7 +40,7 @@ if [[ ! -e $destination/etc/refitd/refitd.textproto ]]; then
   put 644 "$source/deploy/refitd.textproto" /etc/refitd/refitd.textproto
 fi
 
-# Below DESTDIR a package's own scripts do this on the machine that it is for.
+# Below DESTDIR this is left to a package's own scripts, which run on the machine that the package is for.
 if [[ -z $destination ]]; then
   systemd-sysusers /usr/lib/sysusers.d/refitd.conf
   systemd-tmpfiles --create /usr/lib/tmpfiles.d/refitd.conf

@@ -43,14 +43,14 @@ constexpr int kShownProblems = 20;
 
 struct Counts {
   int64_t updates = 0;
-  int64_t kills = 0;     // in updates that had not committed on the victim
-  int64_t too_late = 0;  // the victim had committed before it was killed
+  int64_t kills = 0;     // kills before the victim had committed the update
+  int64_t too_late = 0;  // kills after the victim had committed it
   int64_t resumed = 0;   // updates that went on from a later round than the first
   int64_t first = 0;     // updates that ran from the first round after the loss
   int64_t lost = 0;      // updates that failed
   int64_t violations = 0;
-  std::vector<double> seconds;         // of updates without a kill
-  std::vector<double> seconds_killed;  // of updates with a kill in their data
+  std::vector<double> seconds;         // times of updates without a kill
+  std::vector<double> seconds_killed;  // times of updates with a kill while their data moved
 };
 
 class Chaos {
@@ -70,7 +70,7 @@ class Chaos {
 
   const Counts& counts() const { return counts_; }
 
-  // One update, with a kill or without.
+  // Makes one update, with a kill or without.
   void Update(bool kill) {
     ++counts_.updates;
     ++version_;
@@ -140,7 +140,7 @@ class Chaos {
 
   // Waits until every instance may take part.
   bool AwaitInstances() {
-    const bool all = e2e::Eventually([this] {
+    const bool all = Eventually([this] {
       const v1::GroupStatus group = home().Group("g");
       int whole = 0;
       for (const v1::InstanceStatus& i : group.instances()) {
@@ -161,12 +161,13 @@ class Chaos {
     }
   }
 
-  // "INSTANCE=WHAT" among the words of the answer.
+  // Whether the answer has the words "INSTANCE=WHAT".
   static bool Says(const std::string& answer, int node, const std::string& what) {
     return answer.find(fmt::format("i{}={}", node, what)) != std::string::npos;
   }
 
-  // What the engine holds, as it believes itself; it compares its bytes then (P1, P2).
+  // Judges what the engine believes that it holds; the engine compares its bytes meanwhile (P1,
+  // P2).
   void Judge(int node, bool committed, bool killed) {
     const std::string belief = engine(node).Do(fmt::format("believe {}", killed ? 0 : version_));
     const std::string good = fmt::format("ok good {}", version_);

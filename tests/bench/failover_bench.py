@@ -25,7 +25,7 @@ import tempfile
 import time
 import typing
 
-SECONDS = 120  # for any answer; only what hangs reaches it
+SECONDS = 120  # the time for any answer; only what hangs reaches it
 GOAL = 10.0
 GROUP = "failover"
 BYTES = 1 << 20
@@ -87,7 +87,7 @@ class Fleet:
             fail("no end of %s\n%s" % (" ".join(argv), self.logs()))
 
     def address(self, name: str) -> str:
-        """Where the daemon takes links; waits until it answers."""
+        """The address at which the daemon takes links. Waits until the daemon answers."""
         deadline = time.monotonic() + SECONDS
         while True:
             status = self.ask(name, "status")

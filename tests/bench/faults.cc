@@ -22,8 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr int kKills = 25;           // of each member
-constexpr int kRounds = 5;           // for cases that take seconds
+constexpr int kKills = 25;           // kills of each member
+constexpr int kRounds = 5;           // rounds of cases that take seconds
 constexpr double kNoticeGoal = 100;  // ms
 constexpr double kOverGoal = 1'000;
 constexpr double kRecoveryGoal = 10'000;

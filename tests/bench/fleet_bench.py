@@ -42,16 +42,16 @@ import sys
 import tempfile
 import time
 
-SECONDS = 300  # for any answer; only what hangs reaches it
+SECONDS = 300  # the time for any answer; only what hangs reaches it
 TENSORS = 16
 GROUP = "fleet"
 COORDINATOR = "10.78.0.1:7411"
 POLL = 0.005  # seconds between two looks at the engines' events
-FILL_LIMIT = (1.3, 0.3)  # of the link's time, and seconds on top
-LINK_LIMIT = 1.1  # bytes on the busiest link, of one newcomer's
-READER_LIMIT = 0.95  # of the rate without fills
-READER_SECONDS = 2.0  # of reading before and after each fill
-SLOW_GOAL = 0.9  # of the link, for the others where one node is slow
+FILL_LIMIT = (1.3, 0.3)  # the goal of a fill: so many times the link's time, and so many seconds more
+LINK_LIMIT = 1.1  # the goal of the busiest link: so many times the bytes of one newcomer
+READER_LIMIT = 0.95  # the goal of a reader's rate in a fill: this part of its rate without fills
+READER_SECONDS = 2.0  # the reader reads for so long before and after each fill
+SLOW_GOAL = 0.9  # the goal of the other nodes beside a slow one: this part of their link's rate
 
 
 def fail(what: str) -> None:
@@ -100,7 +100,7 @@ class Network:
         self.switch.run("ip link set lo up")
         self.switch.run("ip link add br0 type bridge")
         self.switch.run("ip link set br0 up")
-        # A quarter of a megabyte passes at once; packets wait for up to 50 ms.
+        # The filters let a quarter of a megabyte pass at once; packets wait for up to 50 ms.
         for i in range(nodes):
             limit = "tbf rate %dkbps burst 256kb latency 50ms" % int(rate * 1000 * (last if i == nodes - 1 else 1))
             node = Namespace()
@@ -115,7 +115,7 @@ class Network:
             self.switch.run("tc qdisc replace dev s%d root %s" % (i, limit))
 
     def sent(self, node: int) -> int:
-        """What a node has sent on its link, in bytes with all headers."""
+        """The bytes that a node has sent on its link, with all headers."""
         return link_columns(self.nodes[node])[8]
 
     def traffic(self) -> dict[str, int]:
@@ -163,7 +163,7 @@ class Fleet:
         self.checkpoint = checkpoint
         self.engines = engines
         self.spare = spare
-        self.flags = flags  # of the coordinator
+        self.flags = flags  # the coordinator's flags
         self.network = Network(engines + spare + 1, options.rate, last)
         try:
             self.start()
@@ -446,7 +446,7 @@ class Row:
         self.way, self.engines, self.seconds = way, engines, seconds
         self.of_link = link / seconds
         self.of_one = seconds / of_one
-        self.each = seconds / (link * engines)  # of the time of sending to each in turn
+        self.each = seconds / (link * engines)  # this part of the time that sending to each node in turn takes
         self.sent = sent
 
     def print(self, as_json: bool) -> None:
@@ -461,7 +461,7 @@ class Row:
 
 
 def measure(engines: int, checkpoint: str, size: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """By way: the median of its seconds, and what the trainers' node sent of the model a version."""
+    """The median of the seconds of each way, and how much of the model the trainers' node sent for a version."""
     fleet = Fleet(engines, checkpoint, options)
     measured = {}
     try:

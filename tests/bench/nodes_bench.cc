@@ -95,7 +95,7 @@ class TcpPair {
 struct Nodes {
   std::string self;  // this binary
   std::string socket_a;
-  EnginePlace far;  // at the second daemon
+  EnginePlace far;  // the second daemon, where the engines attach
 };
 
 int64_t WireBytes(const Nodes& nodes) {
@@ -196,7 +196,8 @@ void BenchFanOut(Report* report, const Nodes& nodes, int rounds) {
 
 }  // namespace
 
-// The flags by which the daemon of that id trusts its peers: in the clear without an authority.
+// Issues certificates for the daemon `id`, writes them into `dir`, and returns the flags that name
+// them. Without an authority the flag is --insecure.
 std::vector<std::string> TrustFlags(const TestAuthority* authority, const std::string& dir,
                                     const std::string& id) {
   if (authority == nullptr) return {"--insecure"};

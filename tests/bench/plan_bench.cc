@@ -123,8 +123,8 @@ Inputs MakeInputs(const Case& c) {
 struct Times {
   double decode = 0;
   double routes = 0;
-  double node = 0;  // of the slower of two nodes, one of each side
-  double cpu = 0;   // processor seconds of all, with both nodes' programs
+  double node = 0;  // the time of the slower of two nodes, one of each side
+  double cpu = 0;   // the processor time of all steps, with the programs of both nodes
   double total() const { return decode + routes + node; }
 };
 
@@ -172,7 +172,7 @@ Result Run(const Case& c, const Inputs& inputs) {
     for (const auto* side : {&sources, &destinations}) {
       for (const LocalMember& member : *side) local.push_back(member.layout);
     }
-    const RoutePlan part = PartOf(result.plan(), node, local);
+    const RoutePlan part = ShareOfNode(result.plan(), node, local);
     const NodeProgram program =
         Must(CompileNode(part, node, std::move(sources), std::move(destinations), {}));
     program.Digest();
@@ -252,7 +252,7 @@ void DeepSeek(const Options& options, Report* report) {
   for (const Encoded& encoded : inputs.engines) most = std::max(most, encoded.bytes);
   Ceiling(report, "DeepSeek-V3 PP16xEP16->TP32xDP8: layout", static_cast<double>(most) / kMiB,
           "MiB", 1.5);
-  constexpr LinkRates kRates = {.node_out = 45e9, .node_in = 45e9};
+  constexpr RouteRates kRates = {.node_out = 45e9, .node_in = 45e9};
   double of_eight = 0;
   for (const int64_t instances : {8, 64, 128}) {
     c.engine.instances = instances;
@@ -302,7 +302,7 @@ class DeviceAddresses final : public CopyAddresses {
   }
 
  private:
-  const std::vector<int> devices_;  // by member
+  const std::vector<int> devices_;  // the device of each member
 };
 
 struct LocalCase {
@@ -320,7 +320,7 @@ struct FirstCall {
   double compare = 0;  // binding and tasks of the comparison of replicas
   double local = 0;    // binding and tasks of the local moves
   size_t moves = 0;
-  // The last two run on a thread each.
+  // The last two steps run at the same time, each on a thread of its own.
   double total() const { return routes + program + std::max(compare, local); }
 };
 
@@ -421,8 +421,9 @@ void FirstCalls(const Options& options, Report* report) {
   }
 }
 
-// A trainer's layout of 50,000 boxes that overlap one another: legal, and too much work. How soon
-// the planner refuses it, and how soon it ends when its update is over.
+// Measures how soon the planner refuses a trainer's layout of 50,000 boxes that overlap one
+// another, which is legal and too much work, and how soon the planner stops when the update of such
+// a layout is over.
 void Overlaps(Report* report) {
   constexpr int kBoxes = 50'000;
   auto layout = std::make_shared<Layout>();

@@ -24,7 +24,7 @@ import torch
 import refitd
 from refitd import testing
 
-SECONDS = 120  # for an answer; only what hangs reaches it
+SECONDS = 120  # the time for an answer; only what hangs reaches it
 REFIT_MODEL = "qwen3-0.6b"
 SMALL_MODEL = "1mib"
 MANY_SMALL = "moonlight-16b-a3b/32"
@@ -150,7 +150,7 @@ def asked(pair, command):
 
 
 def refit(options, socket):
-    """Through Python against through C++, large and small."""
+    """Compares refits through Python with refits through C++, of a large model and of a small one."""
     for model, rounds in ((REFIT_MODEL, options.rounds), (SMALL_MODEL, 20 * options.rounds)):
         pair = Pair(options.peer, socket, model)
         pair.cpp.ask("register")
@@ -205,7 +205,7 @@ def registration(options, socket):
     tensors = list(pair.tensors.values())
     for number in range(8 * options.rounds):
         calls.append(timed(lambda: [tensor.data_ptr() for tensor in tensors]))
-        asked.append(timed(pair.python._registration.moved))  # what each refit asks
+        asked.append(timed(pair.python._registration.moved))  # each refit asks this
     pair.end()
     yield Figure("registration of %d tensors, beside C++" % len(pair.tensors), statistics.median(python), "s", 1.0,
                  statistics.median(cpp), of_ratio=False)

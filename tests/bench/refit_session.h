@@ -36,8 +36,8 @@ class RefitSession {
   RefitSession(const std::string& self, const std::string& socket, const std::string& group,
                const RefitCase& c);
 
-  int64_t trainer_bytes() const;                          // of all ranks' shards
-  int64_t engine_bytes() const { return engine_bytes_; }  // written by a version
+  int64_t trainer_bytes() const;                          // the bytes of all ranks' shards
+  int64_t engine_bytes() const { return engine_bytes_; }  // the bytes that a version writes
   // Fills the shards with new random weights; ranks that hold the same elements get the same bytes.
   void Fill(uint64_t seed);
   // Installs one version; returns the seconds from the first call to the last answer. The engines'

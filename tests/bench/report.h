@@ -20,12 +20,13 @@ struct Figure {
   std::string name;  // names the case
   double value = 0;
   std::string unit;
-  double baseline = 0;  // in the same unit; 0: there is none
+  double baseline = 0;  // has the unit of `value`; 0: there is none
   double ratio = 0;     // value / baseline
   double goal = 0;
   // True: the goal is a floor of `ratio`. False: it is a ceiling.
   bool at_least = true;
-  bool ceiling_of_ratio = false;  // false: a ceiling of `value`
+  // If the goal is a ceiling: whether it is one of `ratio` (true) or of `value` (false).
+  bool ceiling_of_ratio = false;
   bool reached() const {
     return at_least ? ratio >= goal : (ceiling_of_ratio ? ratio : value) <= goal;
   }

@@ -39,7 +39,7 @@ constexpr int64_t kMessageBytes = 8 << 20;  // a daemon's default
 constexpr double kGoalMs = 20;
 constexpr uint64_t kAnyDigest = 42;
 constexpr int kRoundsOnWire = 4;
-constexpr uint64_t kOwnLayouts = 16;  // of this many members, one
+constexpr uint64_t kOwnLayouts = 16;  // one of so many members brings a layout of its own
 
 double ThreadSeconds() {
   timespec now{};
@@ -55,7 +55,7 @@ T Must(absl::StatusOr<T> value) {
 }
 
 struct Size {
-  int nodes = 1000;  // with the coordinator, which has no members
+  int nodes = 1000;  // daemons, with the coordinator, which has no members
   int trainer_ranks = 64;
   int trainers_per_node = 8;
   int engine_ranks = 4096;
@@ -86,9 +86,9 @@ std::string_view Name(Data data) {
 
 // The layouts of all ranks; equal layouts share one object.
 struct Model {
-  std::vector<std::shared_ptr<const Layout>> trainers;  // by rank
-  std::vector<std::shared_ptr<const Layout>> engines;   // by rank of an instance
-  std::vector<TensorSpec> tensors;                      // of the whole model
+  std::vector<std::shared_ptr<const Layout>> trainers;  // the layout of each rank
+  std::vector<std::shared_ptr<const Layout>> engines;   // the layout of each rank of an instance
+  std::vector<TensorSpec> tensors;                      // all tensors of the model
 };
 
 // DeepSeek-V3's table of tensors with small shapes, since no memory is used.
@@ -181,12 +181,12 @@ class Bench {
   // A joined daemon that answers as a Worker would.
   struct Stub {
     std::vector<MemberId> members;
-    std::vector<MemberId> destinations;  // of the running update
+    std::vector<MemberId> destinations;  // the members that the running update writes to
     bool written = false;
-    std::map<PartSeq, PeerHeader> parts;  // those that have not ended
+    std::map<PartSeq, PeerHeader> parts;  // the parts that have not ended
     uint32_t plan_node = 0;
     std::optional<PeerRun> run;
-    size_t shares = 0;  // of the last plan
+    size_t shares = 0;  // the number of shares of the last plan
   };
 
   CoordinatorOptions MakeOptions() {
@@ -268,13 +268,13 @@ class Bench {
   }
 
   void Perform(GroupAction* action, std::string* row) {
-    if (auto* compile = std::get_if<CompileProgram>(action)) {
+    if (auto* compile = std::get_if<PlanRefit>(action)) {
       std::shared_ptr<const RefitPlan>& plan = (*plans_)[instances_];
       if (plan == nullptr) {
         plan = Must(CompileRefit(compile->sources, compile->destinations, compile->options));
       }
       plan_ = plan;
-      Later("plan hand-out", ProgramCompiled{compile->program, absl::OkStatus(), plan});
+      Later("plan hand-out", RefitPlanned{compile->program, absl::OkStatus(), plan});
     } else if (std::holds_alternative<UpdateAssembled>(*action)) {
       if (*row == "Begin") *row = "Begin, assembling the update";
       for (auto& [node, stub] : stubs_) {
@@ -316,7 +316,7 @@ class Bench {
     if (Followed(node)) {
       // The command passes through the link's messages.
       CommandDecoder decoder({});
-      for (const v1::PeerAnswer& answer : Must(ToWire(command, kMessageBytes))) {
+      for (const v1::PeerAnswer& answer : Must(ToProto(command, kMessageBytes))) {
         auto decoded = Must(decoder.Decode(answer));
         if (decoded.has_value()) {
           ToFollower("joined daemon: other", CommandReceived{*std::move(decoded)});
@@ -571,8 +571,8 @@ class Bench {
       } else {
         PeerLayout layout;
         layout.member = member;
-        // A layout from a link is an object of its own and brings its digest. Only some are, so
-        // that the benchmark ends.
+        // A layout that comes over a link is an object of its own and brings its digest. Here only
+        // one member in kOwnLayouts brings such an object, so that the benchmark ends in time.
         const bool own = member.value() % kOwnLayouts == 0;
         layout.layout = own ? std::make_shared<const Layout>(*LayoutOf(member)) : LayoutOf(member);
         layout.digest = DigestOf(member);
@@ -640,7 +640,8 @@ class Bench {
   const int instances_;
   const Data data_;
   const Model& model_;
-  std::map<int, std::shared_ptr<const RefitPlan>>* const plans_;  // by number of instances
+  // The plan for each number of instances.
+  std::map<int, std::shared_ptr<const RefitPlan>>* const plans_;
   uint64_t ids_ = 10'000;
   Coordinator coordinator_;
   std::unique_ptr<Follower> follower_;
@@ -658,8 +659,8 @@ class Bench {
   Rows rows_;
 };
 
-// By row: the medians over the rounds of the longest event and of all events, and the number of
-// events.
+// Each row has the medians over the rounds of the longest event and of all events, and the number
+// of events.
 using Column = std::map<std::string, Row>;
 
 Column Medians(const std::vector<Rows>& rounds) {

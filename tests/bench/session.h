@@ -95,8 +95,8 @@ struct EngineArgs {
   std::string model;
   std::string instance;
 };
-// Registers the model in one region; after each commit it prints a digest of its memory and poisons
-// it.
+// Registers the model in one region. After each commit it prints a digest of that memory and
+// poisons the memory.
 int RunEngine(const EngineArgs& args);
 
 // A trainer at `socket` and its engines, in one group. `self` is the benchmark's binary, which

@@ -38,13 +38,13 @@ SPEC = types_pb2.GroupSpec(trainer_ranks=1, min_instances=1, slot_bytes=65536, s
 
 
 class Stream:
-    """One side of a bidirectional stream: what was read, by kind, each read with a deadline."""
+    """One side of a bidirectional stream. It keeps the messages that were read; each is waited for with a deadline."""
 
     def __init__(self, test, incoming):
         self.test = test
         self.outgoing = queue.Queue()
         self.read = queue.Queue()
-        self.unknown = []  # of a kind that this release does not have
+        self.unknown = []  # messages of a kind that the release before does not have
         self.sequence = 0
         self.incarnation = INCARNATION
         self.incoming = incoming
@@ -65,7 +65,7 @@ class Stream:
         self.read.put(None)
 
     def next(self, kind):
-        """The next message of that kind; pings are answered, others are passed over."""
+        """Returns the next message of that kind. It answers pings, and drops messages of other kinds."""
         while True:
             try:
                 message = self.read.get(timeout=CHILD_SECONDS)
@@ -158,7 +158,7 @@ class DaemonTest(unittest.TestCase):
                 link.say(peer_pb2.PeerMessage, attach=peer_pb2.PeerAttach(member=3, engine=engine))
                 self.assertEqual(link.next("welcome").member, 3)
 
-                # An update that this daemon's data plane ends: prepared, given up, told.
+                # This daemon's data plane ends an update: the update is prepared, given up, and its members are told.
                 trainer = trainer_pb2_grpc.TrainerStub(local)
                 outgoing = queue.Queue()
                 outgoing.put(

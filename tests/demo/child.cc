@@ -55,11 +55,11 @@ std::vector<char*> CleanEnvironment() {
   return kept;
 }
 
-// In the child, between fork and exec: async-signal-safe calls only.
+// Runs in the child, between fork and exec, and so makes async-signal-safe calls only.
 [[noreturn]] void Exec(char* const* argv, char* const* environment, int out, int err,
                        pid_t parent) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(127);  // it died before the line above
+  if (::getppid() != parent) ::_exit(127);  // the parent died before the child asked for the signal
   ::dup2(out, STDOUT_FILENO);
   ::dup2(err, STDERR_FILENO);
   ::execve(argv[0], argv, environment);

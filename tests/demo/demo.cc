@@ -29,7 +29,7 @@ using std::chrono::steady_clock;
 
 constexpr char kGroup[] = "policy";
 constexpr char kVictim[] = "staged";
-constexpr std::string_view kTcp = "tcp:";  // of a listener, before HOST:PORT
+constexpr std::string_view kTcp = "tcp:";  // how a listener's name begins, before HOST:PORT
 constexpr int kInstances = 3;
 constexpr int64_t kVersions = 3;
 constexpr int64_t kKillVersion = 3;
@@ -42,7 +42,7 @@ struct Options {
   std::string refitd;
   std::string refitctl;
   bool json = false;
-  double wait_seconds = 120;  // of each single wait
+  double wait_seconds = 120;  // the time of each single wait
   int64_t slot_bytes = 0;     // 0: the daemon's default
   std::string bucket_bytes = "64MiB";
 };
@@ -81,7 +81,7 @@ struct NodeDaemon {
   GlobalOptions global;
   std::unique_ptr<Child> process;
   std::unique_ptr<OperatorClient> client;
-  v1::GetStatusResponse last;  // what it said of itself at the end
+  v1::GetStatusResponse last;  // the daemon's own status at the end
 };
 
 // One engine process.
@@ -93,8 +93,8 @@ struct Rank {
   std::string delivery;
   std::string holds;
   std::unique_ptr<Child> child;
-  int64_t bytes = 0;     // held
-  int64_t verified = 0;  // newest version that it verified in its own memory
+  int64_t bytes = 0;     // the bytes that the rank holds
+  int64_t verified = 0;  // the newest version that the rank verified in its own memory
   bool killed = false;
 
   std::string name() const { return fmt::format("{}.{}", instance, rank); }
@@ -103,8 +103,8 @@ struct Rank {
 struct VersionResult {
   int64_t version = 0;
   double seconds = 0;
-  std::string committed;  // instances
-  std::string lost;       // instances and why
+  std::string committed;  // the instances that committed
+  std::string lost;       // the instances that did not, and why
   int ranks_verified = 0;
 };
 
@@ -292,8 +292,8 @@ class Demo {
                       static_cast<int>(fraction * kStepsTold));
   }
 
-  // The victim stalls with a part of the update in hand: whatever the speed of the machine, the
-  // kill comes in mid-update.
+  // Kills the victim while it stalls with a part of the update in hand, so that the kill comes in
+  // mid-update whatever the machine's speed.
   absl::Status KillVictim() {
     Rank& victim = VictimRank();
     REFITD_RETURN_IF_ERROR(
@@ -332,7 +332,7 @@ class Demo {
     return AwaitVerified(version);
   }
 
-  // Every instance committed, but the one that was killed.
+  // Checks that every instance committed except the killed one.
   absl::Status TakeResult(int64_t version, const nlohmann::json& summary) {
     VersionResult result;
     result.version = version;
@@ -401,7 +401,7 @@ class Demo {
     return CheckNodes();
   }
 
-  // Each daemon of the other, and of the bytes between them.
+  // Checks that each daemon knows the other, and that bytes crossed between them.
   absl::Status CheckNodes() {
     for (NodeDaemon& node : nodes_) {
       REFITD_ASSIGN_OR_RETURN(node.last, node.client->GetStatus());
@@ -418,8 +418,8 @@ class Demo {
     }
     const int64_t sent = nodes_[kNodeA].last.resources().wire_bytes_sent();
     const int64_t received = nodes_[kNodeB].last.resources().wire_bytes_received();
-    // Whole versions for the staged instance until it was killed, and once each: its node's other
-    // rank takes its half from the same bytes.
+    // Until the staged instance was killed, each version crossed whole and once: the other rank of
+    // its node takes its half from the same bytes.
     const int64_t least = (kKillVersion - 1) * bytes_;
     if (sent != received || sent < least) {
       return Error(absl::StatusCode::kAborted,
@@ -508,24 +508,25 @@ class Demo {
   int64_t bytes_ = 0;
   Console console_;
   EventLog events_;
-  std::vector<std::string> started_;  // for their logs
+  std::vector<std::string> started_;  // the processes that were started, to show their logs
 
   // The watcher's thread uses these alone.
   ProgressMeter meter_;
   uint64_t metered_update_ = 0;
   // The watcher's thread and the demo share these.
 
-  // Destroyed from the last to the first: watcher, engines, daemon, then their files.
+  // These members are destroyed from the last to the first: the watcher, the engines, the daemons,
+  // then their files.
   std::unique_ptr<WorkFolder> work_;
   std::array<NodeDaemon, 2> nodes_;
   std::string coordinator_;           // HOST:PORT of the first node's listener
-  OperatorClient* client_ = nullptr;  // of the first node
+  OperatorClient* client_ = nullptr;  // the first node's Operator service
   std::vector<Rank> ranks_;
   std::vector<VersionResult> results_;
   std::unique_ptr<UpdateWatcher> watcher_;
 };
 
-// Beside this binary, as the build lays them out.
+// The path of a file that the build puts beside this binary.
 std::string Beside(const std::string& path) {
   std::error_code ignored;
   return (fs::read_symlink("/proc/self/exe", ignored).parent_path() / path).lexically_normal();

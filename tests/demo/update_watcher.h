@@ -19,7 +19,7 @@ class UpdateWatcher {
     v1::WatchUpdatesRequest request;
     request.set_group(group);
     request.set_interval_ms(
-        20);  // the service's finest: the kill is triggered by what is seen here
+        20);  // the service's finest interval, since the kill follows from what is seen here
     reader_ = client.stub().WatchUpdates(&context_, request);
     thread_ = std::thread([this, on_update = std::move(on_update)] {
       v1::UpdateStatus update;

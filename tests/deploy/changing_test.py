@@ -5,8 +5,8 @@ import re
 import unittest
 
 PAGE = "docs/changing.md"
-# Every file may be named, so the tree is found through the page itself, whose real place is in it. For that the test runs
-# anew each time (BUILD.bazel).
+# The page may name any file of the tree, so the test finds the tree by the real place of the page. Bazel does not know
+# these files as its inputs, so the test runs anew each time (BUILD.bazel).
 TREE = os.path.dirname(os.path.dirname(os.path.realpath(PAGE)))
 TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 

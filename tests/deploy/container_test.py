@@ -1,4 +1,6 @@
-"""deploy/container/Containerfile: what it copies is there, what it runs has its libraries, nobody is root."""
+"""deploy/container/Containerfile copies files that exist, installs the libraries that it needs, and runs nobody as
+root.
+"""
 
 import fnmatch
 import json

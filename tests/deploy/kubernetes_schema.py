@@ -8,7 +8,7 @@ STRING, INT, BOOL, QUANTITY = "string", "int", "bool", "quantity"
 STRINGS = [STRING]
 MAP = {"*": STRING}
 QUANTITIES = {"*": QUANTITY}
-PORT = (INT, STRING)  # a number or a declared name
+PORT = (INT, STRING)  # a port's number, or the name that a container declares for it
 
 METADATA = {"name": STRING, "namespace": STRING, "labels": MAP, "annotations": MAP}
 LABEL_SELECTOR = {
@@ -35,7 +35,7 @@ CONTAINER = {
     "command": STRINGS,
     "args": STRINGS,
     "workingDir": STRING,
-    "restartPolicy": STRING,  # of init containers: Always makes a sidecar
+    "restartPolicy": STRING,  # an init container with Always is a sidecar
     "env": [{
         "name": STRING,
         "value": STRING,

@@ -18,8 +18,8 @@ GPU_COMPONENT = "nvidia.com/gpu"
 USER = 10001  # deploy/container/Containerfile
 # The init container of the socket's folder needs these capabilities; no other container has them.
 DIRECTORY_CAPABILITIES = {"CHOWN", "FOWNER"}
-CLOSING_SECONDS = 5  # after the last update: clean-up of copies 1 s, ends of streams 2 s, of the metrics server 2 s
-OWN_BYTES = 1 << 30  # what a daemon may need besides its pools
+CLOSING_SECONDS = 5  # what follows the last update: 1 s for copies to end, 2 s for streams, and 2 s to spare
+OWN_BYTES = 1 << 30  # memory that a daemon may need besides its pools
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 ACTIONS = ("exec", "grpc", "httpGet", "tcpSocket")
 
@@ -271,7 +271,7 @@ def check_configuration(resources):
 
     socket = textproto.get(settings, "listen.unix_path")
     for c in containers(spec):
-        if c["name"] == "spiffe-helper":  # calls nobody over the sockets
+        if c["name"] == "spiffe-helper":  # the helper calls nobody over the sockets
             continue
         sockets = [m["mountPath"] for m in c.get("volumeMounts", []) if m["name"] == "sockets"]
         if sockets != [os.path.dirname(socket)]:

@@ -12,7 +12,7 @@ import yaml
 FIELDS = {
     "apiVersion", "kind", "namespace", "labels", "resources", "components", "configMapGenerator", "images", "patches",
 }
-CLUSTER_KINDS = {"Namespace", "PriorityClass", "ClusterSPIFFEID"}  # of those used here
+CLUSTER_KINDS = {"Namespace", "PriorityClass", "ClusterSPIFFEID"}  # the kinds without a namespace among those used here
 # Lists that a strategic merge joins by a key, as the API's own types say; all other lists are replaced.
 MERGE_KEYS = {
     "containers": "name", "initContainers": "name", "env": "name", "ports": "containerPort", "volumes": "name",
@@ -101,7 +101,7 @@ def strip_nulls(value):
 
 
 def apply_operations(resource, operations, where):
-    """A patch of RFC 6902; of its operations `add` and `replace` on fields of objects."""
+    """Applies a patch of RFC 6902, of whose operations it knows `add` and `replace` on fields of objects."""
     for operation in operations:
         check_keys(operation, {"op", "path", "value"}, where)
         if operation["op"] not in ("add", "replace"):

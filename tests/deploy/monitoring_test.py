@@ -98,7 +98,7 @@ class DaemonTest(unittest.TestCase):
         return told
 
     def start_daemon(self, socket, *flags):
-        """Gives what waits for a pattern in its log."""
+        """Starts a daemon, and returns a function that waits for a pattern in its log and returns what was found."""
         log = socket + ".log"
         with open(log, "w") as errors:
             daemon = subprocess.Popen([REFITD, "--listen-unix", socket, "--daemon-id", os.path.basename(socket), "--insecure", *flags],

@@ -16,7 +16,7 @@ DROP_INS = ("gpu.conf", "cluster.conf")
 CONFIG = "deploy/refitd.textproto"
 SECONDS = 60
 MAX_EXPOSURE = 2.0
-CLOSING_SECONDS = 5  # after the last update: clean-up of copies 1 s, ends of streams 2 s, of the metrics server 2 s
+CLOSING_SECONDS = 5  # what follows the last update: 1 s for copies to end, 2 s for streams, and 2 s to spare
 DESCRIPTORS_OF_A_MEMBER = 4  # connection, pidfd, the watch's own pidfd, a region while it is being mapped
 OTHER_DESCRIPTORS = 1024 + 64 * 2 + 64  # descriptor socket's connections, pools, the process's own
 
@@ -186,7 +186,8 @@ class InstallTest(FolderTest):
             (user,) = [line.strip().split(":") for line in file]
         self.assertEqual((user[0], user[6]), ("refitd", "/usr/sbin/nologin"))
         self.assertNotEqual(user[2], "0")
-        # The user that runs this, under the service's name: others' folders only root can make.
+        # An account of the user that runs this test, under the service's name, since only root can make folders of
+        # other users.
         with open(os.path.join(self.destination, "etc/passwd"), "w") as file:
             file.write("refitd:x:%d:%d::/:/usr/sbin/nologin\n" % (os.getuid(), os.getgid()))
         with open(os.path.join(self.destination, "etc/group"), "w") as file:

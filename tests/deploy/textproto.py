@@ -1,17 +1,17 @@
-"""What `refitd --validate` prints, as nested dicts of lists of strings: {"listen": [{"tcp": ["..."]}]}."""
+"""Reads what `refitd --validate` prints into nested dicts of lists of strings: {"listen": [{"tcp": ["..."]}]}."""
 
 import re
 import subprocess
 
 REFITD = "daemon/refitd"
-SECONDS = 20  # for the binary to check a file
+SECONDS = 20  # the time that the binary has to check a file
 
 _TOKEN = re.compile(r'\s*(?:(\w+)\s*(\{|:)|(\}))')
 _VALUE = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[\w.+-]+)')
 
 
 def parse(text):
-    """Of the printer's form: one field after the other, no comments, no lists in brackets."""
+    """Parses text as the printer writes it: one field after the other, without comments or lists in brackets."""
     stack = [{}]
     at = 0
     while text[at:].strip():
@@ -45,7 +45,7 @@ def validate(path):
 
 
 def get(settings, path, default=None):
-    """The last value of "listen.unix_path"."""
+    """The last value at a path such as "listen.unix_path"."""
     *folders, name = path.split(".")
     for folder in folders:
         settings = settings.get(folder, [{}])[-1]

@@ -474,7 +474,7 @@ TEST_CASE("a repeated request id has no second effect and gets the first answer"
   CHECK(again.response.version() == 5);
   CHECK(again.response.seconds() == committed.response.seconds());
   CHECK(s.daemon.Group("g").updates_committed() == 1);
-  // The answer after the commit is the first one too, not "committed already".
+  // A call that is repeated after the commit gets its first answer again, not "committed already".
   REQUIRE_OK(s.trainer.Push(5, s.Good(5, 0, {0, 1}), "push-0"));
   REQUIRE_OK(s.trainer.Begin(begin));
   s.RequireInstalled(5);
@@ -538,7 +538,8 @@ TEST_CASE("a hello that is malformed or disagrees is refused by field and value"
         h->set_wait_ms(20);
       },
       StatusCode::NOT_FOUND, {"fresh"});
-  // The group exists: its spec decides, and its only trainer rank is taken.
+  // The group exists, so the spec of another caller must equal the group's. Its only trainer rank
+  // is taken.
   trainer(
       [](auto* h) {
         h->set_group("g");
@@ -753,7 +754,7 @@ TEST_CASE("a layout that is malformed, outside, overlapping or unaligned is refu
 
   REQUIRE_OK(engine.Register(good()));
   refused([](Layout*) {}, StatusCode::FAILED_PRECONDITION, {"binding_generation", "1"});
-  // While it takes part in an update it keeps its layout.
+  // While the engine takes part in an update it keeps its layout.
   REQUIRE_OK(s.trainer.Begin(5));
   refused([](Layout* l) { l->binding_generation = 2; }, StatusCode::FAILED_PRECONDITION,
           {"engine j rank 0", "version 5"});
@@ -888,7 +889,7 @@ TEST_CASE("a Refit that is malformed, or of no layout or another, is refused and
   Layout none;
   none.binding_generation = 9;
   REQUIRE_OK(s.trainer.Register(none));
-  // One rank may have no piece, but not all of them.
+  // One rank may have no piece, but not all ranks.
   CheckRefused(s.trainer.Refit(5, 9).status, StatusCode::FAILED_PRECONDITION,
                {"no trainer rank has a piece"});
   REQUIRE_OK(s.trainer.Begin(5));

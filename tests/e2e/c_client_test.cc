@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kDeadlineMs = std::chrono::milliseconds(kDeadline).count();
 constexpr int64_t kSlotBytes = 65'536;
-// Larger than three slots.
+// A tensor of so many floats is larger than three slots.
 constexpr int64_t kElements = 50'000;
 constexpr int64_t kBytes = kElements * static_cast<int64_t>(sizeof(float));
 

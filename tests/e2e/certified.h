@@ -28,7 +28,7 @@ class Certified {
   explicit Certified(const std::string& rules = kOpenRules) { WriteRules(rules); }
 
   TlsFiles Files(const std::string& name) const { return TlsFilesIn(folder_ / "", name); }
-  // Files for "spiffe://prod/NAME".
+  // Makes files for "spiffe://prod/NAME".
   TlsFiles Issue(const std::string& name) {
     return Issue(name, {.uris = {"spiffe://prod/" + name}});
   }
@@ -42,7 +42,7 @@ class Certified {
     return Files(base);
   }
 
-  // A configuration file, of settings beside those that Flags names.
+  // The path of a configuration file, which has settings besides those that Flags gives.
   std::string rules() const { return folder_ / "rules.textproto"; }
   void WriteRules(const std::string& text) const {
     std::ofstream(rules() + ".new") << text;

@@ -21,8 +21,8 @@ constexpr milliseconds kWire{2000};
 constexpr milliseconds kReady{2500};
 constexpr milliseconds kAck{2500};
 constexpr milliseconds kIdle{3500};
-// Until the fault is noticed, the limits of the data plane and of the slowest rank, clean-up, and
-// room for a busy machine.
+// How long a call may take: until the fault is noticed, then the limits of the data plane and of
+// the slowest rank, clean-up, and room for a busy machine.
 constexpr milliseconds kCallBound = kSilence + kWire + kReady + kIdle + milliseconds(2000);
 constexpr milliseconds kRecoveryBound{10'000};
 // gRPC's own descriptors and threads come and go with load; a leak of one for each fault would be
@@ -30,7 +30,7 @@ constexpr milliseconds kRecoveryBound{10'000};
 constexpr int64_t kSpareDescriptors = 16;
 constexpr int64_t kSpareThreads = 10;
 constexpr int kTensorsInFirst = 6;
-constexpr int kTensors = 15;  // of MixedModel()
+constexpr int kTensors = 15;  // the number of tensors of MixedModel()
 
 std::vector<std::string> Flags(const std::string& id, const std::string& host) {
   const auto flag = [](const char* name, milliseconds limit) {
@@ -371,7 +371,8 @@ void Cluster::CheckCulprit(const Case& fault, const Outcome& outcome) {
     case Victim::kSink:
       culprit = "daemon sink";
       break;
-    case Victim::kSource:  // as it names itself, once it goes on
+    // A source that goes on after a stop has lost its link, and names the coordinator.
+    case Victim::kSource:
     case Victim::kCoordinator:
       culprit = "coordinator at " + daemon(kCoordinatorAt).address();
       break;
@@ -473,7 +474,7 @@ void Cluster::CheckNothingLeft() {
       const std::string who = status.daemon_id() + "'s ";
       check(who + "members", now.members(), kExpected[i].members);
       check(who + "regions", now.regions(), kExpected[i].regions);
-      // One more for the staging pool.
+      // One more mapping is the staging pool.
       bound(who + "mappings", daemon(i).MemfdMappings(), kExpected[i].regions + 1);
       check(who + "groups", status.groups_size(), 1);
       if (const auto before = baseline_.find(i); before != baseline_.end()) {

@@ -33,7 +33,7 @@ enum class Phase {
   kPrepare,  // an engine has not answered Ready
   kData,     // the first bucket is out, and a part of it is unacknowledged
   kDecide,   // all buckets and Commit are out, and a part is unacknowledged
-  kAnytime,  // at any moment of the update
+  kAnytime,  // the fault comes at any moment of the update
 };
 std::string NameOf(Victim victim);
 std::string NameOf(Fault fault);
@@ -43,18 +43,18 @@ struct Case {
   Victim victim;
   Fault fault;
   Phase phase;
-  std::chrono::microseconds delay{0};  // kAnytime: from the update's start to the fault
+  std::chrono::microseconds delay{0};  // kAnytime: how long after the update's start it strikes
 };
 
 struct ChaosCounts {
-  int64_t updates = 0;  // begun
+  int64_t updates = 0;  // updates that were begun
   int64_t committed = 0;
   int64_t aborted = 0;
   int64_t kills = 0;
   int64_t stops = 0;
   int64_t violations = 0;
   int64_t leaks = 0;
-  std::vector<std::string> details;  // of violations and leaks, in words
+  std::vector<std::string> details;  // violations and leaks in words
 };
 
 class Cluster {
@@ -73,16 +73,16 @@ class Cluster {
     std::string role;
     int daemon = 0;
     std::vector<std::string> settings;
-    std::unique_ptr<MemberProcess> process;  // null: dead
+    std::unique_ptr<MemberProcess> process;  // null while the member is dead
   };
   enum : int { kCoordinatorAt, kSourceAt, kSinkAt, kDaemons };
   enum : int { kTrainerSeat, kHome, kNear, kFar, kTwin, kSeats };
   using Clock = std::chrono::steady_clock;
 
   struct Outcome {
-    bool known = false;  // a member or daemon that knows has said how it ended
+    bool known = false;  // a member or daemon that knows how the update ended has said so
     bool committed = false;
-    std::string last_answer;  // the trainer's
+    std::string last_answer;  // the last answer to the trainer
   };
 
   Daemon& daemon(int i) { return *daemons_[static_cast<size_t>(i)]; }
@@ -92,7 +92,7 @@ class Cluster {
   void EndFault(const Case& fault);
   // Waits until the daemons and members that must go on know of the loss.
   void AwaitNoticed(const Case& fault);
-  // Without a fault the update must commit.
+  // Runs an update, which must commit if `fault` is null.
   Outcome Update(int64_t version, const Case* fault);
   void Hold(int64_t version, const Case& fault, bool commit_is_out);
   std::string Answer(const char* what);
@@ -111,10 +111,10 @@ class Cluster {
   std::vector<int64_t> committed_;  // versions that engines may believe in
   int holder_ = kFar;               // the seat that keeps an update in its phase
   bool fault_over_ = true;
-  std::map<int, v1::ResourceStatus> baseline_;  // by daemon
-  std::string current_;                         // names the case
+  std::map<int, v1::ResourceStatus> baseline_;  // the resources of each daemon
+  std::string current_;                         // names the running case
   ChaosCounts counts_;
-  std::vector<std::string> problems_;  // of this Run
+  std::vector<std::string> problems_;  // what this Run found
 };
 
 // `rounds` faults by this seed: each one update with a fault and one that must commit after it.

@@ -84,13 +84,13 @@ class Rank {
   struct Seen {
     int prepares = 0;
     int losses = 0;
-    Weights lost_weights = Weights::kGood;  // at the last loss
+    Weights lost_weights = Weights::kGood;  // its weights at the last loss
     int reattached = 0;
     std::optional<Version> held;  // the version that it reported to the last daemon
     std::optional<Version> committed;
-    std::string reason;  // of the last loss
+    std::string reason;  // the reason of the last loss
     int aborts = 0;
-    client::Aborted aborted;  // the last one
+    client::Aborted aborted;  // the last abort
     absl::Status ended;
     std::string wrong;  // the first thing that was wrong
   };
@@ -178,7 +178,7 @@ class Rank {
     return absl::OkStatus();
   }
 
-  // The rank may report good weights: checks that they are good.
+  // Checks that the weights are good, since the rank may report them as good.
   void CheckGood() {
     if (engine_->weights() != Weights::kGood) return Wrong("the weights are not good");
     const std::optional<Version> version = engine_->version();
@@ -205,7 +205,7 @@ class Rank {
   Held held_;
   std::unique_ptr<client::Engine> engine_;
   std::shared_ptr<client::Region> region_;
-  // Used by the thread:
+  // The rank's thread alone uses these.
   client::PartJoiner joiner_;
   std::map<std::string, std::string> staged_;
 
@@ -333,7 +333,7 @@ class Shards {
   Held held_;
   std::unique_ptr<client::Trainer> trainer_;
   std::vector<std::shared_ptr<client::Region>> regions_;
-  std::shared_ptr<client::Region> region_;  // where the shards are
+  std::shared_ptr<client::Region> region_;  // the memory that the shards lie in
 };
 
 }  // namespace refitd::e2e

@@ -29,7 +29,7 @@ Hello In(Hello hello, const Daemon& coordinator) {
 
 enum class When {
   kBetween,  // a bucket has passed, nothing is on the wire
-  kMoving,   // a bucket is, most likely, on the wire
+  kMoving,   // a bucket is most likely on the wire
 };
 
 // The coordinator "home" and the daemon "sink" have an engine each; "source" has the trainer.

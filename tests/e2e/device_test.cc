@@ -75,8 +75,8 @@ struct Machine {
 // The daemon's state, services and sockets, over two or more fake GPUs.
 class LocalDaemon {
  public:
-  // `limit`: of device work. `id`: with an id the daemon has peers, over TCP and NCCL; empty: it
-  // has none.
+  // `limit`: how long device work may take. `id`: a daemon with an id has peers, over TCP and NCCL;
+  // a daemon without has none.
   explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr,
                        std::chrono::milliseconds limit = CudaTransportOptions().limit,
                        int devices = 2, const std::string& id = "")
@@ -156,7 +156,7 @@ class LocalDaemon {
   std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
   FakeCuda& fake() { return machine_->fake; }
-  // Only for a daemon with peers.
+  // A daemon without peers has no such object.
   FakeNccl& nccl() { return *machine_->nccl; }
   refitd::Daemon& daemon() { return *daemon_; }
   const std::string& uuid(size_t device) const { return uuids_[device]; }
@@ -216,7 +216,7 @@ struct Block {
   std::string handle;
   int64_t bytes;
   char* data;
-  v1::RegisterRegionRequest request;  // asks for all of it
+  v1::RegisterRegionRequest request;  // asks for the whole block
 };
 
 template <typename Member>
@@ -240,7 +240,7 @@ auto Release(Member* member, uint64_t region) {
 
 // A registered engine rank whose parameters are on a GPU.
 struct DeviceEngine {
-  // `coordinator`: the daemon that has the group; null: the engine's own.
+  // `coordinator`: the daemon that has the group; null: the daemon that the engine attaches to.
   DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of,
                const std::string& instance = "i", const LocalDaemon* coordinator = nullptr)
       : model(of),
@@ -380,7 +380,7 @@ TEST_CASE("regions of device memory: fields are checked, and released ones are c
   const auto region = Register(&trainer, part);
   REQUIRE_OK(region);
   CHECK(region.response.bytes() == 2 * kMiB);
-  // A trainer may register a block twice; it is opened once.
+  // A trainer may register a block twice, and the daemon opens the block once.
   const auto again = Register(&trainer, block.request);
   REQUIRE_OK(again);
   CHECK(again.response.bytes() == 3 * kMiB);
@@ -479,7 +479,7 @@ TEST_CASE("buckets from another GPU: by region, by a handle for all, by a handle
         bucket->set_packed(true);
         for (const int64_t offset : offsets) bucket->add_byte_offsets(offset);
         v1::CudaIpcHandle* other = bucket->mutable_cuda_ipc()->add_handles();
-        other->set_gpu_uuid(daemon.uuid(0));  // another rank's
+        other->set_gpu_uuid(daemon.uuid(0));  // the UUID of another rank's GPU
         *bucket->mutable_cuda_ipc()->add_handles() = source.At(64);
       },
       64);
@@ -537,8 +537,8 @@ TEST_CASE("handles of a bucket are open until its answer, and bad ones change no
   refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles", "2 of device"},
           [&](auto* b) { b->set_packed(true); });
   REQUIRE_OK(trainer.Push(1, good));
-  // Open are the engine's handle and the transport's handle of it for the source's GPU: the caller
-  // may free the memory that it pushed.
+  // Two handles are open: the engine's, and the transport's of the same block for the source's GPU.
+  // So the caller may free the memory that it pushed.
   CHECK(daemon.fake().Count().opened_handles <= 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(engine.Difference(1) == "");
@@ -665,7 +665,8 @@ TEST_CASE("a region is released behind what is being bound of an update that has
     REQUIRE_OK(own);
     REQUIRE_OK(trainers.back()->Register(layout_in(own.response, 1)));
   }
-  // Opening is blocked: the engine's block for the trainers' GPU, or a trainer's for the engine's.
+  // The driver now blocks when it opens a block for another GPU: the engine's for the trainers'
+  // GPU, or a trainer's for the engine's GPU.
   daemon.fake().Block("cuIpcOpenMemHandle");
   std::vector<std::future<grpc::Status>> refits;
   for (const auto& trainer : trainers) {
@@ -880,7 +881,7 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
   }));
 }
 
-// The same through the C interface: an engine in VMM memory, a trainer in a block.
+// Compiled refits through the C interface, with an engine in VMM memory and a trainer in a block.
 TEST_CASE("compiled refits between GPUs through the C interface") {
   LocalDaemon daemon;
   const Model model = MixedModel();
@@ -936,7 +937,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   CHECK(refit_engine_add_cuda_block(engine, nullptr, engine_bytes, &parameters) ==
         REFIT_INVALID_ARGUMENT);
   ok(refit_engine_add_cuda_vmm(engine, fd, engine_bytes, &parameters));
-  close(fd);  // the caller still owns it
+  close(fd);  // the caller still owns the descriptor
   CHECK(refit_region_data(parameters) == nullptr);
   CHECK(refit_region_bytes(parameters) == engine_bytes);
   std::memcpy(memory, EmptyImage(held.region_bytes).data(), static_cast<size_t>(held.region_bytes));
@@ -1071,7 +1072,8 @@ client::ConnectOptions ConnectOn(const LocalDaemon& daemon, const std::string& d
 // A staged engine on a GPU that loads by itself: it joins whole tensors out of device memory.
 class StagedEngine {
  public:
-  // `coordinator`: the daemon that has the group, whose spec is waited for; null: the engine's own.
+  // `coordinator`: the daemon that has the group, whose spec the engine waits for; null: the daemon
+  // that the engine attaches to.
   StagedEngine(LocalDaemon* daemon, size_t device, const std::string& instance,
                int64_t slot_bytes = 4096, std::chrono::milliseconds reattach = {},
                const LocalDaemon* coordinator = nullptr) {
@@ -1162,7 +1164,7 @@ class StagedEngine {
   }
 
   std::unique_ptr<client::Engine> engine_;
-  client::PartJoiner joiner_;  // used by the thread
+  client::PartJoiner joiner_;  // the rank's thread uses this
   std::atomic<bool> stop_ = false;
   std::atomic<bool> hold_ = false;
   Mutex mutex_;
@@ -1363,7 +1365,7 @@ TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place,
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
   CHECK(!goes.welcomed());
   CHECK(StatusOf(&daemon.daemon()).resources().members() == 0);
-  // Another rank can take its place.
+  // Another rank can take the place of the rank that left.
   CHECK(
       RawEngine(daemon.Connect(), daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes")).attached().ok());
 }
@@ -1576,7 +1578,7 @@ TEST_CASE("buckets beside a compiled refit go by the chain, the rest by the prog
   }
 }
 
-// ---- parts of what goes directly ----
+// ---- parts of buckets that go directly ----
 
 // An update of eight tensors in one bucket, cut into four parts of two, from a trainer on GPU 0 to
 // instances "one" and "two" on GPUs 1 and 2.
@@ -2166,7 +2168,7 @@ TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
   const v1::GetStatusResponse status = StatusOf(&daemons.far.daemon());
   CHECK(status.resources().wire_bytes_received() >= 4 * ModelBytes(model));
   CHECK(status.resources().wire_bytes_received() < 5 * ModelBytes(model));
-  // All have one epoch, and each daemon shows its end.
+  // Both daemons have the same epoch, and each shows its own end.
   for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
     const auto epochs = Epochs(*daemon);
     REQUIRE(epochs.size() == 1);
@@ -2217,7 +2219,8 @@ TEST_CASE(
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine near(&daemons.near, 0, model, "near");
-  // Slots are made on the lowest GPU of a member; the member that leaves may be alone on it.
+  // Slots are made on the lowest GPU that a member is on; the member that leaves may be the only
+  // one on that GPU.
   const size_t gpu = GENERATE(size_t{0}, size_t{1});
   auto far = std::make_unique<DeviceEngine>(&daemons.far, gpu, model, "far", &daemons.near);
   v1::TrainerHello hello = daemons.far.TrainerOn(1);
@@ -2411,7 +2414,7 @@ TEST_CASE(
     INFO(status);
     REQUIRE(status.ok());
     CHECK(stays->Difference(model, 1) == "");
-    // One pool on the trainer's GPU and one on that of the remaining engine.
+    // There is one pool on the trainer's GPU and one on that of the remaining engine.
     CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 2; }));
     const std::unique_ptr<StagedEngine> follows = daemons.Staged(1, 65'536);
     CHECK(PushBySlots(trainer.get(), model, 2).ok());
@@ -2532,7 +2535,7 @@ TEST_CASE("a wire that an update needs outlives the coordinator's last member on
     REQUIRE(Epochs(*daemon).size() == 1);
     CHECK(Epochs(*daemon)[0].state() == "connected");
   }
-  // The slots of each end.
+  // Each end of the wire has its slots.
   CHECK(daemons.machine.fake.Count().created == 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(stays.Difference(1) == "");
@@ -2590,7 +2593,7 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
       REQUIRE(pushed.ok());
       CHECK(near->Difference(model, version) == "");
       CHECK(far->Difference(model, version) == "");
-      // The trainer's slots, and the wire's slots at each end.
+      // There are the trainer's slots, and the wire's slots at each end.
       CHECK(daemons.machine.fake.Count().created == 3);
       REQUIRE(Epochs(daemons.near).size() == 1);
       CHECK(Epochs(daemons.near)[0].gpu_uuid() == daemons.near.uuid(0));

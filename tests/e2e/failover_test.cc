@@ -20,7 +20,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kFailover{500};
-// Longer than every wait of a test.
+// This limit is longer than every wait of a test.
 constexpr milliseconds kNoFailover{600'000};
 
 std::vector<std::string> FlagsOf(const std::string& id, int loopback, milliseconds failover) {
@@ -69,7 +69,7 @@ struct Fleet {
       REQUIRE(rank->Await([&](const Rank::Seen& s) { return s.committed == Version(version); }));
     }
   }
-  // All engines know that the coordinator is lost, and with what.
+  // Waits until all engines know that the coordinator is lost, and what that made of their weights.
   void Lost(Weights weights) {
     for (const auto& rank : ranks) {
       REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));

@@ -19,12 +19,7 @@ v1::EngineHello EngineIn(const std::string& instance, const v1::GroupSpec& spec,
                          v1::Delivery delivery = v1::DELIVERY_REGISTERED,
                          const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, delivery, spec);
-  if (manifest != nullptr) {
-    const v1::Bucket all = Describe(*manifest, 0);
-    *hello.mutable_manifest()->mutable_names() = all.names();
-    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
-  }
+  if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
 
@@ -43,7 +38,7 @@ std::string Limit(const std::string& name) {
   return "--" + name + "-ms=" + std::to_string(kLimitMs);
 }
 
-// Pushes the mixed model in two buckets and commits.
+// Pushes the mixed model in two buckets, and commits.
 void Install(RawTrainer* trainer, const Model& model, int64_t version) {
   REQUIRE_OK(trainer->Begin(version));
   REQUIRE_OK(trainer->Push(version, InlineBucket(model, BytesOf(model, version), 0, false)));
@@ -176,7 +171,7 @@ TEST_CASE(
   CHECK(survivor.Difference(model, bytes) == "");
   CHECK(daemon.InstanceState("g", "pair") == "forming_dirty");
 
-  // A new rank takes its place: the next update makes the instance whole.
+  // A new process takes the rank's place: the next update makes the instance whole.
   MemberProcess again(daemon, "engine", {"instance=pair", "rank=1", "world=2"});
   REQUIRE_ANSWER(again, "attach", "ok");
   begun = std::async(std::launch::async, [&] { return trainer.Begin(2); });
@@ -270,7 +265,7 @@ TEST_CASE(
 }
 
 TEST_CASE("slots that an engine never gives back end the buckets that wait for one, by its name") {
-  const Model model = PlainModel(1, 64, 64);  // as large as two slots
+  const Model model = PlainModel(1, 64, 64);  // one tensor as large as two slots
   const v1::GroupSpec spec = Spec(1, 1, 4096, 2);
   Daemon daemon({Limit("ack")});
   RawEngine engine(daemon.Connect(), EngineIn("slow", spec, v1::DELIVERY_STAGED, &model),

@@ -22,10 +22,11 @@ using Catch::StartsWith;
 
 constexpr int kMatrices = 4;
 constexpr int kSlots = 4;
-// A fill is given up for reasons that the test did not cause (a busy machine) at most so often.
+// A busy machine may make a fill give up for reasons that the test did not cause, but at most so
+// often.
 constexpr int kMostAborts = 10;
 
-// Where the daemons are, and how big the model is.
+// The network of the daemons, and the size of the model.
 struct Place {
   const Star* net = nullptr;  // null: this host's loopback
   int rows = 64;
@@ -116,8 +117,8 @@ struct Fleet {
     CHECK(a.Group("g").fill().outcome() == v1::UPDATE_OUTCOME_RUNNING);
   }
 
-  // The newcomer answers each Prepare until it is told committed, and then has every byte (P1).
-  // Answers how often its fills were given up.
+  // Has the newcomer answer each Prepare until it is told committed; then it must have every byte
+  // (P1). Returns how often its fills were given up.
   int AwaitFilled() {
     for (int aborts = 0; aborts <= kMostAborts; ++aborts) {
       REQUIRE_ANSWER(*newcomer, fmt::format("ready {}", version), "ok");
@@ -206,7 +207,7 @@ TEST_CASE("a newcomer's death in a fill costs the newcomer only") {
   CHECK(Eventually([&] { return !f.Has("late"); }));
   f.CheckTwoUndisturbed(1);
   REQUIRE_ANSWER(*f.one, "check 1", "ok");
-  // Another newcomer is filled, by both.
+  // Both instances give to another newcomer.
   f.newcomer = f.Start(f.d, "later", false);
   REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
   CHECK(f.AwaitFilled() == 0);
@@ -281,7 +282,7 @@ TEST_CASE("a newcomer that dies while bytes cross to it costs the newcomer only"
   if (daemon) f.d.Restart();
   f.CheckTwoUndisturbed(1);
   REQUIRE_ANSWER(*f.one, "check 1", "ok");
-  // Another newcomer is filled, by both.
+  // Both instances give to another newcomer.
   f.newcomer = f.Start(f.d, "later", false);
   REQUIRE_ANSWER(*f.newcomer, "prepare", "ok 1");
   f.AwaitFilled();
@@ -302,7 +303,8 @@ TEST_CASE("the coordinator's death while a fill's bytes cross leaves the newcome
   CHECK(f.two->seen().lost_weights == Weights::kGood);
   net.Fast();
   if (comes_back) f.a.Restart();
-  // A giver comes back with its version; nobody gives what the new group has not verified.
+  // A giver comes back with its version, and yet nobody gives a version that the new group has not
+  // verified.
   REQUIRE(f.two->Await([](const Rank::Seen& s) { return s.reattached == 1; }));
   CHECK(f.two->seen().held == Version(1));
   f.one = f.Start(f.b, "one", true);
@@ -329,9 +331,10 @@ TEST_CASE("a client that does not take part in fills is not filled and does not 
   CHECK(f.Of("old").version() == 1);
   CHECK_FALSE(f.Of("old-late").has_version());
   CHECK(f.Of("old-late").fill().empty());
-  REQUIRE_ANSWER(*old_late, "check 0", "ok");  // no byte of it was written
+  REQUIRE_ANSWER(*old_late, "check 0", "ok");  // the fill wrote no byte of it
 
-  // With those that take part gone, nobody gives to one that would be filled.
+  // When the instances that take part in fills are gone, nobody gives to an instance that would be
+  // filled.
   f.one->Kill();
   f.two.reset();
   f.newcomer->Kill();

@@ -175,7 +175,7 @@ class Fp8Engine {
   struct Served {
     std::optional<Version> version;
     Parameters parameters;
-    int cut = 0;  // tensors that came in parts
+    int cut = 0;  // the number of tensors that came in parts
     absl::Status failed;
   };
   Served served() {
@@ -225,7 +225,7 @@ class Fp8Engine {
   }
 
   std::unique_ptr<client::Engine> engine_;
-  // Used by the thread:
+  // The engine's thread alone uses these.
   client::PartJoiner joiner_;
   Parameters loading_;
   int cut_ = 0;
@@ -246,8 +246,8 @@ Model TrainersModel() {
           {"router.bias", DType::kFloat32, {7}}};
 }
 
-// Both signs, magnitudes over the whole range of float8 in every block, and a block of zeros in
-// "q".
+// Values have both signs and, in every block, magnitudes over the whole range of float8; "q" also
+// has a block of zeros.
 std::vector<std::string> Values(const Model& model, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<std::string> all;

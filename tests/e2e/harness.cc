@@ -18,7 +18,6 @@
 #include <filesystem>
 #include <fstream>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -32,9 +31,6 @@ int MillisUntil(Clock::time_point deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
   return static_cast<int>(std::max<int64_t>(left.count(), 0));
 }
-
-// The pause between two checks of a condition.
-constexpr std::chrono::milliseconds kLook{1};
 
 // Whether every thread of the process has stopped, or ended.
 bool Stopped(pid_t pid) {
@@ -62,16 +58,6 @@ bool Listens(const std::string& path) {
 }
 
 }  // namespace
-
-bool Eventually(const std::function<bool()>& condition) {
-  const auto deadline = Clock::now() + kDeadline;
-  while (!condition()) {
-    if (Clock::now() >= deadline) return false;
-    // Leaves the processor to the processes that the test waits for.
-    std::this_thread::sleep_for(kLook);
-  }
-  return true;
-}
 
 std::string OwnLoopback(int index) {
   // 127.64.0.0 and up: 17 bits of process id and 5 of index. 127.0.0.1 is used by all processes.
@@ -185,15 +171,6 @@ std::string Process::Errors() {
 
 // ---- the daemon ----
 
-TempFolder::TempFolder() {
-  char name[] = "/tmp/refitd_e2e.XXXXXX";
-  REFITD_CHECK(mkdtemp(name) != nullptr);
-  chmod(name, 0755);
-  path_ = name;
-}
-
-TempFolder::~TempFolder() { std::filesystem::remove_all(path_); }
-
 // Tests that are not about TLS run as a laboratory does.
 static bool InTheClear(const std::vector<std::string>& flags) {
   return std::none_of(flags.begin(), flags.end(), [](const std::string& flag) {
@@ -211,6 +188,7 @@ static bool SaysSilence(const std::vector<std::string>& flags) {
 
 Daemon::Daemon(std::vector<std::string> flags, std::vector<std::string> launcher)
     : socket_(folder_ / "refitd.sock"), flags_(std::move(flags)), launcher_(std::move(launcher)) {
+  chmod(folder_.path().c_str(), 0755);  // other users may try the socket
   Start();
 }
 

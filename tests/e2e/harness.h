@@ -18,13 +18,11 @@
 
 #include "refitd/v1/operator.grpc.pb.h"
 #include "tests/e2e/raw_client.h"
+#include "transport/base/eventually.h"
+#include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd::e2e {
-
-// Checks repeatedly until `condition` holds; false: it did not hold before kDeadline. Conditions
-// usually ask a daemon.
-bool Eventually(const std::function<bool()>& condition);
 
 // An address of 127.0.0.0/8 that only this process uses, `index` from 0 to 31: no other process's
 // connection can take a port there by chance.
@@ -33,8 +31,8 @@ std::string OwnLoopback(int index);
 // The path of a binary of this build, such as "daemon/refitd" or "tests/e2e/member".
 std::string BinaryPath(const std::string& target);
 
-// A process with pipes. Killed when the object is destroyed, and when the thread that made it ends
-// (the kernel counts threads).
+// A process with pipes. It is killed when the object is destroyed, and also when the thread that
+// made it ends, since the kernel counts threads.
 class Process {
  public:
   explicit Process(const std::vector<std::string>& argv);
@@ -61,20 +59,8 @@ class Process {
   std::optional<int> exit_;
   UniqueFd stdin_;
   UniqueFd stdout_;
-  UniqueFd stderr_;  // a file
+  UniqueFd stderr_;  // a file, which the process writes to
   std::string buffered_;
-};
-
-class TempFolder {
- public:
-  TempFolder();
-  ~TempFolder();
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;  // readable by everyone, since other users may try the socket
 };
 
 class Daemon {
@@ -91,7 +77,7 @@ class Daemon {
   // HOST:PORT of its first TCP listener, by which members name it as coordinator; empty: it has
   // none.
   const std::string& address() const { return address_; }
-  // The same of its first listener for links alone.
+  // HOST:PORT of its first listener for links alone; empty: it has none.
   const std::string& links() const { return links_; }
   // Each call makes a new connection.
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket_); }

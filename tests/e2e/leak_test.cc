@@ -1,4 +1,4 @@
-// Nothing is left behind: members that come and die, and thousands of updates.
+// Nothing is left behind by members that come and die, nor by thousands of updates.
 #include <catch2/catch.hpp>
 
 #include "tests/e2e/harness.h"
@@ -22,8 +22,8 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
     std::vector<std::unique_ptr<MemberProcess>> members;
     for (int i = 0; i < kAtATime; ++i) {
       const std::string n = std::to_string(i);
-      // Two trainers with a region each, four registered engines (two of them one instance), two
-      // staged engines.
+      // A batch is two trainers with a region each, four registered engines (two of them one
+      // instance), and two staged engines.
       if (i < 2) {
         members.push_back(std::make_unique<MemberProcess>(
             daemon, "trainer", std::vector<std::string>{"trainers=2", "rank=" + n}));
@@ -41,7 +41,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
       members.back()->Send("attach");
     }
     for (const auto& member : members) REQUIRE_THAT(member->Answer(), Catch::StartsWith("ok"));
-    // Half of them are in an update: its trainers and engines die in it.
+    // The members are in an update, in which they die.
     members[0]->Send("begin 1000000");
     members[1]->Send("begin 1000000");
     REQUIRE_THAT(members[2]->Do("prepare"), Catch::StartsWith("ok"));
@@ -50,7 +50,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
     REQUIRE(Eventually([&] { return daemon.Resources().members() == 1; }));
     REQUIRE(Eventually([&] { return daemon.Resources().regions() == 1; }));
   };
-  batch();  // the daemon makes here what it makes only once
+  batch();  // in this batch the daemon makes what it makes only once
   const auto settled = [&](const v1::ResourceStatus& baseline, int mappings) {
     const v1::ResourceStatus now = daemon.Resources();
     return now.descriptors() <= baseline.descriptors() + kSpareDescriptors &&
@@ -67,7 +67,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
     return stays;
   }));
   const int mappings = daemon.MemfdMappings();
-  CHECK(mappings == 1);  // the bystander's region
+  CHECK(mappings == 1);  // the region of the bystander
   for (int done = kAtATime; done < kCycles; done += kAtATime) batch();
   const bool clean = Eventually([&] { return settled(baseline, mappings); });
   const v1::ResourceStatus now = daemon.Resources();

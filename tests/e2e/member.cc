@@ -305,10 +305,7 @@ class EngineMember {
     const bool by_itself = settings_.Number("auto", 0) != 0;
     const EngineOptions by_hand{.auto_ready = by_itself, .auto_ack = by_itself};
     if (staged) {
-      const v1::Bucket all = Describe(model_, 0);
-      *hello.mutable_manifest()->mutable_names() = all.names();
-      *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-      *hello.mutable_manifest()->mutable_shapes() = all.shapes();
+      *hello.mutable_manifest() = ManifestOf(model_);
       staged_ = std::make_unique<RawEngine>(ConnectTo(socket_), hello, by_hand);
       return Answer(staged_->attached());
     }

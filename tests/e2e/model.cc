@@ -188,10 +188,19 @@ v1::Bucket Describe(const Model& model, int64_t seq, std::vector<int> indices) {
   for (const int i : AllIf(std::move(indices), model)) {
     const TensorSpec& tensor = model[static_cast<size_t>(i)];
     bucket.add_names(tensor.name);
-    bucket.add_dtypes(ToWire(tensor.dtype));
-    *bucket.add_shapes() = ToWire(tensor.shape);
+    bucket.add_dtypes(ToProto(tensor.dtype));
+    *bucket.add_shapes() = ToProto(tensor.shape);
   }
   return bucket;
+}
+
+v1::Manifest ManifestOf(const Model& model) {
+  v1::Bucket all = Describe(model, 0);
+  v1::Manifest manifest;
+  manifest.mutable_names()->Swap(all.mutable_names());
+  manifest.mutable_dtypes()->Swap(all.mutable_dtypes());
+  manifest.mutable_shapes()->Swap(all.mutable_shapes());
+  return manifest;
 }
 
 v1::Bucket InlineBucket(const Model& model, const std::vector<std::string>& bytes, int64_t seq,

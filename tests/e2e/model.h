@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "refitd/v1/engine.pb.h"
 #include "refitd/v1/types.pb.h"
 #include "transport/plan/layout.h"
 
@@ -16,7 +17,8 @@ namespace refitd::e2e {
 
 using Model = std::vector<TensorSpec>;
 
-// Every dtype, one to four dimensions, a scalar, a tensor without elements; about 40 KiB.
+// A model with every dtype, one to four dimensions, a scalar, and a tensor without elements; about
+// 40 KiB.
 Model MixedModel();
 // `tensors` bfloat16 matrices of `rows` by `columns`.
 Model PlainModel(int tensors, int64_t rows, int64_t columns);
@@ -54,9 +56,12 @@ std::string Difference(const std::string& expected, const char* memory, const La
 
 // ---- buckets ----
 
-// Names, dtypes and shapes of the tensors `indices` (all of them if empty); no source yet.
+// A bucket with names, dtypes and shapes of the tensors `indices` (all of them if empty), without a
+// source.
 v1::Bucket Describe(const Model& model, int64_t seq, std::vector<int> indices = {});
-// The same with the bytes inline.
+// Lists all tensors as an engine with staged delivery announces them.
+v1::Manifest ManifestOf(const Model& model);
+// Does what Describe does, and puts the bytes inline.
 v1::Bucket InlineBucket(const Model& model, const std::vector<std::string>& bytes, int64_t seq,
                         bool packed, std::vector<int> indices = {});
 

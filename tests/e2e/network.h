@@ -54,7 +54,7 @@ class Namespace {
   UniqueFd fd_;
 };
 
-// Bytes of v0 in the namespace of a process, with all headers.
+// The bytes of v0 in the namespace of a process, with all headers.
 struct LinkBytes {
   int64_t received = 0;
   int64_t sent = 0;

@@ -63,10 +63,10 @@ TEST_CASE("a daemon killed in any phase aborts the update or leaves it to the re
 TEST_CASE("a member stopped in any phase is late by name, and welcome again") {
   RunTable(Fault::kStop,
            {
-               // The trainer's Commit is out: nothing more is asked of it.
+               // The trainer's Commit is out, so nothing more is asked of the trainer.
                {Victim::kTrainer, {kAborts, kAborts, kCommits}},
                {Victim::kFarEngine, {kAborts, kAborts, kAborts}},
-               // A registered engine: nothing is asked of it after Ready.
+               // This engine is registered, so nothing is asked of it after Ready.
                {Victim::kNearEngine, {kAborts, kCommits, kCommits}},
            },
            2);
@@ -77,7 +77,7 @@ TEST_CASE("a daemon stopped in any phase is given up in time, and welcome again"
            {
                {Victim::kSource, {kAborts, kAborts, kAborts}},
                {Victim::kSink, {kCommits, kCommits, kCommits}},
-               // When it goes on, it may hear of the sink's loss first, and decide.
+               // A coordinator that goes on may hear of the sink's loss first, and commit.
                {Victim::kCoordinator, {kAborts, kAborts, kEither}},
            },
            3);
@@ -99,7 +99,7 @@ TEST_CASE("20 random faults violate no promise and leave nothing behind") {
   CHECK(counts.violations == 0);
   CHECK(counts.leaks == 0);
   CHECK(counts.kills + counts.stops == rounds);
-  // At least the update after each fault.
+  // At least the update after each fault committed.
   CHECK(counts.committed >= rounds);
   CHECK(counts.updates == counts.committed + counts.aborted);
 }

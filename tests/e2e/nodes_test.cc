@@ -33,12 +33,7 @@ v1::EngineHello Registered(const std::string& instance, const v1::GroupSpec& spe
 v1::EngineHello Staged(const std::string& instance, const v1::GroupSpec& spec,
                        const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
-  if (manifest != nullptr) {
-    const v1::Bucket all = Describe(*manifest, 0);
-    *hello.mutable_manifest()->mutable_names() = all.names();
-    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
-  }
+  if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
 
@@ -339,7 +334,7 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
     const auto add = [&](const v1::EngineHello& hello, const Daemon& daemon, const Held& held) {
       holders.push_back(std::make_unique<Holder>(daemon.Connect(), hello, held));
     };
-    // An instance with a rank on each of the three daemons.
+    // This instance has a rank on each of the three daemons.
     add(Registered("wide", spec, 0, 3), a, HoldSlice(model, 1, 0, 3));
     add(In(Registered("wide", spec, 1, 3), a), b, HoldSlice(model, 1, 1, 3));
     add(In(Registered("wide", spec, 2, 3), a), c, HoldSlice(model, 1, 2, 3));
@@ -487,7 +482,7 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
     Daemon c(Flags("c"));
     CheckRefused(attach(b, In(Registered("x", spec), c)), StatusCode::FAILED_PRECONDITION,
                  {a.address(), c.address()});
-    // Neither is a coordinator that itself follows another.
+    // A daemon that itself follows another is no coordinator either.
     CheckRefused(attach(c, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
                  {a.address()});
   }
@@ -579,7 +574,7 @@ TEST_CASE("a member that waits for a group here gets none that another daemon co
   v1::EngineHello waits = Registered("waits", spec);
   waits.clear_spec();
   waits.set_wait_ms(2'000);
-  RawEngine waiting(b.Connect(), waits);  // it waits once the other daemons have started
+  RawEngine waiting(b.Connect(), waits);  // waits by the time that the other daemons have started
   Daemon a(Flags("a"));
   Daemon c(Flags("c"));
   RawEngine joins(b.Connect(), In(Registered("joins", spec), a));
@@ -659,7 +654,7 @@ TEST_CASE("the death of a daemon's only engine aborted the update for the others
   }
   RequireCommitted(&stays.engine(), 1);
   CHECK(stays.Difference(model, bytes) == "");
-  // Its daemon leaves the group.
+  // The daemon of the lost instance leaves the group.
   CHECK(Eventually([&] { return c.Status().groups_size() == 0; }));
   CHECK(Eventually([&] { return a.Group("g").nodes_size() == 2; }));
 }
@@ -695,14 +690,14 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
     }
     return why;
   };
-  // The daemon can't open a socket any more.
+  // From here on daemon c can't open a socket.
   rlimit before{};
   REQUIRE(prlimit(c.pid(), RLIMIT_NOFILE, nullptr, &before) == 0);
   const rlimit none{0, before.rlim_max};
   REQUIRE(prlimit(c.pid(), RLIMIT_NOFILE, &none, nullptr) == 0);
   CHECK(install(1) == 1);
   const Belief belief = broken->engine().AwaitBelief(1);
-  CHECK(belief.good);  // no byte of it was written
+  CHECK(belief.good);  // no byte of the version was written there
   CHECK(belief.version == 0);
   CHECK(broken->DifferenceFromEmpty() == "");
   CHECK_THAT(kept_out(), Catch::Contains("daemon c is kept out until it attaches anew"));
@@ -845,7 +840,7 @@ TEST_CASE("a group that is replaced ends trainers' leases on every daemon and be
   for (const std::string instance : {"near", "far"}) {
     CHECK(a.InstanceState("g", instance) == "dirty");
   }
-  // The old trainers' leases are worth nothing.
+  // The leases of the old trainers are not valid any more.
   CHECK_FALSE(second->trainer.Begin(1).ok());
   REQUIRE(Eventually([&] { return a.Group("g").trainers() == 0; }));
   attach(&first, &second);
@@ -920,7 +915,7 @@ TEST_CASE("metadata that engines of another daemon don't share is refused by the
   RawTrainer trainer(trainers_daemon.Connect(), In(RawTrainer::Hello("g", spec), a));
   REQUIRE(trainer.attached().ok());
   Model other = model;
-  other[2].shape = {48, 40};  // of the same size
+  other[2].shape = {48, 40};  // another shape with as many elements
   int64_t version = 1;
   REQUIRE_OK(trainer.Begin(version));
   CheckRefused(trainer.Push(version, InlineBucket(other, BytesOf(model, 1), 0, true)).status,

@@ -23,11 +23,11 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// Longer than a live process is silent on a busy machine.
+// A live process on a busy machine is not silent for so long.
 constexpr milliseconds kSilence{3'000};
 constexpr milliseconds kWire{6'000};
-// Added to the limits: a second for the layers above, the rest for a busy machine. A daemon's
-// default limits are longer than all of it.
+// The time that calls get beyond the limits: a second for the layers above, and the rest for a busy
+// machine. A daemon's default limits are longer than all of it.
 constexpr milliseconds kSlack{1'000 + 19'000};
 constexpr milliseconds kHealed{25'000};
 constexpr char kCoordinator[] = "10.77.0.1:7411";
@@ -151,7 +151,7 @@ struct Fixture {
   std::vector<Rank*> ranks() { return {&near, &far, &staged}; }
   Daemon& root() { return side == Side::kAlpha ? alpha : beta; }
 
-  // How often each rank of beta has lost its lease so far.
+  // How often each rank at beta has lost its lease so far.
   std::map<Rank*, int> BetasLosses() {
     return {{&far, far.seen().losses}, {&staged, staged.seen().losses}};
   }
@@ -353,7 +353,8 @@ TEST_CASE("a slow link only slows an update") {
   const auto begun = Clock::now();
   f.Installed(2);
   const auto took = Clock::now() - begun;
-  // Longer than the limits of silence and of one collective, which do not run while bytes move.
+  // That is longer than the limits of silence and of one collective, which do not run while bytes
+  // move.
   CHECK(took > std::max(kSilence, kWire));
   for (Rank* rank : f.ranks()) CHECK(rank->seen().losses == 0);
 }

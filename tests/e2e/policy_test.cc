@@ -300,7 +300,7 @@ TEST_CASE(
       const bool owned = std::string(group) == "owned";
       const bool allowed = (owned ? expected.owned : expected.free).contains(caller);
       INFO(caller << " asks about " << group);
-      // Nobody attached: the instance is not known, whether its group exists or not.
+      // Nobody is attached, so the instance is not known, whether its group exists or not.
       const grpc::Status check = CallOnce(channel, "grpc.health.v1.Health/Check", message);
       CHECK(check.error_code() ==
             (allowed ? grpc::StatusCode::NOT_FOUND : grpc::StatusCode::PERMISSION_DENIED));
@@ -430,7 +430,7 @@ TEST_CASE("a changed policy counts at once and ends no lease, and a bad one is n
   auto update = (*trainer)->Begin({.version = Version(1)});
   REQUIRE(update.ok());
 
-  certified.WriteRules("");  // nobody over TLS any more
+  certified.WriteRules("");  // from now on no rule names anybody over TLS
   daemon.Signal(SIGHUP);
   REQUIRE(LogHas(&daemon, "policy changed"));
   CHECK(absl::IsPermissionDenied(Train(daemon.address(), certified.Issue("u"), "h").status()));
@@ -465,7 +465,8 @@ TEST_CASE("an identity has limits of its own, and is told identity, limit and va
   CHECK(absl::IsResourceExhausted(group));
   CHECK_THAT(Message(group), Contains("limits.per_identity.groups: spiffe://prod/t has 1 at this "
                                       "daemon, asks for 1 more, and may have 1"));
-  CHECK(Train(daemon.address(), certified.Issue("u"), "h").ok());  // another identity's is its own
+  // Another identity has a share of its own.
+  CHECK(Train(daemon.address(), certified.Issue("u"), "h").ok());
 
   client::ConnectOptions near;
   near.socket = daemon.socket();

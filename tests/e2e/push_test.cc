@@ -12,12 +12,7 @@ namespace {
 v1::EngineHello StagedHello(const std::string& instance, const std::optional<v1::GroupSpec>& spec,
                             const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
-  if (manifest != nullptr) {
-    const v1::Bucket all = Describe(*manifest, 0);
-    *hello.mutable_manifest()->mutable_names() = all.names();
-    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
-    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
-  }
+  if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
 
@@ -252,8 +247,8 @@ TEST_CASE("several trainer ranks feed several instances of several ranks with st
   constexpr int kTrainers = 3;
   const v1::GroupSpec spec = Spec(kTrainers, 4);
   Daemon daemon;
-  // One instance whole, one of two ranks cut along dimension 0, one of three ranks cut along
-  // dimension 1, and one staged.
+  // There is one instance of one rank that holds all, one of two ranks cut along dimension 0, one
+  // of three ranks cut along dimension 1, and a staged one.
   std::vector<std::unique_ptr<Holder>> holders;
   const auto add = [&](const std::string& instance, int rank, int world, const Held& held) {
     holders.push_back(std::make_unique<Holder>(

@@ -365,7 +365,7 @@ void RawEngine::Take(const v1::BucketReady& part) {
     fail(fmt::format("part {} came where {} was due", part.part(), next_part_));
   next_part_ = part.part() + 1;
   for (int i = 0; i < part.names_size(); ++i) {
-    const auto dtype = DTypeFromWire(part.dtypes(i));
+    const auto dtype = DTypeFromProto(part.dtypes(i));
     if (!dtype.ok()) return fail("dtype " + Message(dtype.status()));
     const TensorSpec tensor{part.names(i), *dtype,
                             Dims(part.shapes(i).dims().begin(), part.shapes(i).dims().end())};

@@ -31,12 +31,12 @@
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "tests/e2e/model.h"
 #include "transport/base/unique_fd.h"
-#include "transport/host/descriptor_wire.h"
+#include "transport/host/descriptor_format.h"
 #include "transport/host/memory.h"
 
 namespace refitd::e2e {
 
-// Far longer than any step takes; only a failing test reaches it.
+// This is far longer than any step takes; only a failing test reaches it.
 inline constexpr std::chrono::seconds kDeadline{30};
 
 template <typename Response>
@@ -133,7 +133,7 @@ class EventStream {
 struct SharedMemory {
   UniqueFd fd;
   std::shared_ptr<HostRegion> mapping;
-  uint64_t region_id = 0;  // once registered
+  uint64_t region_id = 0;  // valid once the memory is registered
   char* data() const { return mapping->data(); }
 };
 SharedMemory MakeMemory(int64_t bytes);
@@ -167,7 +167,7 @@ class RawMember {
 
   Stream& events() { return *stream_; }
   const v1::Welcome& welcome() const { return welcome_; }
-  // OK once welcomed; else the status with which the stream ended.
+  // OK once the member is welcomed; else the status with which the stream ended.
   grpc::Status attached() {
     if (welcomed_) return grpc::Status::OK;
     welcomed_ = stream_->WaitFor(Event::kWelcome).has_value();
@@ -239,7 +239,7 @@ class RawMember {
   }
 
   const std::unique_ptr<Stub> stub_;
-  v1::Welcome welcome_;  // constant once welcomed
+  v1::Welcome welcome_;  // constant once the member is welcomed
   bool welcomed_ = false;
   std::mutex descriptors_mutex_;
   std::unique_ptr<Descriptors> descriptors_;
@@ -284,9 +284,9 @@ struct EngineOptions {
 
 // An engine rank's knowledge of its own weights, from the daemon's messages alone.
 struct Belief {
-  bool good = true;       // it holds `version` in full; else dirty or in doubt
+  bool good = true;       // the rank holds `version` in full; else it is dirty or in doubt
   int64_t version = 0;    // 0: the weights from before the first update
-  bool in_doubt = false;  // answered Ready, and its stream ended before the outcome
+  bool in_doubt = false;  // the rank answered Ready, and its stream ended before the outcome
   bool attached = true;
 };
 
@@ -305,15 +305,15 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   bool Ack(int64_t version, int64_t part);
   bool Fail(int64_t version, const std::string& reason);
 
-  // From the next event on: answers by itself, or keeps back Ready or acknowledgements. Release()
-  // sends the answers that were kept back.
+  // From the next event on the engine answers by itself, or keeps back Ready or acknowledgements.
+  // Release() sends the answers that were kept back.
   void Hold(bool ready, bool ack);
   void Release();
   // False: kDeadline passed first, or the stream ended.
   bool AwaitPrepare(int64_t version);
   bool AwaitPart(int64_t version);
-  // Waits for the outcome of the update that it is prepared for, and for an outcome of `version` or
-  // later; ends early at kDeadline or when the stream ends.
+  // Waits for the outcome of the update that the engine is prepared for, and for an outcome of
+  // `version` or later; ends early at kDeadline or when the stream ends.
   Belief AwaitBelief(int64_t version);
 
   // Staged delivery: empty if exactly these tensors were delivered since the last Prepare, each
@@ -328,23 +328,24 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   // False: the stream ended or kDeadline passed first.
   bool Await(const std::function<bool()>& condition);
 
-  std::atomic<uint64_t> update_id_{0};  // of the last Prepare; answers carry it
+  std::atomic<uint64_t> update_id_{0};  // the id of the last Prepare, which answers carry
   std::mutex told_mutex_;
   std::condition_variable told_cond_;
   EngineOptions options_;
-  int64_t prepared_ = 0;  // version; 0: none, its outcome came
+  int64_t prepared_ = 0;  // the version of the last Prepare; 0: none, or its outcome came
   bool answered_ = false;
-  int64_t part_of_ = 0;                                 // version of the last part
-  int64_t outcome_of_ = 0;                              // highest version
-  std::vector<std::pair<int64_t, int64_t>> kept_acks_;  // version, part
+  int64_t part_of_ = 0;                                 // the version of the last part
+  int64_t outcome_of_ = 0;                              // the highest version with an outcome
+  std::vector<std::pair<int64_t, int64_t>> kept_acks_;  // the version and part of each
   Belief belief_;
   std::mutex staged_mutex_;
   struct Staged {
     std::string bytes;
-    std::string times;  // by byte: how often it was delivered
+    std::string times;  // for each byte: how often it was delivered
   };
   std::map<std::string, Staged> staged_tensors_;
-  std::map<std::string, Staged> before_;  // of the previous update, which an abort may leave valid
+  // What the previous update delivered, which an abort may leave valid.
+  std::map<std::string, Staged> before_;
   std::string staged_error_;
   int64_t next_part_ = 0;
   std::shared_ptr<HostRegion> pool_;

@@ -113,13 +113,13 @@ TEST_CASE(
     CHECK(Becomes(*daemon, "far", "SERVING"));
   }
   std::string told = watch.Next();
-  while (told == "NOT_SERVING") told = watch.Next();  // before its layout came
+  while (told == "NOT_SERVING") told = watch.Next();  // until the layout has come
   CHECK(told == "SERVING");
 
   RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   PushAll(&trainer, model, 1);
-  CHECK(HealthAt(a, "near") == "NOT_SERVING");  // it is written
+  CHECK(HealthAt(a, "near") == "NOT_SERVING");  // its bytes are being written
   CHECK(watch.Next() == "NOT_SERVING");
   CHECK(Becomes(b, "far", "NOT_SERVING"));
   REQUIRE(trainer.Commit(1, 1).ok());
@@ -127,14 +127,14 @@ TEST_CASE(
   CHECK(HealthAt(a, "far") == "SERVING");
   CHECK(Becomes(b, "far", "SERVING"));
 
-  // An instance that came late holds no version of the group's.
+  // An instance that came late does not hold the group's version.
   Holder late(b.Connect(), In(HelloOf("late", spec), a), HoldWhole(model));
   CHECK(Becomes(b, "late", "NOT_SERVING"));
   PushAll(&trainer, model, 2);
   REQUIRE(trainer.Commit(2, 1).ok());
   CHECK(Becomes(b, "late", "SERVING"));
 
-  // An instance whose process ends.
+  // The process of an instance ends.
   near.reset();
   CHECK(Becomes(a, "near", "NOT_FOUND"));
   CHECK(Becomes(b, "near", "NOT_FOUND"));
@@ -211,7 +211,7 @@ TEST_CASE("the loss of the coordinator leaves engines in service that hold what 
     RawEngine again(b.Connect(), hello);
     CHECK(HealthAt(b, "far") == "SERVING");
   }
-  // Another process without these weights takes its place.
+  // Another process without these weights takes the rank's place.
   hello.clear_held_version();
   RawEngine fresh(b.Connect(), hello);
   CHECK(Becomes(b, "far", "NOT_SERVING"));

@@ -113,7 +113,7 @@ TEST_CASE("members of a daemon that is killed and started again attach again and
   REQUIRE(outcome.ok());
   CHECK(outcome->kind == client::UpdateOutcome::kUnknown);
   CHECK(f.pusher.trainer().group_version() == Version(1));
-  // So any version may come first.
+  // So the next version may be any number.
   f.Installed(1);
   CHECK(f.daemon.Group("g").version() == 1);
   const absl::Status again = f.pusher.Install(1);
@@ -369,7 +369,7 @@ TEST_CASE("a call that its coordinator's silence ends is made again when it is t
 
 struct Footprint {
   int descriptors = 0;
-  int mappings = 0;  // of memfds
+  int mappings = 0;  // mappings of memfds
   int threads = 0;
 };
 
@@ -404,8 +404,8 @@ TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear 
   int64_t version = 1;
   Footprint before;
   for (int round = 1; round <= kRounds; ++round) {
-    // The daemon is killed while idle, after a step, or beside the next step, `yields` yields into
-    // it.
+    // The daemon is killed while idle, right after a step, or beside the next step, after `yields`
+    // yields.
     const int moment = static_cast<int>(random() % 9);
     const int yields = static_cast<int>(random() % 3'000);
     INFO("round " << round << ", moment " << moment << ", yields " << yields);
@@ -423,7 +423,7 @@ TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear 
         f.pusher.Install(version, [&](Pusher::Step step) { kill_at(static_cast<int>(step)); });
     if (killed.valid()) killed.get();
     UNSCOPED_INFO(installed);
-    f.daemon.Kill();  // unless it was killed before
+    f.daemon.Kill();  // does nothing if the daemon was killed before
     f.daemon.Restart();
     f.Back(round);
     f.Installed(++version);

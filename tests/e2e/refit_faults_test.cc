@@ -28,10 +28,11 @@ using Catch::StartsWith;
 
 constexpr int kMatrices = 16;
 constexpr int64_t kColumns = 1024;
-// How many versions may complete before the daemon is stopped in the middle of one.
+// How many versions may complete before the daemon is stopped in the middle of a version.
 constexpr int64_t kAttempts = 20;
 
-// The group of the tests with two daemons: a version takes hundreds of rounds between them.
+// The slots of the group in the tests with two daemons are so small that a version takes hundreds
+// of rounds between them.
 constexpr int64_t kSlotBytes = 65'536;
 constexpr int kSlots = 4;
 
@@ -178,8 +179,8 @@ TEST_CASE("a trainer killed while its shards are copied aborts the refit by name
   CHECK(daemon.InstanceState("g", "i") == "clean");
 }
 
-// Two daemons, the group on `a`. Bytes must cross the wire, so a refit stays in its middle while
-// `b` is stopped.
+// Two daemons, with the group on `a`. Bytes must cross the wire, so a refit stays in its middle
+// while `b` is stopped.
 struct TwoDaemons {
   static constexpr int64_t kRows = 512;
   static std::vector<std::string> Flags(const std::string& id, int loopback) {
@@ -509,7 +510,8 @@ TEST_CASE("50 refits with a registration before each leave nothing behind") {
   const auto refit_until = [&](int64_t last) {
     while (version < last) {
       ++version;
-      // Other memory each time; every third time another cut, and so another program.
+      // The memory is another each time; every third time the cut is another too, and so the
+      // program.
       for (const int rank : {0, 1}) {
         Shards& trainer = *trainers[static_cast<size_t>(rank)];
         trainer.Hold(HoldSlice(model, version % 3 == 0 ? 0 : 1, rank, 2));

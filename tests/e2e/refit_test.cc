@@ -33,7 +33,7 @@ Model AttentionModel() {
 Held Fused(const Model& model, int rank) {
   Held held;
   held.layout.tensors = model;
-  int64_t end = 64;  // other bytes on either side
+  int64_t end = 64;  // other bytes lie before and after the parameters
   for (uint32_t t = 0; t < model.size(); ++t) {
     const Dims& shape = model[t].shape;
     Box box = WholeBox(shape);

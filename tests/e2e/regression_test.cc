@@ -1,4 +1,4 @@
-// Defects that were found once; each test is named after its defect.
+// Defects that were found once. Each test is named after its defect.
 #include <signal.h>
 
 #include <catch2/catch.hpp>

@@ -169,11 +169,11 @@ struct Pair {
 TEST_CASE("a daemon out of descriptors refuses what needs one, harms nobody, and recovers") {
   Daemon daemon;
   Pair old(daemon, daemon, "g");
-  Pair fresh(daemon, daemon, "fresh");  // it has no pool yet
+  Pair fresh(daemon, daemon, "fresh");  // this group has no pool yet
   old.Installed(1);
   REQUIRE(old.trainer.MapPool(Access::kReadWrite) != nullptr);
   SharedMemory memory = MakeMemory(4096);
-  REQUIRE(fresh.trainer.NewMemory(4096).region_id != 0);  // connected
+  REQUIRE(fresh.trainer.NewMemory(4096).region_id != 0);  // connects to the descriptor socket
   {
     OutOfDescriptors out(daemon);
     CHECK(RefusesNewcomers(daemon, &out));
@@ -377,7 +377,7 @@ TEST_CASE("a TCP connection whose other end went unseen is closed") {
 }
 
 TEST_CASE("memory that can't be had is refused; what is there goes on") {
-  constexpr int64_t kRoom = int64_t{256} << 20;  // for the daemon's own threads and messages
+  constexpr int64_t kRoom = int64_t{256} << 20;  // room for the daemon's own threads and messages
   Daemon daemon;
   Pair old(daemon, daemon, "g");
   old.Installed(1);
@@ -414,7 +414,7 @@ TEST_CASE("a log that takes no more does not stop the daemon") {
   TempFolder folder;
   SECTION("from the first line") {}
   SECTION("after some lines: its file system is full") {
-    // Tried in a child first: only root can do it.
+    // A child tries this first, since only root can do it.
     const pid_t child = fork();
     if (child == 0) _exit(unshare(CLONE_NEWNS) == 0 ? 0 : 1);
     int status = 0;
@@ -448,7 +448,7 @@ TEST_CASE("a log that takes no more does not stop the daemon") {
 }
 
 TEST_CASE("the daemon's clocks are its own: one that is years ahead of its members' serves alike") {
-  // Twenty years of uptime, which the members do not see.
+  // The daemon's clock has twenty years of uptime, which the members do not see.
   const std::vector<std::string> launcher = {"/usr/bin/unshare", "--time", "--monotonic=630720000",
                                              "--boottime=630720000"};
   {

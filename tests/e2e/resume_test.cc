@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 
 constexpr int kEngines = 3;
 constexpr size_t kVictim = 2;  // node 0 is the trainers', and node i has instance i
-constexpr int kMegabits = 4;   // of each link: the model takes four seconds
+constexpr int kMegabits = 4;   // the rate of each link, at which the model takes four seconds
 constexpr int64_t kSlotBytes = 64 << 10;
 constexpr milliseconds kSilence{5'000};
 constexpr milliseconds kUpdate{60'000};

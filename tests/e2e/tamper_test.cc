@@ -38,8 +38,8 @@ constexpr uint16_t kDataPort = 7412;
 // How many bytes of the data plane pass unchanged once the attacker is told to act.
 constexpr int64_t kUntouchedBytes = 100'000;
 
-// What the attacker does to one record of TLS. All but kFlip leave every record whole, so that only
-// what TLS says about the records' order and end can tell.
+// The ways to change one record of TLS. All but kFlip leave every record whole, so that only what
+// TLS says about the records' order and end can tell.
 enum class Tamper { kFlip, kDrop, kReplay, kTruncate, kReorder };
 constexpr Tamper kTampers[] = {Tamper::kFlip, Tamper::kDrop, Tamper::kReplay, Tamper::kTruncate,
                                Tamper::kReorder};
@@ -68,7 +68,7 @@ class Attacker {
     plan_ = {tamper, answers};
     untouched_ = kUntouchedBytes;
   }
-  // What is to be done to the next record of that direction, which has `bytes` bytes.
+  // How to change the next record of that direction, which has `bytes` bytes; nullopt: not at all.
   std::optional<Tamper> Next(bool answers, size_t bytes) {
     MutexLock lock(&mutex_);
     passed_ += static_cast<int64_t>(bytes);
@@ -107,7 +107,7 @@ class Direction {
  public:
   Direction(Attacker* attacker, bool answers) : attacker_(attacker), answers_(answers) {}
 
-  // Until the connection ends at one of its ends.
+  // Passes bytes on until one end of the connection closes.
   void Pass(int from, int to) {
     std::string bytes(1 << 16, '\0');
     while (true) {
@@ -172,7 +172,7 @@ sockaddr_in AddressOf(const std::string& ip, uint16_t port) {
   return address;
 }
 
-// A socket of that namespace; not valid: it can't be made.
+// A socket of that namespace; an invalid one if it can't be made.
 UniqueFd SocketIn(const Namespace& where) {
   UniqueFd made;
   std::thread([&] {
@@ -196,7 +196,7 @@ class Relay {
     thread_ = std::thread([this] { Run(); });
   }
   ~Relay() {
-    shutdown(listener_.get(), SHUT_RDWR);  // accept fails from now on
+    shutdown(listener_.get(), SHUT_RDWR);  // from now on accept fails
     thread_.join();
     for (Connection& connection : connections_) {
       shutdown(connection.near.get(), SHUT_RDWR);
@@ -222,7 +222,7 @@ class Relay {
       if (!near.valid()) return;
       UniqueFd far = SocketIn(far_);
       if (connect(far.get(), reinterpret_cast<const sockaddr*>(&address_), sizeof(address_)) != 0) {
-        continue;  // nobody listens there: the caller's connection ends too
+        continue;  // nobody listens there, so the caller's connection ends too
       }
       Connection& connection = connections_.emplace_back();
       connection.near = std::move(near);
@@ -258,8 +258,8 @@ class Network {
 
   Namespace alpha;
   Namespace beta;
-  Namespace by_alpha;  // where the attacker is beta
-  Namespace by_beta;   // where the attacker is alpha
+  Namespace by_alpha;  // the attacker stands for beta here
+  Namespace by_beta;   // the attacker stands for alpha here
 
  private:
   static std::string Join(const Namespace& one, const std::string& ip_of_one,
@@ -277,7 +277,7 @@ class Network {
   }
 };
 
-// Without fills, so that an instance that an update left dirty is seen to be dirty.
+// The daemons make no fills, so that an instance that an update left dirty is seen to be dirty.
 std::vector<std::string> FlagsOf(const TlsFiles& files, const std::string& id,
                                  std::vector<std::string> more) {
   more.insert(more.end(), {"--daemon-id=" + id, std::string("--peers-identity=") + kDaemons,
@@ -286,7 +286,8 @@ std::vector<std::string> FlagsOf(const TlsFiles& files, const std::string& id,
   return Flags(files, std::move(more));
 }
 
-// The bytes of the rank's tensors are those of one of the two versions, each byte by itself.
+// Whether each byte of the rank's tensors is that of one of the two versions, not all of the same
+// one.
 bool EachByteIsOfEither(const Rank& rank, const Model& model, int64_t one, int64_t other) {
   const std::vector<std::string> ones = BytesOf(model, one);
   const std::vector<std::string> others = BytesOf(model, other);
@@ -307,8 +308,8 @@ bool NamesADaemon(const std::string& text) {
          text.find("daemon beta") != std::string::npos;
 }
 
-// The update from version `good` to `version` was aborted, and all know it. P2: what the daemons
-// say is what the engine knows.
+// Checks that the update from version `good` to `version` was aborted, that all know it, and that
+// what the daemons say is what each engine knows (P2).
 void CheckAborted(Daemon& alpha, const std::vector<Rank*>& ranks, const Model& model, int64_t good,
                   int64_t version) {
   for (Rank* rank : ranks) {
@@ -326,7 +327,8 @@ void CheckAborted(Daemon& alpha, const std::vector<Rank*>& ranks, const Model& m
   }
 }
 
-// Engines on both sides, the trainer on one; alpha coordinates, and dials beta's data plane.
+// Attacks updates of a group with engines on both sides and the trainer on one; alpha coordinates,
+// and dials beta's data plane.
 void AttackUpdates(Side side) {
   Network net;
   if (const std::string why = net.Make(); !why.empty()) {

@@ -50,7 +50,7 @@ absl::Status Attaching(const client::ConnectOptions& connect) {
   return client::Trainer::Attach({.connect = connect}).status();
 }
 
-// Pushes a version as inline bytes, all that is to be had over TCP.
+// Pushes a version as inline bytes, since nothing else goes over TCP.
 absl::Status InstallInline(client::Trainer* trainer, const Model& model, int64_t version) {
   const std::vector<std::string> bytes = BytesOf(model, version);
   std::vector<std::span<const char>> spans;
@@ -64,7 +64,7 @@ bool LogHas(Daemon* daemon, const std::string& text) {
   return Eventually([&] { return daemon->log().find(text) != std::string::npos; });
 }
 
-// Any call of an operator over TCP.
+// Makes a call as an operator over TCP.
 grpc::Status AskOver(const std::string& address,
                      const std::shared_ptr<grpc::ChannelCredentials>& with) {
   const auto stub = v1::Operator::NewStub(grpc::CreateChannel("dns:///" + address, with));
@@ -99,7 +99,7 @@ TEST_CASE("a trainer over TLS installs a version, and its identity is seen in st
     CHECK(member.identity() == (member.role() == "trainer" ? "spiffe://prod/trainer/t" : ""));
   }
   CHECK(LogHas(&daemon, "attaches as spiffe://prod/trainer/t"));
-  // Memory is shared on the machine alone.
+  // Memory can be shared on one machine only.
   const auto region = (*trainer)->NewRegion(4096);
   CHECK_THAT(Message(region.status()), Contains("no memory is shared"));
 }
@@ -219,8 +219,8 @@ struct Refusal {
   std::string name;
   TlsFiles member;
   std::string server;
-  std::string at_member;  // in its status
-  std::string at_daemon;  // in its log; empty: the member hung up
+  std::string at_member;  // what the member's status says
+  std::string at_daemon;  // what the daemon's log says; empty: the member hung up
 };
 
 TEST_CASE("a certificate that is not good is refused, and both ends hear why") {
@@ -270,7 +270,7 @@ TEST_CASE("an expired certificate is refused, whichever end has it") {
   CHECK(absl::IsInvalidArgument(own));
   CHECK_THAT(Message(own), Contains(late.certificate + ": the certificate expired at"));
 
-  // A client that does not look at its own certificate.
+  // This client does not look at its own certificate.
   const IssuedCertificate expired = certified.authority.Issue(
       {.uris = {"spiffe://prod/late"}, .from_seconds = -100, .until_seconds = -10});
   Certificates careless;
@@ -287,7 +287,7 @@ TEST_CASE("an expired certificate is refused, whichever end has it") {
       ProbeTls(daemon.address(), careless, kDaemons, std::chrono::steady_clock::now() + kDeadline);
   CHECK_THAT(Message(why), Contains("that of spiffe://prod/late (signed by /CN=root, valid until"));
 
-  // A daemon that has outlived its certificate.
+  // This server stands for a daemon that has outlived its certificate.
   v1::Operator::CallbackService nothing;
   grpc::ServerBuilder builder;
   builder.RegisterService(&nothing);
@@ -492,7 +492,8 @@ TEST_CASE("certificates are replaced under load: no update is lost, nobody is re
       client::Trainer::Attach({.connect = Over(a.address(), certified.Issue("trainer"))});
   REQUIRE(trainer.ok());
 
-  // The roots change as well: old alone, both, new alone, as when a root is replaced.
+  // The roots change as well: the old one alone, then both, then the new one alone, as when a root
+  // is replaced.
   const TestAuthority next{"next root"};
   const std::string bundles[] = {certified.authority.root(),
                                  certified.authority.root() + next.root(),
@@ -512,7 +513,7 @@ TEST_CASE("certificates are replaced under load: no update is lost, nobody is re
     INFO("version " << version);
     REQUIRE(InstallInline(trainer->get(), model, version).ok());
     REQUIRE(Eventually([&] { return a.log().size() > before.size(); }));
-    // Who comes with a certificate of the moment is let in, in the middle of all this.
+    // A client that comes with a certificate of the moment is let in, in the middle of all this.
     TlsFiles comer =
         certified.Write("comer", signer.Issue({.uris = {"spiffe://prod/comer"}}), bundles[step]);
     REQUIRE(AskOver(a.address(), comer).ok());

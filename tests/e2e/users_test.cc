@@ -12,7 +12,8 @@
 namespace refitd::e2e {
 namespace {
 
-// Tried in a child: it fails without root, or in a user namespace (a test sandbox).
+// Whether this process can become another user. A child tries it: that fails without root, or in a
+// user namespace (a test sandbox).
 bool CanBecomeNobody() {
   const pid_t child = fork();
   if (child == 0) {

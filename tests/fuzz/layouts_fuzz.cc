@@ -156,7 +156,7 @@ bool Skipped(const PlanOptions& options, size_t destination) {
   return destination < options.skip_destination.size() && options.skip_destination[destination];
 }
 
-void CheckMoves(const Program& program, const Layouts& sources, const Layouts& destinations,
+void CheckMoves(const MovePlan& program, const Layouts& sources, const Layouts& destinations,
                 const PlanOptions& options) {
   // The written (destination, piece, element).
   std::set<std::tuple<uint32_t, uint32_t, int64_t>> written;

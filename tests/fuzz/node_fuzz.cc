@@ -203,7 +203,7 @@ DaemonOptions Options() {
   DaemonOptions options;
   options.group.default_duration = std::chrono::hours(1);
   options.group.ready_limit = options.group.ack_limit = std::chrono::hours(1);
-  options.group.idle_limit = options.group.lease_limit = std::chrono::hours(1);
+  options.group.idle_limit = options.group.grant_limit = std::chrono::hours(1);
   options.group.cleanup_limit = std::chrono::minutes(1);
   options.group.outstanding_buckets = 4;
   options.default_slot_bytes = 4096;

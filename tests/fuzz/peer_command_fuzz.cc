@@ -93,7 +93,7 @@ void CheckAnswer(Reply reply) {
 }
 
 void FuzzOne(const v1::PeerAnswer& answer) {
-  (void)AcceptedFromWire(answer);
+  (void)AcceptedFromProto(answer);
   const auto first = CommandDecoder(kBounds).Decode(answer);
   if (!first.ok()) {
     REFITD_CHECK(!first.status().message().empty());
@@ -102,7 +102,7 @@ void FuzzOne(const v1::PeerAnswer& answer) {
   if (!first->has_value()) return;  // more chunks would have to follow
   if (const auto* header = std::get_if<PeerHeader>(&**first)) CheckHeader(*header);
   if (const auto* reply = std::get_if<Reply>(&**first)) CheckAnswer(*reply);
-  const auto sent = ToWire(**first, kMessageBytes);
+  const auto sent = ToProto(**first, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);
     return;
@@ -116,7 +116,7 @@ void FuzzOne(const v1::PeerAnswer& answer) {
     second = *decoded;
   }
   REFITD_CHECK(second.has_value());
-  const auto again = ToWire(*second, kMessageBytes);
+  const auto again = ToProto(*second, kMessageBytes);
   REFITD_CHECK(again.ok() && again->size() == sent->size());
   for (size_t i = 0; i < sent->size(); ++i) {
     REFITD_CHECK((*again)[i].SerializeAsString() == (*sent)[i].SerializeAsString());

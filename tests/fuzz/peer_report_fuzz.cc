@@ -84,7 +84,7 @@ void FuzzOne(const v1::PeerMessage& message) {
   const bool of_epoch =
       std::holds_alternative<EpochOpened>(**first) || std::holds_alternative<EpochUp>(**first);
   if (of_epoch) CheckEpochReport(**first);
-  const auto sent = ToWire(**first, kBounds, kMessageBytes);
+  const auto sent = ToProto(**first, kBounds, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);
     return;
@@ -97,7 +97,7 @@ void FuzzOne(const v1::PeerMessage& message) {
     second = *std::move(decoded);
   }
   REFITD_CHECK(second.has_value());
-  const auto again = ToWire(*second, kBounds, kMessageBytes);
+  const auto again = ToProto(*second, kBounds, kMessageBytes);
   REFITD_CHECK(again.ok() && again->size() == sent->size());
   for (size_t i = 0; i < sent->size(); ++i) {
     REFITD_CHECK((*again)[i].SerializeAsString() == (*sent)[i].SerializeAsString());

@@ -6,14 +6,10 @@
 
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <future>
-#include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "tests/fuzz/one_in.h"
 #include "tests/fuzz/stranger.h"
@@ -24,10 +20,6 @@
 
 namespace refitd {
 namespace {
-
-constexpr EpochId kOpen{1};
-constexpr size_t kPayload = 64;
-constexpr Duration kTimeout = std::chrono::seconds(5);
 
 void FuzzDecoders(std::string_view in) {
   const auto address = DecodeSocketAddress(in, kOpen, 1, 2);
@@ -42,61 +34,7 @@ void FuzzDecoders(std::string_view in) {
   if (frame.has_value()) REFITD_CHECK(EncodeFrame(*frame) == bytes && !Describe(*frame).empty());
 }
 
-// The status of what `submit` is given a callback for.
-template <typename F>
-std::future<absl::Status> Ask(const F& submit) {
-  auto promise = std::make_shared<std::promise<absl::Status>>();
-  auto future = promise->get_future();
-  submit([promise](absl::Status status) { promise->set_value(std::move(status)); });
-  return future;
-}
-
-absl::Status Get(std::future<absl::Status>& future) {
-  REFITD_CHECK(future.wait_for(2 * kTimeout) == std::future_status::ready);
-  return future.get();
-}
-
-// Two ranks that stay connected for the whole run.
-struct Pair {
-  Pair() {
-    for (auto& wire : wires) {
-      auto made = MakeSocketWire({});
-      REFITD_CHECK(made.ok());
-      wire = *std::move(made);
-    }
-    std::vector<std::string> addresses;
-    for (int rank = 0; rank < 2; ++rank) addresses.push_back(*wires[rank]->Open(kOpen, rank, 2));
-    std::array<std::future<absl::Status>, 2> up;
-    for (int rank = 0; rank < 2; ++rank) {
-      up[rank] = Ask([&](auto done) { wires[rank]->Connect(kOpen, addresses, kTimeout, done); });
-    }
-    for (auto& each : up) REFITD_CHECK(Get(each).ok());
-    address = *DecodeSocketAddress(addresses[1], kOpen, 1, 2);
-  }
-
-  void CheckBroadcast() {
-    std::array<std::array<char, kPayload>, 2> memory{};
-    memory[0].fill(static_cast<char>(seq));
-    std::array<std::future<absl::Status>, 2> ended;
-    ++seq;
-    for (int rank = 0; rank < 2; ++rank) {
-      ended[rank] = Ask([&](auto done) {
-        wires[rank]->Submit(
-            WireBroadcast{
-                kOpen, WireSeq(seq), 0, {memory[rank].data(), kPayload, nullptr}, kTimeout},
-            done);
-      });
-    }
-    for (auto& each : ended) REFITD_CHECK(Get(each).ok());
-    REFITD_CHECK(memory[0] == memory[1]);
-  }
-
-  std::array<std::unique_ptr<Wire>, 2> wires;
-  SocketAddress address;  // of rank 1
-  uint64_t seq = 0;
-};
-
-void FuzzStranger(Pair& pair, std::string_view in) {
+void FuzzStranger(WirePair& pair, std::string_view in) {
   const UniqueFd fd = Dial(pair.address);
   Say(fd.get(), in);
   shutdown(fd.get(), SHUT_WR);
@@ -113,7 +51,7 @@ void FuzzStranger(Pair& pair, std::string_view in) {
   if (OneIn(16, in)) pair.CheckBroadcast();
 }
 
-void FuzzPeer(Pair& pair, std::string_view in) {
+void FuzzPeer(WirePair& pair, std::string_view in) {
   static uint64_t next = 100;
   const EpochId epoch(next++);
   Wire& wire = *pair.wires[1];
@@ -152,7 +90,7 @@ void FuzzPeer(Pair& pair, std::string_view in) {
 }  // namespace refitd
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static auto* const pair = new refitd::Pair;
+  static auto* const pair = new refitd::WirePair({});
   if (size == 0) return 0;
   const std::string_view in(reinterpret_cast<const char*>(data) + 1, size - 1);
   switch (data[0] % 3) {

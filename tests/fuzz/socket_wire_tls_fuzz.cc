@@ -11,17 +11,15 @@
 #include <openssl/err.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
-#include <future>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
+#include "tests/fuzz/bare_tls_client.h"
 #include "tests/fuzz/one_in.h"
 #include "tests/fuzz/stranger.h"
 #include "transport/base/status.h"
@@ -29,76 +27,46 @@
 #include "transport/sockets/frames.h"
 #include "transport/sockets/socket_wire.h"
 #include "transport/sockets/tls_context.h"
+#include "transport/tls/certificates.h"
+#include "transport/tls/openssl_ptr.h"
 #include "transport/tls/test_certificates.h"
 
 namespace refitd {
 namespace {
 
-constexpr EpochId kOpen{1};
-constexpr size_t kPayload = 64;
-constexpr Duration kTimeout = std::chrono::seconds(5);
 // A handshake's first flight of the listener has its certificate and little else.
 constexpr size_t kMaxFlightBytes = 16 << 10;
 
-WireCertificates MakeCertificates() {
+// Returns certificates that outlast a run of many hours.
+std::shared_ptr<const Certificates> MakeCertificates() {
   const TestAuthority root("fuzz");
-  return [own = IssueCertificates(root, "spiffe://fuzz/daemon", root)] { return own; };
+  const std::string identity = "spiffe://fuzz/daemon";
+  const IssuedCertificate issued = root.Issue({.uris = {identity}, .until_seconds = 20 * 3600});
+  auto own = std::make_shared<Certificates>();
+  own->certificate = issued.certificate;
+  own->key = issued.key;
+  own->roots = root.root();
+  own->identity = identity;
+  return own;
 }
 
-// The status of what `submit` is given a callback for.
-template <typename F>
-std::future<absl::Status> Ask(const F& submit) {
-  auto promise = std::make_shared<std::promise<absl::Status>>();
-  auto future = promise->get_future();
-  submit([promise](absl::Status status) { promise->set_value(std::move(status)); });
-  return future;
+// Returns the record with which a daemon that has these certificates begins a connection.
+std::string HelloOf(const std::shared_ptr<const Certificates>& own) {
+  TlsContexts contexts([own] { return own; });
+  const SslPtr ssl = *contexts.Dial(-1);
+  SSL_set0_rbio(ssl.get(), BIO_new(BIO_s_mem()));
+  SSL_set0_wbio(ssl.get(), BIO_new(BIO_s_mem()));
+  REFITD_CHECK(SSL_do_handshake(ssl.get()) < 0);
+  std::string hello(BIO_ctrl_pending(SSL_get_wbio(ssl.get())), '\0');
+  REFITD_CHECK(BIO_read(SSL_get_wbio(ssl.get()), hello.data(), static_cast<int>(hello.size())) > 0);
+  return hello;
 }
 
-absl::Status Get(std::future<absl::Status>& future) {
-  REFITD_CHECK(future.wait_for(2 * kTimeout) == std::future_status::ready);
-  return future.get();
-}
+struct Pair : WirePair {
+  explicit Pair(const std::shared_ptr<const Certificates>& own = MakeCertificates())
+      : WirePair({.certificates = [own] { return own; }}), stranger(HelloOf(own), *own) {}
 
-// Two ranks that stay connected for the whole run.
-struct Pair {
-  Pair() : certificates(MakeCertificates()), contexts(certificates) {
-    for (auto& wire : wires) {
-      auto made = MakeSocketWire({.certificates = certificates});
-      REFITD_CHECK(made.ok());
-      wire = *std::move(made);
-    }
-    std::vector<std::string> addresses;
-    for (int rank = 0; rank < 2; ++rank) addresses.push_back(*wires[rank]->Open(kOpen, rank, 2));
-    std::array<std::future<absl::Status>, 2> up;
-    for (int rank = 0; rank < 2; ++rank) {
-      up[rank] = Ask([&](auto done) { wires[rank]->Connect(kOpen, addresses, kTimeout, done); });
-    }
-    for (auto& each : up) REFITD_CHECK(Get(each).ok());
-    address = *DecodeSocketAddress(addresses[1], kOpen, 1, 2);
-  }
-
-  void CheckBroadcast() {
-    std::array<std::array<char, kPayload>, 2> memory{};
-    memory[0].fill(static_cast<char>(seq));
-    std::array<std::future<absl::Status>, 2> ended;
-    ++seq;
-    for (int rank = 0; rank < 2; ++rank) {
-      ended[rank] = Ask([&](auto done) {
-        wires[rank]->Submit(
-            WireBroadcast{
-                kOpen, WireSeq(seq), 0, {memory[rank].data(), kPayload, nullptr}, kTimeout},
-            done);
-      });
-    }
-    for (auto& each : ended) REFITD_CHECK(Get(each).ok());
-    REFITD_CHECK(memory[0] == memory[1]);
-  }
-
-  const WireCertificates certificates;
-  TlsContexts contexts;  // of strangers
-  std::array<std::unique_ptr<Wire>, 2> wires;
-  SocketAddress address;  // of rank 1
-  uint64_t seq = 0;
+  const BareTlsIdentity stranger;  // has the same certificate
 };
 
 // Returns the bytes that come next; empty at the end. The end must come by itself, not by the time
@@ -164,76 +132,66 @@ class Tamper {
   std::string with_;
 };
 
-// A daemon's end of TLS, whose bytes this file carries.
-struct Client {
-  explicit Client(Pair& pair) : fd(Dial(pair.address)), ssl(*pair.contexts.Dial(fd.get())) {
-    SSL_set_verify(ssl.get(), SSL_VERIFY_NONE, nullptr);  // strangers believe anything
-    SSL_set0_rbio(ssl.get(), BIO_new(BIO_s_mem()));
-    SSL_set0_wbio(ssl.get(), BIO_new(BIO_s_mem()));
-  }
-
-  std::string Flight() {
-    std::string bytes(BIO_ctrl_pending(SSL_get_wbio(ssl.get())), '\0');
-    if (!bytes.empty()) {
-      BIO_read(SSL_get_wbio(ssl.get()), bytes.data(), static_cast<int>(bytes.size()));
-    }
-    return bytes;
-  }
-  // Gives what comes next to TLS. False: nothing more comes.
-  bool Feed() {
-    std::array<char, 4096> buffer;
-    const std::string_view heard = Hear(fd.get(), &buffer);
-    if (heard.empty()) return false;
-    BIO_write(SSL_get_rbio(ssl.get()), heard.data(), static_cast<int>(heard.size()));
-    return true;
-  }
-
-  UniqueFd fd;
-  SslPtr ssl;
-};
-
 // Runs the handshake through `tamper`, which may be null. True: the client's end is through it.
-bool Shake(Client* client, Tamper* tamper) {
-  for (;;) {
-    const bool done = SSL_do_handshake(client->ssl.get()) == 1;
-    std::string flight = client->Flight();
+bool Shake(int fd, BareTlsClient* client, Tamper* tamper) {
+  const auto say = [&](std::string flight) {
     const bool changed = tamper != nullptr && tamper->Change(&flight);
-    Say(client->fd.get(), flight);
-    if (done) return true;
-    if (changed || !client->Feed()) return false;
-  }
-}
-
-void FuzzHandshake(Pair& pair, std::string_view in) {
-  Client client(pair);
-  Tamper tamper(in);
-  Shake(&client, &tamper);
-  HearTheEnd(client.fd.get());
-}
-
-void FuzzUnderTls(Pair& pair, std::string_view in) {
-  Client client(pair);
-  REFITD_CHECK(Shake(&client, nullptr));
-  if (!in.empty()) {
-    REFITD_CHECK(SSL_write(client.ssl.get(), in.data(), static_cast<int>(in.size())) > 0);
-  }
-  Say(client.fd.get(), client.Flight());
-  shutdown(client.fd.get(), SHUT_WR);
-  std::string heard;
+    Say(fd, flight);
+    return !changed;
+  };
+  if (!say(client->FirstFlight())) return false;
+  std::array<char, 4096> buffer;
   for (;;) {
-    std::array<char, 256> plain;
-    const int n = SSL_read(client.ssl.get(), plain.data(), plain.size());
-    if (n > 0) heard.append(plain.data(), static_cast<size_t>(n));
-    if (n <= 0 && !client.Feed()) break;
+    const std::string_view heard = Hear(fd, &buffer);
+    if (heard.empty()) return false;
+    const std::string flight = client->TakeFlight(heard);
+    if (!flight.empty()) return say(flight);
   }
-  // No answer, or one that says nothing of an epoch or token.
-  REFITD_CHECK(heard.empty() || heard.size() == kGreetingBytes);
-  if (heard.empty()) return;
+}
+
+void FuzzHandshake(const Pair& pair, std::string_view in) {
+  const UniqueFd fd = Dial(pair.address);
+  BareTlsClient client(&pair.stranger);
+  Tamper tamper(in);
+  Shake(fd.get(), &client, &tamper);
+  HearTheEnd(fd.get());
+}
+
+// Says `in` under TLS. Returns what the listener answers, under TLS, until it ends the connection.
+std::string AskUnderTls(const Pair& pair, std::string_view in) {
+  const UniqueFd fd = Dial(pair.address);
+  BareTlsClient client(&pair.stranger);
+  REFITD_CHECK(Shake(fd.get(), &client, nullptr));
+  if (!in.empty()) Say(fd.get(), client.Encrypt(in));
+  shutdown(fd.get(), SHUT_WR);
+  std::string answer;
+  std::array<char, 4096> buffer;
+  for (std::string_view heard; !(heard = Hear(fd.get(), &buffer)).empty();) {
+    answer += client.Decrypt(heard);
+  }
+  return answer;
+}
+
+// True: `in` is a whole hello, which the listener answers.
+bool IsHello(std::string_view in) {
+  if (in.size() != kGreetingBytes) return false;
   GreetingBytes bytes;
-  std::copy(heard.begin(), heard.end(), bytes.begin());
-  const auto answer = DecodeGreeting(bytes);
-  REFITD_CHECK(answer.has_value() && answer->kind == GreetingKind::kUnknown &&
-               answer->token == WireToken{});
+  std::copy(in.begin(), in.end(), bytes.begin());
+  const auto greeting = DecodeGreeting(bytes);
+  return greeting.has_value() && greeting->kind == GreetingKind::kHello;
+}
+
+void FuzzUnderTls(const Pair& pair, std::string_view in) {
+  const std::string answer = AskUnderTls(pair, in);
+  // No answer, or one that says nothing of an epoch or token. A hello is answered: whoever has a
+  // certificate is heard.
+  REFITD_CHECK(answer.empty() ? !IsHello(in) : answer.size() == kGreetingBytes);
+  if (answer.empty()) return;
+  GreetingBytes bytes;
+  std::copy(answer.begin(), answer.end(), bytes.begin());
+  const auto greeting = DecodeGreeting(bytes);
+  REFITD_CHECK(greeting.has_value() && greeting->kind == GreetingKind::kUnknown &&
+               greeting->token == WireToken{});
 }
 
 // The function of the library after this program, which with a sanitizer has its own.

@@ -1,4 +1,5 @@
-// A stranger's connection to the host wire's listener, for fuzz targets that make millions of them.
+// A stranger's connection to the host wire's listener, for fuzz targets that make millions of them,
+// and two ranks of an epoch that strangers must not harm.
 #ifndef REFITD_TESTS_FUZZ_STRANGER_H_
 #define REFITD_TESTS_FUZZ_STRANGER_H_
 
@@ -7,15 +8,22 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <future>
+#include <memory>
+#include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/frames.h"
+#include "transport/sockets/socket_wire.h"
 
 namespace refitd {
 
@@ -71,6 +79,66 @@ inline void Say(int fd, std::string_view bytes) {
   // The other end may have closed the connection at an earlier byte.
   (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
 }
+
+// ---- the two ranks ----
+
+inline constexpr EpochId kOpen{1};
+inline constexpr size_t kPayload = 64;
+inline constexpr Duration kTimeout = std::chrono::seconds(5);
+
+// Calls `submit` with a callback, and returns the status that the callback will get.
+template <typename F>
+std::future<absl::Status> Ask(const F& submit) {
+  auto promise = std::make_shared<std::promise<absl::Status>>();
+  auto future = promise->get_future();
+  submit([promise](absl::Status status) { promise->set_value(std::move(status)); });
+  return future;
+}
+
+inline absl::Status Get(std::future<absl::Status>& future) {
+  REFITD_CHECK(future.wait_for(2 * kTimeout) == std::future_status::ready);
+  return future.get();
+}
+
+// Two ranks that stay connected for the whole run.
+struct WirePair {
+  explicit WirePair(const SocketWireOptions& options) {
+    for (auto& wire : wires) {
+      auto made = MakeSocketWire(options);
+      REFITD_CHECK(made.ok());
+      wire = *std::move(made);
+    }
+    std::vector<std::string> addresses;
+    for (int rank = 0; rank < 2; ++rank) addresses.push_back(*wires[rank]->Open(kOpen, rank, 2));
+    std::array<std::future<absl::Status>, 2> up;
+    for (int rank = 0; rank < 2; ++rank) {
+      up[rank] = Ask([&](auto done) { wires[rank]->Connect(kOpen, addresses, kTimeout, done); });
+    }
+    for (auto& each : up) REFITD_CHECK(Get(each).ok());
+    address = *DecodeSocketAddress(addresses[1], kOpen, 1, 2);
+  }
+
+  void CheckBroadcast() {
+    std::array<std::array<char, kPayload>, 2> memory{};
+    memory[0].fill(static_cast<char>(seq));
+    std::array<std::future<absl::Status>, 2> ended;
+    ++seq;
+    for (int rank = 0; rank < 2; ++rank) {
+      ended[rank] = Ask([&](auto done) {
+        wires[rank]->Submit(
+            WireBroadcast{
+                kOpen, WireSeq(seq), 0, {memory[rank].data(), kPayload, nullptr}, kTimeout},
+            done);
+      });
+    }
+    for (auto& each : ended) REFITD_CHECK(Get(each).ok());
+    REFITD_CHECK(memory[0] == memory[1]);
+  }
+
+  std::array<std::unique_ptr<Wire>, 2> wires;
+  SocketAddress address;  // of rank 1
+  uint64_t seq = 0;
+};
 
 }  // namespace refitd
 

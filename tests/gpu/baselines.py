@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 BUCKET_BYTES = 1 << 30
-PATIENCE_SECONDS = 300  # for a case
+PATIENCE_SECONDS = 300  # the time for a case
 
 
 def attention_qwen(prefix, h, heads, kv, d):
@@ -157,7 +157,7 @@ def limits(model, rounds):
 
 
 class Ranks:
-    """Of one torch.distributed world: trainers first, then engines."""
+    """The ranks of one torch.distributed world: trainers first, then engines."""
 
     def __init__(self, rank, world, trainers, store):
         self.rank = rank

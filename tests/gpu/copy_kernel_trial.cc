@@ -193,7 +193,7 @@ int64_t Pick(Rng* rng, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(*rng);
 }
 
-constexpr int64_t kSlot = 96 << 10;  // of one task, at source and destination
+constexpr int64_t kSlot = 96 << 10;  // bytes of one task at the source, and at the destination
 constexpr size_t kSums = 16;
 
 int64_t PickStep(Rng* rng, int64_t span) {
@@ -365,9 +365,9 @@ const char* Name(Digest digest) {
 
 struct Shape {
   const char* name;
-  uint32_t run;        // bytes; 0: the whole
+  uint32_t run;        // bytes; 0: the whole piece is one run
   int64_t source_row;  // bytes from run to run
-  int64_t off;         // of the source, bytes
+  int64_t off;         // the source begins so many bytes off
   uint8_t element_bytes;
   // Elements that lie apart: every source_every-th place of a row belongs to the piece. 0: runs.
   int64_t source_every = 0;

@@ -118,7 +118,7 @@ class CudaStore final : public Store {
     return absl::OkStatus();
   }
 
-  // Device memory is freed at the process's end.
+  // Frees nothing: device memory is freed at the process's end.
   ~CudaStore() override = default;
 
   const std::string& device_name() const override { return name_; }

@@ -573,7 +573,8 @@ class EngineRank {
     }
   }
 
-  // When the lock is held, this rank's work that reads or writes the weights has ended.
+  // Answers Prepare. Once this has the lock, the rank's work that reads or writes the weights has
+  // ended.
   void OnPrepare(const client::Prepare& prepare) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (hold_) {

@@ -27,7 +27,7 @@ for file in "$@"; do
   name=${file##*/}
   case $name in
     *_pb2.py | *_pb2_grpc.py)
-      # Below the import root: refitd/v1.
+      # The stubs are imported as refitd.v1, so they go below the import root.
       mkdir -p "$top/python/refitd/v1"
       cp "$file" "$top/python/refitd/v1/"
       ;;
@@ -42,7 +42,7 @@ for file in "$@"; do
   esac
 done
 
-# glibc is the host's: its parts belong together with the host's loader.
+# glibc comes from the host, since all of its parts must fit the host's loader.
 sort -u "$root/libraries" | while read -r library; do
   case ${library##*/} in
     libc.so.* | libm.so.* | libdl.so.* | librt.so.* | libpthread.so.* | libresolv.so.* | libutil.so.* | libnsl.so.*) ;;

@@ -252,7 +252,8 @@ class Rig {
 std::shared_ptr<CudaMemory> the_memory;
 NcclReport the_nccl;
 
-// Made by the first test case and never destroyed, because hanging work may use it to the end.
+// The first test case makes the rig, and nothing destroys it, because hanging work may use it to
+// the end.
 struct TheRig {
   Rig* operator->() const {
     static Rig* const made = new Rig(the_memory, the_nccl);
@@ -404,7 +405,7 @@ TEST_CASE("a communicator that is aborted in mid-broadcast gives all back, and t
   __atomic_store_n(reinterpret_cast<uint32_t*>(flag), 1, __ATOMIC_RELEASE);
   communicator = nullptr;
   regions.clear();
-  communicator = rig->Make();  // after the end of the other
+  communicator = rig->Make();  // the other communicator has ended by now
   std::printf("aborted in mid-broadcast, given back and made anew in %.0f ms\n",
               Milliseconds(begun));
   rig->Synchronize();

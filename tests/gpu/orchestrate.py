@@ -16,14 +16,14 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 BIN = os.environ.get("REFITD_GPU_BIN", os.path.join(HERE, "bin"))
 
-START_SECONDS = 60  # until a daemon or a rank is ready (a model's memory included)
-ANSWER_SECONDS = 120  # for one command
-LOOK_SECONDS = 0.01  # between two looks at a condition
-TOGETHER_SECONDS = 0.02  # until ranks begin an update: each has heard of it by then
+START_SECONDS = 60  # the time until a daemon or a rank is ready (a model's memory included)
+ANSWER_SECONDS = 120  # the time for one command
+LOOK_SECONDS = 0.01  # the time between two looks at a condition
+TOGETHER_SECONDS = 0.02  # ranks begin an update so much later, when each has heard of it
 
 
 class Failure(Exception):
-    """What a case found wrong."""
+    """A case found something wrong."""
 
 
 def expect(condition, what, *values):
@@ -32,7 +32,7 @@ def expect(condition, what, *values):
 
 
 def gpus():
-    """UUIDs by ordinal; none where there is no driver."""
+    """The GPUs' UUIDs, by ordinal; empty where there is no driver."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
@@ -43,7 +43,7 @@ def gpus():
 
 
 def used_mib():
-    """Memory in use by GPU, of all processes, MiB."""
+    """The memory in use on each GPU by all processes, in MiB."""
     listed = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -65,7 +65,7 @@ def wait_for(what, condition, seconds=ANSWER_SECONDS):
 
 
 def settled_mib():
-    """Used memory once two readings agree: what an ended process had is given back a little later."""
+    """The memory in use once two readings agree, since an ended process gives its memory back a little later."""
     readings = [used_mib(), None]
 
     def same():
@@ -107,7 +107,8 @@ class Process:
         return self.errors.read().decode(errors="replace")[-2000:]
 
     def wait(self, event, seconds=ANSWER_SECONDS, **fields):
-        """The first object of that event (and those fields) not handed out yet. Others stay."""
+        """Waits for an object of that event (and those fields), and hands it out. Other objects stay for later calls.
+        """
 
         def matches(line):
             return line["event"] == event and all(line.get(key) == value for key, value in fields.items())
@@ -200,7 +201,7 @@ class Daemon:
             return log.read().decode(errors="replace")[-4000:]
 
     def close(self):
-        """SIGTERM must end it, with 0, once its clients are gone."""
+        """Sends SIGTERM, after which the daemon must end with 0, once its clients are gone."""
         self.process.send_signal(signal.SIGTERM)
         try:
             status = self.process.wait(timeout=START_SECONDS)
@@ -218,18 +219,18 @@ class Daemon:
 
 
 class Machine:
-    """The GPUs and who goes where. Without GPUs (memory host) ordinals have no meaning."""
+    """The GPUs, and which rank is on which. Without GPUs (memory host) ordinals have no meaning."""
 
     def __init__(self, count, half=None):
         self.count = max(count, 1)
         self.half = half or max(self.count // 2, 1)  # trainers' GPUs, the first ones
 
     def one_to_many(self):
-        """One trainer's GPU and at most four for engines."""
+        """One GPU for the trainer, and at most four for engines."""
         return Machine(self.count, max(self.count - 4, 1))
 
     def engines(self):
-        """How many GPUs are engines' alone; 1 where there is one."""
+        """How many GPUs engines have for themselves; 1 if there is one GPU only."""
         return max(self.count - self.half, 1)
 
     def trainer(self, index, colocated):
@@ -260,19 +261,19 @@ class Group:
         self.daemon = daemon
         self.machine = machine
         self.common = dict(common, socket=daemon.socket, group=name, instances=instances,
-                           trainers=max(trainer.get("world", 1), 1))  # 0: somebody else is the trainer
+                           trainers=max(trainer.get("world", 1), 1))  # 0 in `world`: somebody else is the trainer
         # engines_at: another daemon, which joins the group.
         self.engines_at = {} if engines_at is None else {"socket": engines_at.socket, "coordinator": daemon.address()}
         self.trainer_flags = trainer
         self.engine_flags = engine
         self.colocated = colocated
         self.trainers = []
-        self.engines = []  # of all instances, instance by instance
+        self.engines = []  # the engines of all instances, instance by instance
         self.instances = instances
-        self.began = 0.0  # the last update, by the monotonic clock
+        self.began = 0.0  # when the last update began, by the monotonic clock
         self.pushed = {}
         try:
-            # Memory of all of them at once.
+            # All ranks are started at once, so that they make their memory at the same time.
             started = [self.start_trainer(r) for r in range(trainer.get("world", 1))]
             per = engine.get("world", 1)
             started_engines = [self.start_engine(i, r) for i in range(instances) for r in range(per)]
@@ -301,7 +302,7 @@ class Group:
         return process
 
     def replace(self, processes, index, start):
-        """Another process in the place of one that was killed."""
+        """Starts another process in the place of a killed one."""
         processes[index].kill()
         fresh = start()
         processes.remove(fresh)  # start_* appended it
@@ -310,7 +311,7 @@ class Group:
         expect(ready["ok"], "%s again: %s", fresh.name, ready.get("error"))
 
     def all(self, ranks, text, seconds=ANSWER_SECONDS):
-        """The command on all of these at once; their answers."""
+        """Gives the command to all of these at once, and returns their answers."""
         for rank in ranks:
             rank.send(text)
         return [rank.wait(text.split()[0], seconds) for rank in ranks]
@@ -337,7 +338,8 @@ class Group:
         return max(answer["seconds"] for answer in answers)
 
     def check(self, version, engines=None):
-        """Every element of every engine is that version's, and nothing beside the pieces was written."""
+        """Checks that every element of every engine is that version's, and that nothing beside the pieces was written.
+        """
         engines = self.engines if engines is None else engines
         for engine, answer in zip(engines, self.all(engines, "check %d" % version)):
             expect(answer["ok"], "%s: %s", engine.name, answer.get("error"))
@@ -347,7 +349,7 @@ class Group:
                    answer["beside"])
 
     def version(self, command, version, *words, streamed=False):
-        """Fresh values, an update, all checked."""
+        """Fills in fresh values, makes an update, and checks all of it."""
         if not streamed:
             self.fill(version)
         seconds = self.update(command, version, *words)

@@ -389,7 +389,8 @@ std::string Run(const Case& c, int devices) {
     } else {
       kill(importer.pid, SIGKILL);
       waitpid(importer.pid, nullptr, 0);
-      // Written over, perhaps torn: the second exporter's memory was only mapped.
+      // The first exporter's memory was written over and may be torn; the second exporter's was
+      // only mapped.
       const std::string context = ask(&first, "health");
       result = "exporter=" + (context.find("differ") != std::string::npos ? "ok" : context) +
                " second=" + ask(&second, "health");

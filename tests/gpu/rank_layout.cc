@@ -188,8 +188,8 @@ absl::StatusOr<RankLayout> DivideIntoBlocks(Layout layout, const LayoutOptions& 
                    [](const Piece& a, const Piece& b) { return a.byte_offset < b.byte_offset; });
   RankLayout made;
   Random random(options.random_seed + static_cast<uint64_t>(options.rank) * 101);
-  int64_t arena_end = 0;  // of the piece before
-  int64_t end = 0;        // of the block
+  int64_t arena_end = 0;  // the end of the piece before, in the arena
+  int64_t end = 0;        // the end of the block so far
   for (Piece& piece : layout.pieces) {
     const TensorSpec& tensor = layout.tensors[piece.tensor];
     const int64_t size = ElementBytes(tensor.dtype);

@@ -15,7 +15,8 @@
 namespace refitd::gpu {
 
 struct LayoutOptions {
-  // "megatron", "fsdp", "vllm", "random"; "push": whole tensors, every world-th of the model's.
+  // "megatron", "fsdp", "vllm" or "random"; "push": the rank has every world-th tensor of the
+  // model, whole.
   std::string kind = "vllm";
   std::string model = "qwen3-0.6b";  // of transport/sharding/model.h, or "tensors:N:BYTES": N bf16
                                      // vectors of BYTES
@@ -36,9 +37,9 @@ struct LayoutOptions {
 };
 
 struct RankLayout {
-  Layout layout;  // pieces ascend by block; RegionId(b + 1) is block b
+  Layout layout;  // pieces come in the order of blocks; RegionId(b + 1) is block b
   std::vector<int64_t> block_bytes;
-  std::vector<std::string> piece_names;  // tensor of each piece
+  std::vector<std::string> piece_names;  // the tensor of each piece
 };
 
 absl::StatusOr<RankLayout> MakeRankLayout(const LayoutOptions& options);

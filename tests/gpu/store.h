@@ -86,8 +86,9 @@ class Store {
 struct Tasks {
   std::vector<Task> tasks;
   std::vector<Chunk> chunks;
-  std::vector<size_t> first_chunk;    // of each block's pieces, and the end: pieces ascend by block
-  std::vector<size_t> chunk_of_task;  // the first, and the end
+  // Where the chunks of each block's pieces begin, and the end. Pieces come in the order of blocks.
+  std::vector<size_t> first_chunk;
+  std::vector<size_t> chunk_of_task;  // each task's first chunk, and the end
 };
 absl::StatusOr<Tasks> MakeTasks(const Layout& layout, const std::vector<uint64_t>& addresses);
 

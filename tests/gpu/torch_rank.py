@@ -162,7 +162,7 @@ class Trainer:
             address, left, start = address + 2 * count, left - count, start + count
 
     def region(self, address):
-        """The region that has this address, registered when first asked for, and the offset in it."""
+        """The region that has this address, which is registered when first asked for, and the offset in it."""
         base, size = allocation_of(address)
         if base not in self.regions:
             self.regions[base] = self.send_descriptor(base, size) if self.expandable else self.send_handle(base, size)
@@ -174,7 +174,7 @@ class Trainer:
         return self.stub.RegisterRegion(request, timeout=SECONDS).region_id
 
     def send_descriptor(self, base, size):
-        """docs/descriptor_socket.md: DescriptorRequest, kind 1, region kind 2."""
+        """Registers a region over the descriptor socket (docs/descriptor_socket.md): request kind 1, region kind 2."""
         request = struct.pack("<IIII16sqQ16x", 0x44465252, 1, 1, 2, self.lease.token, size, 0)
         descriptor = descriptor_of(base)
         try:
@@ -193,7 +193,7 @@ class Trainer:
         torch.cuda.synchronize()
 
     def buckets(self):
-        """Names are unique within a bucket: the k-th parts of all tensors are the k-th bucket."""
+        """The model's buckets. The k-th has the k-th parts of all tensors, since names are unique within a bucket."""
         parts = {name: list(self.parts(name)) for name in self.names}
         for k in range(max(map(len, parts.values()))):
             bucket = types_pb2.Bucket(seq=k)
@@ -249,7 +249,7 @@ class Trainer:
     def update(self, version):
         self.fill(version)
         answer = self.refit(version) if self.mode == "refit" else self.push(version)
-        # Only now: the answer says that the source is no longer read.
+        # The source may be overwritten only now: the answer says that it is no longer read.
         for weights in self.weights.values():
             weights.fill_(-1)
         return {"event": "update", "ok": all(i.committed for i in answer.instances), "seconds": answer.seconds}
@@ -257,7 +257,7 @@ class Trainer:
     def close(self):
         self.outgoing.put(trainer_pb2.TrainerMessage(detach=trainer_pb2.TrainerDetach()))
         self.outgoing.put(None)
-        for _ in self.events:  # until the daemon ends the lease: the memory is no longer mapped
+        for _ in self.events:  # the memory is mapped until the daemon ends the lease
             pass
 
 

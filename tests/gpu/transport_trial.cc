@@ -17,7 +17,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,6 +27,7 @@
 #include "transport/cuda/cuda_transport.h"
 #include "transport/cuda/random_transfer.h"
 #include "transport/host/host_transport.h"
+#include "transport/transport_testing.h"
 
 #if defined(REFITD_CUDA)
 namespace refitd {
@@ -48,7 +48,7 @@ struct Command {
   int device = 0;
   uint64_t block = 0;
   uint64_t bytes = 0;
-  bool fill = false;  // from the shared memory
+  bool fill = false;  // the block's bytes come from the shared memory
 };
 
 // Runs the child, which allocates with cuMemAlloc, as cudaMalloc does, until its parent ends.
@@ -127,7 +127,7 @@ class Child : public Exporter {
   std::string Allocate(int device, int64_t bytes) {
     return Ask({.device = device, .bytes = static_cast<uint64_t>(bytes)});
   }
-  // Blocks are counted from here.
+  // The blocks of a world are counted from here on.
   void StartWorld() { first_ = blocks_; }
 
  private:
@@ -146,7 +146,7 @@ class Child : public Exporter {
   uint64_t first_ = 0;
 };
 
-Child* child = nullptr;  // of main
+Child* child = nullptr;  // the Child that main made
 std::shared_ptr<CudaMemory> memory;
 
 std::unique_ptr<Transport> MakeTransport(const CudaTransportOptions& options = {}) {
@@ -154,34 +154,6 @@ std::unique_ptr<Transport> MakeTransport(const CudaTransportOptions& options = {
   INFO(made.status().ToString());
   REQUIRE(made.ok());
   return *std::move(made);
-}
-
-template <typename Result, typename Submit>
-Result Await(Submit submit) {
-  auto promise = std::make_shared<std::promise<Result>>();
-  auto future = promise->get_future();
-  submit([promise](Result result) { promise->set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
-}
-
-TransferResult Run(Transport* transport, const Transfer& transfer) {
-  return Await<TransferResult>([&](auto done) { transport->Submit(transfer, done); });
-}
-
-ReadbackResult Run(Transport* transport, const ReadbackJob& job) {
-  return Await<ReadbackResult>([&](auto done) { transport->Submit(job, done); });
-}
-
-ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
-  ReadbackJob job;
-  for (const PieceDigest& sum : result.expected) {
-    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
-                          .expected = sum.digest,
-                          .destination = sum.destination});
-  }
-  job.keep_alive = transfer.keep_alive;
-  return job;
 }
 
 TEST_CASE("random transfers leave the host transport's bytes and digests") {
@@ -277,7 +249,7 @@ Transfer Matrices(int64_t bytes, int64_t each, int from, int to) {
     piece.data = destination + i * each;
     transfer.destinations[0].push_back(std::move(piece));
     const auto index = static_cast<uint32_t>(i);
-    transfer.program.moves.push_back(
+    transfer.plan.moves.push_back(
         {.source_piece = index, .destination_piece = index, .box = WholeBox(shape)});
   }
   return transfer;
@@ -292,13 +264,13 @@ double Milliseconds(Transport* transport, const Transfer& transfer, bool replay,
   std::vector<double> times;
   for (int i = 0; i < rounds; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    const TransferResult result = Await<TransferResult>([&](auto done) {
-      if (replay) {
-        transport->Replay(prepared, transfer.verification, "replay", done);
-      } else {
-        transport->Submit(transfer, done);
-      }
-    });
+    Outcome<TransferResult> outcome;
+    if (replay) {
+      transport->Replay(prepared, transfer.verification, "replay", outcome.done());
+    } else {
+      transport->Submit(transfer, outcome.done());
+    }
+    const TransferResult result = outcome.Wait();
     INFO(result.status.ToString());
     REQUIRE(result.status.ok());
     const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
@@ -377,13 +349,13 @@ Transfer PartThrough(const Parts& parts, const std::vector<int>& receivers,
     transfer.destinations.push_back(other.destinations[0]);
     transfer.keep_alive.insert(transfer.keep_alive.end(), other.keep_alive.begin(),
                                other.keep_alive.end());
-    for (CopyMove move : other.program.moves) {
+    for (CopyMove move : other.plan.moves) {
       move.destination = static_cast<uint32_t>(r);
-      transfer.program.moves.push_back(std::move(move));
+      transfer.plan.moves.push_back(std::move(move));
     }
   }
   std::stable_sort(
-      transfer.program.moves.begin(), transfer.program.moves.end(),
+      transfer.plan.moves.begin(), transfer.plan.moves.end(),
       [](const CopyMove& a, const CopyMove& b) { return a.source_piece < b.source_piece; });
   transfer.broadcast = std::move(broadcast);
   transfer.verification = parts.verification;

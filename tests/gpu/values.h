@@ -21,10 +21,10 @@ inline constexpr int64_t kChunkElements = 65'536;
 inline constexpr int kTaskDims = 8;
 
 struct Task {
-  uint64_t address = 0;      // of the box's first element
+  uint64_t address = 0;      // the address of the box's first element
   uint64_t tensor_hash = 0;  // TensorHash of transport/plan/layout.h
   int64_t elements = 0;
-  int64_t first_index = 0;  // in the global tensor, of the box's first element
+  int64_t first_index = 0;  // the box's first element in the global tensor
   int32_t element_bytes = 0;
   int32_t dims = 0;
   int64_t extent[kTaskDims] = {};
@@ -38,7 +38,7 @@ struct Chunk {
   uint64_t task = 0;
 };
 
-// The number of wrong elements, and the least of (task << 40 | element of the box) of them.
+// The number of wrong elements, and the first of them: the least (task << 40 | element of the box).
 struct Wrong {
   unsigned long long count = 0;
   unsigned long long first = ~0ULL;
@@ -63,7 +63,7 @@ REFITD_HOST_DEVICE uint64_t Value(uint64_t tensor_hash, uint64_t salt, int64_t i
 
 struct Place {
   int64_t storage = 0;  // elements from Task::address
-  int64_t index = 0;    // in the global tensor
+  int64_t index = 0;    // the element's index in the global tensor
 };
 
 REFITD_HOST_DEVICE Place Locate(const Task& task, int64_t element) {

@@ -1,4 +1,4 @@
-"""tools/count_tests.py counts honestly: what was not built, not run, or flaky is failed."""
+"""tools/count_tests.py counts a target as failed that was not built, not run, or is flaky."""
 
 import unittest
 

@@ -10,15 +10,15 @@ import time
 
 import grpc
 
-# Far longer than anything takes; only a failing test reaches them.
+# These times are far longer than anything takes; only a failing test reaches them.
 START_SECONDS = 60
 STOP_SECONDS = 60
-CHILD_SECONDS = 60  # for a line of a child's, for its end, and for whatever else is waited for
-LOOK_SECONDS = 0.02  # between two looks at a condition
+CHILD_SECONDS = 60  # the time for a child's line, for its end, and for all else that is waited for
+LOOK_SECONDS = 0.02  # the time between two looks at a condition
 
 
 def wait_for(test, what, condition):
-    """Asks until the condition gives something true, which is returned."""
+    """Asks until the condition gives something true, and returns that."""
     deadline = time.monotonic() + CHILD_SECONDS
     while time.monotonic() < deadline:
         found = condition()
@@ -32,7 +32,7 @@ class Daemon:
     """Context manager: runs `refitd`; `socket` is its path. On exit it must drain and end with 0."""
 
     def __init__(self, *flags, binary="daemon/refitd", environment=None):
-        # Not TEST_TMPDIR: the path of a unix socket has at most 107 bytes.
+        # The folder is not in TEST_TMPDIR, since the path of a unix socket has at most 107 bytes.
         self.folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")
         self.socket = os.path.join(self.folder, "refitd.sock")
         self.flags = flags

@@ -77,7 +77,7 @@ def updates(group, result, reason=""):
 
 class MetricsTest(unittest.TestCase):
     def update_twice_and_abort_once(self, daemon, channel):
-        """Leaves version 2 committed, trainer and engine attached."""
+        """Leaves version 2 committed, and trainer and engine attached."""
         trainer = StubTrainer(channel, "policy", instances=1)
         engine = Child(self, "client/examples/engine_example", daemon.socket, "policy", "replica", "3")
         for version in (1, 2):
@@ -97,7 +97,7 @@ class MetricsTest(unittest.TestCase):
             self.assertEqual(values['refitd_committed_version{group="policy"}'], 2)
             self.assertEqual(values['refitd_leases{group="policy",role="trainer"}'], 1)
             self.assertEqual(values['refitd_leases{group="policy",role="engine"}'], 1)
-            # Nothing had been written: the abort leaves it clean.
+            # The abort leaves the instance clean, since nothing had been written.
             self.assertEqual(values['refitd_instances{group="policy",state="clean"}'], 1)
             self.assertEqual(values['refitd_slots{group="policy",state="free"}'], 4)
             self.assertEqual(values['refitd_update_running{group="policy"}'], 0)
@@ -175,7 +175,7 @@ class MetricsTest(unittest.TestCase):
             lose("aborted", lambda: trainer.abort(version, "test"))
             lose("operator", lambda: operator.AbortUpdate(abort, timeout=SECONDS))
             lose("member_lost", engine.process.kill)
-            # No engine is left to take part.
+            # No engine is left that could take part.
             request = trainer_pb2.BeginRequest(lease=trainer.lease, version=version + 1, duration_ms=200)
             with self.assertRaises(grpc.RpcError):
                 trainer.stub.Begin(request, timeout=SECONDS)
@@ -189,7 +189,7 @@ class MetricsTest(unittest.TestCase):
         check = ["promtool", "check", "metrics"]
         done = subprocess.run(check, input=text, capture_output=True, text=True, timeout=CHILD_SECONDS)
         self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""), text)
-        # A fault would be seen.
+        # promtool would see a fault.
         text = text.replace("# TYPE refitd_update_seconds histogram\n", "# TYPE refitd_update_seconds nothing\n")
         done = subprocess.run(check, input=text, capture_output=True, text=True, timeout=CHILD_SECONDS)
         self.assertNotEqual(done.returncode, 0)

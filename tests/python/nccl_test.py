@@ -1,4 +1,4 @@
-"""refitd with a driver and an NCCL that are not the machine's: which it loads, and what it takes from its environment."""
+"""These tests give refitd a driver and an NCCL of their own: which it loads, and what it takes from its environment."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ NCCL = "transport/cuda/fakes/libnccl_fake.so"
 
 
 def cuda_status(daemon):
-    """What status says under "transport cuda"."""
+    """The entry "transport cuda" of the daemon's status."""
     with daemon.channel() as channel:
         status = operator_pb2_grpc.OperatorStub(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
     return next(each for each in status.transports if each.name == "cuda")

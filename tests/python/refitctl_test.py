@@ -13,13 +13,13 @@ from daemon import CHILD_SECONDS, Child, Daemon, wait_for
 
 REFITCTL = "daemon/refitctl/refitctl"
 MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
-SLOT_BYTES = 256 << 10  # several tensors of the checkpoint span slots, several slots hold many
-TENSORS = 46  # of the tiny model
+SLOT_BYTES = 256 << 10  # some tensors of the checkpoint take several slots, and some slots hold many tensors
+TENSORS = 46  # the number of tensors of the tiny model
 OK, FAILED, UNREACHABLE, MISMATCH, DEADLINE, NOT_READY = 0, 1, 3, 4, 5, 6
 
 
 def alter_last_byte(checkpoint):
-    """Of the last tensor in the first shard."""
+    """Changes the last byte of the last tensor in the first shard."""
     shard = sorted(name for name in os.listdir(checkpoint) if name.endswith(".safetensors"))[0]
     with open(os.path.join(checkpoint, shard), "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -33,7 +33,7 @@ class Engine(Child):
 
     def __init__(self, test, group, instance, checkpoint, *flags, socket=None):
         arguments = ["--group", group, "--instance", instance, "--checkpoint", checkpoint, *flags]
-        # It waits for whoever creates the group.
+        # The engine waits until somebody creates the group.
         common = ["--socket", socket or test.daemon.socket, "-o", "json", "--timeout", str(CHILD_SECONDS)]
         super().__init__(test, REFITCTL, *common, "engine", *arguments)
 
@@ -70,11 +70,11 @@ class RefitctlTest(unittest.TestCase):
 
     @classmethod
     def checkpoint(cls, version):
-        """Of a number, or a pattern that an engine completes."""
+        """The folder of a version's checkpoint, or a pattern that an engine completes."""
         return os.path.join(cls.folder, "v%s" % version)
 
     def refitctl(self, *arguments, code=OK, socket=None):
-        """Runs to the end and returns stdout, or of a failure the one line of stderr."""
+        """Runs refitctl to its end. Returns stdout, or the one line of stderr where it fails."""
         command = [REFITCTL, "--socket", socket or self.daemon.socket, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
         self.assertEqual(done.returncode, code, "%s: %s%s" % (command, done.stdout, done.stderr))
@@ -87,7 +87,7 @@ class RefitctlTest(unittest.TestCase):
         return json.loads(self.refitctl(*arguments, "-o", "json"))
 
     def wait_until_no_trainer_is_left(self, group, socket=None):
-        """In the daemon's eyes, which sees a process go after everybody else."""
+        """Waits until the daemon counts no trainer: it may notice the end of a process later than this test does."""
 
         def trainers():
             told = json.loads(self.refitctl("groups", "-o", "json", socket=socket))["groups"]
@@ -237,7 +237,7 @@ class RefitctlTest(unittest.TestCase):
             self.assertEqual(shown, [("a", "self", 0), ("b", "joined", 1)])
             self.assertEqual([(node["daemon_id"], node["state"]) for node in far["nodes"]], [("a", "joined")])
             source, sink = near["nodes"]
-            # One copy of the model, and the gaps that align its tensors.
+            # What moved is one copy of the model, with the gaps that align its tensors.
             moved = int(source["bytes_sent"])
             self.assertTrue(pushed["bytes"] <= moved <= pushed["bytes"] + TENSORS * 512, moved)
             self.assertEqual(source["sends"], [{"daemon_id": "b", "bytes": str(moved)}])
@@ -269,7 +269,8 @@ class RefitctlTest(unittest.TestCase):
             child.finish(OK)
         lines = watch.finish(OK)
         self.assertRegex(lines[-1], r"^watched v1 committed: %d tensors, .*, 2 of 2 instances$" % TENSORS)
-        self.assertEqual(self.refitctl("watch", "--group", "watched", "--until-idle"), "")  # idle: ends at once
+        # The group is idle, so the command ends at once.
+        self.assertEqual(self.refitctl("watch", "--group", "watched", "--until-idle"), "")
 
     def test_watch_of_an_update_that_is_aborted_fails_and_tells_why(self):
         _, push, watch = self.start_watched_push("abandoned")
@@ -367,7 +368,7 @@ class RefitctlTest(unittest.TestCase):
 
     def test_no_daemon_ends_every_command_with_3(self):
         none = os.path.join(self.folder, "none.sock")
-        wait = ["--timeout", "0.2"]  # for a daemon that starts
+        wait = ["--timeout", "0.2"]  # the wait for a daemon that starts
         engine = ["engine", "--group", "g", "--checkpoint", self.checkpoint(1), "--instance", "i", *wait]
         push = ["push", self.checkpoint(1), "--group", "g", *wait]
         buckets = ["buckets", "--group", "g"]

@@ -95,7 +95,9 @@ class ReflectionTest(unittest.TestCase):
 
 
 class TlsTest(unittest.TestCase):
-    """What stubs of any language do over TCP, here Python's gRPC: a certificate each, and nothing else of ours."""
+    """Stubs of any language can do this over TCP, here Python's gRPC: they need a certificate each, and nothing else of
+    ours.
+    """
 
     def test_it_answers_who_has_a_certificate_and_nobody_else(self):
         with tempfile.TemporaryDirectory(prefix="refitd-", dir="/tmp") as folder:

@@ -51,7 +51,7 @@ class ServiceManager:
             end.sendto(b"", self.path)
 
     def wait_for(self, line):
-        """Returns the lines of the first datagram from now on that has this one."""
+        """Waits for a datagram that has this line, and returns its lines."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -93,7 +93,7 @@ class ServiceTest(unittest.TestCase):
 
     def test_a_service_that_says_it_is_ready_answers_at_once(self):
         with Service(self) as service, service.channel() as channel:
-            self.assertEqual(check_health(channel), SERVING)  # a refused connection is not tried again
+            self.assertEqual(check_health(channel), SERVING)  # a refused connection would fail: nothing tries again
 
     def test_the_watchdog_is_fed_and_the_end_announced(self):
         with Service(self) as service:

@@ -9,7 +9,7 @@ SECONDS = 30  # deadline of each call
 LEASE_SECONDS = 300  # bounds the stream that is the lease
 MASK = (1 << 64) - 1
 
-# client/examples/values.h: name, dtype, shape, bytes an element.
+# The name, dtype, shape and bytes an element of each tensor of client/examples/values.h.
 MODEL = [
     ("embed.weight", types_pb2.DTYPE_FLOAT32, [640, 48], 4),
     ("layer.weight", types_pb2.DTYPE_BFLOAT16, [96, 80], 2),
@@ -48,7 +48,7 @@ def new_bucket(seq, tensors):
 
 
 def unpacked(seq, version, tensors):
-    """As older callers send it: neither sizes nor packed."""
+    """A bucket as older callers send it: without `sizes` and `packed`."""
     bucket = new_bucket(seq, tensors)
     bucket.inline_bytes.chunks.extend(tensor_bytes(version, t) for t in tensors)
     return bucket

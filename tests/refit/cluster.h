@@ -1,152 +1,87 @@
-// Daemons of one group without processes or sockets: the state machines, planners, executors, host
-// transport and message conversion are real; links, wire and members are queues and memory of this
-// process.
+// The daemons of one group, in this process. Each daemon is whole (daemon/node/parts_test_util.h),
+// with links, a wire of sockets and the host transport. Members attach by calls and share memory by
+// descriptor. Engine ranks are ready at once and never fail.
 //
-// Members answer at once and never fail. Every wait has a deadline (P4), after which Run returns
-// false.
-//
-// Not thread-safe; copies run on the transport's threads.
+// Every wait has a deadline (P4). Not thread-safe.
 #ifndef REFITD_TESTS_REFIT_CLUSTER_H_
 #define REFITD_TESTS_REFIT_CLUSTER_H_
 
 #include <cstdint>
-#include <deque>
-#include <functional>
-#include <map>
 #include <memory>
 #include <optional>
-#include <set>
+#include <span>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/execute/executor.h"
-#include "daemon/group/coordinator.h"
-#include "daemon/group/follower.h"
-#include "transport/base/mutex.h"
+#include "daemon/node/parts_test_util.h"
 #include "transport/host/host_transport.h"
 
 namespace refitd::refit {
 
-// One member and the region (number 1) that it shares.
+// One member and the region that it shares.
 struct Rank {
   int daemon = 0;
   bool engine = false;
-  MemberId member;
   std::string label;
+  Attached attached;
   std::shared_ptr<const Layout> layout;
-  std::vector<char> memory;
-  std::optional<Version> committed;
-  int aborted = 0;
-  bool dirty = false;  // as the last Aborted said
-};
+  std::unique_ptr<SharedMemory> shared;  // null: nothing is registered
+  std::span<char> memory;                // all of `shared`
 
-// The answer to a call.
-struct Answer {
-  bool came = false;
-  absl::Status status;
-  ReplyPayload payload;
+  // Each function says what the member was told last.
+  std::optional<Version> committed() const {
+    const auto told = attached.inbox->Last<SendCommitted>();
+    return told.has_value() ? std::optional(told->version) : std::nullopt;
+  }
+  size_t aborted() const { return attached.inbox->All<SendAborted>().size(); }  // how often
+  bool dirty() const { return attached.inbox->Last<SendAborted>()->dirty; }
 };
 
 class Cluster {
  public:
-  // `protocols`: the versions that joined daemons agreed to, from daemon 1 on; the rest speak the
+  // `protocols`: the versions that joined daemons agree to, from daemon 1 on; the rest speak the
   // latest.
-  Cluster(int daemons, GroupSpec spec, GroupLimits limits = {}, TransferFaults* faults = nullptr,
-          const std::vector<Protocol>& protocols = {});
-  ~Cluster();
+  Cluster(int daemons, GroupSpec spec, const GroupLimits& limits = {},
+          TransferFaults* faults = nullptr, const std::vector<Protocol>& protocols = {});
 
-  // Return the rank's number for the calls below. The layout's pieces lie in region 1; the memory
-  // is as large as they need and filled with kPoison.
+  // Both return the rank's number for the calls below. The memory is as large as the layout's
+  // pieces need, and filled with kPoison. A layout without pieces is not registered.
   int AddTrainer(int daemon, int rank, int world, Layout layout);
   int AddEngine(int daemon, const std::string& instance, int rank, int world, Layout layout);
   // Registers another layout, over new memory of its size.
   absl::Status Register(int rank, Layout layout);
-  Rank& rank(int number) { return *ranks_[static_cast<size_t>(number)]; }
+  Rank& rank(int number) { return ranks_[static_cast<size_t>(number)]; }
+  // Waits until the rank is told that the version is committed. False: it was not told in time.
+  bool Commits(int number, Version version);
 
-  // Answers come while Run runs.
-  std::shared_ptr<Answer> Refit(int trainer, Version version, Verification verification,
-                                int64_t bucket_count = 0);
-  std::shared_ptr<Answer> Begin(int trainer, Version version, Verification verification);
-  // Pushes one whole tensor of uint8 with these bytes.
-  std::shared_ptr<Answer> Push(int trainer, Version version, int64_t seq, const TensorSpec& tensor,
-                               std::vector<char> bytes);
-  std::shared_ptr<Answer> Commit(int trainer, Version version, int64_t bucket_count);
+  Answer Refit(int trainer, Version version, Verification verification, int64_t bucket_count = 0);
+  // Calls Refit of all these trainers, and returns the first answer that is not OK.
+  absl::Status RefitAll(const std::vector<int>& trainers, Version version,
+                        Verification verification = Verification::kReadback);
+  Answer Begin(int trainer, Version version, Verification verification);
+  // Pushes one whole tensor of uint8 with these bytes, which must live until the answer.
+  Answer Push(int trainer, Version version, int64_t seq, const TensorSpec& tensor,
+              std::string_view bytes);
+  Answer Commit(int trainer, Version version, int64_t bucket_count);
+  // Kills the engine rank, and waits until its group has noticed that.
   void Lose(int number);
 
-  // Runs until nothing is left to do; false: that took more than a minute.
-  bool Run();
-
-  int compiled() const { return compiled_; }  // plans compiled
-  int built() const { return built_; }        // node programs built
-  int compared() const { return compared_; }  // comparisons of replicas, by daemon
-  int64_t exchanged_bytes() const { return exchanged_bytes_; }
-  int64_t sent_bytes(int daemon) const { return sent_bytes_.at(static_cast<size_t>(daemon)); }
-  MachineView View() const;
+  // The sums over all daemons.
+  DataPlane::Asked asked();
+  int64_t sent_bytes(int daemon);  // over the wire
+  int64_t exchanged_bytes();       // by all
 
   static constexpr char kPoison = '\x5a';
 
  private:
-  struct Daemon;
-  struct Exchange {
-    std::map<uint32_t, StartExchange> posted;  // by rank of the epoch
-  };
-  struct Broadcast {
-    std::map<uint32_t, StartWire> posted;
-  };
-
-  int Add(int daemon, bool engine, Layout layout, std::string label, const GroupEvent& attached,
-          MemberId member);
-  MemberId NextMember(int daemon);
-  std::shared_ptr<Answer> Call(int trainer, GroupEvent event);
-  void Post(std::function<void()> task);
-  void Feed(int daemon, MachineEvent event);
-  void Perform(int daemon, const MachineAction& action);
-  Rank* RankOf(int daemon, MemberId member);
-
-  template <typename Action>
-  void On(int, const Action&) {}  // nothing to do
-  void On(int daemon, const Reply& a);
-  void On(int daemon, const SendPrepare& a);
-  void On(int daemon, const SendCommitted& a);
-  void On(int daemon, const SendAborted& a);
-  void On(int daemon, const StartTransfer& a);
-  void On(int daemon, const StartVerify& a);
-  void On(int daemon, const CompileProgram& a);
-  void On(int daemon, const ReleaseMember& a);
-  void On(int daemon, const UpdateEnded& a);
-  void On(int daemon, const SendCommand& a);
-  void On(int daemon, const SendReport& a);
-  void On(int daemon, const OpenEpoch& a);
-  void On(int daemon, const ConnectEpoch& a);
-  void On(int daemon, const CloseEpoch& a);
-  void On(int daemon, const StartWire& a);
-  void On(int daemon, const StartExchange& a);
-  void On(int daemon, const BuildProgram& a);
-  void On(int daemon, const StartMoves& a);
-  void On(int daemon, const AcquireWire& a);
+  int Add(int daemon, Arrival arrival, std::string label, Layout layout);
+  DaemonParts& DaemonOf(const Rank& rank) { return *daemons_[static_cast<size_t>(rank.daemon)]; }
 
   const GroupSpec spec_;
-  TimePoint now_{std::chrono::hours(1)};
-  std::vector<std::unique_ptr<Daemon>> daemons_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
-  uint64_t calls_ = 0;
-  uint64_t updates_ = 0;
-  std::map<uint64_t, Exchange> exchanges_;  // by seq; one epoch at a time
-  std::map<uint64_t, Broadcast> broadcasts_;
-  std::map<uint32_t, int> epoch_daemons_;  // rank -> daemon
-  int compiled_ = 0;
-  int built_ = 0;
-  int compared_ = 0;
-  int64_t exchanged_bytes_ = 0;
-  std::vector<int64_t> sent_bytes_;  // over the wire, by daemon
-
-  Mutex mutex_;
-  CondVar posted_;
-  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mutex_);
-  int jobs_ = 0;                          // the transport's unanswered jobs; used by this thread
-  std::unique_ptr<Transport> transport_;  // destroyed first, when its jobs have ended
+  std::vector<std::unique_ptr<DaemonParts>> daemons_;
+  std::vector<Rank> ranks_;
 };
 
 }  // namespace refitd::refit

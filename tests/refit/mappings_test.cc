@@ -8,6 +8,7 @@
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -36,8 +37,8 @@ char ByteOf(uint64_t seed, ElementId id, int64_t k) {
 
 // Fills memory with the arena's ids as bytes, and with poison outside of it. False: the layout has
 // an element where the arena has none, or the other way round.
-bool Fill(const Layout& layout, const Arena& ids, uint64_t seed, std::vector<char>* memory) {
-  memory->assign(memory->size(), Cluster::kPoison);
+bool Fill(const Layout& layout, const Arena& ids, uint64_t seed, std::span<char> memory) {
+  std::fill(memory.begin(), memory.end(), Cluster::kPoison);
   int64_t elements = 0;
   for (const Piece& piece : layout.pieces) {
     const int64_t bytes = ElementBytes(layout.tensors[piece.tensor].dtype);
@@ -50,7 +51,7 @@ bool Fill(const Layout& layout, const Arena& ids, uint64_t seed, std::vector<cha
         const ElementId id = ids[static_cast<size_t>(at)];
         if (id == sharding::kUntouched) return false;
         for (int64_t k = 0; k < bytes; ++k) {
-          (*memory)[static_cast<size_t>(at + k)] = ByteOf(seed, id, k);
+          memory[static_cast<size_t>(at + k)] = ByteOf(seed, id, k);
         }
         ++elements;
       }
@@ -94,33 +95,26 @@ void RefitsOver(int daemons, const Mapping& mapping) {
     for (int rank = 0; rank < world; ++rank) {
       Rank& r = cluster.rank(trainers[static_cast<size_t>(rank)]);
       REQUIRE(
-          Fill(*r.layout, sharding::ExpectedTrainer(ids, mapping, config, rank), seed, &r.memory));
+          Fill(*r.layout, sharding::ExpectedTrainer(ids, mapping, config, rank), seed, r.memory));
     }
-    std::vector<std::shared_ptr<Answer>> answers;
-    for (const int trainer : trainers) {
-      answers.push_back(
-          cluster.Refit(trainer, Version(version),
-                        version == 1 ? Verification::kReadback : Verification::kTransfer));
-    }
-    REQUIRE(cluster.Run());
-    for (const auto& answer : answers) {
-      REQUIRE(answer->came);
-      INFO(answer->status.ToString());
-      REQUIRE(answer->status.ok());
-    }
+    const absl::Status status =
+        cluster.RefitAll(trainers, Version(version),
+                         version == 1 ? Verification::kReadback : Verification::kTransfer);
+    INFO(status.ToString());
+    REQUIRE(status.ok());
     std::vector<char> expected;
     for (int rank = 0; rank < engine_world; ++rank) {
       const Rank& r = cluster.rank(engines[static_cast<size_t>(rank)]);
       expected.resize(r.memory.size());
       REQUIRE(
-          Fill(*r.layout, sharding::ExpectedEngine(ids, mapping, config, rank), seed, &expected));
+          Fill(*r.layout, sharding::ExpectedEngine(ids, mapping, config, rank), seed, expected));
       INFO(r.label);
-      CHECK(r.committed == Version(version));
+      CHECK(cluster.Commits(engines[static_cast<size_t>(rank)], Version(version)));
       REQUIRE(std::memcmp(expected.data(), r.memory.data(), expected.size()) == 0);
     }
   }
-  CHECK(cluster.compiled() == 1);
-  CHECK(cluster.built() == daemons);
+  CHECK(cluster.asked().plans == 1);
+  CHECK(cluster.asked().programs == daemons);
   if (daemons == 1) CHECK(cluster.exchanged_bytes() == 0);
 }
 

@@ -107,8 +107,9 @@ void Fill(Rank* rank, int64_t version) {
   });
 }
 
-bool Holds(const Rank& rank, int64_t version) {
-  bool right = rank.committed == Version(version);
+bool Holds(Cluster* cluster, int number, int64_t version) {
+  bool right = cluster->Commits(number, Version(version));
+  const Rank& rank = cluster->rank(number);
   ForEachElement(*rank.layout, [&](const std::string& name, int64_t index, int64_t at) {
     right &= rank.memory[static_cast<size_t>(at)] == Value(name, index, version);
   });
@@ -144,24 +145,12 @@ struct World {
   void FillAll(int64_t version) {
     for (const int t : trainers) Fill(&cluster.rank(t), version);
   }
-  // Refits all trainers; the status of the first trainer's call.
-  absl::Status Refit(int64_t version, Verification verification = Verification::kReadback) {
-    std::vector<std::shared_ptr<Answer>> answers;
-    for (const int t : trainers) {
-      answers.push_back(cluster.Refit(t, Version(version), verification));
-    }
-    if (!cluster.Run()) return absl::DeadlineExceededError("the test's own");
-    for (const auto& answer : answers) {
-      if (!answer->came) return absl::InternalError("not answered");
-    }
-    return answers[0]->status;
-  }
   absl::Status FillAndRefit(int64_t version, Verification verification = Verification::kReadback) {
     FillAll(version);
-    return Refit(version, verification);
+    return cluster.RefitAll(trainers, Version(version), verification);
   }
   bool AllHold(int64_t version) {
-    return Holds(cluster.rank(engines[0]), version) && Holds(cluster.rank(engines[1]), version);
+    return Holds(&cluster, engines[0], version) && Holds(&cluster, engines[1], version);
   }
 
   Cluster cluster;
@@ -179,23 +168,23 @@ TEST_CASE("a program is compiled once and replayed, and runs on memory that move
     REQUIRE(status.ok());
     REQUIRE(world.AllHold(version));
   }
-  REQUIRE(world.cluster.compiled() == 1);
-  REQUIRE(world.cluster.built() == daemons);
+  REQUIRE(world.cluster.asked().plans == 1);
+  REQUIRE(world.cluster.asked().programs == daemons);
   // The weights were offloaded and loaded elsewhere: other memory and offsets, the same structure.
   REQUIRE(world.cluster.Register(world.trainers[0], World::Half(0, 1000)).ok());
   REQUIRE(world.cluster.Register(world.engines[1], EngineLayout(1, 2, {"a", "b"}, {"n"})).ok());
   REQUIRE(world.FillAndRefit(4).ok());
   CHECK(world.AllHold(4));
-  CHECK(world.cluster.compiled() == 1);
-  CHECK(world.cluster.built() == daemons);
+  CHECK(world.cluster.asked().plans == 1);
+  CHECK(world.cluster.asked().programs == daemons);
   // The same pieces in another order: planned once more for this node.
   Layout turned = World::Half(1);
   std::swap(turned.pieces[0], turned.pieces[2]);
   REQUIRE(world.cluster.Register(world.trainers[1], turned).ok());
   REQUIRE(world.FillAndRefit(5).ok());
   CHECK(world.AllHold(5));
-  CHECK(world.cluster.compiled() == 1);
-  CHECK(world.cluster.built() == daemons + 1);
+  CHECK(world.cluster.asked().plans == 1);
+  CHECK(world.cluster.asked().programs == daemons + 1);
 }
 
 // `a` and `b` alternate element by element in the rows [begin, begin + count).
@@ -233,16 +222,10 @@ TEST_CASE("tensors whose elements take turns in memory are refitted from and int
   }
   for (int64_t version = 1; version <= 2; ++version) {
     for (const int t : trainers) Fill(&cluster.rank(t), version);
-    std::vector<std::shared_ptr<Answer>> answers;
-    for (const int t : trainers) {
-      answers.push_back(cluster.Refit(t, Version(version), verification));
-    }
-    REQUIRE(cluster.Run());
-    for (const auto& answer : answers) {
-      INFO(answer->status.ToString());
-      REQUIRE((answer->came && answer->status.ok()));
-    }
-    for (const int e : engines) CHECK(Holds(cluster.rank(e), version));
+    const absl::Status status = cluster.RefitAll(trainers, Version(version), verification);
+    INFO(status.ToString());
+    REQUIRE(status.ok());
+    for (const int e : engines) CHECK(Holds(&cluster, e, version));
   }
 }
 
@@ -257,13 +240,13 @@ TEST_CASE("another split of the trainers is another program") {
   REQUIRE(world.cluster.Register(world.trainers[1], Builder().Rows("b", 0, kRows).Done()).ok());
   REQUIRE(world.FillAndRefit(2).ok());
   CHECK(world.AllHold(2));
-  CHECK(world.cluster.compiled() == 2);
+  CHECK(world.cluster.asked().plans == 2);
   // The error names the missing tensor, and the engines stay as they are.
   REQUIRE(world.cluster.Register(world.trainers[1], Builder().Rows("b", 0, kRows - 1).Done()).ok());
   const absl::Status status = world.FillAndRefit(3);
   CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(status.message()), Contains("tensor b"));
-  CHECK(world.cluster.rank(world.engines[0]).aborted == 0);
+  CHECK(world.cluster.rank(world.engines[0]).aborted() == 0);
   CHECK(world.AllHold(2));
 }
 
@@ -280,29 +263,27 @@ TEST_CASE("refit and push in one version") {
         cluster.AddEngine(r % daemons, "x", r, 2, EngineLayout(r, 2, {"a", "b"}, {"p", "q"})));
   }
   const auto bytes_of = [](const std::string& name, int64_t version) {
-    std::vector<char> bytes;
+    std::string bytes;
     for (int64_t i = 0; i < kColumns; ++i) bytes.push_back(Value(name, i, version));
     return bytes;
   };
   for (int64_t version = 1; version <= 2; ++version) {
     Fill(&cluster.rank(first), version);
-    const auto begun = cluster.Begin(first, Version(version), Verification::kReadback);
-    const auto also = cluster.Begin(second, Version(version), Verification::kReadback);
-    REQUIRE(cluster.Run());
-    INFO(begun->status.ToString());
-    REQUIRE((begun->came && begun->status.ok()));
-    REQUIRE(also->came);
-    const auto p = cluster.Push(first, Version(version), 0, Vector("p"), bytes_of("p", version));
-    const auto q = cluster.Push(second, Version(version), 0, Vector("q"), bytes_of("q", version));
-    REQUIRE(cluster.Run());
-    INFO(p->status.ToString() << q->status.ToString());
-    REQUIRE((p->came && p->status.ok() && q->came && q->status.ok()));
-    const auto refit = cluster.Refit(first, Version(version), Verification::kReadback, 1);
-    const auto commit = cluster.Commit(second, Version(version), 1);
-    REQUIRE(cluster.Run());
-    INFO(refit->status.ToString() << commit->status.ToString());
-    REQUIRE((refit->came && refit->status.ok() && commit->came && commit->status.ok()));
-    for (const int e : engines) CHECK(Holds(cluster.rank(e), version));
+    const Answer begun = cluster.Begin(first, Version(version), Verification::kReadback);
+    const Answer also = cluster.Begin(second, Version(version), Verification::kReadback);
+    INFO(begun.status().ToString() << also.status().ToString());
+    REQUIRE((begun.status().ok() && also.status().ok()));
+    const std::string of_p = bytes_of("p", version);
+    const std::string of_q = bytes_of("q", version);
+    const Answer p = cluster.Push(first, Version(version), 0, Vector("p"), of_p);
+    const Answer q = cluster.Push(second, Version(version), 0, Vector("q"), of_q);
+    INFO(p.status().ToString() << q.status().ToString());
+    REQUIRE((p.status().ok() && q.status().ok()));
+    const Answer refit = cluster.Refit(first, Version(version), Verification::kReadback, 1);
+    const Answer commit = cluster.Commit(second, Version(version), 1);
+    INFO(refit.status().ToString() << commit.status().ToString());
+    REQUIRE((refit.status().ok() && commit.status().ok()));
+    for (const int e : engines) CHECK(Holds(&cluster, e, version));
   }
 }
 
@@ -313,7 +294,7 @@ TEST_CASE("replicas that differ are named within so many versions, and nothing i
   limits.compare_every = 2;
   World world(daemons, limits);
   REQUIRE(world.FillAndRefit(1).ok());
-  CHECK(world.cluster.compared() == daemons);
+  CHECK(world.cluster.asked().comparisons == daemons);
   // Damages one element of rank 1's copy of the vector.
   const auto damage = [&] {
     Rank& r = world.cluster.rank(world.trainers[1]);
@@ -324,15 +305,17 @@ TEST_CASE("replicas that differ are named within so many versions, and nothing i
   for (; status.ok() && version <= 3; ++version) {
     world.FillAll(version);
     damage();
-    status = world.Refit(version);
+    status = world.cluster.RefitAll(world.trainers, Version(version));
     // A version that compares another share of the replicas does not notice the damage.
     if (!status.ok()) break;
   }
   CHECK(status.code() == absl::StatusCode::kAborted);
   CHECK_THAT(std::string(status.message()),
              Contains("tensor n") && Contains("trainer rank 1") && Contains("trainer rank 0"));
-  CHECK_FALSE(world.cluster.rank(world.engines[0]).dirty);
-  CHECK(world.cluster.rank(world.engines[0]).committed == Version(version - 1));
+  const Rank& engine = world.cluster.rank(world.engines[0]);
+  REQUIRE(Eventually([&] { return engine.aborted() > 0; }));
+  CHECK_FALSE(engine.dirty());
+  CHECK(engine.committed() == Version(version - 1));
   CHECK(world.FillAndRefit(version + 1).ok());
   CHECK(world.AllHold(version + 1));
 }
@@ -356,20 +339,15 @@ TEST_CASE("a rank that differs everywhere after the first version is found on th
   const auto refit = [&](int64_t version, int64_t other) {
     Fill(&cluster.rank(trainers[0]), version);
     Fill(&cluster.rank(trainers[1]), other);
-    std::vector<std::shared_ptr<Answer>> answers;
-    for (const int t : trainers) {
-      answers.push_back(cluster.Refit(t, Version(version), Verification::kReadback));
-    }
-    REQUIRE(cluster.Run());
-    REQUIRE((answers[0]->came && answers[1]->came));
-    return answers[0]->status;
+    return cluster.RefitAll(trainers, Version(version));
   };
   for (int64_t version = 1; version <= 4; ++version) REQUIRE(refit(version, version).ok());
   const absl::Status status = refit(5, 1);
   CHECK(status.code() == absl::StatusCode::kAborted);
   CHECK_THAT(std::string(status.message()), Contains("replicas differ"));
-  CHECK(cluster.rank(engine).committed == Version(4));
-  CHECK_FALSE(cluster.rank(engine).dirty);
+  REQUIRE(Eventually([&] { return cluster.rank(engine).aborted() > 0; }));
+  CHECK(cluster.rank(engine).committed() == Version(4));
+  CHECK_FALSE(cluster.rank(engine).dirty());
 }
 
 // Damages the n-th store from now on.
@@ -412,7 +390,9 @@ TEST_CASE(
     CAPTURE(store, status.ToString());
     REQUIRE(status.code() == absl::StatusCode::kAborted);
     CHECK_THAT(std::string(status.message()), Contains("verification"));
-    CHECK(world.cluster.rank(world.engines[0]).dirty);
+    const Rank& engine = world.cluster.rank(world.engines[0]);
+    REQUIRE(Eventually([&] { return engine.aborted() == static_cast<size_t>(fired); }));
+    CHECK(engine.dirty());
     ++version;
     fault.Arm(-1);
     REQUIRE(world.FillAndRefit(version, verification).ok());
@@ -426,12 +406,11 @@ TEST_CASE("an engine's instance that leaves makes room for another program") {
   World world(2);
   const int other = world.cluster.AddEngine(1, "y", 0, 1, EngineLayout(0, 1, {"a", "b"}, {"n"}));
   REQUIRE(world.FillAndRefit(1).ok());
-  CHECK(Holds(world.cluster.rank(other), 1));
+  CHECK(Holds(&world.cluster, other, 1));
   world.cluster.Lose(other);
-  REQUIRE(world.cluster.Run());
   REQUIRE(world.FillAndRefit(2).ok());
   CHECK(world.AllHold(2));
-  CHECK(world.cluster.compiled() == 2);
+  CHECK(world.cluster.asked().plans == 2);
 }
 
 // Two trainer ranks on daemon 0, each with half the rows, and on each other daemon an instance that
@@ -453,18 +432,12 @@ struct Fleet {
   }
   absl::Status FillAndRefit(int64_t version, Verification verification = Verification::kReadback) {
     for (const int t : trainers) Fill(&cluster.rank(t), version);
-    std::vector<std::shared_ptr<Answer>> answers;
-    for (const int t : trainers) {
-      answers.push_back(cluster.Refit(t, Version(version), verification));
-    }
-    if (!cluster.Run()) return absl::DeadlineExceededError("the test's own");
-    if (!answers[0]->came || !answers[1]->came) return absl::InternalError("not answered");
-    return answers[0]->status;
+    return cluster.RefitAll(trainers, Version(version), verification);
   }
   // Whether all instances but those at these places hold the version.
   bool AllHold(int64_t version, const std::set<int>& but = {}) {
     for (int i = 0; i < static_cast<int>(engines.size()); ++i) {
-      if (!but.contains(i) && !Holds(cluster.rank(engines[static_cast<size_t>(i)]), version)) {
+      if (!but.contains(i) && !Holds(&cluster, engines[static_cast<size_t>(i)], version)) {
         return false;
       }
     }
@@ -497,8 +470,8 @@ TEST_CASE("daemons that want the same forward it, and the trainers' daemon sends
     }
   }
   CHECK(fleet.cluster.exchanged_bytes() >= 3 * instances * Fleet::kModelBytes);
-  CHECK(fleet.cluster.compiled() == 1);
-  CHECK(fleet.cluster.built() == instances + 1);
+  CHECK(fleet.cluster.asked().plans == 1);
+  CHECK(fleet.cluster.asked().programs == instances + 1);
 }
 
 TEST_CASE("a daemon of an older protocol version is in no chain, nor are the others") {
@@ -509,11 +482,10 @@ TEST_CASE("a daemon of an older protocol version is in no chain, nor are the oth
   for (int d = 1; d <= 3; ++d) CHECK(fleet.cluster.sent_bytes(d) == 0);
   // It leaves: the program is compiled anew, with chains.
   fleet.cluster.Lose(fleet.engines[1]);
-  REQUIRE(fleet.cluster.Run());
   const int64_t before = fleet.cluster.sent_bytes(0);
   REQUIRE(fleet.FillAndRefit(2).ok());
   CHECK(fleet.AllHold(2, {1}));
-  CHECK(fleet.cluster.compiled() == 2);
+  CHECK(fleet.cluster.asked().plans == 2);
   CHECK(fleet.cluster.sent_bytes(0) <= before + Fleet::kModelBytes + 512);
 }
 
@@ -523,25 +495,18 @@ TEST_CASE("a chain is closed over a daemon whose engine left before the data pha
   Fleet fleet(4);
   REQUIRE(fleet.FillAndRefit(1).ok());
   for (const int t : fleet.trainers) Fill(&fleet.cluster.rank(t), 2);
+  std::vector<Answer> begun;
   for (const int t : fleet.trainers) {
-    fleet.cluster.Begin(t, Version(2), Verification::kReadback);
+    begun.push_back(fleet.cluster.Begin(t, Version(2), Verification::kReadback));
   }
-  REQUIRE(fleet.cluster.Run());
+  for (const Answer& answer : begun) REQUIRE(answer.status().ok());
   const int64_t before = fleet.cluster.sent_bytes(0);
   fleet.cluster.Lose(fleet.engines[static_cast<size_t>(leaver)]);
-  REQUIRE(fleet.cluster.Run());
-  std::vector<std::shared_ptr<Answer>> answers;
-  for (const int t : fleet.trainers) {
-    answers.push_back(fleet.cluster.Refit(t, Version(2), Verification::kReadback));
-  }
-  REQUIRE(fleet.cluster.Run());
-  for (const auto& answer : answers) {
-    INFO(answer->status.ToString());
-    REQUIRE(answer->came);
-    CHECK(answer->status.ok());
-  }
+  const absl::Status status = fleet.cluster.RefitAll(fleet.trainers, Version(2));
+  INFO(status.ToString());
+  CHECK(status.ok());
   CHECK(fleet.AllHold(2, {leaver}));
-  CHECK(fleet.cluster.compiled() == 1);
+  CHECK(fleet.cluster.asked().plans == 1);
   CHECK(fleet.cluster.sent_bytes(0) <= before + Fleet::kModelBytes + 512);
   CHECK(fleet.cluster.sent_bytes(leaver + 1) <= Fleet::kModelBytes + 512);
 }

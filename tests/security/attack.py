@@ -78,7 +78,7 @@ class Pair:
             return operator_pb2_grpc.OperatorStub(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
 
     def channel(self, name, address=None, authority=None):
-        """A channel of who has a certificate for that identity."""
+        """A channel of somebody who has a certificate for that identity."""
         authority = authority or self.authority
         certificate, key = authority.issue(name.replace("/", "-"), DOMAIN + name)
         credentials = grpc.ssl_channel_credentials(read(self.authority.roots), read(key), read(certificate))
@@ -86,7 +86,7 @@ class Pair:
 
 
 def outcome(call):
-    """What a call got: "" if it was refused."""
+    """Makes a call and returns what it got: "" if it was refused."""
     try:
         answer = call()
     except grpc.RpcError as error:
@@ -97,7 +97,7 @@ def outcome(call):
 
 
 def attach(channel, group, engine=False):
-    """Attaches as a member; what the first event is."""
+    """Attaches as a member, and returns what the first event is."""
     if engine:
         hello = engine_pb2.EngineHello(protocol=1, group=group, instance="thief", world_size=1, delivery=2)
         stream = engine_pb2_grpc.EngineStub(channel).Attach(iter([engine_pb2.EngineMessage(hello=hello)]), timeout=SECONDS)
@@ -109,7 +109,7 @@ def attach(channel, group, engine=False):
 
 
 def hold(*command):
-    """The output of a command whose input stays open and that ends by itself."""
+    """Runs a command that ends by itself, with its input kept open, and returns its output."""
     reading, writing = os.pipe()
     try:
         return subprocess.run(command, stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS,
@@ -369,7 +369,7 @@ def main():
             got = attempt(pair)
             print("%-95s %s" % (attempt.__doc__.split("\n")[0], "GOT " + got if got else "nothing"), flush=True)
             found += bool(got)
-        # The owner's lease has stood all of it.
+        # The owner's lease has outlived all of it.
         (group,) = [g for g in pair.status().groups if g.name == "policy"]
         if group.trainers != 1:
             print("GOT the end of the owner's lease")

@@ -88,7 +88,7 @@ void World::MakeScenario() {
     group.limits.ready_limit = seconds(2);
     group.limits.ack_limit = seconds(2);
     group.limits.idle_limit = seconds(3);
-    group.limits.lease_limit = seconds(2);
+    group.limits.grant_limit = seconds(2);
     group.limits.cleanup_limit = milliseconds(500);
     group.limits.outstanding_buckets = random_.Int(2, 6);
     group.limits.direct_part_bytes = 64 * random_.Int(1, 8);
@@ -216,9 +216,7 @@ void World::HitFill(int g, const Round& round) {
     }
     if (!DaemonAt(d).up) return;
     KillDaemon(d, random_.Percent(20));
-    In(random_.Millis(20, 2000), [this, d] {
-      if (!DaemonAt(d).up) StartDaemon(d);
-    });
+    In(random_.Millis(20, 2000), [this, d] { StartDaemon(d); });
   });
 }
 
@@ -279,9 +277,7 @@ void World::LoseDaemon() {
   const int d = candidates[random_.Index(candidates.size())];
   if (!DaemonAt(d).up) return;
   KillDaemon(d, false);
-  In(random_.Millis(100, 3000), [this, d] {
-    if (!DaemonAt(d).up) StartDaemon(d);
-  });
+  In(random_.Millis(100, 3000), [this, d] { StartDaemon(d); });
 }
 
 // Makes a daemon mute until its operator starts it anew.
@@ -298,9 +294,7 @@ void World::Mute() {
   In(random_.Millis(4000, 20'000), [this, d, life = daemon.life] {
     if (DaemonAt(d).life != life || !DaemonAt(d).up) return;
     KillDaemon(d, false);
-    In(milliseconds(100), [this, d] {
-      if (!DaemonAt(d).up) StartDaemon(d);
-    });
+    In(milliseconds(100), [this, d] { StartDaemon(d); });
   });
 }
 
@@ -473,9 +467,7 @@ void World::Chaos() {
     } else if (DaemonAt(d).up) {
       KillDaemon(d, random_.Percent(30));
       if (options_.bug != Bug::kSwallowedDeath) {
-        In(random_.Millis(20, 6000), [this, d] {
-          if (!DaemonAt(d).up) StartDaemon(d);
-        });
+        In(random_.Millis(20, 6000), [this, d] { StartDaemon(d); });
       }
     }
   }
@@ -493,9 +485,7 @@ void World::Chaos() {
       In(random_.Millis(100, 4000), [this, d, life = daemon.life] {
         if (DaemonAt(d).life != life) return;
         KillDaemon(d, false);
-        In(milliseconds(100), [this, d] {
-          if (!DaemonAt(d).up) StartDaemon(d);
-        });
+        In(milliseconds(100), [this, d] { StartDaemon(d); });
       });
       return;
     }
@@ -511,8 +501,7 @@ void World::Chaos() {
     const auto nonce = Find(d, g)->nonce;
     daemon.calls[call] = {
         0, g, now_, [this, d, g, nonce](const absl::Status& status, const ReplyPayload&) {
-          Machine* m = Find(d, g);
-          if (!status.ok() || m == nullptr || m->nonce != nonce) return;
+          if (!status.ok() || Find(d, g, nonce) == nullptr) return;
           Count(Fault::kReplace);
           std::vector<MemberId> trainers;
           for (const auto& [member, record] : DaemonAt(d).members) {
@@ -538,8 +527,7 @@ void World::Sweep() {
   for (int g = 0; g < static_cast<int>(groups_.size()); ++g) JobSweep(g);
   for (const Round& round : rounds_) {
     if (round.outcome != Outcome::kRunning) continue;
-    const Machine* m = Find(GroupOf(round.g).home, round.g);
-    if (m == nullptr || m->nonce != round.coordinator) continue;
+    if (Find(GroupOf(round.g).home, round.g, round.coordinator) == nullptr) continue;
     if (now_ < std::max(round.due, thawed_) + kEndSlack) continue;
     return Violate("P4", fmt::format("g{}: update {} does not end", round.g, round.update));
   }
@@ -580,7 +568,7 @@ void World::Heal() {
     if (daemon.frozen) Thaw(static_cast<int>(d), daemon.life);
     if (daemon.drained || daemon.mute) KillDaemon(static_cast<int>(d), false);
     daemon.wire_trouble = Daemon::WireTrouble::kNone;
-    if (!daemon.up) StartDaemon(static_cast<int>(d));
+    StartDaemon(static_cast<int>(d));
   }
   for (const Seat& seat : std::vector<Seat>(seats_)) {
     Process& p = ProcessOf(seat.pid);
@@ -754,8 +742,7 @@ void World::CheckQuiet() {
                                        daemon.index, member));
     }
   }
-  if (!copies_.empty() || !movings_.empty() || !readings_.empty())
-    return Violate("P6", "at the end a copy runs");
+  if (!works_.empty()) return Violate("P6", "at the end a copy runs");
   for (const auto& [comm, ops] : comms_) {
     for (const auto& [seq, op] : ops) {
       if (!op.running.empty()) {

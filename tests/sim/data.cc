@@ -1,19 +1,31 @@
-// The data plane, where tags stand for bytes: copies, read-backs, collectives.
+// The data plane, where tags stand for bytes: the jobs that executors submit, and collectives.
 #include <algorithm>
+#include <cstring>
 
 #include "tests/sim/world.h"
 #include "transport/base/status.h"
+#include "transport/host/host_transport.h"
 
 namespace refitd::sim {
 namespace {
 
 using std::chrono::milliseconds;
 
-uint64_t Mix(Tag tag) {
-  uint64_t x = tag + 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
+// The destination of a pack that takes forwarded bytes. Destination 0 takes the sources' bytes.
+constexpr uint32_t kForwarded = 1;
+
+// The digest of a box of the piece. `whole`: the digest that it would have without damage.
+uint64_t DigestOf(const BoundPiece& piece, const Box& box, bool whole) {
+  const int64_t bytes = ElementBytes(piece.dtype);
+  const char* data = piece.data + ByteDistance(box, piece.box, piece.strides, bytes);
+  std::vector<Tag> tags;
+  if (whole) {
+    tags.resize(static_cast<size_t>(ElementCount(box)));
+    std::memcpy(tags.data(), data, tags.size() * sizeof(Tag));
+    for (Tag& tag : tags) tag &= ~kDamageBit;
+    data = reinterpret_cast<const char*>(tags.data());
+  }
+  return DigestBox(data, piece.strides, box, piece.shape, static_cast<int>(bytes));
 }
 
 }  // namespace
@@ -50,295 +62,345 @@ std::shared_ptr<Pool> World::OwnPool(Machine* m, MemberId reader) {
   return pool;
 }
 
-// ---- copies ----
+// ---- memory, as the executor finds it ----
+
+class World::Memory : public MemoryResolver {
+ public:
+  Memory(World* world, int d, int g) : world_(*world), d_(d), g_(g) {}
+
+  // The trainer of a StartTransfer, which packs into the slot that the wire reads.
+  MemberId trainer;
+  // Whether staged ranks have slots of their own. If not, they are given the slot of the wire.
+  bool readers_have_slots = true;
+  std::optional<SlotIndex> forwarded;  // the slot from which a pack forwards, for kEarlyForward
+
+  absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
+    const auto found = world_.DaemonAt(d_).members.find(member);
+    if (found == world_.DaemonAt(d_).members.end()) {
+      return Error(absl::StatusCode::kNotFound, "member {} is gone", member);
+    }
+    Process& p = world_.ProcessOf(found->second.pid);
+    const size_t index = region.value() - 1;
+    if (!world_.SeatOf(p).trainer) return SpanOf(&p.cells.at(index));
+    std::shared_ptr<Shard> shard = p.shards.at(index);
+    if (world_.options_.bug == Bug::kOldBinding) {
+      shard = *std::find_if(p.shards.begin(), p.shards.end(), [&](const auto& old) {
+        return SameStructure(*old->layout, *shard->layout);
+      });
+    }
+    return SpanOf(&shard->cells);
+  }
+  absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
+    Pool& pool = *world_.Find(d_, g_)->pool;
+    const auto early = pool.before_round.find(slot.value());
+    if (slot == forwarded && early != pool.before_round.end()) return SpanOf(&early->second);
+    return SpanOf(&pool.slots.at(slot.value()));
+  }
+  absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override {
+    if (member == trainer || !readers_have_slots) return Slot(slot);
+    return SpanOf(&OwnPool(world_.Find(d_, g_), member)->slots.at(slot.value()));
+  }
+
+ private:
+  static MemorySpan SpanOf(std::vector<Tag>* cells) {
+    return {reinterpret_cast<char*>(cells->data()),
+            static_cast<int64_t>(cells->size()) * kElementBytes, nullptr};
+  }
+
+  World& world_;
+  const int d_;
+  const int g_;
+};
+
+// ---- jobs of the executors ----
+
+std::shared_ptr<Work> World::NewWork(int d, int g, Work::Start start, std::string what) {
+  auto work = std::make_shared<Work>();
+  work->id = ++nonces_;
+  work->d = d;
+  work->g = g;
+  work->nonce = Find(d, g)->nonce;
+  work->start = std::move(start);
+  work->what = fmt::format("d{} g{}: {}", d, g, what);
+  work->pool = Find(d, g)->pool;
+  transport_.next = work.get();
+  return work;
+}
+
+bool World::FindDestinations(Work* work, const std::vector<MemberId>& members,
+                             const std::vector<bool>& skip) {
+  const Daemon& daemon = DaemonAt(work->d);
+  for (size_t i = 0; i < members.size(); ++i) {
+    const bool skipped = i < skip.size() && skip[i];
+    const auto member = daemon.members.find(members[i]);
+    if (!skipped && member == daemon.members.end()) {
+      Violate("P6",
+              fmt::format("{} touches member {}, which was released", work->what, members[i]));
+      return false;
+    }
+    work->destinations.push_back(members[i]);
+    work->pids.push_back(skipped ? 0 : member->second.pid);
+  }
+  return true;
+}
 
 void World::On(int d, int g, const StartTransfer& a) {
-  Daemon& daemon = DaemonAt(d);
-  Machine* m = Find(d, g);
-  auto copy = std::make_shared<Copy>();
-  copy->id = ++nonces_;
-  copy->d = d;
-  copy->g = g;
-  copy->life = daemon.life;
-  copy->nonce = m->nonce;
-  copy->start = a;
-  copy->pool = m->pool;
-  const std::string what =
-      fmt::format("d{} g{} part {} of update {} is copied", d, g, a.part, a.update);
+  const auto work =
+      NewWork(d, g, a, fmt::format("the copy of part {} of update {}", a.part, a.update));
+  Memory memory(this, d, g);
+  memory.trainer = a.trainer;
   if (!a.source_slot.has_value()) {
-    const auto source = daemon.sources.find(a.bucket_call);
-    if (source == daemon.sources.end()) {
-      return Violate("P6", what + ", but its bucket is gone");
+    const auto source = DaemonAt(d).sources.find(a.bucket_call);
+    if (source == DaemonAt(d).sources.end()) {
+      return Violate("P6", work->what + " starts, but its bucket is gone");
     }
-    copy->source = source->second;
-  } else {
-    copy->uses.emplace_back(a.source_slot->slot, UseSlot(m->pool.get(), *a.source_slot, what));
+    work->source = source->second;
+    work->sources.push_back(a.trainer);
   }
-  if (a.fill_slot.has_value()) {
-    copy->uses.emplace_back(a.fill_slot->slot, UseSlot(m->pool.get(), *a.fill_slot, what));
+  for (const std::optional<SlotGrant>& grant : {a.source_slot, a.fill_slot}) {
+    if (!grant.has_value()) continue;
+    work->uses.emplace_back(grant->slot, UseSlot(work->pool.get(), *grant, work->what));
+  }
+  if (over_ || !FindDestinations(work.get(), a.destinations, a.skip_destination)) return;
+  memory.readers_have_slots = !work->Crossed() || options_.bug != Bug::kUnfilledSlot;
+  const auto done = [this, d, g, nonce = work->nonce](const Executor::Done& ended) {
+    const Machine* m = Find(d, g, nonce);
+    if (m == nullptr) return;
+    m->executor->Finished(ended);
+    Feed(d, g, GroupEvent(static_cast<const TransferDone&>(ended)));
+  };
+  BeginWork(work, Find(d, g)->executor->Start(a, memory, done));
+}
+
+void World::On(int d, int g, const StartMoves& a) {
+  Machine* m = Find(d, g);
+  const BoundProgram& bound = *a.bound;
+  const auto work = NewWork(
+      d, g, a,
+      fmt::format("step {} round {} of update {}", static_cast<int>(a.step), a.round, a.update));
+  for (size_t i = 0; i < bound.sources.size() && a.step != MoveStep::kUnpack; ++i) {
+    const auto member = DaemonAt(d).members.find(bound.sources[i]);
+    if (member == DaemonAt(d).members.end()) break;  // the executor says so
+    work->sources.push_back(bound.sources[i]);
+    const Layout* const layout = bound.source_layouts[i].get();
+    if (!SeatOf(ProcessOf(member->second.pid)).trainer) continue;
+    if (!member->second.lost && member->second.layout.get() != layout) {
+      return Violate("P1", fmt::format("{} is bound to an older registration of member {}",
+                                       work->what, bound.sources[i]));
+    }
+    if (a.step != MoveStep::kCompare) continue;
+    for (const auto& shard : ProcessOf(member->second.pid).shards) {
+      shard->compared |= shard->layout.get() == layout;
+    }
+  }
+  const bool writes = a.step == MoveStep::kLocal || a.step == MoveStep::kUnpack;
+  if (writes && !FindDestinations(work.get(), bound.destinations, a.skip_destination)) return;
+  Memory memory(this, d, g);
+  if (a.step == MoveStep::kPack || a.step == MoveStep::kUnpack) {
+    work->uses.emplace_back(a.slot, UseProgramSlot(d, g, a.slot, work->what));
+  }
+  if (a.step == MoveStep::kPack && bound.program->lag > 0) {
+    work->uses.emplace_back(a.received, UseProgramSlot(d, g, a.received, work->what + " forwards"));
+    memory.forwarded = a.received;
   }
   if (over_) return;
-  const bool crossed = a.source_slot.has_value() && a.trainer == MemberId();
-  if (!crossed || options_.bug != Bug::kUnfilledSlot) {
-    for (const MemberId reader : a.staged) copy->readers.push_back(OwnPool(m, reader));
-  }
-  for (size_t i = 0; i < a.destinations.size(); ++i) {
-    const auto member = daemon.members.find(a.destinations[i]);
-    const bool skip = a.skip_destination[i];
-    if (!skip && member == daemon.members.end()) {
-      return Violate("P6",
-                     fmt::format("{} to member {}, which was released", what, a.destinations[i]));
-    }
-    copy->pids.push_back(skip ? 0 : member->second.pid);
-  }
-  copies_[copy->id] = copy;
-  const bool early = options_.bug == Bug::kEarlyDone && m->follower != nullptr;
-  Duration took = random_.PerMille(chances_.slow_message / 2) ? random_.Millis(20, 1500)
-                                                              : random_.Micros(100, 8000);
-  if (early) {
-    copy->told = true;
-    took += milliseconds(20);
-    Feed(d, g, GroupEvent(ResultOf(*copy)));
-  }
-  if (random_.Percent(50)) {
-    InDaemon(d, took * random_.Int(1, 9) / 10, [this, copy] {
-      if (copies_.contains(copy->id)) RunCopy(copy, false);
+  const auto done = [this, d, g, nonce = m->nonce](Executor::Moved moved) {
+    const Machine* now = Find(d, g, nonce);
+    if (now == nullptr) return;
+    now->executor->Finished(&moved);
+    Feed(d, g, PeerEvent(std::move(moved.done)));
+  };
+  const absl::Status status = m->executor->Start(a, memory, done);
+  m->first_runs.emplace(a.version, a.update);
+  if (status.code() != absl::StatusCode::kNotFound) return BeginWork(work, status);
+  // A member is gone, since a follower releases members at once.
+  for (const auto& [slot, use] : work->uses) EndUse(work->pool.get(), slot, use);
+  InDaemon(d, random_.Micros(50, 500), [this, work, status] {
+    FeedTo(work->d, work->g, work->nonce, PeerEvent(Refused(*work->step(), status)));
+  });
+}
+
+void World::On(int d, int g, const StartVerify& a) {
+  const auto work = NewWork(d, g, a, fmt::format("the read-back of update {}", a.update));
+  if (!FindDestinations(work.get(), a.destinations, a.skip_destination)) return;
+  for (size_t k = 0; k < a.destinations.size(); ++k) {
+    if (work->pids[k] == 0 || options_.bug != Bug::kEarlyCommitted) continue;
+    Hear(d, a.destinations[k], [this, version = a.version](Process* p) {
+      HearOutcome(p->pid, true, version, false, true);
     });
   }
-  InDaemon(d, took, [this, copy] { EndCopy(copy, false); });
-}
-
-Tag World::SourceTag(const Copy& copy, size_t range, int64_t i) const {
-  const PartContent& content = *copy.start.content;
-  if (copy.source == nullptr) {
-    const int64_t cell = content.byte_offsets[range] / kElementBytes + i;
-    return copy.pool->slots[copy.start.source_slot->slot.value()][static_cast<size_t>(cell)];
-  }
-  REFITD_CHECK(content.bucket == copy.source->bucket);  // one object from the push to the copy
-  const uint32_t b = content.ranges[range].tensor;
-  const int64_t offset = content.ranges[range].start - content.bucket->ranges[b].start;
-  return copy.source->data[b][static_cast<size_t>(offset + i)];
-}
-
-// P2: nothing may write to an engine that serves.
-void World::WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_t element,
-                        Tag tag) {
-  Process& p = ProcessOf(pid);
-  if (!p.alive) return;
-  if (!p.in_doubt && p.holds.has_value()) {
-    return Violate("P2", fmt::format("g{}: update {} writes to pid {}, which serves version {}", g,
-                                     update, pid, *p.holds));
-  }
-  p.cells[tensor][static_cast<size_t>(element - p.first[tensor])] = tag;
-}
-
-// Performs the first half of the copy, or all of it.
-void World::RunCopy(const std::shared_ptr<Copy>& copy, bool end) {
-  const PartContent& content = *copy->start.content;
-  const auto hold = [&](uint32_t t, int pid, const TensorRange& range, int64_t* low,
-                        int64_t* high) {
-    const Process& p = ProcessOf(pid);
-    *low = std::max(range.start, p.first[t]);
-    *high =
-        std::min(range.start + range.count, p.first[t] + static_cast<int64_t>(p.cells[t].size()));
+  const auto done = [this, d, g, nonce = work->nonce](VerifyDone ended) {
+    FeedTo(d, g, nonce, GroupEvent(std::move(ended)));
   };
-  Machine* m = Find(copy->d, copy->g);
-  const bool again = m != nullptr && m->nonce == copy->nonce && copy->source == nullptr &&
-                     m->again.contains(copy->start.part);
-  if (again && options_.bug == Bug::kSkippedPart) return;
-  const bool sums = end && m != nullptr && m->nonce == copy->nonce &&
-                    copy->start.verification == Verification::kReadback;
-  for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const TensorRange& range = content.ranges[i];
-    const uint32_t t = TensorOf(copy->g, content.tensor(i).name);
-    const int64_t stop = range.start + (end ? range.count : range.count / 2);
-    const auto pack = [&](SlotIndex index, Pool* pool) {
-      std::vector<Tag>& slot = pool->slots[index.value()];
-      const int64_t base = content.byte_offsets[i] / kElementBytes;
-      for (int64_t e = range.start; e < stop; ++e) {
-        slot[static_cast<size_t>(base + e - range.start)] = SourceTag(*copy, i, e - range.start);
-      }
-    };
-    const std::optional<SlotGrant>& grant =
-        copy->start.source_slot.has_value() ? copy->start.source_slot : copy->start.fill_slot;
-    if (copy->start.fill_slot.has_value()) pack(grant->slot, copy->pool.get());
-    for (const auto& reader : copy->readers) pack(grant->slot, reader.get());
-    for (size_t k = 0; k < copy->pids.size(); ++k) {
-      if (copy->pids[k] == 0) continue;
-      int64_t low = 0;
-      int64_t high = 0;
-      hold(t, copy->pids[k], range, &low, &high);
-      high = std::min(high, stop);
-      for (int64_t e = low; e < high && !over_; ++e) {
-        const Tag tag = SourceTag(*copy, i, e - range.start);
-        WriteEngine(copy->g, copy->start.update, copy->pids[k], t, e, tag);
-        if (sums) {
-          m->sums[copy->start.update][copy->start.destinations[k]].emplace_back(
-              uint64_t{t} << 32 | static_cast<uint64_t>(e), tag);
-        }
-      }
+  BeginWork(work, Find(d, g)->executor->Start(a, Memory(this, d, g), done));
+}
+
+// Lets the job run that the executor has submitted.
+void World::BeginWork(const std::shared_ptr<Work>& work, const absl::Status& submitted) {
+  if (!submitted.ok()) return Violate("P5", work->what + " fails: " + Message(submitted));
+  works_[work->id] = work;
+  const int d = work->d;
+  if (std::holds_alternative<StartVerify>(work->start)) {
+    InDaemon(d, random_.Micros(100, 6000), [this, work] { EndReading(*work); });
+    return;
+  }
+  work->moves = *BindMoves(work->transfer);
+  if (const auto* step = work->step(); step != nullptr && step->step == MoveStep::kPack) {
+    for (const BoundMove& move : work->moves.moves) {
+      result_.forwards += move.destination_index == kForwarded ? 1 : 0;
     }
+  }
+  Duration took = random_.PerMille(chances_.slow_message / 2) ? random_.Millis(20, 1500)
+                                                              : random_.Micros(100, 8000);
+  if (options_.bug == Bug::kEarlyDone && Find(d, work->g)->follower != nullptr) {
+    took += milliseconds(20);
+    std::exchange(work->done, nullptr)(ResultOf(*work));
+  }
+  if (random_.Percent(50)) {
+    InDaemon(d, took * random_.Int(1, 9) / 10, [this, work] {
+      if (works_.contains(work->id)) RunWork(*work, false);
+    });
+  }
+  InDaemon(d, took, [this, work] { EndWork(*work); });
+}
+
+// Whether a planted bug keeps the move from being made.
+bool World::Skips(const Work& work, const BoundMove& move) {
+  Machine* const m = Find(work.d, work.g, work.nonce);
+  if (m == nullptr) return false;
+  if (options_.bug == Bug::kSkippedPart) return work.Crossed() && m->again.contains(work.part());
+  const StartMoves* const a = work.step();
+  if (a == nullptr) return false;
+  if (options_.bug == Bug::kSkippedForward) {
+    return a->step == MoveStep::kPack && move.destination_index == kForwarded &&
+           a->round == a->bound->program->lag;
+  }
+  if (a->step != MoveStep::kUnpack) return false;
+  const bool went_on = !a->course.held.empty();
+  if (options_.bug == Bug::kHalfRerun) return went_on || m->first_runs[a->version] != a->update;
+  if (options_.bug != Bug::kSkippedRound || !went_on) return false;
+  int64_t first = a->course.first;
+  while (first < a->round && !a->bound->program->Unpacks(first, a->course)) ++first;
+  return first == a->round;
+}
+
+// Makes the first half of every move, or all of it.
+void World::RunWork(const Work& work, bool end) {
+  for (const BoundMove& move : work.moves.moves) {
+    if (Skips(work, move)) continue;
+    int64_t elements = ElementCount(*move.box) * ElementBytes(move.source->dtype) / kElementBytes;
+    if (!end) elements /= 2;
+    const Process* const p = work.WrittenBy(move) == 0 ? nullptr : &ProcessOf(work.WrittenBy(move));
+    // P2: nothing may write to an engine that serves.
+    if (elements > 0 && p != nullptr && p->alive && !p->in_doubt && p->holds.has_value()) {
+      return Violate("P2", fmt::format("{} writes to pid {}, which serves version {}", work.what,
+                                       p->pid, *p->holds));
+    }
+    std::memcpy(move.to_address(), move.from_address(),
+                static_cast<size_t>(elements * kElementBytes));
   }
 }
 
-TransferDone World::ResultOf(const Copy& copy) const {
-  const PartContent& content = *copy.start.content;
-  TransferDone done;
-  done.update = copy.start.update;
-  done.part = copy.start.part;
-  done.bytes_written.resize(copy.pids.size());
-  for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const TensorRange& range = content.ranges[i];
-    const uint32_t t = TensorOf(copy.g, content.tensor(i).name);
-    for (size_t k = 0; k < copy.pids.size(); ++k) {
-      if (copy.pids[k] == 0) continue;
-      const Process& p = ProcessOf(copy.pids[k]);
-      const int64_t low = std::max(range.start, p.first[t]);
-      const int64_t high =
-          std::min(range.start + range.count, p.first[t] + static_cast<int64_t>(p.cells[t].size()));
-      if (high > low) done.bytes_written[k] += (high - low) * kElementBytes;
-    }
-    if (!copy.start.want_source_digests) continue;
-    uint64_t digest = 0;
-    for (int64_t e = 0; e < range.count; ++e) {
-      Tag tag = SourceTag(copy, i, e);
-      if (options_.bug == Bug::kTrustingSink && copy.source == nullptr) tag &= ~kDamageBit;
-      digest += Mix(tag);
-    }
-    done.source_digests.push_back(digest);
+TransferResult World::ResultOf(const Work& work) const {
+  const StartMoves* const a = work.step();
+  TransferResult result;
+  result.bytes_written = work.moves.bytes;
+  if (work.transfer.verification == Verification::kReadback) result.expected = work.moves.sums;
+  for (const BoundMove& move : work.moves.moves) {
+    if (result.expected.empty()) break;
+    result.expected[move.sum].digest += DigestOf(*move.source, *move.box, false);
   }
-  return done;
+  std::erase_if(result.expected, [&](const PieceDigest& sum) {
+    return work.transfer.readback_now[sum.destination];
+  });
+  const bool trusts =
+      (options_.bug == Bug::kTrustedReplicas && a != nullptr && a->step == MoveStep::kCompare) ||
+      (options_.bug == Bug::kTrustingSink &&
+       (work.Crossed() || (a != nullptr && a->step == MoveStep::kUnpack)));
+  for (const BoundPiece& piece : work.transfer.source) {
+    if (!work.transfer.want_source_digests) break;
+    result.source_digests.push_back(DigestOf(piece, piece.box, trusts));
+  }
+  return result;
 }
 
-void World::EndCopy(const std::shared_ptr<Copy>& copy, bool) {
-  if (copies_.erase(copy->id) == 0) return;
-  RunCopy(copy, true);
+void World::EndWork(const Work& work) {
+  if (works_.erase(work.id) == 0) return;
+  RunWork(work, true);
   if (over_) return;
-  TransferDone done = ResultOf(*copy);
-  if (const Machine* of = Find(copy->d, copy->g); options_.bug == Bug::kTwiceStored &&
-                                                  copy->source == nullptr && of != nullptr &&
-                                                  of->again.contains(copy->start.part)) {
-    for (int64_t& bytes : done.bytes_written) bytes *= 2;
+  TransferResult result = ResultOf(work);
+  const Machine* const m = Find(work.d, work.g, work.nonce);
+  if (options_.bug == Bug::kTwiceStored && work.Crossed() && m != nullptr &&
+      m->again.contains(work.part())) {
+    for (int64_t& bytes : result.bytes_written) bytes *= 2;
   }
-  for (const auto& [slot, use] : copy->uses) EndUse(copy->pool.get(), slot, use);
-  if (copy->told) return;
-  const Verification verification = copy->start.verification;
+  for (const auto& [slot, use] : work.uses) EndUse(work.pool.get(), slot, use);
+  if (work.done == nullptr) return;
   if (random_.PerMille(chances_.transfer_fails)) {
     Count(Fault::kTransferFailed);
-    done.status = absl::InternalError("the copy failed");
-    done.bytes_written.assign(done.bytes_written.size(), 0);
-  } else if (verification != Verification::kOff && random_.PerMille(chances_.bytes_damaged)) {
-    // Damages one element; `transfer` finds it now, `readback` later.
-    for (size_t k = 0; k < copy->pids.size(); ++k) {
-      if (copy->pids[k] == 0 || done.bytes_written[k] == 0) continue;
-      Process& p = ProcessOf(copy->pids[k]);
-      const TensorRange& range = copy->start.content->ranges[0];
-      const uint32_t t = TensorOf(copy->g, copy->start.content->tensor(0).name);
-      const int64_t e = std::max(range.start, p.first[t]);
-      if (e >= range.start + range.count ||
-          e >= p.first[t] + static_cast<int64_t>(p.cells[t].size())) {
-        continue;
-      }
-      Count(Fault::kBytesDamaged);
-      p.cells[t][static_cast<size_t>(e - p.first[t])] |= kDamageBit;
-      if (verification == Verification::kTransfer) {
-        done.status = absl::DataLossError("what was stored differs");
-        done.failed_destination = static_cast<int>(k);
-      }
-      break;
-    }
+    result.status = absl::InternalError("the copy failed");
+    result.bytes_written.assign(result.bytes_written.size(), 0);
+  } else if (work.transfer.verification != Verification::kOff) {
+    Damage(work, &result);
   }
-  Machine* m = Find(copy->d, copy->g);
-  if (m != nullptr && m->nonce == copy->nonce) Feed(copy->d, copy->g, GroupEvent(std::move(done)));
+  work.done(std::move(result));
+}
+
+// Damages one element that was copied. `transfer` finds that now and `readback` later; in the slot
+// of a program, the receiver finds it.
+void World::Damage(const Work& work, TransferResult* result) {
+  std::vector<const BoundMove*> candidates;
+  for (const BoundMove& move : work.moves.moves) {
+    if (work.WrittenBy(move) != 0 || work.step() != nullptr) candidates.push_back(&move);
+  }
+  // A pushed part takes its chance also where it writes to no engine.
+  if (candidates.empty() && work.step() != nullptr) return;
+  const bool blind = options_.bug == Bug::kBlindFill && FillRuns(work.g);
+  if (!random_.PerMille(blind ? 500 : chances_.bytes_damaged) || candidates.empty()) return;
+  const BoundMove& move = *candidates[random_.Index(candidates.size())];
+  Count(Fault::kBytesDamaged);
+  Tag tag;
+  std::memcpy(&tag, move.to_address(), sizeof(tag));
+  tag |= kDamageBit;
+  std::memcpy(move.to_address(), &tag, sizeof(tag));
+  if (work.transfer.verification == Verification::kTransfer && work.WrittenBy(move) != 0) {
+    result->status = absl::DataLossError("what was stored differs");
+    result->failed_destination = static_cast<int>(move.destination_index);
+  }
+}
+
+void World::EndReading(const Work& work) {
+  if (works_.erase(work.id) == 0 || Find(work.d, work.g, work.nonce) == nullptr) return;
+  ReadbackResult result;
+  for (const ReadbackPiece& read : work.readback.pieces) {
+    if (DigestOf(read.piece, read.piece.box, false) == read.expected) continue;
+    if (options_.bug == Bug::kBlindFill && FillRuns(work.g)) continue;
+    result.status = absl::DataLossError("what was read back differs");
+    std::vector<uint32_t>& failed = result.failed_destinations;
+    if (failed.empty() || failed.back() != read.destination) failed.push_back(read.destination);
+  }
+  if (result.status.ok() && random_.PerMille(chances_.transfer_fails)) {
+    Count(Fault::kTransferFailed);
+    result.status = absl::InternalError("the read-back failed");
+  }
+  work.read(std::move(result));
 }
 
 bool World::Touches(int d, MemberId member) const {
-  const auto hits = [&](const auto& start) {
-    for (size_t k = 0; k < start.destinations.size(); ++k) {
-      if (!start.skip_destination[k] && start.destinations[k] == member) return true;
+  return std::any_of(works_.begin(), works_.end(), [&](const auto& item) {
+    const Work& work = *item.second;
+    if (work.d != d) return false;
+    const auto& sources = work.sources;
+    if (std::find(sources.begin(), sources.end(), member) != sources.end()) return true;
+    for (size_t k = 0; k < work.destinations.size(); ++k) {
+      const bool reads = std::holds_alternative<StartVerify>(work.start);
+      if (work.pids[k] != 0 && work.destinations[k] == member &&
+          (reads || work.moves.bytes[k] > 0)) {
+        return true;
+      }
     }
     return false;
-  };
-  for (const auto& [id, copy] : copies_) {
-    if (copy->d != d) continue;
-    if (copy->source != nullptr && copy->start.trainer == member) return true;
-    for (size_t k = 0; k < copy->pids.size(); ++k) {
-      if (copy->pids[k] == 0 || copy->start.destinations[k] != member) continue;
-      if (ResultOf(*copy).bytes_written[k] > 0) return true;
-    }
-  }
-  for (const auto& [id, moving] : movings_) {
-    if (moving->d != d) continue;
-    const BoundProgram& bound = *moving->start.bound;
-    for (const auto& run : moving->runs) {
-      if (run.to == nullptr && bound.destinations[run.destination] == member) return true;
-    }
-    for (size_t i = 0; i < bound.sources.size(); ++i) {
-      if (bound.sources[i] == member && moving->start.step != MoveStep::kUnpack) return true;
-    }
-  }
-  return std::any_of(readings_.begin(), readings_.end(),
-                     [&](const auto& r) { return r.second->d == d && hits(r.second->start); });
-}
-
-// ---- read-back ----
-
-void World::On(int d, int g, const StartVerify& a) {
-  Daemon& daemon = DaemonAt(d);
-  auto reading = std::make_shared<Reading>();
-  reading->id = ++nonces_;
-  reading->d = d;
-  reading->g = g;
-  reading->life = daemon.life;
-  reading->nonce = Find(d, g)->nonce;
-  reading->start = a;
-  for (size_t k = 0; k < a.destinations.size(); ++k) {
-    if (a.skip_destination[k]) continue;
-    if (!daemon.members.contains(a.destinations[k])) {
-      return Violate("P6", fmt::format("d{} g{}: member {} is read back, but was released", d, g,
-                                       a.destinations[k]));
-    }
-    if (options_.bug == Bug::kEarlyCommitted) {
-      Hear(d, a.destinations[k], [this, version = a.version](Process* p) {
-        HearOutcome(p->pid, true, version, false, true);
-      });
-    }
-  }
-  readings_[reading->id] = reading;
-  InDaemon(d, random_.Micros(100, 6000), [this, reading] { EndReading(reading); });
-}
-
-void World::EndReading(const std::shared_ptr<Reading>& reading) {
-  if (readings_.erase(reading->id) == 0) return;
-  Machine* m = Find(reading->d, reading->g);
-  if (m == nullptr || m->nonce != reading->nonce) return;
-  const StartVerify& start = reading->start;
-  VerifyDone done;
-  done.update = start.update;
-  const auto& sums = m->sums[start.update];
-  for (uint32_t k = 0; k < start.destinations.size(); ++k) {
-    if (start.skip_destination[k]) continue;
-    const auto expected = sums.find(start.destinations[k]);
-    const auto member = DaemonAt(reading->d).members.find(start.destinations[k]);
-    if (expected == sums.end() || member == DaemonAt(reading->d).members.end()) continue;
-    const Process& p = ProcessOf(member->second.pid);
-    if (!p.alive) continue;  // its memory is still mapped, though the process is dead
-    const bool differs =
-        std::any_of(expected->second.begin(), expected->second.end(), [&p](const auto& cell) {
-          const auto t = static_cast<uint32_t>(cell.first >> 32);
-          const auto e = static_cast<int64_t>(cell.first & 0xffffffff);
-          return p.cells[t][static_cast<size_t>(e - p.first[t])] != cell.second;
-        });
-    if (differs) done.failed_destinations.push_back(k);
-  }
-  if (options_.bug == Bug::kBlindFill && FillRuns(reading->g)) done.failed_destinations.clear();
-  if (!done.failed_destinations.empty()) {
-    done.status = absl::DataLossError("what was read back differs");
-  } else if (random_.PerMille(chances_.transfer_fails)) {
-    Count(Fault::kTransferFailed);
-    done.status = absl::InternalError("the read-back failed");
-  }
-  Feed(reading->d, reading->g, GroupEvent(std::move(done)));
+  });
 }
 
 // ---- epochs ----
@@ -399,10 +461,8 @@ void World::On(int d, int g, const OpenEpoch& a) {
     Count(Fault::kWireOneSided);
     return;
   }
-  InDaemon(d, random_.Micros(200, 8000), [this, d, g, nonce = m->nonce, opened] {
-    const Machine* now = Find(d, g);
-    if (now != nullptr && now->nonce == nonce) Feed(d, g, opened);
-  });
+  InDaemon(d, random_.Micros(200, 8000),
+           [this, d, g, nonce = m->nonce, opened] { FeedTo(d, g, nonce, opened); });
 }
 
 void World::On(int d, int g, const ConnectEpoch& a) {
@@ -486,9 +546,7 @@ void World::AnswerEpoch(uint64_t id, const absl::Status& status) {
   EpochEnd& end = it->second;
   end.answered = true;
   end.up = status.ok() && !end.closed;
-  const Machine* m = Find(end.d, end.g);
-  if (m == nullptr || m->nonce != end.nonce) return;
-  Feed(end.d, end.g, EpochUp{end.epoch, status});
+  FeedTo(end.d, end.g, end.nonce, EpochUp{end.epoch, status});
 }
 
 void World::On(int d, int g, const CloseEpoch& a) {
@@ -683,8 +741,7 @@ void World::EndWire(uint64_t id, WireSeq seq, const absl::Status& status) {
     broken_comms_.insert(comm);
     if (random_.Percent(70)) BreakComm(comm, milliseconds(1), milliseconds(800));
   }
-  Machine* m = Find(end.d, end.g);
-  if (m != nullptr && m->nonce == end.nonce) Feed(end.d, end.g, WireDone{end.epoch, seq, status});
+  FeedTo(end.d, end.g, end.nonce, WireDone{end.epoch, seq, status});
 }
 
 // Breaks a communicator: ranks that wait in it hear of that at `latest`.

@@ -90,6 +90,7 @@ int World::NewProcess(int seat_index) {
       piece.tensor = t;
       piece.box.offset = {low};
       piece.box.extent = {high - low};
+      piece.region = RegionId(t + 1);
       piece.strides = RowMajorStrides(piece.box.extent);
       layout->pieces.push_back(std::move(piece));
       p.first.push_back(low);
@@ -564,7 +565,11 @@ void World::CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
       },
       again);
   // The second call's memory has equal bytes but is another object: only the first call's is read.
-  std::shared_ptr<Source> copy = source == nullptr ? nullptr : std::make_shared<Source>(*source);
+  std::shared_ptr<Source> copy;
+  if (source != nullptr) {
+    copy = std::make_shared<Source>(*source);
+    std::get<BucketEvent>(again).bucket = copy->BucketOver(*source->bucket);
+  }
   using Answers = std::vector<std::pair<absl::Status, ReplyPayload>>;
   const auto answers = std::make_shared<Answers>();
   const auto compare = [this, pid, answers](const absl::Status& status,
@@ -809,8 +814,8 @@ void World::PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int t
     EndPack(pid, *slot);
     e.LieIn(*slot, offsets);
   }
-  const BucketEvent event = e;
-  source->bucket = event.bucket;
+  BucketEvent event = e;
+  event.bucket = source->BucketOver(*event.bucket);
   CallTwice(pid, event, source,
             [this, pid, bucket, slot, tries, token = p.token](const absl::Status& status,
                                                               const ReplyPayload&) {

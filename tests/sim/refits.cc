@@ -1,5 +1,4 @@
-// Compiled refits: trainers' shards and calls. The real planners compile programs; moves and
-// exchanges work on tags.
+// Compiled refits: trainers' shards and calls, plans, and the rounds on the wire.
 #include <algorithm>
 
 #include "tests/sim/world.h"
@@ -8,15 +7,7 @@
 namespace refitd::sim {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr int kMostRepeats = 400;  // of a call whose answer was cancelled
-
-uint64_t Mix(Tag tag) {
-  HashChain chain(0);
-  chain.Add(tag);
-  return chain.hash();
-}
 
 size_t Cells(int64_t bytes) { return static_cast<size_t>(bytes / kElementBytes); }
 
@@ -93,8 +84,8 @@ std::shared_ptr<Shard> World::MakeShard(int pid) {
     piece.byte_offset = offset;
     offset += range.count * kElementBytes;
     layout->pieces.push_back(std::move(piece));
-    shard->cells.emplace_back(static_cast<size_t>(range.count), kDamaged);
   }
+  shard->cells.assign(static_cast<size_t>(offset / kElementBytes), kDamaged);
   shard->layout = std::move(layout);
   p.shards.push_back(shard);
   return shard;
@@ -103,7 +94,7 @@ std::shared_ptr<Shard> World::MakeShard(int pid) {
 // The trainer uses its memory for something else.
 void World::Clobber(Shard* shard) {
   if (shard == nullptr) return;
-  for (auto& cells : shard->cells) std::fill(cells.begin(), cells.end(), kDamaged);
+  std::fill(shard->cells.begin(), shard->cells.end(), kDamaged);
   shard->round = 0;
 }
 
@@ -124,10 +115,9 @@ void World::FillShard(int pid, uint32_t round) {
   Shard& shard = *p.shard;
   shard.round = round;
   const Layout& layout = *shard.layout;
-  for (size_t i = 0; i < layout.pieces.size(); ++i) {
-    for (size_t e = 0; e < shard.cells[i].size(); ++e) {
-      shard.cells[i][e] = MakeTag(round, layout.pieces[i].tensor,
-                                  layout.pieces[i].box.offset[0] + static_cast<int64_t>(e));
+  for (const Piece& piece : layout.pieces) {
+    for (int64_t e = 0; e < piece.box.extent[0]; ++e) {
+      shard.At(piece, e) = MakeTag(round, piece.tensor, piece.box.offset[0] + e);
     }
   }
   // A rank that differs from the others is found only by comparing replicas.
@@ -147,19 +137,11 @@ void World::FillShard(int pid, uint32_t round) {
   const uint32_t t = TensorOf(r.g, r.plan->routes.tensors[replica.tensor].name);
   const int64_t element = replica.box.offset[0] + random_.Between(0, replica.box.extent[0] - 1);
   Trace("pid {} has another t{}[{}] than its replicas", pid, t, element);
-  for (size_t i = 0; i < layout.pieces.size(); ++i) {
-    const Piece& piece = layout.pieces[i];
+  for (const Piece& piece : layout.pieces) {
     const int64_t at = element - piece.box.offset[0];
     if (piece.tensor != t || at < 0 || at >= piece.box.extent[0]) continue;
-    shard.cells[i][static_cast<size_t>(at)] |= kDamageBit;
+    shard.At(piece, at) |= kDamageBit;
   }
-}
-
-std::shared_ptr<Shard> World::ShardOf(int pid, const Layout* layout) const {
-  for (const auto& shard : ProcessOf(pid).shards) {
-    if (shard->layout.get() == layout) return shard;
-  }
-  return nullptr;
 }
 
 void World::RegisterShard(int pid) {
@@ -275,38 +257,32 @@ void World::RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t s
 
 // ---- programs ----
 
-void World::On(int d, int g, const CompileProgram& a) {
-  const Duration took = random_.PerMille(chances_.slow_message) ? random_.Millis(20, 1500)
-                                                                : random_.Micros(100, 9000);
-  InDaemon(d, took, [this, d, g, nonce = Find(d, g)->nonce, a] {
-    const Machine* m = Find(d, g);
-    if (m == nullptr || m->nonce != nonce) return;
-    auto plan = CompileRefit(a.sources, a.destinations, a.options);
-    Feed(d, g, GroupEvent(ProgramCompiled{a.program, plan.status(), plan.ok() ? *plan : nullptr}));
+void World::On(int d, int g, const PlanRefit& a) {
+  InDaemon(d, PlanningTime(), [this, d, g, nonce = Find(d, g)->nonce, a] {
+    FeedTo(d, g, nonce, GroupEvent(CompilePlan(a)));
   });
 }
 
 void World::On(int d, int g, const BuildProgram& a) {
-  const Duration took = random_.PerMille(chances_.slow_message) ? random_.Millis(20, 1500)
-                                                                : random_.Micros(100, 9000);
-  InDaemon(d, took, [this, d, g, nonce = Find(d, g)->nonce, a] {
-    const Machine* m = Find(d, g);
-    if (m == nullptr || m->nonce != nonce) return;
-    ProgramBuilt built{a.program, a.build, absl::OkStatus(), nullptr};
+  InDaemon(d, PlanningTime(), [this, d, g, nonce = Find(d, g)->nonce, a] {
+    if (Find(d, g, nonce) == nullptr) return;
+    ProgramBuilt built;
     if (random_.PerMille(chances_.transfer_fails)) {
       Count(Fault::kTransferFailed);
-      built.status = absl::InternalError("the build failed");
+      built = {a.program, a.build, absl::InternalError("the build failed"), nullptr};
     } else {
-      auto program = CompileNode(*a.plan, a.node, a.sources, a.destinations, a.options);
-      built.status = program.status();
-      if (program.ok())
-        built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
+      built = CompilePart(a);
     }
     Feed(d, g, PeerEvent(std::move(built)));
   });
 }
 
-// ---- moves ----
+Duration World::PlanningTime() {
+  return random_.PerMille(chances_.slow_message) ? random_.Millis(20, 1500)
+                                                 : random_.Micros(100, 9000);
+}
+
+// ---- rounds ----
 
 // Checks that the slot has no other use at the time, and that the group has not given it back.
 uint64_t World::UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what) {
@@ -324,316 +300,6 @@ uint64_t World::UseProgramSlot(int d, int g, SlotIndex slot, const std::string& 
   }
   return UseSlot(m->pool.get(), SlotGrant{slot, GrantId((uint64_t{1} << 62) + ++nonces_)}, what);
 }
-
-void World::On(int d, int g, const StartMoves& a) {
-  Daemon& daemon = DaemonAt(d);
-  Machine* m = Find(d, g);
-  auto moving = std::make_shared<Moving>();
-  moving->id = ++nonces_;
-  moving->d = d;
-  moving->g = g;
-  moving->nonce = m->nonce;
-  moving->start = a;
-  moving->pool = m->pool;
-  const BoundProgram& bound = *a.bound;
-  const std::string what = fmt::format("d{} g{}: step {} round {} of update {}", d, g,
-                                       static_cast<int>(a.step), a.round, a.update);
-  const auto fails = [this, d, g, nonce = m->nonce, a](std::string why) {
-    InDaemon(d, random_.Micros(50, 500), [this, d, g, nonce, a, why = std::move(why)] {
-      const Machine* now = Find(d, g);
-      if (now == nullptr || now->nonce != nonce) return;
-      MovesDone done;
-      done.update = a.update;
-      done.step = a.step;
-      done.round = a.round;
-      done.status = absl::InternalError(why);
-      Feed(d, g, PeerEvent(std::move(done)));
-    });
-  };
-  for (size_t i = 0; i < bound.sources.size(); ++i) {
-    const auto member = daemon.members.find(bound.sources[i]);
-    if (member == daemon.members.end()) return fails("a source is gone");
-    const std::shared_ptr<const Layout>& layout = bound.source_layouts[i];
-    Process& process = ProcessOf(member->second.pid);
-    if (!SeatOf(process).trainer) {
-      moving->cells.push_back(&process.cells);
-      continue;
-    }
-    if (!member->second.lost && member->second.layout != layout) {
-      return Violate("P1", fmt::format("{} is bound to an older registration of member {}", what,
-                                       bound.sources[i]));
-    }
-    const int pid = member->second.pid;
-    std::shared_ptr<Shard> shard = ShardOf(pid, layout.get());
-    if (shard == nullptr) return Violate("P6", what + " reads what nobody registered");
-    if (options_.bug == Bug::kOldBinding) {
-      for (const auto& old : ProcessOf(pid).shards) {
-        if (SameStructure(*old->layout, *layout)) {
-          shard = old;
-          break;
-        }
-      }
-    }
-    if (a.step == MoveStep::kCompare) shard->compared = true;
-    moving->cells.push_back(&shard->cells);
-  }
-  const bool writes = a.step == MoveStep::kLocal || a.step == MoveStep::kUnpack;
-  for (size_t i = 0; i < bound.destinations.size(); ++i) {
-    const bool skip = !writes || (i < a.skip_destination.size() && a.skip_destination[i]);
-    const auto member = daemon.members.find(bound.destinations[i]);
-    if (!skip && member == daemon.members.end()) {
-      return Violate("P6", fmt::format("{} writes to member {}, which was released", what,
-                                       bound.destinations[i]));
-    }
-    moving->pids.push_back(skip ? 0 : member->second.pid);
-  }
-  PlanMoves(moving.get());
-  if (a.step == MoveStep::kPack || a.step == MoveStep::kUnpack) {
-    moving->use = UseProgramSlot(d, g, a.slot, what);
-  }
-  if (a.step == MoveStep::kPack && bound.program->lag > 0) {
-    moving->use_of_received = UseProgramSlot(d, g, a.received, what + " forwards");
-  }
-  if (over_) return;
-  m->first_runs.emplace(a.version, a.update);
-  movings_[moving->id] = moving;
-  Duration took = random_.PerMille(chances_.slow_message / 2) ? random_.Millis(20, 1500)
-                                                              : random_.Micros(100, 8000);
-  if (options_.bug == Bug::kEarlyDone && m->follower != nullptr) {
-    moving->told = true;
-    took += milliseconds(20);
-    Feed(d, g, PeerEvent(ResultOf(*moving)));
-  }
-  if (random_.Percent(50)) {
-    InDaemon(d, took * random_.Int(1, 9) / 10, [this, moving] {
-      if (movings_.contains(moving->id)) RunMoves(*moving, false);
-    });
-  }
-  InDaemon(d, took, [this, moving] { EndMoves(moving); });
-}
-
-// The reads and writes of a step, from the node program: pieces by number, memory by the layouts in
-// force.
-void World::PlanMoves(Moving* moving) {
-  const StartMoves& a = moving->start;
-  const BoundProgram& bound = *a.bound;
-  const NodeProgram& program = *bound.program;
-  const auto from_shard = [&](Moving::Run* run, uint32_t source, uint32_t piece, const Box& box) {
-    const Layout& layout = *bound.source_layouts[source];
-    run->from = &(*moving->cells[source])[piece];
-    run->from_at = static_cast<size_t>(box.offset[0] - layout.pieces[piece].box.offset[0]);
-    run->count = box.extent[0];
-  };
-  const auto to_engine = [&](Moving::Run* run, uint32_t destination, uint32_t piece,
-                             const Box& box) {
-    const Layout& layout = *bound.destination_layouts[destination];
-    run->destination = destination;
-    run->tensor = TensorOf(moving->g, layout.tensors[layout.pieces[piece].tensor].name);
-    run->first = box.offset[0];
-    run->count = box.extent[0];
-  };
-  if (a.step == MoveStep::kLocal) {
-    for (const CopyMove& move : program.local.moves) {
-      if (moving->pids[move.destination] == 0) continue;
-      Moving::Run& run = moving->runs.emplace_back();
-      from_shard(&run, move.source, move.source_piece, move.box);
-      to_engine(&run, move.destination, move.destination_piece, move.box);
-    }
-    return;
-  }
-  if (a.step == MoveStep::kCompare) {
-    for (const ReplicaShare& share : *bound.replicas) {
-      const auto source = static_cast<size_t>(
-          std::find_if(program.sources.begin(), program.sources.end(),
-                       [&](const LocalMember& m) { return m.rank == share.source; }) -
-          program.sources.begin());
-      if (source == program.sources.size()) {
-        return Violate("P1", fmt::format("d{} g{}: source {} is compared, but is not here",
-                                         moving->d, moving->g, share.source));
-      }
-      std::vector<std::vector<Tag>>& cells = *moving->cells[source];
-      const Layout& layout = *bound.source_layouts[source];
-      const std::string& name = bound.plan->tensors[share.tensor].name;
-      for (size_t i = 0; i < cells.size(); ++i) {
-        const Piece& piece = layout.pieces[i];
-        const int64_t at = share.box.offset[0] - piece.box.offset[0];
-        if (layout.tensors[piece.tensor].name != name || at < 0 ||
-            at + share.box.extent[0] > piece.box.extent[0]) {
-          continue;
-        }
-        moving->sums.push_back({&cells[i], static_cast<size_t>(at), share.box.extent[0], {}});
-        break;
-      }
-    }
-    return;
-  }
-  const bool pack = a.step == MoveStep::kPack;
-  std::vector<Tag>* slot = &moving->pool->slots[a.slot.value()];
-  const std::vector<RoundLeg> round = program.Round(a.round, a.course);
-  const std::vector<ExchangeLeg> legs = program.Legs(a.round, a.course);
-  for (size_t i = 0; i < round.size(); ++i) {
-    const RoundLeg& leg = round[i];
-    if (leg.peer < a.course.gone.size() && a.course.gone[leg.peer]) continue;
-    if (pack) {
-      const size_t chunk = Cells(legs[i].out_offset);
-      for (const ChunkMove& move : leg.pack) {
-        Moving::Run& run = moving->runs.emplace_back();
-        from_shard(&run, move.member, move.piece, move.box);
-        run.to = slot;
-        run.to_at = chunk + Cells(move.chunk_byte_offset);
-        const ChunkBox& sent = leg.sent[move.chunk_box];
-        moving->sums.push_back({run.from, run.from_at, run.count, {sent.stream, sent.section, 0}});
-      }
-      PlanForwards(moving, leg, slot, chunk);
-      continue;
-    }
-    const size_t chunk = Cells(legs[i].in_offset);
-    for (const ChunkBox& box : leg.received) {
-      moving->sums.push_back({slot,
-                              chunk + Cells(box.chunk_byte_offset),
-                              box.box.extent[0],
-                              {box.stream, box.section, 0}});
-    }
-    for (const ChunkMove& move : leg.unpack) {
-      if (moving->pids[move.member] == 0) continue;
-      Moving::Run& run = moving->runs.emplace_back();
-      to_engine(&run, move.member, move.piece, move.box);
-      run.from = slot;
-      run.from_at = chunk + Cells(move.chunk_byte_offset);
-    }
-  }
-  for (const Moving::Run& run : moving->runs) {
-    if (run.to == nullptr || run.to_at + static_cast<size_t>(run.count) <= run.to->size()) continue;
-    return Violate("P5", fmt::format("d{} g{}: round {} is packed beyond its slot", moving->d,
-                                     moving->g, a.round));
-  }
-}
-
-void World::PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* slot,
-                         size_t chunk) {
-  const StartMoves& a = moving->start;
-  std::vector<Tag>* from = &moving->pool->slots[a.received.value()];
-  if (options_.bug == Bug::kEarlyForward) {
-    const auto early = moving->pool->before_round.find(a.received.value());
-    if (early != moving->pool->before_round.end()) from = &early->second;
-  }
-  for (const Forward& forward : leg.forwards) {
-    ++result_.forwards;
-    if (options_.bug == Bug::kSkippedForward && a.round == a.bound->program->lag) continue;
-    Moving::Run& run = moving->runs.emplace_back();
-    run.from = from;
-    run.from_at = Cells(forward.slot_byte_offset);
-    run.to = slot;
-    run.to_at = chunk + Cells(forward.chunk_byte_offset);
-    run.count = forward.bytes / kElementBytes;
-  }
-}
-
-bool World::WritesNothing(Machine& m, const StartMoves& a) const {
-  if (a.step != MoveStep::kUnpack) return false;
-  const bool went_on = !a.course.held.empty();
-  if (options_.bug == Bug::kHalfRerun) return went_on || m.first_runs[a.version] != a.update;
-  if (options_.bug != Bug::kSkippedRound || !went_on) return false;
-  int64_t first = a.course.first;
-  while (first < a.round && !a.bound->program->Unpacks(first, a.course)) ++first;
-  return first == a.round;
-}
-
-// Performs the first half of the moves, or all.
-void World::RunMoves(const Moving& moving, bool end) {
-  Machine* m = Find(moving.d, moving.g);
-  const bool sums = end && m != nullptr && m->nonce == moving.nonce &&
-                    moving.start.verification == Verification::kReadback;
-  const bool writes_nothing = m != nullptr && WritesNothing(*m, moving.start);
-  for (const Moving::Run& run : moving.runs) {
-    if (writes_nothing && run.to == nullptr) continue;
-    const int64_t stop = end ? run.count : run.count / 2;
-    for (int64_t i = 0; i < stop && !over_; ++i) {
-      const Tag tag = (*run.from)[run.from_at + static_cast<size_t>(i)];
-      if (run.to != nullptr) {
-        (*run.to)[run.to_at + static_cast<size_t>(i)] = tag;
-        continue;
-      }
-      WriteEngine(moving.g, moving.start.update, moving.pids[run.destination], run.tensor,
-                  run.first + i, tag);
-      if (!sums) continue;
-      m->sums[moving.start.update][moving.start.bound->destinations[run.destination]].emplace_back(
-          uint64_t{run.tensor} << 32 | static_cast<uint64_t>(run.first + i), tag);
-    }
-  }
-}
-
-MovesDone World::ResultOf(const Moving& moving) const {
-  const StartMoves& a = moving.start;
-  MovesDone done;
-  done.update = a.update;
-  done.step = a.step;
-  done.round = a.round;
-  if (a.step == MoveStep::kLocal || a.step == MoveStep::kUnpack) {
-    done.bytes_written.resize(moving.pids.size());
-    for (const Moving::Run& run : moving.runs) {
-      done.bytes_written[run.destination] += run.count * kElementBytes;
-    }
-  }
-  const bool compare = a.step == MoveStep::kCompare;
-  const bool trusts = (compare && options_.bug == Bug::kTrustedReplicas) ||
-                      (a.step == MoveStep::kUnpack && options_.bug == Bug::kTrustingSink);
-  for (const Moving::Sum& sum : moving.sums) {
-    SectionDigest section = sum.section;
-    for (int64_t i = 0; i < sum.count; ++i) {
-      const Tag tag = (*sum.of)[sum.at + static_cast<size_t>(i)];
-      section.digest += Mix(trusts ? tag & ~kDamageBit : tag);
-    }
-    if (compare) {
-      done.digests.push_back(section.digest);
-    } else if (a.verification != Verification::kOff) {
-      done.sections.push_back(section);
-    }
-  }
-  return done;
-}
-
-void World::EndMoves(const std::shared_ptr<Moving>& moving) {
-  if (movings_.erase(moving->id) == 0) return;
-  RunMoves(*moving, true);
-  if (over_) return;
-  const StartMoves& a = moving->start;
-  MovesDone done = ResultOf(*moving);
-  if (moving->use.has_value()) EndUse(moving->pool.get(), a.slot, *moving->use);
-  if (moving->use_of_received.has_value()) {
-    EndUse(moving->pool.get(), a.received, *moving->use_of_received);
-  }
-  if (moving->told) return;
-  if (random_.PerMille(chances_.transfer_fails)) {
-    Count(Fault::kTransferFailed);
-    done.status = absl::InternalError("the moves failed");
-    done.bytes_written.assign(done.bytes_written.size(), 0);
-  } else if (a.verification != Verification::kOff && !moving->runs.empty() &&
-             random_.PerMille(options_.bug == Bug::kBlindFill && FillRuns(moving->g)
-                                  ? 500
-                                  : chances_.bytes_damaged)) {
-    // Damages one element; `transfer` finds it now, `readback` later, and in a slot the receiver
-    // does.
-    const Moving::Run& run = moving->runs[random_.Index(moving->runs.size())];
-    Count(Fault::kBytesDamaged);
-    if (run.to != nullptr) {
-      (*run.to)[run.to_at] |= kDamageBit;
-    } else {
-      Process& p = ProcessOf(moving->pids[run.destination]);
-      p.cells[run.tensor][static_cast<size_t>(run.first - p.first[run.tensor])] |= kDamageBit;
-      if (a.verification == Verification::kTransfer) {
-        done.status = absl::DataLossError("what was stored differs");
-        done.failed_destination = static_cast<int>(run.destination);
-      }
-    }
-  }
-  const Machine* m = Find(moving->d, moving->g);
-  if (m != nullptr && m->nonce == moving->nonce) {
-    Feed(moving->d, moving->g, PeerEvent(std::move(done)));
-  }
-}
-
-// ---- rounds on the wire ----
 
 void World::On(int d, int g, const StartExchange& a) {
   Machine* m = Find(d, g);

@@ -118,6 +118,7 @@ Duration World::NetDelay() {
 
 void World::StartDaemon(int d) {
   Daemon& daemon = DaemonAt(d);
+  if (daemon.up) return;
   daemon.up = true;
   daemon.frozen = false;
   daemon.drained = false;
@@ -143,6 +144,7 @@ void World::CreateGroup(int d, int g) {
       static_cast<size_t>(group.spec.slots),
       std::vector<Tag>(static_cast<size_t>(group.spec.slot_bytes / kElementBytes)));
   m.pool->uses.resize(static_cast<size_t>(group.spec.slots));
+  m.executor = std::make_unique<Executor>(&transport_);
   CoordinatorOptions options;
   options.name = group.name;
   options.daemon_id = daemon.id;
@@ -194,9 +196,7 @@ void World::KillDaemon(int d, bool silent) {
     });
   }
   daemon.members.clear();
-  std::erase_if(copies_, [d](const auto& c) { return c.second->d == d; });
-  std::erase_if(movings_, [d](const auto& r) { return r.second->d == d; });
-  std::erase_if(readings_, [d](const auto& r) { return r.second->d == d; });
+  std::erase_if(works_, [d](const auto& work) { return work.second->d == d; });
   for (auto& [key, end] : ends_) {
     if (end.d != d) continue;
     const std::string comm = CommOf(end);
@@ -245,12 +245,18 @@ Machine* World::Find(int d, int g) {
   return it == daemon.machines.end() ? nullptr : &it->second;
 }
 
+Machine* World::Find(int d, int g, uint64_t nonce) {
+  Machine* m = Find(d, g);
+  return m != nullptr && m->nonce == nonce ? m : nullptr;
+}
+
 void World::EnsureFollower(int d, int g) {
   Daemon& daemon = DaemonAt(d);
   if (daemon.machines.contains(g) || GroupOf(g).home == d) return;
   Machine& m = daemon.machines[g];
   m.nonce = ++nonces_;
   m.pool = std::make_shared<Pool>();
+  m.executor = std::make_unique<Executor>(&transport_);
   FollowerOptions options;
   options.name = GroupOf(g).name;
   options.coordinator_address = fmt::format("d{}", GroupOf(g).home);
@@ -268,14 +274,13 @@ void World::Join(int d, int g, uint64_t f_nonce) {
   const uint64_t f_life = DaemonAt(d).life;
   const auto fail = [this, d, g, f_nonce](std::string why) {
     InDaemon(d, random_.Millis(10, 300), [this, d, g, f_nonce, why = std::move(why)] {
-      Machine* m = Find(d, g);
-      if (m != nullptr && m->nonce == f_nonce) Feed(d, g, LinkLost{absl::UnavailableError(why)});
+      FeedTo(d, g, f_nonce, LinkLost{absl::UnavailableError(why)});
     });
   };
   // Joining has a deadline of its own.
   InDaemon(d, seconds(2), [this, d, g, f_nonce] {
-    Machine* m = Find(d, g);
-    if (m == nullptr || m->nonce != f_nonce || m->linked) return;
+    Machine* m = Find(d, g, f_nonce);
+    if (m == nullptr || m->linked) return;
     if (m->link >= 0 && links_[static_cast<size_t>(m->link)].f_open)
       CloseSide(m->link, false, true);
     Feed(d, g, LinkLost{absl::DeadlineExceededError("the coordinator does not answer")});
@@ -303,8 +308,8 @@ void World::Join(int d, int g, uint64_t f_nonce) {
   links_.push_back(std::move(link));
   const int index = static_cast<int>(links_.size()) - 1;
   const NodeId node = links_.back().node;
-  Machine* m = Find(d, g);
-  if (m == nullptr || m->nonce != f_nonce) return;
+  Machine* m = Find(d, g, f_nonce);
+  if (m == nullptr) return;
   m->link = index;
   m->coordinator_nonce = coordinator->nonce;
   Letter letter;
@@ -318,14 +323,9 @@ void World::Join(int d, int g, uint64_t f_nonce) {
 void World::DropFollower(int d, int g) {
   Daemon& daemon = DaemonAt(d);
   Machine* m = Find(d, g);
-  for (const auto& [id, copy] : copies_) {
-    if (copy->d == d && copy->nonce == m->nonce) {
-      Violate("P6", fmt::format("d{} g{}: finished, but a copy runs", d, g));
-    }
-  }
-  for (const auto& [id, moving] : movings_) {
-    if (moving->d == d && moving->nonce == m->nonce) {
-      Violate("P6", fmt::format("d{} g{}: finished, but moves run", d, g));
+  for (const auto& [id, work] : works_) {
+    if (work->d == d && work->nonce == m->nonce) {
+      Violate("P6", fmt::format("d{} g{}: finished, but {} runs", d, g, work->what));
     }
   }
   for (const auto& [key, end] : ends_) {
@@ -354,6 +354,10 @@ void World::Feed(int d, int g, MachineEvent event) {
   Daemon& daemon = DaemonAt(d);
   daemon.inbox.emplace_back(g, std::move(event));
   if (!daemon.busy) Drain(d);
+}
+
+void World::FeedTo(int d, int g, uint64_t nonce, MachineEvent event) {
+  if (Find(d, g, nonce) != nullptr) Feed(d, g, std::move(event));
 }
 
 void World::FeedLock(int d, const WireLock::Events& events) {
@@ -406,8 +410,8 @@ void World::ScheduleTick(int d, int g) {
 }
 
 void World::Tick(int d, int g, uint64_t nonce) {
-  Machine* m = Find(d, g);
-  if (m == nullptr || m->nonce != nonce) return;
+  Machine* m = Find(d, g, nonce);
+  if (m == nullptr) return;
   std::optional<TimePoint> due = m->machine->NextDeadline();
   m->tick.reset();
   if (!due.has_value() || *due > now_) return ScheduleTick(d, g);
@@ -463,10 +467,10 @@ void World::On(int d, int g, const Reply& answer) {
                                      "answered before, or never asked",
                                      d, g, a.call));
   }
-  for (const auto& [id, copy] : copies_) {
-    if (copy->d == d && copy->start.bucket_call == a.call && copy->source != nullptr) {
-      return Violate("P6", fmt::format("d{} g{}: bucket call {} is answered while part {} reads it",
-                                       d, g, a.call, copy->start.part));
+  for (const auto& [id, work] : works_) {
+    if (work->d == d && work->source != nullptr && work->call() == a.call) {
+      return Violate("P6", fmt::format("d{} g{}: bucket call {} is answered while {} reads it", d,
+                                       g, a.call, work->what));
     }
   }
   if (const auto source = daemon.sources.find(a.call); source != daemon.sources.end()) {
@@ -551,6 +555,7 @@ void World::On(int d, int g, const ReleaseMember& a) {
     return Violate("P8",
                    fmt::format("d{} g{}: member {} is released, but is attached", d, g, a.member));
   }
+  Find(d, g)->executor->Release(a.member);
   daemon.members.erase(it);
 }
 
@@ -614,7 +619,7 @@ void World::On(int, int, const UpdateAbandoned&) {}
 
 void World::On(int d, int g, const UpdateEnded& a) {
   Machine* m = Find(d, g);
-  m->sums.erase(a.update);
+  m->executor->Forget(a.update);
   if (m->coordinator == nullptr || a.outcome == Outcome::kUnknown) return;
   if (a.fill) {
     ++(a.outcome == Outcome::kCommitted ? result_.fills
@@ -643,17 +648,10 @@ void World::On(int d, int g, const UpdateEnded& a) {
   if (!a.fill) CheckRest(g, *round, a);
   if (!over_) CheckKeptOut(g);
   if (over_) return;
-  for (const auto& [id, copy] : copies_) {
-    if (copy->g == g && copy->start.version == a.version && copy->d == d &&
-        copy->start.update == a.update) {
-      return Violate("P6", fmt::format("g{}: update {} ended while part {} is copied", g, a.update,
-                                       copy->start.part));
-    }
-  }
-  for (const auto& [id, moving] : movings_) {
-    if (moving->g == g && moving->d == d && moving->start.update == a.update) {
-      return Violate("P6", fmt::format("g{}: update {} ended while its program runs", g, a.update));
-    }
+  for (const auto& [id, work] : works_) {
+    if (work->g != g || work->d != d || work->update() != a.update) continue;
+    return Violate("P6",
+                   fmt::format("g{}: update {} ended while {} runs", g, a.update, work->what));
   }
   if (a.outcome != Outcome::kCommitted) return;
   if (round->plan != nullptr && !a.fill) {
@@ -691,6 +689,7 @@ void World::On(int d, int g, const RefuseMember& a) {
   }
   const std::string why = a.status.ToString();
   Hear(d, a.member, [this, why](Process* p) { LoseLease(p->pid, why, random_.Millis(100, 2000)); });
+  Find(d, g)->executor->Release(a.member);
   daemon.members.erase(it);
 }
 
@@ -710,14 +709,14 @@ constexpr int64_t kMessageBytes = 8 << 20;
 // Whether the other daemon would read the message. A message that it refuses ends the link, and
 // with it the leases of all members.
 absl::Status Read(const PeerCommand& command, const PeerBounds& bounds) {
-  REFITD_ASSIGN_OR_RETURN(const auto answers, ToWire(command, kMessageBytes));
+  REFITD_ASSIGN_OR_RETURN(const auto answers, ToProto(command, kMessageBytes));
   CommandDecoder decoder(bounds);
   for (const auto& answer : answers) REFITD_RETURN_IF_ERROR(decoder.Decode(answer).status());
   return absl::OkStatus();
 }
 
 absl::Status Read(const PeerReport& report, const PeerBounds& bounds) {
-  REFITD_ASSIGN_OR_RETURN(const auto messages, ToWire(report, bounds, kMessageBytes));
+  REFITD_ASSIGN_OR_RETURN(const auto messages, ToProto(report, bounds, kMessageBytes));
   ReportDecoder decoder(bounds);
   for (const auto& message : messages) REFITD_RETURN_IF_ERROR(decoder.Decode(message).status());
   return absl::OkStatus();
@@ -864,9 +863,8 @@ void World::On(int d, int g, const MakeSlots& a) {
   if (m->pool->slots.empty()) {
     return Violate("P8", fmt::format("d{} g{}: slots of no size", d, g));
   }
-  InDaemon(d, std::chrono::milliseconds(1), [this, d, g, nonce = m->nonce, a] {
-    const Machine* now = Find(d, g);
-    if (now != nullptr && now->nonce == nonce) Feed(d, g, SlotsMade{a.member, absl::OkStatus()});
+  InDaemon(d, milliseconds(1), [this, d, g, nonce = m->nonce, a] {
+    FeedTo(d, g, nonce, SlotsMade{a.member, absl::OkStatus()});
   });
 }
 
@@ -933,8 +931,8 @@ void World::Receive(int index, bool down, const Letter& letter) {
   bool& open = down ? link.f_open : link.c_open;
   if (!open) return;
   const int d = down ? link.f : link.c;
-  Machine* m = Find(d, link.g);
-  if (m == nullptr || m->nonce != (down ? link.f_nonce : link.c_nonce)) return;
+  Machine* m = Find(d, link.g, down ? link.f_nonce : link.c_nonce);
+  if (m == nullptr) return;
   const bool gap = !letter.end && letter.number > lane.expected;
   if (!letter.end && !gap && letter.number < lane.expected) return;  // a duplicate
   if (letter.end || gap) {

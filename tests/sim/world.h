@@ -1,10 +1,11 @@
-// Whole groups over several daemons in one thread: real Coordinator, Follower and WireLock machines
-// in a modelled world, with time and chance from one seed. The same seed gives the same run.
+// Whole groups over several daemons in one thread: real Coordinator, Follower and WireLock
+// machines, planners and executors in a modelled world, with time and chance from one seed. The
+// same seed gives the same run.
 //
 // The parts of the model, by file
 //   world.cc    clock, daemons' life, feeding machines and carrying out their actions, links
-//   data.cc     memory as tags, copies, read-backs, collectives
-//   refits.cc   compiled refits: shards, programs, moves, exchanges, and the trainers' calls
+//   data.cc     memory as tags, what executors' jobs do to it and when, collectives
+//   refits.cc   compiled refits: shards, plans, exchanges, and the trainers' calls
 //   members.cc  trainer and engine processes, and the job that tells trainers what to push
 //   chaos.cc    scenario, faults, the quiet end, what must hold then
 // Every element of every tensor carries a tag: the update that its bytes are of, its tensor and its
@@ -32,13 +33,17 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
+#include "daemon/execute/executor.h"
 #include "daemon/group/bucket_draft.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/group/wire_lock.h"
 #include "tests/sim/random.h"
+#include "transport/plan/bound_moves.h"
+#include "transport/unprepared_transport.h"
 
 namespace refitd::sim {
 
@@ -175,16 +180,33 @@ struct Round {
 
 // A trainer's memory for one registration.
 struct Shard {
-  std::shared_ptr<const Layout> layout;
-  std::vector<std::vector<Tag>> cells;  // by piece
-  uint32_t round = 0;                   // the round of its bytes; 0: none
-  bool compared = false;                // its replicas were compared once
+  std::shared_ptr<const Layout> layout;  // region n is the process's shard n - 1
+  std::vector<Tag> cells;                // the region
+  uint32_t round = 0;                    // the round of its bytes; 0: none
+  bool compared = false;                 // its replicas were compared once
+
+  Tag& At(const Piece& piece, int64_t element) {
+    return cells[static_cast<size_t>(piece.byte_offset / kElementBytes + element)];
+  }
 };
 
 // A bucket that a trainer pushed, with its bytes, until the answer.
 struct Source {
   std::shared_ptr<const CheckedBucket> bucket;
   std::vector<std::vector<Tag>> data;  // by range of the bucket
+
+  // The same bucket over this data, unless it lies in a slot.
+  std::shared_ptr<const CheckedBucket> BucketOver(const CheckedBucket& of) {
+    auto made = std::make_shared<CheckedBucket>(of);
+    if (!made->slot.has_value()) {
+      made->source = CheckedBucket::Source::kInline;
+      made->places.clear();
+      for (const std::vector<Tag>& range : data) {
+        made->places.push_back({.inline_data = reinterpret_cast<const char*>(range.data())});
+      }
+    }
+    return bucket = std::move(made);
+  }
 };
 
 // A daemon's staging pool for one group.
@@ -237,12 +259,13 @@ struct Process {
 
   // ---- engine ----
   std::shared_ptr<const Layout> layout;
-  std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
-  std::vector<int64_t> first;           // by tensor: first element held
-  std::optional<Version> holds;         // the version that it believes to serve
-  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
-  bool torn = false;      // it lost a part of `holds` and hides that; for kTornGiver
-  bool in_doubt = false;  // answered Ready, heard no outcome
+  // By tensor, of the part that it holds. Region n of its layout is tensor n - 1.
+  std::vector<std::vector<Tag>> cells;
+  std::vector<int64_t> first;    // by tensor: first element held
+  std::optional<Version> holds;  // the version that it believes to serve
+  uint64_t origin = 0;           // incarnation in which `holds` was committed; 0: from a file
+  bool torn = false;             // it lost a part of `holds` and hides that; for kTornGiver
+  bool in_doubt = false;         // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -325,8 +348,7 @@ struct Machine {
   std::shared_ptr<Pool> pool;
   // The slots that a staged rank on a GPU of its own is handed.
   std::map<MemberId, std::shared_ptr<Pool>> own_pools;
-  // The digests that verification expects: by update, destination and (tensor, element).
-  std::map<UpdateId, std::map<MemberId, std::vector<std::pair<uint64_t, Tag>>>> sums;
+  std::unique_ptr<Executor> executor;
   // The worker's id of the first run of each version's program.
   std::map<Version, UpdateId> first_runs;
   // The parts of the running update that were sent again to this daemon, a joined one.
@@ -415,61 +437,60 @@ struct Link {
 
 // ---- the data plane ----
 
-struct Copy {
+// A job that an executor has submitted. The world runs it in its own time.
+struct Work {
+  using Start = std::variant<StartTransfer, StartMoves, StartVerify>;
   uint64_t id = 0;
   int d = 0;
   int g = 0;
-  uint64_t life = 0;
-  uint64_t nonce = 0;
-  StartTransfer start;
-  std::shared_ptr<Source> source;  // null: the source is a slot
+  uint64_t nonce = 0;  // of the machine
+  Start start;
+  std::string what;  // for messages
   std::shared_ptr<Pool> pool;
-  std::vector<std::shared_ptr<Pool>> readers;  // of staged ranks
-  std::vector<int> pids;                       // by destination; 0: skipped
+  std::shared_ptr<Source> source;      // of a bucket that this daemon's trainer pushed
+  std::vector<MemberId> sources;       // members whose memory is read
+  std::vector<MemberId> destinations;  // registered ranks, as the executor numbers them
+  std::vector<int> pids;               // by destination; 0: skipped
   std::vector<std::pair<SlotIndex, uint64_t>> uses;
-  bool told = false;
+  // For a copy. `done` is null once the end is reported.
+  Transfer transfer;
+  BoundMoves moves;
+  std::function<void(TransferResult)> done;
+  // For a read-back.
+  ReadbackJob readback;
+  std::function<void(ReadbackResult)> read;
+
+  const StartMoves* step() const { return std::get_if<StartMoves>(&start); }
+  UpdateId update() const {
+    return std::visit([](const auto& of) { return of.update; }, start);
+  }
+  PartSeq part() const { return std::get<StartTransfer>(start).part; }
+  CallId call() const {
+    const auto* transfer_of = std::get_if<StartTransfer>(&start);
+    return transfer_of == nullptr ? CallId() : transfer_of->bucket_call;
+  }
+  // Whether the job stores a part that another daemon sent.
+  bool Crossed() const {
+    return std::holds_alternative<StartTransfer>(start) && call() == CallId();
+  }
+  // The process that the move writes to. 0: the move writes to a slot.
+  int WrittenBy(const BoundMove& move) const {
+    return move.destination_index < pids.size() ? pids[move.destination_index] : 0;
+  }
 };
-// A step of a program.
-struct Moving {
-  // A run of elements of one tensor.
-  struct Run {
-    std::vector<Tag>* from = nullptr;
-    size_t from_at = 0;
-    std::vector<Tag>* to = nullptr;  // a slot; null: `destination`
-    size_t to_at = 0;
-    uint32_t destination = 0;  // in the program
-    uint32_t tensor = 0;
-    int64_t first = 0;  // element
-    int64_t count = 0;
-  };
-  // Elements whose digest is wanted, in order.
-  struct Sum {
-    std::vector<Tag>* of = nullptr;
-    size_t at = 0;
-    int64_t count = 0;
-    SectionDigest section;
-  };
-  uint64_t id = 0;
-  int d = 0;
-  int g = 0;
-  uint64_t nonce = 0;
-  StartMoves start;
-  std::shared_ptr<Pool> pool;
-  std::vector<std::vector<std::vector<Tag>>*> cells;  // by source and its piece
-  std::vector<int> pids;                              // by destination; 0: not touched
-  std::vector<Run> runs;
-  std::vector<Sum> sums;
-  std::optional<uint64_t> use;              // of its slot
-  std::optional<uint64_t> use_of_received;  // of the slot that it forwards from
-  bool told = false;
-};
-struct Reading {
-  uint64_t id = 0;
-  int d = 0;
-  int g = 0;
-  uint64_t life = 0;
-  uint64_t nonce = 0;
-  StartVerify start;
+
+// The transport of all executors. Puts the job that it is given into `next`.
+class WorkTransport : public UnpreparedTransport {
+ public:
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    next->transfer = std::move(transfer);
+    next->done = std::move(done);
+  }
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    next->readback = std::move(job);
+    next->read = std::move(done);
+  }
+  Work* next = nullptr;
 };
 
 struct EpochEnd {
@@ -558,16 +579,19 @@ class World {
   Duration NetDelay();
 
   // ---- world.cc: daemons and machines ----
-  void StartDaemon(int d);
+  void StartDaemon(int d);  // does nothing if it runs
   void KillDaemon(int d, bool silent);
   void FreezeDaemon(int d, Duration how_long);
   void Thaw(int d, uint64_t life);
   void CreateGroup(int d, int g);
   Machine* Find(int d, int g);
+  Machine* Find(int d, int g, uint64_t nonce);  // null: that machine is gone
   void EnsureFollower(int d, int g);
   void Join(int d, int g, uint64_t f_nonce);
   void DropFollower(int d, int g);
   void Feed(int d, int g, MachineEvent event);
+  // Does nothing if that machine is gone.
+  void FeedTo(int d, int g, uint64_t nonce, MachineEvent event);
   void FeedLock(int d, const WireLock::Events& events);
   void Drain(int d);
   void ScheduleTick(int d, int g);
@@ -602,7 +626,7 @@ class World {
   void On(int d, int g, const ConnectEpoch& a);
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
-  void On(int d, int g, const CompileProgram& a);
+  void On(int d, int g, const PlanRefit& a);
   void On(int, int, const StartCompare&) {}  // the coordinator handles it
   void On(int, int, const StartRefit&) {}
   void On(int d, int g, const BuildProgram& a);
@@ -621,12 +645,18 @@ class World {
   TimePoint BlockedUntil(int a, int b) const;
 
   // ---- data.cc ----
-  void RunCopy(const std::shared_ptr<Copy>& copy, bool end);
-  void EndCopy(const std::shared_ptr<Copy>& copy, bool early);
-  void EndReading(const std::shared_ptr<Reading>& reading);
-  Tag SourceTag(const Copy& copy, size_t range, int64_t i) const;
-  void WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_t element, Tag tag);
-  TransferDone ResultOf(const Copy& copy) const;
+  class Memory;
+  std::shared_ptr<Work> NewWork(int d, int g, Work::Start start, std::string what);
+  // False: a member was released (P6).
+  bool FindDestinations(Work* work, const std::vector<MemberId>& members,
+                        const std::vector<bool>& skip);
+  void BeginWork(const std::shared_ptr<Work>& work, const absl::Status& submitted);
+  bool Skips(const Work& work, const BoundMove& move);
+  void RunWork(const Work& work, bool end);
+  TransferResult ResultOf(const Work& work) const;
+  void EndWork(const Work& work);
+  void Damage(const Work& work, TransferResult* result);
+  void EndReading(const Work& work);
   static std::shared_ptr<Pool> OwnPool(Machine* m, MemberId reader);
   uint64_t UseSlot(Pool* pool, SlotGrant slot, const std::string& what);
   void EndUse(Pool* pool, SlotIndex slot, uint64_t id);
@@ -661,17 +691,8 @@ class World {
   void CallRefit(int pid);
   void RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t since, int repeats,
                      const absl::Status& status);
-  std::shared_ptr<Shard> ShardOf(int pid, const Layout* layout) const;
+  Duration PlanningTime();
   uint64_t UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what);
-  void PlanMoves(Moving* moving);
-  // Plans the runs that a pack takes from the slot of an earlier round, for the leg whose chunk
-  // begins at cell `chunk`.
-  void PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* slot, size_t chunk);
-  // Whether a planted bug keeps an unpacking from writing.
-  bool WritesNothing(Machine& m, const StartMoves& a) const;
-  void RunMoves(const Moving& moving, bool end);
-  MovesDone ResultOf(const Moving& moving) const;
-  void EndMoves(const std::shared_ptr<Moving>& moving);
   void TryExchange(const std::string& comm, WireSeq seq);
   void ReceiveShare(const EpochEnd& end, WireOp* op);
 
@@ -801,6 +822,7 @@ class World {
   std::map<int, size_t> lost_to_search_;  // by group
   TimePoint thawed_;                      // when the last freeze of a daemon ends
 
+  WorkTransport transport_;
   std::vector<Daemon> daemons_;
   std::vector<GroupWorld> groups_;
   std::vector<Seat> seats_;
@@ -809,9 +831,7 @@ class World {
   std::vector<Round> rounds_;
   // The times until which messages between two daemons are held up.
   std::vector<std::vector<TimePoint>> blocked_;
-  std::map<uint64_t, std::shared_ptr<Copy>> copies_;
-  std::map<uint64_t, std::shared_ptr<Moving>> movings_;
-  std::map<uint64_t, std::shared_ptr<Reading>> readings_;
+  std::map<uint64_t, std::shared_ptr<Work>> works_;
   std::map<uint64_t, EpochEnd> ends_;
   std::map<std::string, std::map<WireSeq, WireOp>> comms_;
   std::set<std::string> broken_comms_;

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 
-SECONDS = 60  # far longer than anything takes; only a failing test reaches it
+SECONDS = 60  # far longer than anything takes; only a failing test reaches this
 ROUNDS = 20
 
 

@@ -14,11 +14,11 @@ import unittest
 import refitd
 from refitd import testing
 
-SECONDS = 60  # far longer than anything takes; only a failing test reaches it
+SECONDS = 60  # far longer than anything takes; only a failing test reaches this
 BIN = os.path.dirname(sys.executable)
 PACKAGE = os.path.dirname(refitd.__file__)
 CARRIED = [os.path.join(PACKAGE, "_bin") + "/", os.path.join(os.path.dirname(PACKAGE), "refitd.libs") + "/"]
-# glibc, and what else a manylinux wheel may take from the system (PEP 600).
+# These are glibc, and what else a manylinux wheel may take from the system (PEP 600).
 OF_THE_SYSTEM = re.compile(
     r"(ld-linux-x86-64|libc|libm|libdl|libpthread|librt|libresolv|libnss_files|libstdc\+\+|libgcc_s|libz)\.so\.")
 FOREIGN = re.compile(r"lib(grpc|gpr|absl|protobuf|upb|spdlog|fmt|prometheus|civetweb|refit)\b")
@@ -84,7 +84,7 @@ class WheelTest(unittest.TestCase):
         process = subprocess.Popen(
             [os.path.join(BIN, "refitd"), "--listen-unix", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
-            # It logs this once it listens; the pipe's end comes if it dies before.
+            # The daemon logs this once it listens; if it dies before, its output ends.
             told = next((line for line in process.stdout if "listening on" in line), None)
             self.assertIsNotNone(told)
             self.assertEqual(os.readlink("/proc/%d/exe" % process.pid), os.path.join(PACKAGE, "_bin", "refitd"))
@@ -109,7 +109,7 @@ class WheelTest(unittest.TestCase):
         with refitd.Trainer("policy", socket=self.daemon.socket) as trainer:
             with refitd.Engine("policy", instance="a", socket=self.daemon.socket) as engine:
                 engine.register_layout([spec], [whole(destination)])
-                held = []  # what the engine's memory has at each commit
+                held = []  # the bytes of the engine's memory at each commit
 
                 def serve():
                     for event in engine:

@@ -12,7 +12,8 @@
 namespace refitd::workloads {
 namespace {
 
-constexpr int64_t kWriteBytes = 4 << 20;  // generated and written at a time; fits the cache
+// The writer generates and writes so many bytes at a time, which fit the cache.
+constexpr int64_t kWriteBytes = 4 << 20;
 
 absl::Status WriteConfig(const Qwen3Model& model, const std::string& folder) {
   const nlohmann::json config = {{"architectures", {"Qwen3ForCausalLM"}},

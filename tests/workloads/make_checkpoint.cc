@@ -1,4 +1,4 @@
-// make_checkpoint: a checkpoint folder with a real model's tensor table and seeded random weights.
+// Writes a checkpoint folder with a real model's tensor table and seeded random weights.
 #include <CLI/CLI.hpp>
 
 #include "daemon/refitctl/format.h"

@@ -29,13 +29,13 @@ struct Qwen3Model {
 
 inline constexpr Qwen3Model kQwen3_0_6B = {"qwen3-0.6b", 1024, 28, 16, 8, 128, 3072, 151'936};
 inline constexpr Qwen3Model kQwen3_4B = {"qwen3-4b", 2560, 36, 32, 8, 128, 9728, 151'936};
-// The same names in a few MiB, for tests.
+// A model with the same names in a few MiB, for tests.
 inline constexpr Qwen3Model kTiny = {"tiny", 256, 4, 4, 2, 64, 768, 8192};
 
-// By name; INVALID_ARGUMENT lists the names known.
+// The model of that name; INVALID_ARGUMENT lists the names that are known.
 absl::StatusOr<Qwen3Model> FindModel(std::string_view name);
 
-// In the order of the model: embedding, layers, final norm.
+// The tensors in the order of the model: embedding, layers, final norm.
 std::vector<TensorSpec> TensorsOf(const Qwen3Model& model);
 int64_t BytesOf(const std::vector<TensorSpec>& tensors);
 

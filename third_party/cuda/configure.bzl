@@ -16,7 +16,7 @@ The rule runs again when one of these variables changes and when a Bazel server 
 fixes it, so that two shells build the same.
 """
 
-# The newest toolkit of NVIDIA's installers, then a distribution's package.
+# The first place is that of NVIDIA's installers, the second that of a distribution's package.
 _PLACES = ["/usr/local/cuda/include", "/usr/include"]
 
 _WITH = """\
@@ -24,7 +24,7 @@ package(default_visibility = ["//visibility:public"])
 
 exports_files(["nvcc_version.txt"])
 
-# The driver API's one header: it includes nothing of the toolkit.
+# cuda.h is the driver API's one header, and includes nothing of the toolkit.
 cc_library(
     name = "headers",
     hdrs = ["include/cuda.h"],
@@ -67,7 +67,8 @@ NVCC_ARCHITECTURES = {architectures}
 NVCC_FLAGS = {flags}
 """
 
-# Machine code for these, as far as the compiler knows them; and PTX of the newest for what comes after.
+# Kernels have machine code for these architectures, as far as the compiler knows them, and PTX of the newest for later
+# ones.
 _ARCHITECTURES = ["80", "90", "100"]
 
 def _without(reason):
@@ -81,7 +82,7 @@ def _with_header(repository_ctx, place):
     return _WITH + _NCCL
 
 def _define_nvcc(repository_ctx, nvcc, version, architectures, flags):
-    # An input of what is compiled: another compiler, another result.
+    # The version is an input of what nvcc compiles, since another compiler gives another result.
     repository_ctx.file("nvcc_version.txt", version)
     repository_ctx.file("defs.bzl", _DEFS.format(
         nvcc = repr(nvcc),
@@ -128,7 +129,7 @@ def _local_cuda_impl(repository_ctx):
             return
 
     if home:
-        # Asked for by name: worth a word, but no reason to stop.
+        # Somebody asked for this toolkit by name, which is worth a word, but no reason to stop.
         # buildifier: disable=print
         print("CUDA_HOME is %s, which has no include/cuda.h: building without CUDA" % home)
     repository_ctx.file("BUILD.bazel", _without("no cuda.h in " + ", ".join(places)))

@@ -10,7 +10,7 @@ std::string_view refitd::%s() { return {}; }
 END
 """
 
-# $(@D) is shared by the package's outputs: the binary lies beside the source under the rule's own name.
+# All outputs of the package share $(@D), so the binary lies beside the source, under the rule's own name.
 _WITH = """\
 %s --fatbin -std=c++20 -O3 -I. -Werror all-warnings %s -o $@.fatbin $(location %s)
 {

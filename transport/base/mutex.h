@@ -38,7 +38,8 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
   Mutex* const mutex_;
 };
 
-// Waits need the mutex held; spurious wake-ups happen: wait in a loop on the condition.
+// A condition variable. The mutex must be held during a wait. A wait may end without a
+// notification, so callers wait in a loop until their condition holds.
 class CondVar {
  public:
   void Wait(Mutex* mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -46,7 +47,7 @@ class CondVar {
     cond_.wait(lock);
     lock.release();
   }
-  // False when `deadline` passed.
+  // Returns false if `deadline` passed.
   bool WaitUntil(Mutex* mutex, std::chrono::steady_clock::time_point deadline)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex->mutex_, std::adopt_lock);

@@ -16,15 +16,16 @@
 
 namespace refitd {
 
-// `Error(absl::StatusCode::kNotFound, "region {} of {}", id, name)`.
+// Makes a status from a format, as in `Error(absl::StatusCode::kNotFound, "region {} of {}", id,
+// name)`.
 template <typename... Args>
 absl::Status Error(absl::StatusCode code, fmt::format_string<Args...> format, Args&&... args) {
   return absl::Status(code, fmt::format(format, std::forward<Args>(args)...));
 }
 
-// "<what>: <strerror> (errno <n>)", with the code that fits: ENOENT not found, EACCES/EPERM
-// permission denied, EADDRINUSE/EEXIST already exists, EMFILE/ENFILE/ENOMEM/ENOSPC/EDQUOT resource
-// exhausted, else unavailable.
+// Makes the status "<what>: <strerror> (errno <n>)". Its code is the one that fits `error`: not
+// found for ENOENT, permission denied for EACCES and EPERM, already exists for EADDRINUSE and
+// EEXIST, resource exhausted for EMFILE, ENFILE, ENOMEM, ENOSPC and EDQUOT, else unavailable.
 absl::Status ErrnoError(int error, std::string_view what);
 
 // The start of UTF-8 `text`, at most `max_bytes` long, cut between characters so that it stays
@@ -45,7 +46,7 @@ inline std::string Message(const absl::Status& status) { return std::string(stat
     if (!refitd_status.ok()) return refitd_status; \
   } while (false)
 
-// REFITD_ASSIGN_OR_RETURN(auto x, F()): declares x from a StatusOr, or returns its error.
+// REFITD_ASSIGN_OR_RETURN(auto x, F()) declares x from a StatusOr, or returns the StatusOr's error.
 #define REFITD_ASSIGN_OR_RETURN(lhs, expr) \
   REFITD_ASSIGN_OR_RETURN_IMPL(REFITD_CONCAT(refitd_or_, __LINE__), lhs, expr)
 #define REFITD_ASSIGN_OR_RETURN_IMPL(tmp, lhs, expr) \
@@ -53,7 +54,8 @@ inline std::string Message(const absl::Status& status) { return std::string(stat
   if (!tmp.ok()) return std::move(tmp).status();     \
   lhs = std::move(tmp).value()
 
-// Only for bugs of refitd itself; all other errors are statuses.
+// Ends the process if `condition` is false. This is only for bugs of refitd itself; all other
+// errors are statuses.
 #define REFITD_CHECK(condition)                                                          \
   do {                                                                                   \
     if (!(condition)) {                                                                  \

@@ -8,12 +8,12 @@
 
 namespace refitd {
 
-// The length in bytes of the UTF-8 sequence at the start of `text`, which is not empty; 0: there is
-// none. Overlong forms, surrogates and values beyond Unicode are none.
+// The length in bytes of the UTF-8 sequence at the start of `text`, which is not empty; 0 if there
+// is no valid sequence. Overlong forms, surrogates and values beyond Unicode are not valid.
 size_t Utf8SequenceBytes(std::string_view text);
 
-// The start of the text, of at most `max_bytes`, cut between sequences. Each byte that is not of a
-// sequence becomes a "?".
+// Returns the start of the text, of at most `max_bytes`, cut between sequences. Each byte that is
+// not part of a valid sequence becomes a "?".
 std::string CleanText(std::string_view text, size_t max_bytes);
 
 }  // namespace refitd

@@ -84,7 +84,7 @@ bool IsLostContext(CUresult result) {
     case 719:  // launch failed
     case 721:  // tensor memory leak
     case 810:  // the MPS server ended this client
-    case 911:  // failure of a device outside
+    case 911:  // failure of an external device
     case 999:  // unknown
       return true;
     default:

@@ -76,9 +76,9 @@ struct CudaApi {
   // stays loaded: the driver starts threads of its own and can't be unloaded safely.
   static absl::StatusOr<CudaApi> Load(const std::string& library);
 
-  // "cuMemAlloc: out of memory (error 2)". INTERNAL, and IsLost is true: the context is lost for
-  // ever; RESOURCE_EXHAUSTED: out of memory; FAILED_PRECONDITION: the driver refuses an argument;
-  // else UNAVAILABLE.
+  // Makes the status of a call, such as "cuMemAlloc: out of memory (error 2)". Its code is INTERNAL
+  // (and IsLost is true) if the context is lost for ever, RESOURCE_EXHAUSTED if memory is short,
+  // FAILED_PRECONDITION if the driver refuses an argument, else UNAVAILABLE.
   absl::Status Check(std::string_view call, CUresult result) const;
 
   // Whether the driver can issue many copies in one call. It needs a driver of CUDA 13 or later,
@@ -103,11 +103,11 @@ struct CudaApi {
 #undef REFITD_CUDA_MEMBER
 };
 
-// REFITD_CUDA_CALL(api, cuMemFree, address): the call's status.
+// REFITD_CUDA_CALL(api, cuMemFree, address) makes the call and returns its status.
 #define REFITD_CUDA_CALL(api, call, ...) (api).Check(#call, (api).call(__VA_ARGS__))
 
-// Errors after which a context, and with it this process's use of GPUs, is lost: illegal addresses,
-// failed launches, uncorrectable memory errors. Every later call fails too.
+// Whether this error means that a context, and with it this process's use of GPUs, is lost: illegal
+// addresses, failed launches, uncorrectable memory errors. Every later call fails too.
 bool IsLostContext(CUresult result);
 // Whether Check made this status from such an error.
 bool IsLost(const absl::Status& status);

@@ -8,7 +8,8 @@
 namespace refitd {
 namespace {
 
-// Rounds to few sizes, so that free buffers fit the next transfer: powers of two, then whole MiB.
+// Rounds up to one of few sizes (powers of two, then whole MiB), so that free buffers fit the next
+// transfer.
 int64_t RoundUp(int64_t bytes) {
   constexpr int64_t kLeast = 4 << 10;
   constexpr int64_t kMiB = 1 << 20;
@@ -24,14 +25,15 @@ Buffer::~Buffer() {
   if (pool_ != nullptr) pool_->GiveBack(address_, bytes_);
 }
 
-BufferPool::~BufferPool() {
+ScratchBuffers::~ScratchBuffers() {
   MutexLock lock(&mutex_);
   if (!abandoned_) Release(free_);
 }
 
-absl::StatusOr<Buffer> BufferPool::Take(int64_t bytes) {
+absl::StatusOr<Buffer> ScratchBuffers::Take(int64_t bytes) {
   const int64_t rounded = RoundUp(bytes);
   {
+    // Take the smallest free buffer that fits, unless it is more than twice as large.
     MutexLock lock(&mutex_);
     size_t best = free_.size();
     for (size_t i = 0; i < free_.size(); ++i) {
@@ -50,7 +52,7 @@ absl::StatusOr<Buffer> BufferPool::Take(int64_t bytes) {
   return Buffer(shared_from_this(), address, rounded);
 }
 
-void BufferPool::Trim() {
+void ScratchBuffers::Trim() {
   std::vector<Free> surplus;
   {
     MutexLock lock(&mutex_);
@@ -67,17 +69,17 @@ void BufferPool::Trim() {
   Release(surplus);
 }
 
-void BufferPool::Abandon() {
+void ScratchBuffers::Abandon() {
   MutexLock lock(&mutex_);
   abandoned_ = true;
 }
 
-void BufferPool::OnSurplus(std::function<void()> call) {
+void ScratchBuffers::OnSurplus(std::function<void()> call) {
   MutexLock lock(&mutex_);
   on_surplus_ = std::move(call);
 }
 
-void BufferPool::GiveBack(uint64_t address, int64_t bytes) {
+void ScratchBuffers::GiveBack(uint64_t address, int64_t bytes) {
   std::function<void()> tell;
   {
     MutexLock lock(&mutex_);
@@ -88,7 +90,7 @@ void BufferPool::GiveBack(uint64_t address, int64_t bytes) {
   if (tell) tell();
 }
 
-absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
+absl::StatusOr<uint64_t> ScratchBuffers::Allocate(int64_t bytes) {
   const CudaApi& api = contexts_->api();
   REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device_));
   const ScopedContext current(api, context);
@@ -104,8 +106,8 @@ absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
   return reinterpret_cast<uint64_t>(data);
 }
 
-// Errors are ignored: after an error the context is lost, and with it the memory.
-void BufferPool::Release(const std::vector<Free>& buffers) {
+// Errors are ignored, because after an error the context is lost, and its memory with it.
+void ScratchBuffers::Release(const std::vector<Free>& buffers) {
   if (buffers.empty()) return;
   const absl::StatusOr<CUcontext> context = contexts_->Get(device_);
   if (!context.ok()) return;

@@ -21,9 +21,9 @@
 
 namespace refitd {
 
-class BufferPool;
+class ScratchBuffers;
 
-// Move-only; empty by default.
+// Memory of a pool, or none (the default). Move-only.
 class Buffer {
  public:
   Buffer() = default;
@@ -45,24 +45,24 @@ class Buffer {
   bool empty() const { return bytes_ == 0; }
 
  private:
-  friend class BufferPool;
-  Buffer(std::shared_ptr<BufferPool> pool, uint64_t address, int64_t bytes)
+  friend class ScratchBuffers;
+  Buffer(std::shared_ptr<ScratchBuffers> pool, uint64_t address, int64_t bytes)
       : pool_(std::move(pool)), address_(address), bytes_(bytes) {}
-  std::shared_ptr<BufferPool> pool_;
+  std::shared_ptr<ScratchBuffers> pool_;
   uint64_t address_ = 0;
   int64_t bytes_ = 0;
 };
 
-class BufferPool : public std::enable_shared_from_this<BufferPool> {
+class ScratchBuffers : public std::enable_shared_from_this<ScratchBuffers> {
  public:
   enum class Kind : uint8_t { kDevice, kPinned };
 
-  // Free buffers beyond `most_kept` bytes are freed by Trim.
-  BufferPool(std::shared_ptr<CudaContexts> contexts, int device, Kind kind, int64_t most_kept)
+  // Trim frees what is free beyond `most_kept` bytes.
+  ScratchBuffers(std::shared_ptr<CudaContexts> contexts, int device, Kind kind, int64_t most_kept)
       : contexts_(std::move(contexts)), device_(device), kind_(kind), most_kept_(most_kept) {}
-  ~BufferPool();
-  BufferPool(const BufferPool&) = delete;
-  BufferPool& operator=(const BufferPool&) = delete;
+  ~ScratchBuffers();
+  ScratchBuffers(const ScratchBuffers&) = delete;
+  ScratchBuffers& operator=(const ScratchBuffers&) = delete;
 
   // A buffer of at least `bytes`. Errors: the driver's, mostly RESOURCE_EXHAUSTED.
   absl::StatusOr<Buffer> Take(int64_t bytes);

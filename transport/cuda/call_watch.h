@@ -20,7 +20,7 @@
 
 namespace refitd {
 
-// Thread-safe; has a thread of its own.
+// Watches calls on a thread of its own. Thread-safe.
 class CallWatch {
  public:
   // `name` gives a device's name, for messages. `looked` is called after each look, on the watching
@@ -73,7 +73,7 @@ class CallWatch {
   const std::function<void()> looked_;
 
   Mutex mutex_;
-  CondVar stopped_;  // not notified by calls, which are many
+  CondVar stopped_;  // calls do not notify this, because they are many
   std::map<uint64_t, Running> running_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 1;
   LateClock late_clock_ ABSL_GUARDED_BY(mutex_);

@@ -135,7 +135,7 @@ REFITD_COPY_CODE uint32_t DotBytes(uint32_t a, uint32_t b, uint32_t sum) {
 
 #else
 
-// Refuses unaligned addresses as the GPU does; the host's own stores would not.
+// Refuses unaligned addresses as the GPU does, since the host's own stores would accept them.
 inline void CheckAligned(uint64_t address, uint64_t bytes) {
   if (address % bytes != 0) __builtin_trap();
 }
@@ -178,7 +178,7 @@ inline uint32_t ShiftRight(uint32_t low, uint32_t high, uint32_t bits) {
 inline uint32_t MultiplyHigh(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(uint64_t{a} * b >> 32);
 }
-// `sum` and the products of bytes.
+// Returns `sum` plus the four products of the bytes of `a` and `b`.
 inline uint32_t DotBytes(uint32_t a, uint32_t b, uint32_t sum) {
   for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 0xff) * (b >> shift & 0xff);
   return sum;
@@ -186,7 +186,7 @@ inline uint32_t DotBytes(uint32_t a, uint32_t b, uint32_t sum) {
 
 #endif
 
-// Bytes [n, n + 16) of `a` and then `b`; n < 16.
+// Returns bytes [n, n + 16) of `a` followed by `b`; n < 16.
 REFITD_COPY_CODE Vector Shifted(const Vector& a, const Vector& b, uint32_t n) {
   uint32_t x[8] = {a.w[0], a.w[1], a.w[2], a.w[3], b.w[0], b.w[1], b.w[2], b.w[3]};
   REFITD_COPY_UNROLL
@@ -242,13 +242,14 @@ REFITD_COPY_CODE constexpr uint64_t SplitMix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// kDigestT[i].
+// Returns kDigestT[i].
 REFITD_COPY_CODE constexpr uint32_t DigestConstant(uint32_t i) {
   return static_cast<uint32_t>(SplitMix64(~uint64_t{i}) >> 32) | 1;
 }
 
-// Passes use a table of these: first the constants, then their bytes in the order that DotBytes
-// takes: of each four constants the lowest bytes, then the second bytes, and so on.
+// Passes use a table of these words. First come the constants, then the constants' bytes in the
+// order in which DotBytes takes them: of each four constants the lowest bytes, then the second
+// bytes, and so on.
 constexpr uint32_t kTableWords = 2 * kDigestBlock;
 REFITD_COPY_CODE constexpr uint32_t TableWord(uint32_t i) {
   if (i < kDigestBlock) return DigestConstant(i);
@@ -277,10 +278,10 @@ class LaneConstants {
     for (uint32_t i = 0; i < kLanes; ++i) t_[i] = table[from + i];
   }
 
-  // Sum of (bits + 1) * t.
+  // Returns the sum of (bits + 1) * t over the vector's elements.
   REFITD_COPY_CODE uint64_t Sum(const Vector& v) const {
     if constexpr (kBytes == 1) {
-      // Four products an instruction; no sum exceeds 16 * 255 * 255.
+      // DotBytes makes four products in one instruction; no sum exceeds 16 * 255 * 255.
       uint32_t sums[4] = {};
       REFITD_COPY_UNROLL
       for (uint32_t i = 0; i < kLanes; ++i) sums[i % 4] = DotBytes(v.w[i / 4], t_[i], sums[i % 4]);
@@ -310,10 +311,10 @@ class VectorDigest {
  public:
   static constexpr uint32_t kLanes = kVector / kBytes;
 
-  // `table`: kTableWords.
+  // `table` has kTableWords words.
   REFITD_COPY_CODE explicit VectorDigest(const uint32_t* table) : table_(table) {}
 
-  // A whole vector; p is a multiple of kLanes.
+  // Adds a whole vector; p is a multiple of kLanes.
   REFITD_COPY_CODE void AddWhole(const Vector& v, uint64_t p) {
     const uint32_t at = static_cast<uint32_t>(p) % kDigestBlock;
     // In long runs a thread uses the same constants again and again.
@@ -321,7 +322,7 @@ class VectorDigest {
     sum_ += constants_.Sum(v) * BlockFactor(p / kDigestBlock);
   }
 
-  // Elements in bytes [low, high) of `v`.
+  // Adds the elements in bytes [low, high) of `v`.
   REFITD_COPY_CODE void AddPart(const Vector& v, uint64_t p, int low, int high) {
     Vector rest = Shifted(v, Vector{}, static_cast<uint32_t>(low));
     p += static_cast<uint64_t>(low / kBytes);
@@ -375,7 +376,7 @@ class VectorDigest<0> {
 
 // ---- one pass over a task ----
 
-// Exact for n and d of at most 2^16.
+// Divides by multiplying with an inverse. The result is exact for n and d of at most 2^16.
 struct Divisor {
   uint32_t d;
   uint32_t inverse;
@@ -415,8 +416,8 @@ REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64
   return yes;
 }
 
-// Bytes of an element, within which runs must not be cut. As everywhere in this file kDigest is the
-// bytes of an element to digest; 0: no digest.
+// The bytes of an element, within which runs must not be cut. As everywhere in this file, kDigest
+// is the size in bytes of the elements to digest; 0: no digest.
 template <int kDigest>
 inline constexpr uint64_t kElementBytes = kDigest;
 template <>
@@ -538,7 +539,7 @@ class Line {
     const auto before = static_cast<uint32_t>(base % kVector);
     const uint32_t first = (before != 0 ? 1 : 0) + thread;
     run_ = (before + shape.run) / kVector;
-    // With one run these are constants.
+    // With one run, step_runs is 0 and rest_ is `threads`.
     const uint32_t step_runs = kRuns ? threads / run_ : 0;
     rest_ = threads - step_runs * run_;
     step_ = Distance(task, step_runs, rest_);
@@ -613,7 +614,8 @@ class Line {
     return static_cast<uint64_t>(runs * task.index_step[2] + vectors * kLanes);
   }
 
-  // A distance that this thread moves; it is a multiple of blocks of the digest.
+  // The distance of that many runs and vectors. This thread only moves by multiples of the digest's
+  // blocks.
   static REFITD_COPY_CODE LinePlace Distance(const CopyTask& task, int64_t runs, int64_t vectors) {
     const int64_t bytes = vectors * kVector;
     LinePlace distance;
@@ -644,7 +646,7 @@ class Line {
 template <int kDigest, bool kStore>
 REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
                                 uint32_t threads, VectorDigest<kDigest>* digest) {
-  // Loads in flight of one thread.
+  // The number of loads that one thread has in flight.
   constexpr int kUnroll = kDigest == 0 ? 8 : 4;
   const Locator<kDigest, kStore> locator(task, shape);
   const Divisor vectors(shape.vectors);
@@ -674,8 +676,8 @@ REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, ui
   }
 }
 
-// If a run has partial vectors, they are among its first and the last two of all vectors that it
-// may have: this number.
+// The partial vectors of a run are among this number of vectors: its first, and the last two of all
+// the vectors that it may have.
 constexpr uint32_t kEnds = 3;
 
 template <int kDigest, bool kStore>
@@ -693,7 +695,7 @@ REFITD_COPY_CODE void SlowPass(const CopyTask& task, const PassShape& shape, uin
     const Place place = locator.At(run, vector);
     const bool whole = place.low == 0 && place.high == static_cast<int>(kVector);
     if (place.low >= place.high || (shape.quick && whole)) continue;
-    // An aligned vector without a byte of the run may not be accessible memory.
+    // An aligned vector that has no byte of the run may lie in memory that is not accessible.
     const auto shift = static_cast<uint32_t>(place.from % kVector);
     const int split = static_cast<int>(kVector - shift);
     Vector v = {};
@@ -1003,7 +1005,8 @@ REFITD_COPY_CODE void LineOfBoth(const CopyTask& task, const PassShape& shape,
   sums->source = line.proof_sum();
 }
 
-// Does both passes at once if they take the same whole vectors; false: nothing was done.
+// Does both passes at once if they take the same whole vectors. If they don't, nothing is done and
+// the result is false.
 template <int kDigest>
 REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                  uint32_t threads, TaskSums* sums) {

@@ -97,7 +97,8 @@ void PickRuns(Rng* rng, CopyTask* task) {
   task->count[2] = static_cast<uint16_t>(Pick(rng, 1, most));
 }
 
-// Single elements; mostly as gate and up lie if they alternate at one end and not at the other.
+// Picks runs of single elements. Most of them lie as gate and up do if they alternate at one end
+// and not at the other.
 void PickElements(Rng* rng, CopyTask* task) {
   const int64_t element_bytes = task->element_bytes;
   task->run = 1;

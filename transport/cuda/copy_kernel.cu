@@ -77,8 +77,8 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
     }
     if (thread == 0) turn.number = after;
     __syncthreads();
-    // The next turn writes to the other half; this half is written again only after that turn's
-    // barrier.
+    // No second barrier is needed here: the next turn writes to the other Turn, and this one is
+    // written again only after the next turn's barrier.
     if (thread < 32) {
       if (stored) AddSum(launch.stored_sums, task.sum, turn.stored);
       if (source) AddSum(launch.source_sums, task.proof_sum, turn.source);

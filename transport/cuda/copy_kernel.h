@@ -17,7 +17,7 @@ inline constexpr int kCopyThreads = 512;
 inline constexpr char kCopyKernel[] = "refitd_copy";
 inline constexpr char kCopyApartKernel[] = "refitd_copy_apart";
 
-// A fat binary for cuModuleLoadData; empty: built without nvcc.
+// Returns a fat binary for cuModuleLoadData. It is empty if the project was built without nvcc.
 std::string_view CopyKernelImage();
 
 }  // namespace refitd

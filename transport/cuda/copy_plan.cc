@@ -53,8 +53,8 @@ bool Continues(const Loop& inner, const Loop& next, bool digested) {
          (!digested || next.p == inner.extent * inner.p);
 }
 
-// The box's dimensions, joined to as few loops as possible. A pass that only copies may use any
-// order, so it takes that of the destination.
+// Returns the box's dimensions, joined to as few loops as possible. A pass that only copies may use
+// any order of dimensions, so it takes that of the destination.
 Loops Collapse(const Box& box, const Dims& shape, const Dims& from_strides, const Dims& to_strides,
                int64_t element_bytes, bool digested) {
   Loops dims;
@@ -83,7 +83,8 @@ Loops Collapse(const Box& box, const Dims& shape, const Dims& from_strides, cons
   return loops;
 }
 
-// `task` has its addresses and sums; a pass that stores nothing gives its own strides twice.
+// Makes the strip of `box`. `task` must have its addresses and sums. A pass that stores nothing
+// gives the piece's own strides as `to_strides`.
 Strip MakeStrip(const CopyTask& task, const BoundPiece& piece, const Box& box,
                 const Dims& to_strides) {
   const int64_t element_bytes = ElementBytes(piece.dtype);
@@ -174,7 +175,7 @@ class Cutter {
   template <typename Add>
   void Run(Add add) const {
     CopyTask task = strip_.task;
-    // A single run is too large for a task, so the run itself is cut.
+    // If a single run is too large for a task, the run itself is cut.
     if (RunBytes(strip_) > most_) {
       const Loop run = {.extent = strip_.run,
                         .from = strip_.task.element_bytes,
@@ -222,13 +223,13 @@ class Cutter {
     return std::min(CeilDivide(CeilDivide(strip_.run, parts), unit) * unit, strip_.run);
   }
 
-  // Steps of a loop for each task; parts differ by at most one step.
+  // Returns how many steps of a loop each task gets; parts differ by at most one step.
   int64_t LoopStep(int64_t extent, int64_t cost) const {
     const int64_t fit = std::clamp<int64_t>(most_ / cost, 1, kMostCount);
     return CeilDivide(extent, CeilDivide(extent, fit));
   }
 
-  // `count` for each index of the loops from `begin` on.
+  // Returns `count` times the number of indices of the loops from `begin` on.
   int64_t Times(int64_t count, size_t begin) const {
     for (size_t i = begin; i < strip_.loops.size(); ++i) {
       count = SaturatingMultiply(count, strip_.loops[i].extent);
@@ -423,7 +424,7 @@ class DeviceQueues {
     size_t next_strip_ = 0;
   };
 
-  // A target's copies stay in one lane, one after the other.
+  // Returns the lanes of copies. The copies to one target stay in one lane, one after the other.
   std::vector<EngineCopies> TakeLanes(size_t position) {
     std::vector<const EngineCopies*> turns;
     for (const auto& [target, copies] : copies_) turns.push_back(&copies);
@@ -471,7 +472,7 @@ absl::Status TooManyTasks(int device) {
 }
 
 absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPlanOptions& options) {
-  // Checked before any task is made (P10).
+  // The number of tasks is checked before any task is made (P10).
   for (const auto& [device, queues] : *devices) {
     if (queues.CountTasks(device, options) > kMaxDeviceTasks) return TooManyTasks(device);
   }
@@ -485,7 +486,7 @@ absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPla
   return all;
 }
 
-// Refuses, by name, one piece that alone needs too many tasks.
+// Refuses a piece that alone needs too many tasks, by an error that names the piece.
 absl::Status CheckStrip(const Strip& strip, const BoundPiece& piece,
                         const CopyPlanOptions& options) {
   const int64_t most =
@@ -500,7 +501,8 @@ absl::Status CheckStrip(const Strip& strip, const BoundPiece& piece,
 
 // ---- addresses ----
 
-// Asks CopyAddresses once for each piece, and once for each piece and device.
+// The device and the addresses of one piece. CopyAddresses is asked for the device once, and for
+// each address once.
 class Endpoint {
  public:
   absl::StatusOr<int> Device(const BoundPiece& piece, CopyAddresses* addresses) {
@@ -524,7 +526,7 @@ class Endpoint {
   absl::InlinedVector<std::pair<int, uint64_t>, 1> addresses_;
 };
 
-// A strip that reads `box` of `piece` at the address that the piece's own metadata gives.
+// Makes a strip that reads `box` of `piece` at the address that the piece's own metadata gives.
 Strip SourcePass(const BoundPiece& piece, const Box& box, uint64_t address, size_t sum) {
   CopyTask task;
   task.proof = address + static_cast<uint64_t>(ByteDistance(box, piece.box, piece.strides,
@@ -617,8 +619,8 @@ class CopyPlanner {
     return task;
   }
 
-  // P1: only the kernel digests what it stores, so copy engines can't be used where a digest of
-  // that is wanted.
+  // P1: only the kernel digests what it stores, so copy engines can't be used where a digest of the
+  // stored bytes is wanted.
   bool AddToEngine(int device, int to, const BoundMove& move, const CopyTask& task) {
     if (options_.engine_bytes <= 0 || device == to || task.sum != kNoSum) return false;
     CopyTask bytes;

@@ -22,8 +22,8 @@ namespace refitd {
 // ordinary layouts needs half a million.
 inline constexpr int64_t kMaxDeviceTasks = int64_t{1} << 22;
 
-// Tells where pieces lie and at which address a device reaches them. Asked once for each piece (and
-// for each device that runs tasks over it).
+// Tells where pieces lie and at which address a device reaches them. A plan asks once for each
+// piece (and once for each device that runs tasks over the piece).
 class CopyAddresses {
  public:
   virtual ~CopyAddresses() = default;
@@ -84,8 +84,8 @@ struct CudaCopyPlan {
 };
 
 struct CopyPlanOptions {
-  // Tasks have at most most_task_bytes. If a device has little to do they have fewer, to make about
-  // tasks_wanted tasks, but at least least_task_bytes.
+  // Tasks have at most most_task_bytes. A device that has little to do gets smaller tasks, about
+  // tasks_wanted of them, but of at least least_task_bytes.
   int64_t most_task_bytes = 256 << 10;
   int64_t least_task_bytes = 32 << 10;
   int64_t tasks_wanted = 1024;
@@ -100,10 +100,10 @@ struct CopyPlanOptions {
 
 // Plans a transfer for `verification`; a prepared transfer is planned once for each verification
 // that is asked for. In the order of a device's tasks, the destinations' devices alternate in
-// proportion to their bytes, and each source device starts with a different one; parts of one chunk
-// for several destinations are close together. Errors: INTERNAL a malformed program, as the host
-// transport's; UNIMPLEMENTED into host memory; RESOURCE_EXHAUSTED more than kMaxDeviceTasks; those
-// of CopyAddresses.
+// proportion to their bytes, and each source device starts with a different destination device. The
+// parts of one chunk for several destinations are close together. Errors: INTERNAL: a malformed
+// program, as for the host transport. UNIMPLEMENTED: a destination in host memory.
+// RESOURCE_EXHAUSTED: more than kMaxDeviceTasks. The errors of CopyAddresses are passed on.
 absl::StatusOr<CudaCopyPlan> PlanCopies(const Transfer& transfer, Verification verification,
                                         CopyAddresses* addresses,
                                         const CopyPlanOptions& options = {});

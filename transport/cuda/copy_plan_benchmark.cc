@@ -17,7 +17,7 @@ namespace {
 constexpr int kSources = 4;
 constexpr int kDestinations = 4;
 
-// Addresses say the device: nothing is behind them.
+// The addresses only tell the device: no memory lies there.
 class NoMemory : public CopyAddresses {
  public:
   absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {
@@ -51,11 +51,11 @@ Transfer MakeTransfer(int64_t tensors, int64_t bytes) {
     for (uint32_t d = 0; d < kDestinations; ++d) {
       transfer.destinations[d].push_back(
           MakePiece(t, shape, kSources + static_cast<int>(d), offset));
-      transfer.program.moves.push_back({.source = 0,
-                                        .source_piece = static_cast<uint32_t>(t),
-                                        .destination = d,
-                                        .destination_piece = static_cast<uint32_t>(t),
-                                        .box = WholeBox(shape)});
+      transfer.plan.moves.push_back({.source = 0,
+                                     .source_piece = static_cast<uint32_t>(t),
+                                     .destination = d,
+                                     .destination_piece = static_cast<uint32_t>(t),
+                                     .box = WholeBox(shape)});
     }
   }
   return transfer;
@@ -77,7 +77,7 @@ int Main(int argc, char** argv) {
     for (const DeviceTasks& device : plan->devices) tasks += device.tasks.size();
     best = std::min(best, took.count());
   }
-  std::printf("%zu moves, %zu tasks: %.1f ms\n", transfer.program.moves.size(), tasks, best);
+  std::printf("%zu moves, %zu tasks: %.1f ms\n", transfer.plan.moves.size(), tasks, best);
   return 0;
 }
 

@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <catch2/catch.hpp>
-#include <chrono>
 #include <cstring>
-#include <future>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -20,20 +18,14 @@
 #include "transport/cuda/copy_interpreter.h"
 #include "transport/digest/digest.h"
 #include "transport/host/host_transport.h"
+#include "transport/transport_testing.h"
 
 namespace refitd {
 namespace {
 
 constexpr uint64_t kSeed = 4711;
-constexpr auto kWait = std::chrono::seconds(30);
 constexpr char kPoison = '\xcd';
 constexpr int kDevices = 6;
-
-using Rng = std::mt19937_64;
-
-int64_t Pick(Rng* rng, int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(*rng);
-}
 
 // Memory that each device sees at an address of its own, as peers' mappings are; the last view is
 // the owner's.
@@ -77,7 +69,7 @@ class Views {
   size_t used_ = 64;
 };
 
-// Pieces belong to devices, by their addresses.
+// Tells the device of a piece by the piece's address.
 class FakeAddresses : public CopyAddresses {
  public:
   explicit FakeAddresses(const Views& views) : views_(views) {}
@@ -103,15 +95,6 @@ class FakeAddresses : public CopyAddresses {
   std::map<const char*, int> devices_;
   int hidden_from_ = kHostMemory - 1;
 };
-
-int64_t SpanElements(const Dims& extent, const Dims& strides) {
-  int64_t last = 0;
-  for (size_t d = 0; d < extent.size(); ++d) {
-    if (extent[d] == 0) return 0;
-    last += (extent[d] - 1) * strides[d];
-  }
-  return last + 1;
-}
 
 // Strides of a padded array of `extent`, dimensions possibly stored in another order.
 Dims RandomStrides(Rng* rng, const Dims& extent) {
@@ -145,19 +128,6 @@ Dims RandomShape(Rng* rng) {
   }
 }
 
-DType TypeOf(int64_t element_bytes) {
-  switch (element_bytes) {
-    case 1:
-      return DType::kFloat8E4M3FN;
-    case 2:
-      return DType::kBFloat16;
-    case 4:
-      return DType::kFloat32;
-    default:
-      return DType::kInt64;
-  }
-}
-
 // A partition of `shape` into a few boxes.
 std::vector<Box> Partition(Rng* rng, const Dims& shape) {
   std::vector<Box> boxes = {WholeBox(shape)};
@@ -187,7 +157,7 @@ struct Case {
                       int device) {
     const int64_t element_bytes = ElementBytes(dtype);
     Dims strides = RandomStrides(rng, box.extent);
-    // Mostly aligned to elements, sometimes not even to these.
+    // Memory is mostly aligned to elements, and sometimes not even to elements.
     const int64_t alignment =
         std::array<int64_t, 5>{1, element_bytes, 16, 16, 32}[static_cast<size_t>(Pick(rng, 0, 4))];
     char* const data =
@@ -202,27 +172,19 @@ struct Case {
   }
 };
 
-int64_t Offset(const BoundPiece& piece, const Box& box) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    elements += (box.offset[d] - piece.box.offset[d]) * piece.strides[d];
-  }
-  return elements * ElementBytes(piece.dtype);
-}
-
 void AddMoves(Transfer* transfer, size_t first_source, uint32_t destination, uint32_t piece) {
   const BoundPiece& to = transfer->destinations[destination][piece];
   for (size_t s = first_source; s < transfer->source.size(); ++s) {
     const BoundPiece& from = transfer->source[s];
     const std::optional<Box> box = Intersect(from.box, to.box);
     if (!box.has_value()) continue;
-    transfer->program.moves.push_back({.source = 0,
-                                       .source_piece = static_cast<uint32_t>(s),
-                                       .destination = destination,
-                                       .destination_piece = piece,
-                                       .box = *box,
-                                       .source_byte_offset = Offset(from, *box),
-                                       .destination_byte_offset = Offset(to, *box)});
+    transfer->plan.moves.push_back({.source = 0,
+                                    .source_piece = static_cast<uint32_t>(s),
+                                    .destination = destination,
+                                    .destination_piece = piece,
+                                    .box = *box,
+                                    .source_byte_offset = Offset(from, *box),
+                                    .destination_byte_offset = Offset(to, *box)});
   }
 }
 
@@ -259,7 +221,7 @@ std::unique_ptr<Case> RandomCase(Rng* rng) {
     AddTensor(c.get(), rng, t, RandomShape(rng), TypeOf(int64_t{1} << Pick(rng, 0, 3)),
               Pick(rng, 0, 5) == 0);
   }
-  std::shuffle(c->transfer.program.moves.begin(), c->transfer.program.moves.end(), *rng);
+  std::shuffle(c->transfer.plan.moves.begin(), c->transfer.plan.moves.end(), *rng);
   return c;
 }
 
@@ -272,11 +234,7 @@ void Restore(Case* c, const std::vector<char>& bytes) {
 
 TransferResult RunOnHost(const Transfer& transfer) {
   const auto transport = MakeHostTransport({.threads = 1});
-  std::promise<TransferResult> promise;
-  auto future = promise.get_future();
-  transport->Submit(transfer, [&](TransferResult result) { promise.set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
+  return Run(transport.get(), transfer);
 }
 
 struct Sums {
@@ -392,7 +350,8 @@ TEST_CASE("Readback tasks digest pieces where they lie") {
 
 // ---- one tensor, dense everywhere ----
 
-// [rows, columns] of 2-byte elements on device 0, to destination d on device devices[d] as a whole.
+// A tensor [rows, columns] of 2-byte elements on device 0, which destination d takes as a whole on
+// device devices[d].
 std::unique_ptr<Case> DenseCase(Rng* rng, const Dims& shape, const std::vector<int>& devices) {
   auto c = std::make_unique<Case>();
   const Box whole = WholeBox(shape);
@@ -422,7 +381,7 @@ TEST_CASE("A wrong offset in a program shows as sums that differ") {
     for (const int64_t off : {1, 2, 16, 1024}) {
       INFO("off by " << off << (at_source ? " at the source" : " at the destination"));
       const auto c = DenseCase(&rng, {600, 512}, {1, 2});
-      CopyMove& move = c->transfer.program.moves[1];
+      CopyMove& move = c->transfer.plan.moves[1];
       move.box = {{0, 0}, {500, 512}};
       (at_source ? move.source_byte_offset : move.destination_byte_offset) += off;
       c->transfer.readback_now = {true, true};
@@ -447,30 +406,7 @@ TEST_CASE("Malformed programs are refused as the host transport refuses them") {
   const auto c = DenseCase(&rng, {20, 30}, {1});
   c->transfer.label = "bad";
   const std::vector<char> before = Snapshot(*c);
-  std::vector<std::pair<std::string, Transfer>> bad;
-  const auto plant = [&](std::string what, auto change) {
-    Transfer transfer = c->transfer;
-    change(&transfer, &transfer.program.moves[0]);
-    bad.emplace_back(std::move(what), std::move(transfer));
-  };
-  plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });
-  plant("source piece", [](Transfer*, CopyMove* m) { m->source_piece = 1; });
-  plant("destination", [](Transfer*, CopyMove* m) { m->destination = 1; });
-  plant("destination piece", [](Transfer*, CopyMove* m) { m->destination_piece = 9; });
-  plant("rank", [](Transfer*, CopyMove* m) { m->box = {{0}, {20}}; });
-  plant("box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 21; });
-  plant("empty box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 0; });
-  plant("source offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = 2; });
-  plant("negative offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = -2; });
-  plant("destination offset", [](Transfer*, CopyMove* m) { m->destination_byte_offset = 2; });
-  plant("strides", [](Transfer* t, CopyMove*) { t->source[0].strides.pop_back(); });
-  plant("dtype", [](Transfer* t, CopyMove*) { t->source[0].dtype = DType::kFloat16; });
-  plant("unmoved piece", [](Transfer* t, CopyMove*) {
-    t->source.push_back(t->source[0]);
-    t->source[1].strides.clear();
-    t->want_source_digests = true;
-  });
-  for (const auto& [what, transfer] : bad) {
+  for (const auto& [what, transfer] : Spoilt(c->transfer)) {
     INFO(what);
     const auto plan = PlanCopies(transfer, Verification::kTransfer, &c->addresses);
     const TransferResult host = RunOnHost(transfer);
@@ -529,7 +465,7 @@ TEST_CASE("Tasks are balanced, and no more than their bytes need") {
 TEST_CASE("Rows of a slice become one task, and rows that touch one run") {
   Rng rng(kSeed + 6);
   const auto c = DenseCase(&rng, {64, 1024}, {1});
-  CopyMove& move = c->transfer.program.moves[0];
+  CopyMove& move = c->transfer.plan.moves[0];
   move.box = {{0, 192}, {64, 192}};
   move.source_byte_offset = move.destination_byte_offset = 384;
   auto tasks = OnlyDevice(*PlanCopies(c->transfer, Verification::kTransfer, &c->addresses));
@@ -611,7 +547,7 @@ TEST_CASE("Host sources run on their destination's device, each address asked fo
 
 TEST_CASE("Long runs go to other devices by copy engines where the kernel need not digest them") {
   Rng rng(kSeed + 9);
-  // Device 0 is the source's own; one lane ends up with two of the others.
+  // Device 0 is the source's own. Of the five other devices two must share a lane.
   const auto c = DenseCase(&rng, {64, 64}, {0, 1, 2, 3, 4, 5});
   const auto address = [&c](size_t d) {
     return *c->addresses.On(0, c->transfer.destinations[d][0]);
@@ -659,8 +595,8 @@ TEST_CASE("Long runs go to other devices by copy engines where the kernel need n
 
 TEST_CASE("Sources begin their copies by engines with different receivers") {
   Rng rng(kSeed + 11);
-  // From devices 0 and 2 to two other devices each; device 1 between them has work for the kernel
-  // only.
+  // Devices 0 and 2 copy to two other devices each. Device 1, which comes between them, has work
+  // for the kernel only.
   const auto c = DenseCase(&rng, {64, 64}, {4, 5});
   const auto add = [&](int device) {
     BoundPiece piece = c->transfer.source[0];
@@ -672,11 +608,11 @@ TEST_CASE("Sources begin their copies by engines with different receivers") {
   c->transfer.source.push_back(add(2));
   for (uint32_t d = 0; d < 2; ++d) {
     c->transfer.destinations[d].push_back(add(static_cast<int>(d) + 4));
-    c->transfer.program.moves.push_back({.source = 0,
-                                         .source_piece = 1,
-                                         .destination = d,
-                                         .destination_piece = 1,
-                                         .box = c->transfer.source[1].box});
+    c->transfer.plan.moves.push_back({.source = 0,
+                                      .source_piece = 1,
+                                      .destination = d,
+                                      .destination_piece = 1,
+                                      .box = c->transfer.source[1].box});
   }
   BoundPiece small = add(1);
   small.box.extent[0] = 1;
@@ -684,7 +620,7 @@ TEST_CASE("Sources begin their copies by engines with different receivers") {
   to.box = small.box;
   c->transfer.source.push_back(small);
   c->transfer.destinations[0].push_back(to);
-  c->transfer.program.moves.push_back(
+  c->transfer.plan.moves.push_back(
       {.source = 0, .source_piece = 2, .destination = 0, .destination_piece = 2, .box = small.box});
   const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses,
                                CopyPlanOptions{.engine_bytes = 8192});
@@ -712,7 +648,7 @@ TEST_CASE("What lies together but is no range of the tensor is moved by copy eng
     piece->box = half;
     piece->strides = {32, 1};
   }
-  c->transfer.program.moves.clear();
+  c->transfer.plan.moves.clear();
   AddMoves(&c->transfer, 0, 0, 0);
   const CopyPlanOptions options = {.engine_bytes = 4096};
   for (const Verification verification : {Verification::kOff, Verification::kReadback}) {
@@ -766,7 +702,7 @@ TEST_CASE("pieces that would become more tasks than a device may have are refuse
   transfer.destinations.push_back({transfer.source[0]});
   transfer.destinations[0][0].data = to;
   transfer.destinations[0][0].strides = RowMajorStrides(shape);
-  transfer.program.moves.push_back({.source = 0, .box = WholeBox(shape)});
+  transfer.plan.moves.push_back({.source = 0, .box = WholeBox(shape)});
   const auto refused = PlanCopies(transfer, Verification::kTransfer, &addresses);
   REQUIRE(refused.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(std::string(refused.status().message()),

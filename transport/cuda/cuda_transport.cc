@@ -150,7 +150,7 @@ class Engine {
   }
 
  private:
-  // "0 (GPU-...)".
+  // Returns a name such as "0 (GPU-...)".
   static std::string Name(const CudaMemory& memory, int device) {
     for (const CudaDevice& known : memory.devices()) {
       if (known.ordinal == device) return fmt::format("{} ({})", device, known.uuid);
@@ -174,7 +174,8 @@ class Engine {
 
 // ---- plans ----
 
-// Host bytes that a device's tasks read from `scratch`: copied there before each launch.
+// Host bytes that a device's tasks read from `scratch`, to which the bytes are copied before each
+// launch.
 struct HostUpload {
   const char* from = nullptr;
   int64_t bytes = 0;
@@ -182,7 +183,7 @@ struct HostUpload {
 };
 
 // One device's part of a plan, with the memory that the part has on the device.
-struct DevicePart {
+struct DeviceShare {
   const DeviceTasks* tasks = nullptr;
   std::vector<HostUpload>* uploads = nullptr;
   // Used by the device's issuing thread only.
@@ -194,8 +195,8 @@ struct DevicePart {
 struct Planned {
   CudaCopyPlan plan;
   std::map<int, std::vector<HostUpload>> uploads;  // by device
-  std::vector<DevicePart> parts;
-  std::vector<DevicePart> readback;
+  std::vector<DeviceShare> parts;
+  std::vector<DeviceShare> readback;
 
   void MakeParts() {
     for (const DeviceTasks& tasks : plan.devices) {
@@ -262,7 +263,8 @@ class Addresses : public CopyAddresses {
   std::map<std::tuple<int, const char*, int64_t>, uint64_t> scratch_;
 };
 
-// A transfer that touches device memory; planned once for each verification, when first asked.
+// A transfer that touches device memory. It is planned for a verification when that verification is
+// first asked for.
 class CudaPrepared : public PreparedTransfer {
  public:
   explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
@@ -360,7 +362,7 @@ class Run : public std::enable_shared_from_this<Run> {
   virtual void Finish(absl::Status status, const Sums& sums, bool ended) = 0;
 
  private:
-  void StartPhase(std::vector<DevicePart>* parts, bool readback);
+  void StartPhase(std::vector<DeviceShare>* parts, bool readback);
 
   void PhaseEnded(const absl::Status& status) {
     if (status.ok() && !finished_ && !readback_begun_ && !planned_->readback.empty()) {
@@ -399,9 +401,9 @@ class Run : public std::enable_shared_from_this<Run> {
 };
 
 // A run's part on one device.
-class PartJob : public DeviceJob {
+class ShareJob : public DeviceJob {
  public:
-  PartJob(std::shared_ptr<Run> run, DevicePart* part, bool readback, DeviceQueue* queue)
+  ShareJob(std::shared_ptr<Run> run, DeviceShare* part, bool readback, DeviceQueue* queue)
       : run_(std::move(run)), part_(*part), readback_(readback), queue_(queue) {}
 
   bool Cancelled() const override { return run_->failed(); }
@@ -507,8 +509,8 @@ class PartJob : public DeviceJob {
                             0, streams.main, parameters, nullptr);
   }
 
-  // The launch of `count` tasks from `first` on: either all tasks of runs, or all tasks of
-  // elements.
+  // Makes the launch of `count` tasks from `first` on, which are either all tasks of runs or all
+  // tasks of elements.
   CopyLaunch MakeLaunch(size_t first, size_t count) const {
     CopyLaunch launch;
     launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address()) + first;
@@ -549,7 +551,7 @@ class PartJob : public DeviceJob {
   }
 
   const std::shared_ptr<Run> run_;
-  DevicePart& part_;
+  DeviceShare& part_;
   const bool readback_;
   DeviceQueue* const queue_;
   Buffer pinned_;   // staged bytes, later the results
@@ -558,22 +560,22 @@ class PartJob : public DeviceJob {
   int64_t results_at_ = -1;
 };
 
-void Run::StartPhase(std::vector<DevicePart>* parts, bool readback) {
+void Run::StartPhase(std::vector<DeviceShare>* parts, bool readback) {
   if (parts->empty()) return PhaseEnded(absl::OkStatus());
   {
     MutexLock lock(&mutex_);
     jobs_left_ = parts->size();
   }
   const std::shared_ptr<Run> self = shared_from_this();
-  for (DevicePart& part : *parts) {
+  for (DeviceShare& part : *parts) {
     const std::shared_ptr<DeviceQueue> queue = engine_->Queue(part.tasks->device);
-    queue->Submit(std::make_shared<PartJob>(self, &part, readback, queue.get()));
+    queue->Submit(std::make_shared<ShareJob>(self, &part, readback, queue.get()));
   }
 }
 
 // ---- transfers ----
 
-// Counts something submitted as active until it is destroyed.
+// A submitted transfer or job counts as active while this object lives.
 class Activity {
  public:
   explicit Activity(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {
@@ -692,7 +694,7 @@ class CudaReadback : public PreparedReadback {
     return planned_;
   }
 
-  // The entries of `all` for these pieces.
+  // Returns the entries of `all` at these indices.
   static std::vector<uint64_t> Pick(const std::vector<uint64_t>& all,
                                     const std::vector<size_t>& indices) {
     std::vector<uint64_t> picked;
@@ -894,7 +896,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
       planned = std::move(planned_);
     }
     if (outcome.ok()) return StartTransfer(std::move(prepared), std::move(planned));
-    prepared.reset();  // as TransferJob::Fail
+    prepared.reset();  // releases memory first, as TransferJob::Fail does
     done_(Failed(destinations_, Error(outcome.code(), "{}: {}", label_, Message(outcome))));
   }
 
@@ -943,7 +945,7 @@ class BroadcastJob : public PlanJob {
       planned_ = relay.status();
       return;
     }
-    // GiveUp may have come meanwhile.
+    // GiveUp may have been called meanwhile; it then reports the failure of the relay.
     if (relayed_.exchange(true)) return;
     if (relay->runs.empty() || relay->slots.empty()) {
       run_->Relayed(absl::OkStatus());  // there are no bytes or no slots
@@ -958,7 +960,7 @@ class BroadcastJob : public PlanJob {
 
   // Releases the transfer's memory, then fails both halves of the broadcast.
   void Fail(const absl::Status& status) override {
-    transfer_ = Transfer();  // as TransferJob::Fail
+    transfer_ = Transfer();  // releases memory first, as TransferJob::Fail does
     GiveUp(status);
   }
 
@@ -995,7 +997,8 @@ class BroadcastJob : public PlanJob {
     return relay;
   }
 
-  // At most half of all bytes, so that the last device is done soon after the first.
+  // Returns the size of a chunk: at most half of all bytes, so that the last device is done soon
+  // after the first.
   int64_t ChunkBytes() const {
     constexpr int64_t kLeast = 1 << 20;
     int64_t bytes = 0;

@@ -1,5 +1,5 @@
-// The cuda transport: copies between GPU memory of any mapped processes. Our kernel on the source's
-// GPU copies; copy engines beside it move large contiguous boxes.
+// The cuda transport: copies between GPU memory of any mapped processes. A kernel on the source's
+// GPU copies; copy engines beside the kernel move large contiguous boxes.
 //
 // A transfer is planned into tasks for each source device (copy_plan.h). One kernel on each such
 // device runs the tasks in batches, stores directly into the destinations, on its own device or a
@@ -40,10 +40,10 @@
 
 namespace refitd {
 
-struct NcclApi;  // of FindNccl (nccl.h)
+struct NcclApi;  // what FindNccl (nccl.h) loads
 
 struct CudaTransportOptions {
-  // Thread blocks of a copy kernel, one per multiprocessor. 64 blocks fill a link. A copy within a
+  // A copy kernel has one thread block per multiprocessor. 64 blocks fill a link. A copy within a
   // device and a read-back are bound by the device's memory, which needs all multiprocessors (more
   // blocks than a device has multiprocessors cost nothing).
   int blocks = 64;
@@ -57,13 +57,14 @@ struct CudaTransportOptions {
   // because each device begins a chunk later than the device before.
   int64_t relay_chunk_bytes = 64 << 20;
   std::chrono::milliseconds limit{60'000};
-  // For broadcasts by kNccl and kSymmetric; null: these methods are missing, and `no_nccl` says
-  // why.
+  // NCCL, for broadcasts by kNccl and kSymmetric. Null: these methods are missing, and `no_nccl`
+  // says why.
   std::shared_ptr<const NcclApi> nccl{};
   std::string no_nccl = "there is no NCCL";
   // kSymmetric: receivers gather their shares by copy engines, without a kernel.
   bool symmetric_copy_engines = true;
-  // Free memory of a device, and free pinned memory, that is kept for the next transfers.
+  // The most free memory of a device, and the most free pinned memory, that is kept for the next
+  // transfers.
   int64_t kept_device_bytes = 256 << 20;
   int64_t kept_pinned_bytes = 64 << 20;
   // Called on a thread of the transport; a thread that hangs in the driver may call it after the
@@ -71,10 +72,10 @@ struct CudaTransportOptions {
   std::function<void(absl::Status)> lost;
 };
 
-// The result is thread-safe. Its destructor waits for submitted work, at most `limit`; work that
-// has not ended by then fails, and its memory is never freed, since a device may still use it.
-// `memory` comes from CudaMemory::Create; `kernel` (which tests replace) is an image for
-// cuModuleLoadData. UNIMPLEMENTED: built without nvcc, so that there is no kernel.
+// Makes a cuda transport, which is thread-safe. Its destructor waits for submitted work, at most
+// `limit`; work that has not ended by then fails, and its memory is never freed, since a device may
+// still use it. `memory` comes from CudaMemory::Create; `kernel` (which tests replace) is an image
+// for cuModuleLoadData. UNIMPLEMENTED: built without nvcc, so that there is no kernel.
 absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(
     std::shared_ptr<CudaMemory> memory, std::unique_ptr<Transport> host,
     const CudaTransportOptions& options, std::string_view kernel = CopyKernelImage());

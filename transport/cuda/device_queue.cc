@@ -39,10 +39,10 @@ DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
       device_(device),
       options_(std::move(options)),
       lost_(std::move(lost)),
-      memory_(std::make_shared<BufferPool>(contexts_, device, BufferPool::Kind::kDevice,
-                                           options_.kept_device_bytes)),
-      pinned_(std::make_shared<BufferPool>(contexts_, device, BufferPool::Kind::kPinned,
-                                           options_.kept_pinned_bytes)),
+      memory_(std::make_shared<ScratchBuffers>(contexts_, device, ScratchBuffers::Kind::kDevice,
+                                               options_.kept_device_bytes)),
+      pinned_(std::make_shared<ScratchBuffers>(contexts_, device, ScratchBuffers::Kind::kPinned,
+                                               options_.kept_pinned_bytes)),
       late_clock_(options_.limit) {}
 
 // Runs on the thread that drops the last reference, which may be a thread of the queue.
@@ -316,7 +316,7 @@ bool DeviceQueue::TakeEnd(Entry* first) {
   std::shared_ptr<Entry> entry;
   {
     MutexLock lock(&mutex_);
-    // Stop may have taken the queue over.
+    // Stop may have given the device up meanwhile, and then keeps the entries.
     if (given_up_) return true;
     entry = std::move(entries_.front());
     entries_.pop_front();

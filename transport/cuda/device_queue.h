@@ -79,7 +79,7 @@ struct DeviceQueueOptions {
   int64_t kept_pinned_bytes = 0;
 };
 
-// Thread-safe; its threads hold it too.
+// The work of one device. Thread-safe; its threads keep a reference to it.
 class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
  public:
   DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device, DeviceQueueOptions options,
@@ -96,8 +96,8 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   // ended fail, their memory and the device's is never freed, and the result is false.
   bool Stop(std::chrono::steady_clock::time_point deadline);
 
-  BufferPool* memory() const { return memory_.get(); }
-  BufferPool* pinned() const { return pinned_.get(); }
+  ScratchBuffers* memory() const { return memory_.get(); }
+  ScratchBuffers* pinned() const { return pinned_.get(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -120,7 +120,7 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   absl::Status Begin();
   absl::Status IssueWork(DeviceJob* job, CUevent* event);
   absl::Status CloseJob(const DeviceStreams& streams, CUevent* event);
-  // Looks whether the first job in order has ended, and takes its end: true.
+  // Returns whether the first job in order has ended; if so, removes the job and calls its End.
   bool TakeEnd(Entry* first);
   void JudgeLate();
   bool AnyLate() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -135,10 +135,10 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   const int device_;
   const DeviceQueueOptions options_;
   const std::shared_ptr<LostContext> lost_;
-  const std::shared_ptr<BufferPool> memory_;
-  const std::shared_ptr<BufferPool> pinned_;
+  const std::shared_ptr<ScratchBuffers> memory_;
+  const std::shared_ptr<ScratchBuffers> pinned_;
 
-  // The issuer's alone.
+  // Only the issuing thread uses these fields.
   CUcontext context_ = nullptr;
   CUmodule module_ = nullptr;
   CUfunction kernel_ = nullptr;

@@ -19,7 +19,7 @@ std::string VersionText(int version) {
 #if defined(REFITD_CUDA)
 
 constexpr int kCompiledVersion = CUDA_VERSION;
-constexpr size_t kMaxNameBytes = 256;  // of a device; the driver cuts longer ones
+constexpr size_t kMaxNameBytes = 256;  // of a device's name; the driver cuts longer names
 
 std::string UuidText(const CUuuid& uuid) {
   std::string text = "GPU-";
@@ -78,7 +78,7 @@ constexpr int kCompiledVersion = 0;
 }  // namespace
 
 CudaReport ProbeCuda() {
-  // Never destroyed: threads may ask while the process ends.
+  // The report is never destroyed, because threads may ask for it while the process ends.
   static const CudaReport* const report = new CudaReport(ProbeCudaLibrary("libcuda.so.1"));
   return *report;
 }

@@ -42,10 +42,10 @@ CudaReport ProbeCuda();
 // Probes `library` (as for dlopen), each time.
 CudaReport ProbeCudaLibrary(const std::string& library);
 
-// "CUDA 13.0", "CUDA not compiled in".
+// Returns a text such as "CUDA 13.0", or "CUDA not compiled in".
 std::string CudaBuild();
 
-// In one line for people: "CUDA 13.0 headers compiled in; <problem>".
+// Describes the report in one line for people: "CUDA 13.0 headers compiled in; <problem>".
 std::string Describe(const CudaReport& report);
 
 }  // namespace refitd

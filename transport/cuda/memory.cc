@@ -29,7 +29,7 @@ namespace {
 
 char* Pointer(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
 
-// P4: its calls are watched.
+// The driver, together with the watch over its calls (P4).
 struct WatchedDriver {
   const CudaApi& api() const { return contexts->api(); }
   std::shared_ptr<CudaContexts> contexts;
@@ -58,7 +58,7 @@ class RegionIndex {
     by_address_[region->data()].push_back({region, region.get(), region->bytes()});
   }
 
-  // `region` is being destroyed.
+  // Called while `region` is being destroyed.
   void Remove(const DeviceRegion* region) {
     const std::unique_lock lock(mutex_);
     const auto it = by_address_.find(region->data());
@@ -113,7 +113,7 @@ absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
   return opened;
 }
 
-// An error can't be returned to anyone; the context is lost then.
+// An error of closing is ignored: it can't be returned to anyone, and the context is lost then.
 void CloseHandle(const WatchedDriver& driver, int device, const Opened& opened) {
   const CallWatch::Call call(driver.calls.get(), device, "closing a CUDA IPC handle");
   const ScopedContext current(driver.api(), opened.context);
@@ -271,7 +271,7 @@ class VmmMapping {
     return Map(rounded);
   }
 
-  // P4: ends within `limit`, whatever the device does.
+  // P4: this ends within `limit`, whatever the device does.
   absl::Status Await(CUstream stream, std::chrono::milliseconds limit) const {
     constexpr auto kPause = std::chrono::microseconds(50);
     const auto since = LateClock::Clock::now();
@@ -333,7 +333,7 @@ class VmmMapping {
     return Allow();
   }
 
-  // Every device that can reach the memory may read and write it.
+  // Lets every device that can reach the memory read and write it.
   absl::Status Allow() {
     std::vector<CUmemAccessDesc> access;
     for (int device = 0; device < driver_.contexts->devices(); ++device) {
@@ -356,7 +356,7 @@ class VmmMapping {
   CUdeviceptr address_ = 0;  // 0: none reserved
   size_t bytes_ = 0;
   size_t granularity_ = 0;
-  bool held_ = false;  // handle_ is
+  bool held_ = false;  // whether handle_ is held
   bool mapped_ = false;
   std::vector<int> reaching_;
 };
@@ -568,13 +568,13 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
  private:
   static constexpr size_t kMaxUuidInMessage = 64;
 
-  // Null if nobody is to be told of a loss.
+  // Returns null if nobody is to be told of a loss.
   std::shared_ptr<CallWatch> WatchFor(const CudaMemoryOptions& options) const {
     if (options.lost == nullptr) return nullptr;
     return std::make_shared<CallWatch>(
         options.limit, lost_, [known = devices_](int device) { return NameOf(known, device); });
   }
-  // "0 (GPU-...)".
+  // Returns a name such as "0 (GPU-...)".
   static std::string NameOf(const std::vector<CudaDevice>& devices, int ordinal) {
     for (const CudaDevice& device : devices) {
       if (device.ordinal == ordinal) return fmt::format("{} ({})", ordinal, device.uuid);
@@ -605,7 +605,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
                  Error(absl::StatusCode::kInvalidArgument, "must be 1 to the device's {}",
                        DeviceBytes(device)));
   }
-  // 0: no such device.
+  // Returns the size of the device's memory; 0: there is no such device.
   int64_t DeviceBytes(int ordinal) const {
     for (const CudaDevice& device : devices_) {
       if (device.ordinal == ordinal) return device.memory_bytes;
@@ -631,7 +631,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return region;
   }
 
-  // Entries are few: as many as registered blocks.
+  // Drops the entries of closed regions. Looks at every entry, since entries are few: as many as
+  // registered blocks.
   void DropClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (auto it = open_.begin(); it != open_.end();) {
       it = it->second.expired() ? open_.erase(it) : std::next(it);

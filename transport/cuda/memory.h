@@ -88,11 +88,11 @@ class CudaMemory : public DeviceMemory {
   }
 
   // GiveBack calls the watchers, which let go of the pool at once or soon; the pool's memory is
-  // freed when the last of them has let go. It calls `let_go` on its own thread; never again after
-  // UnwatchPools returned.
+  // freed when the last of them has let go. `let_go` runs on the thread that called GiveBack, and
+  // never again after UnwatchPools returned.
   virtual void WatchPools(const void* watcher, std::function<void(const DeviceRegion&)> let_go) = 0;
   virtual void UnwatchPools(const void* watcher) = 0;
-  // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: as MakePool.
+  // Makes a buffer. INVALID_ARGUMENT and RESOURCE_EXHAUSTED mean what they mean for MakePool.
   virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
   // The open region that holds [data, data + bytes), by the addresses of the region's own device;
   // null if there is none. Fast, because it is called for every piece.

@@ -163,7 +163,7 @@ TEST_CASE("a region is opened once for each device that works on it, and closed 
   REQUIRE(fake.Count().open_calls == 2);
   region->data()[5] = 'x';
   REQUIRE(on_one[5] == 'x');
-  // Only its own device's address stands for the region.
+  // Find knows the region only by the address on the region's own device.
   REQUIRE(memory->Find(on_one, 1) == nullptr);
   region.reset();
   CheckNothingOpen(fake);
@@ -386,7 +386,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
     const char* call;
     std::function<Held()> before;  // null: nothing
     std::function<void(Held)> during;
-    const char* what;  // as messages name the call
+    const char* what;  // the call's name in messages
   };
   const auto let_go = [](Held held) { held.reset(); };
   const Case hanging = GENERATE_REF(values<Case>({

@@ -12,7 +12,7 @@ PlanThread::PlanThread(std::chrono::milliseconds limit, std::shared_ptr<LostCont
                        std::function<std::string(int)> name)
     : lost_(std::move(lost)), calls_(limit, lost_, std::move(name), [this] { FailQueued(); }) {}
 
-// Runs after Stop, perhaps on its own thread.
+// The destructor runs after Stop, perhaps on the thread of this object.
 PlanThread::~PlanThread() = default;
 
 void PlanThread::Start() {

@@ -35,14 +35,14 @@ class PlanJob {
   // Must make its calls of the driver inside a CallWatch::Call.
   virtual void Plan() = 0;
   virtual void Start() = 0;
-  // Called after Plan, or without it.
+  // Called after Plan, or instead of Plan.
   virtual void Fail(const absl::Status& status) = 0;
   // Does what Fail does, but is called on another thread while Plan hangs, so memory that Plan uses
   // must stay.
   virtual void GiveUp(const absl::Status& status) = 0;
 };
 
-// Thread-safe; its thread holds it too.
+// Plans jobs in order. Thread-safe; its thread keeps a reference to it.
 class PlanThread : public std::enable_shared_from_this<PlanThread> {
  public:
   using Clock = std::chrono::steady_clock;

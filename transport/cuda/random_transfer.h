@@ -17,17 +17,12 @@
 #include "transport/cuda/memory.h"
 #include "transport/plan/bound_moves.h"
 #include "transport/transport.h"
+#include "transport/transport_testing.h"
 
 namespace refitd {
 
-using Rng = std::mt19937_64;
-
 inline constexpr int kHost = -1;
 inline constexpr int64_t kBlockBytes = 1 << 20;
-
-inline int64_t Pick(Rng* random, int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(*random);
-}
 
 // The process whose memory is mapped.
 class Exporter {
@@ -91,7 +86,7 @@ class World {
     const BoundPiece& from = model.source[source];
     auto& pieces = model.destinations[destination];
     const BoundPiece& to = pieces.back();
-    model.program.moves.push_back(
+    model.plan.moves.push_back(
         {.source = 0,
          .source_piece = source,
          .destination = destination,
@@ -101,7 +96,7 @@ class World {
          .destination_byte_offset = ByteDistance(box, to.box, to.strides, ElementBytes(to.dtype))});
   }
 
-  // The model's transfer, its pieces in the blocks' device memory.
+  // Returns the model's transfer with its pieces in the blocks' device memory.
   Transfer OnDevices() {
     Transfer transfer = model;
     for (BoundPiece& piece : transfer.source) piece.data = Move(piece.data);
@@ -179,7 +174,8 @@ inline Dims RandomShape(Rng* random) {
   return shape;
 }
 
-// Sources on devices 0 to `devices` - 1 and, if `host_sources`, in host memory.
+// Fills the world with sources on devices 0 to `devices` - 1 and, if `host_sources`, in host
+// memory.
 inline void FillRandomly(World* world, Rng* random, bool host_sources, int devices = 2) {
   constexpr DType kTypes[] = {DType::kFloat8E4M3FN, DType::kBFloat16, DType::kFloat32,
                               DType::kInt64};
@@ -220,7 +216,7 @@ inline void FillRandomly(World* world, Rng* random, bool host_sources, int devic
   }
 }
 
-// One dense bf16 tensor, from one device to others.
+// Fills the world with one dense bf16 tensor, from one device to others.
 inline void FillSimply(World* world, int source, const std::vector<int>& destinations,
                        const Dims& shape = {64, 32}) {
   const Box box = WholeBox(shape);
@@ -265,7 +261,7 @@ inline Transfer Broadcasting(World* world, CudaMemory* memory, Rng* random,
   return transfer;
 }
 
-// Dense sources on one device; destinations on any.
+// Fills the world with dense sources on one device, and destinations on any.
 inline void FillForBroadcast(World* world, Rng* random, int source, int devices) {
   constexpr DType kTypes[] = {DType::kFloat8E4M3FN, DType::kBFloat16, DType::kFloat32,
                               DType::kInt64};

@@ -11,15 +11,15 @@ namespace refitd {
 namespace {
 
 // One link of a chain: a device copies to a slot, by the slot's address for that device.
-struct Link {
+struct Hop {
   const RelayStream* from = nullptr;
   char* source = nullptr;  // the slot that it reads; null: the source's runs
   char* slot = nullptr;
 };
 
 // Makes the links of the chain; a slot on the source's own device is filled beside them.
-absl::StatusOr<std::vector<Link>> MakeChain(const Relay& relay, RelayIssue* issue) {
-  std::vector<Link> chain;
+absl::StatusOr<std::vector<Hop>> MakeChain(const Relay& relay, RelayIssue* issue) {
+  std::vector<Hop> chain;
   int device = relay.source;
   char* source = nullptr;
   for (const Relay::Slot& slot : relay.slots) {
@@ -38,21 +38,21 @@ absl::StatusOr<std::vector<Link>> MakeChain(const Relay& relay, RelayIssue* issu
 }
 
 absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
-  REFITD_ASSIGN_OR_RETURN(const std::vector<Link> chain, MakeChain(relay, issue));
+  REFITD_ASSIGN_OR_RETURN(const std::vector<Hop> chain, MakeChain(relay, issue));
   // With one link no device waits for a chunk, and one batch of all copies is fastest.
   const int64_t chunk_bytes = chain.size() > 1 ? relay.chunk_bytes : relay.slot_bytes;
   for (const RelayChunk& chunk : CutIntoChunks(relay.runs, chunk_bytes)) {
     const RelayStream* before = nullptr;
-    for (const Link& link : chain) {
+    for (const Hop& hop : chain) {
       if (before == nullptr) {
-        REFITD_RETURN_IF_ERROR(issue->CopyRuns(*link.from, chunk.runs, link.slot));
+        REFITD_RETURN_IF_ERROR(issue->CopyRuns(*hop.from, chunk.runs, hop.slot));
       } else {
-        REFITD_RETURN_IF_ERROR(issue->Wait(*link.from, *before));
-        REFITD_RETURN_IF_ERROR(issue->Copy(*link.from, link.slot + chunk.begin,
-                                           link.source + chunk.begin, chunk.end - chunk.begin));
+        REFITD_RETURN_IF_ERROR(issue->Wait(*hop.from, *before));
+        REFITD_RETURN_IF_ERROR(issue->Copy(*hop.from, hop.slot + chunk.begin,
+                                           hop.source + chunk.begin, chunk.end - chunk.begin));
       }
-      REFITD_RETURN_IF_ERROR(issue->Record(*link.from));
-      before = link.from;
+      REFITD_RETURN_IF_ERROR(issue->Record(*hop.from));
+      before = hop.from;
     }
   }
   return absl::OkStatus();
@@ -60,7 +60,7 @@ absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
 
 }  // namespace
 
-// One broadcast.
+// One broadcast, as a job of the queue that issues it.
 class RelayQueue::Job : public DeviceJob {
  public:
   Job(Relay relay, std::shared_ptr<CudaMemory> memory, std::shared_ptr<RelayStreams> streams,
@@ -86,7 +86,7 @@ class RelayQueue::Job : public DeviceJob {
 
   absl::Status Issue(DeviceStreams* streams) override {
     RelayIssue issue(streams_.get(), memory_.get());
-    // Within one device no communicator is needed.
+    // A broadcast within one device needs no communicator.
     const bool within = std::all_of(relay_.slots.begin(), relay_.slots.end(),
                                     [this](const auto& s) { return s.device == relay_.source; });
     const absl::Status issued = relay_.method == BroadcastMethod::kChain || within

@@ -7,7 +7,7 @@
 // by all broadcasts, so that chunks of the next broadcast follow at once. A slot on the source's
 // own device is filled beside the chain.
 //
-// P4, P6, P8: kept by the threads of device_queue.h, which do this work.
+// The threads of device_queue.h, which do this work, keep P4, P6 and P8.
 #ifndef REFITD_TRANSPORT_CUDA_RELAY_H_
 #define REFITD_TRANSPORT_CUDA_RELAY_H_
 
@@ -29,12 +29,12 @@ namespace refitd {
 
 class NcclBroadcasts;
 
-// Thread-safe.
+// Runs broadcasts through slots. Thread-safe.
 class RelayQueue {
  public:
   struct Options {
     std::chrono::milliseconds limit{0};
-    std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+    std::function<void(absl::Status)> lost;  // called as CudaTransportOptions::lost is
     std::shared_ptr<NcclBroadcasts> nccl;    // null: no broadcast is by NCCL
   };
   RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,

@@ -30,7 +30,7 @@ struct Relay {
   int64_t chunk_bytes = 0;  // size of a chunk, in a chain with more than one link
   struct Slot {
     int device = 0;
-    char* data = nullptr;  // as that device addresses it
+    char* data = nullptr;  // the slot's address for that device
   };
   std::vector<Slot> slots;  // each on a different device; in the order of the chain
   std::vector<std::shared_ptr<const void>> keep_alive;  // P6

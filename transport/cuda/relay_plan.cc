@@ -45,7 +45,7 @@ absl::StatusOr<std::vector<RelayRun>> Sorted(const std::vector<BoundPiece>& sour
   return runs;
 }
 
-// Joined where they are adjacent in the source and in the slot.
+// Joins runs that are adjacent in the source and in the slot.
 absl::StatusOr<std::vector<RelayRun>> Joined(const std::vector<RelayRun>& runs) {
   std::vector<RelayRun> joined;
   for (const RelayRun& run : runs) {
@@ -116,6 +116,7 @@ Transfer FromSlots(Transfer transfer, const std::function<int(const char*)>& dev
   const Broadcast broadcast = *std::exchange(transfer.broadcast, std::nullopt);
   const size_t pieces = transfer.source.size();
   std::map<int, size_t> slot_on;  // by device
+  // Piece p in slot s becomes source piece pieces * (1 + s) + p, after the source's own pieces.
   transfer.source.reserve(pieces * (1 + broadcast.slots.size()));
   for (size_t s = 0; s < broadcast.slots.size(); ++s) {
     slot_on.emplace(device_of(broadcast.slots[s].data), s);
@@ -125,14 +126,14 @@ Transfer FromSlots(Transfer transfer, const std::function<int(const char*)>& dev
       transfer.source.push_back(std::move(piece));
     }
   }
-  for (CopyMove& move : transfer.program.moves) {
+  for (CopyMove& move : transfer.plan.moves) {
     const BoundPiece& to = transfer.destinations[move.destination][move.destination_piece];
     const auto slot = slot_on.find(device_of(to.data));
     if (slot == slot_on.end()) continue;
     move.source_piece += static_cast<uint32_t>(pieces * (1 + slot->second));
   }
   std::stable_sort(
-      transfer.program.moves.begin(), transfer.program.moves.end(),
+      transfer.plan.moves.begin(), transfer.plan.moves.end(),
       [](const CopyMove& a, const CopyMove& b) { return a.source_piece < b.source_piece; });
   transfer.want_source_digests =
       transfer.want_source_digests || transfer.verification != Verification::kOff;

@@ -37,8 +37,8 @@ struct RelayChunk {
   int64_t end = 0;
 };
 
-// The source's pieces as copies, ascending, adjacent runs joined. INTERNAL: a piece is not
-// row-major, overlaps another in the slot, or lies outside of [0, slot_bytes).
+// Returns the source's pieces as copies in ascending order, with adjacent runs joined. INTERNAL: a
+// piece is not row-major, overlaps another in the slot, or lies outside of [0, slot_bytes).
 absl::StatusOr<std::vector<RelayRun>> RunsOf(const std::vector<BoundPiece>& source,
                                              const std::vector<int64_t>& byte_offsets,
                                              int64_t slot_bytes);

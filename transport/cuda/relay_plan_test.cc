@@ -172,7 +172,7 @@ struct Example {
     transfer.destinations.resize(3);
     for (uint32_t d = 0; d < 3; ++d) {
       transfer.destinations[d].push_back(Bytes(memory[d] + 32, 8));
-      transfer.program.moves.push_back({0, 0, d, 0, {{0}, {8}}, 0, 0});
+      transfer.plan.moves.push_back({0, 0, d, 0, {{0}, {8}}, 0, 0});
     }
     transfer.broadcast = Broadcast{.method = BroadcastMethod::kChain,
                                    .slots = {{memory[1], 16, nullptr}, {memory[2], 16, nullptr}},
@@ -194,8 +194,8 @@ TEST_CASE("what follows reads each destination's bytes from the slot of its devi
   REQUIRE(second.source.size() == 3);
   CHECK(second.source[1].data == example.memory[1] + 4);
   CHECK(second.source[2].data == example.memory[2] + 4);
-  REQUIRE(second.program.moves.size() == 3);
-  for (const CopyMove& move : second.program.moves) CHECK(move.source_piece == move.destination);
+  REQUIRE(second.plan.moves.size() == 3);
+  for (const CopyMove& move : second.plan.moves) CHECK(move.source_piece == move.destination);
 }
 
 TEST_CASE("verification asks for digests of the source and of every slot, and compares them") {

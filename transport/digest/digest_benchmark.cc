@@ -23,7 +23,7 @@ namespace {
 
 volatile uint64_t g_sink;
 
-// Sum of 64-bit words, several accumulators wide: as fast as memory allows.
+// Adds up 64-bit words in several accumulators, which is as fast as memory allows.
 uint64_t ReadBytes(const char* data, int64_t bytes) {
   using Words = uint64_t __attribute__((vector_size(64), aligned(8), may_alias));
   Words sums[2] = {};

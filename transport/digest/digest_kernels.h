@@ -37,7 +37,8 @@ constexpr uint32_t DigestConstant(uint64_t i) {
   return static_cast<uint32_t>(SplitMix64(~i) >> 32) | 1;
 }
 
-// before[i]: sum of t[0..i), for the "+ 1" of every element: (bits + 1) * t = bits * t + t.
+// before[i] is the sum of t[0..i). It gives the "+ 1" of every element, since (bits + 1) * t = bits
+// * t + t.
 struct PrefixSums {
   uint64_t before[kBlock + 1];
 };
@@ -51,7 +52,7 @@ constexpr PrefixSums MakePrefixSums() {
 constexpr PrefixSums kPrefix = MakePrefixSums();
 // NOLINTEND(misc-definitions-in-headers)
 
-// 8-byte elements are two 4-byte ones.
+// Describes rows of 8-byte elements as rows of twice as many 4-byte elements.
 inline DigestRows AsWords(DigestRows rows) {
   rows.count *= 2;
   rows.first *= 2;

@@ -16,7 +16,7 @@
 namespace refitd {
 namespace {
 
-// t as the vectors that the multiplications of a block take, in order.
+// The constants t of a block, as vectors in the order in which the multiplications take them.
 template <int kLanes, int kElementBytes>
 struct Constants {
   alignas(64) uint64_t t[kBlock];
@@ -76,7 +76,7 @@ struct Kernel {
     }
   }
 
-  // One whole block.
+  // Returns the sums of one whole block by lane, and copies the block if kStores says so.
   template <Stores kStores>
   [[gnu::always_inline]] static inline Vec Block(char* to, const char* from) {
     Vec sum = V::Zero();
@@ -90,7 +90,8 @@ struct Kernel {
     return sum;
   }
 
-  // Elements [begin, end) of a block; `from` and `to` are where element `begin` lies.
+  // Does the same for elements [begin, end) of a block; `from` and `to` are where element `begin`
+  // lies.
   template <Stores kStores>
   static Vec Part(char* to, const char* from, int begin, int end) {
     Vec sum = V::Zero();
@@ -98,7 +99,8 @@ struct Kernel {
       const int64_t first = int64_t{begin} * kElementBytes;
       const int64_t last = int64_t{end} * kElementBytes;
       for (int k = static_cast<int>(first / V::kBytes); k * V::kBytes < last; ++k) {
-        // Byte `at` of the run is the first of this vector, possibly before the run.
+        // Byte `at` of the run is the first byte of this vector; a negative `at` lies before the
+        // run.
         const int64_t at = int64_t{k} * V::kBytes - first;
         const auto mask = V::Mask(-at, last - int64_t{k} * V::kBytes);
         const Vec v = V::LoadPart(from, at, mask);

@@ -62,7 +62,8 @@ TEST_CASE("Every kernel computes the digest of its definition") {
       INFO("seed " << kSeed << ", kernel " << kernel->name << ", element bytes " << element_bytes
                    << ", first " << first << ", count " << count << ", offset " << misaligned);
       const size_t bytes = static_cast<size_t>(count * element_bytes);
-      // Exactly as long as the run: reading past it is an error that AddressSanitizer sees.
+      // The vector is exactly as long as the run, so that AddressSanitizer reports a read past the
+      // run.
       const std::vector<char> data = RandomBytes(&random, misaligned + bytes);
       const char* const from = data.data() + misaligned;
       const uint64_t expected = ReferenceDigest(from, element_bytes, first, count);

@@ -23,7 +23,7 @@ struct Loop {
   int64_t from = 0;  // bytes
 };
 
-// Innermost first.
+// The loops that together visit a box, the innermost first.
 struct Loops {
   std::array<Loop, kMaxDims + 1> loop;
   int count = 0;
@@ -45,7 +45,8 @@ struct Loops {
   }
 };
 
-// `with_p`: runs must be contiguous in p too.
+// Makes the loops over a box. Dimensions are joined into one loop where they are contiguous in
+// memory and, if `with_p`, in p too.
 Loops MakeLoops(const Dims& to_strides, const Dims& from_strides, const Box& box, const Dims& shape,
                 int64_t element_bytes, bool with_p) {
   REFITD_CHECK(shape.size() <= kMaxDims);
@@ -62,15 +63,16 @@ Loops MakeLoops(const Dims& to_strides, const Dims& from_strides, const Box& box
   return loops;
 }
 
-// The work of one step of the outer loops: `rows`, from the step's first element on.
+// The work of one step of the outer loops: `rows`, the first of which begins at the step's first
+// element.
 struct Step {
   DigestRows rows;
   int64_t to_stride = 0;    // bytes between elements of a row
   int64_t from_stride = 0;  // bytes
 };
 
-// Makes a step of the two innermost loops; *outer_begin is the index of the first loop that is
-// left.
+// Makes a step of the innermost loops, at most two; *outer_begin becomes the index of the first
+// loop outside the step.
 Step MakeStep(const Loops& loops, int64_t element_bytes, int64_t first, int* outer_begin) {
   Step step;
   step.rows.first = first;
@@ -147,7 +149,7 @@ REFITD_NO_THREAD_CHECKS int64_t TakeEverySecond(char* to, const char* from, int6
       const __m128i mask = _mm_set1_epi16(0xff);
       packed = _mm_packus_epi16(_mm_and_si128(low, mask), _mm_and_si128(high, mask));
     } else if constexpr (kBytes == 2) {
-      // Widened with their signs, so that packing leaves each as it is.
+      // The elements are widened with their signs, so that packing leaves each of them as it is.
       packed = _mm_packs_epi32(_mm_srai_epi32(_mm_slli_epi32(low, 16), 16),
                                _mm_srai_epi32(_mm_slli_epi32(high, 16), 16));
     } else if constexpr (kBytes == 4) {

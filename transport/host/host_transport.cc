@@ -10,7 +10,7 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/box_copy.h"
-#include "transport/host/worker_pool.h"
+#include "transport/host/worker_threads.h"
 #include "transport/plan/bound_moves.h"
 
 namespace refitd {
@@ -22,8 +22,8 @@ constexpr int64_t kChunkBytes = 256 << 10;
 
 // A chunk is copied in blocks of this size times the number of moves that read the chunk. A block
 // stays in the first- or second-level cache between the source pass and the copies, and the next
-// block is fetched from memory while this one is written. (Measured with one block per chunk: 11
-// GB/s with verification `transfer`, blocks of 32 KiB: 16 GB/s, plain memcpy 15 GB/s.)
+// block is fetched from memory while this one is written. (Measured with verification `transfer`:
+// 11 GB/s with one block per chunk, 16 GB/s with blocks of 32 KiB. A plain memcpy reaches 15 GB/s.)
 constexpr int64_t kBlockBytes = 32 << 10;
 
 constexpr int kMaxThreads = 16;  // more threads don't make memory faster
@@ -91,7 +91,7 @@ class FirstFailure {
     destination_ = destination;
     status_ = std::move(status);
   }
-  // Destination (-1: none) and status.
+  // Returns the destination (-1: none) and the status.
   std::pair<int, absl::Status> Take() {
     MutexLock lock(&mutex_);
     return {destination_, status_};
@@ -193,7 +193,8 @@ class CopyTask : public WorkTask {
         source_sums_(transfer_.want_source_digests ? transfer_.source.size() : 0) {}
 
  private:
-  // Digests of boxes of one chunk, from the source's own metadata; each box is read once.
+  // Computes the digests of boxes of one chunk, which it finds by the source's own metadata. It
+  // reads each box once.
   class SourcePass {
    public:
     explicit SourcePass(const BoundPiece& source) : source_(source) {}
@@ -291,7 +292,7 @@ class CopyTask : public WorkTask {
     return digest;
   }
 
-  // The address that the program gives.
+  // Returns the address from which the program reads the part.
   static const char* SourceAddress(const Part& part) {
     return part.move.from_address() + ByteDistance(part.box, *part.move.box,
                                                    part.move.source->strides,
@@ -507,7 +508,7 @@ class HostTransport : public Transport {
   }
 
   TransferFaults* const faults_;
-  WorkerPool workers_;  // last: its threads end before the other members are destroyed
+  WorkerThreads workers_;  // last: its threads end before the other members are destroyed
 };
 
 }  // namespace

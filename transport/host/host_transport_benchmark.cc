@@ -88,11 +88,11 @@ Transfer MakeTransfer(const std::vector<Dims>& shapes, int parts, char* from, ch
       box.extent.back() /= parts;
       box.offset.back() = part * box.extent.back();
       auto& pieces = transfer.destinations[static_cast<size_t>(part)];
-      transfer.program.moves.push_back({.source_piece = source_piece,
-                                        .destination = static_cast<uint32_t>(part),
-                                        .destination_piece = static_cast<uint32_t>(pieces.size()),
-                                        .box = box,
-                                        .source_byte_offset = box.offset.back() * 2});
+      transfer.plan.moves.push_back({.source_piece = source_piece,
+                                     .destination = static_cast<uint32_t>(part),
+                                     .destination_piece = static_cast<uint32_t>(pieces.size()),
+                                     .box = box,
+                                     .source_byte_offset = box.offset.back() * 2});
       pieces.push_back(Piece(shape, box, to));
       to += ElementCount(box) * 2;
     }
@@ -116,7 +116,7 @@ Transfer MakeInterleaved(int64_t bytes, bool at_source, char* from, char* to) {
           Piece(shape, WholeBox(shape), to + (at_source ? dense : turns)));
       BoundPiece& apart = at_source ? transfer.source.back() : transfer.destinations[0].back();
       apart.strides = {2 * 2880, 2};
-      transfer.program.moves.push_back(
+      transfer.plan.moves.push_back(
           {.source_piece = index, .destination_piece = index, .box = WholeBox(shape)});
     }
   }
@@ -125,7 +125,7 @@ Transfer MakeInterleaved(int64_t bytes, bool at_source, char* from, char* to) {
 
 int64_t BytesOf(const Transfer& transfer) {
   int64_t bytes = 0;
-  for (const CopyMove& move : transfer.program.moves) bytes += 2 * ElementCount(move.box);
+  for (const CopyMove& move : transfer.plan.moves) bytes += 2 * ElementCount(move.box);
   return bytes;
 }
 

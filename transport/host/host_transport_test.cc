@@ -13,6 +13,7 @@
 
 #include "transport/base/mutex.h"
 #include "transport/digest/digest.h"
+#include "transport/transport_testing.h"
 
 namespace refitd {
 namespace {
@@ -21,11 +22,7 @@ constexpr uint64_t kSeed = 77;
 constexpr auto kWait = std::chrono::seconds(30);
 constexpr char kPoison = '\xcd';
 
-int64_t Pick(std::mt19937_64* random, int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(*random);
-}
-
-// Memory of one member, poisoned.
+// The memory of one member.
 using Bytes = std::vector<char>;
 
 Bytes RandomBytes(std::mt19937_64* random, size_t count) {
@@ -48,15 +45,6 @@ Dims RandomStrides(std::mt19937_64* random, const Dims& extent, bool transpose) 
   return strides;
 }
 
-int64_t SpanElements(const Dims& extent, const Dims& strides) {
-  int64_t last = 0;
-  for (size_t d = 0; d < extent.size(); ++d) {
-    if (extent[d] == 0) return 0;
-    last += (extent[d] - 1) * strides[d];
-  }
-  return last + 1;
-}
-
 Box RandomBox(std::mt19937_64* random, const Dims& shape) {
   Box box = WholeBox(shape);
   for (size_t d = 0; d < shape.size(); ++d) {
@@ -74,7 +62,7 @@ Dims RandomShape(std::mt19937_64* random) {
   return shape;
 }
 
-// visit(global row-major index, element index by strides) for each element of a box.
+// Calls visit(global row-major index, element index by strides) for each element of a box.
 template <typename Visit>
 void ForEachElement(const Box& box, const Dims& shape, const Dims& strides, Visit visit) {
   const Dims global = RowMajorStrides(shape);
@@ -90,19 +78,6 @@ void ForEachElement(const Box& box, const Dims& shape, const Dims& strides, Visi
       at += index * strides[d];
     }
     visit(p, at);
-  }
-}
-
-DType TypeOf(int element_bytes) {
-  switch (element_bytes) {
-    case 1:
-      return DType::kFloat8E4M3FN;
-    case 2:
-      return DType::kBFloat16;
-    case 4:
-      return DType::kFloat32;
-    default:
-      return DType::kInt64;
   }
 }
 
@@ -172,15 +147,7 @@ BoundPiece Bind(int tensor, int element_bytes, const Dims& shape, const Box& box
           .name = "tensor." + std::to_string(tensor)};
 }
 
-int64_t Offset(const BoundPiece& piece, const Box& box) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    elements += (box.offset[d] - piece.box.offset[d]) * piece.strides[d];
-  }
-  return elements * ElementBytes(piece.dtype);
-}
-
-// A piece of `destination` that takes its elements from the source piece `source`.
+// Adds a piece of `destination` that takes its elements from the source piece `source`.
 void AddDestination(Case* c, uint32_t source, uint32_t destination, const Box& box,
                     const Dims& strides) {
   const BoundPiece& from = c->transfer.source[source];
@@ -190,13 +157,13 @@ void AddDestination(Case* c, uint32_t source, uint32_t destination, const Box& b
   auto& pieces = c->transfer.destinations[destination];
   BoundPiece piece = Bind(0, static_cast<int>(element_bytes), from.shape, box, strides, memory);
   piece.name = from.name;
-  c->transfer.program.moves.push_back({.source = 0,
-                                       .source_piece = source,
-                                       .destination = destination,
-                                       .destination_piece = static_cast<uint32_t>(pieces.size()),
-                                       .box = box,
-                                       .source_byte_offset = Offset(from, box),
-                                       .destination_byte_offset = 0});
+  c->transfer.plan.moves.push_back({.source = 0,
+                                    .source_piece = source,
+                                    .destination = destination,
+                                    .destination_piece = static_cast<uint32_t>(pieces.size()),
+                                    .box = box,
+                                    .source_byte_offset = Offset(from, box),
+                                    .destination_byte_offset = 0});
   Bytes want = *memory;
   std::vector<int64_t> from_at;
   const int64_t start = Offset(from, box);
@@ -235,7 +202,7 @@ Case RandomCase(std::mt19937_64* random) {
   for (int64_t t = 0; t < tensors; ++t) {
     const int element_bytes = 1 << Pick(random, 0, 3);
     Dims shape = RandomShape(random);
-    // Now and then larger than a chunk.
+    // Now and then the shape is larger than a chunk.
     if (Pick(random, 0, 4) == 0) shape = {Pick(random, 300, 600), Pick(random, 1, 3), 257};
     const Box box = RandomBox(random, shape);
     const Dims strides = RandomStrides(random, box.extent, Pick(random, 0, 4) == 0);
@@ -259,34 +226,6 @@ void CheckBytes(const Case& c) {
   for (const auto& [memory, want] : c.want) REQUIRE(*memory == want);
 }
 
-TransferResult Run(Transport* transport, const Transfer& transfer) {
-  auto promise = std::make_shared<std::promise<TransferResult>>();
-  auto future = promise->get_future();
-  transport->Submit(transfer,
-                    [promise](TransferResult result) { promise->set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
-}
-
-ReadbackResult Run(Transport* transport, ReadbackJob job) {
-  auto promise = std::make_shared<std::promise<ReadbackResult>>();
-  auto future = promise->get_future();
-  transport->Submit(std::move(job),
-                    [promise](ReadbackResult result) { promise->set_value(std::move(result)); });
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
-  return future.get();
-}
-
-ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
-  ReadbackJob job;
-  for (const PieceDigest& sum : result.expected) {
-    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
-                          .expected = sum.digest,
-                          .destination = sum.destination});
-  }
-  return job;
-}
-
 TEST_CASE("Random programs write every byte they should and no other, whatever the verification") {
   std::mt19937_64 random(kSeed + 1);
   for (const int threads : {1, 3}) {
@@ -303,7 +242,7 @@ TEST_CASE("Random programs write every byte they should and no other, whatever t
       REQUIRE(result.failed_destination == -1);
       CheckBytes(c);
       std::vector<int64_t> bytes(c.transfer.destinations.size());
-      for (const CopyMove& move : c.transfer.program.moves) {
+      for (const CopyMove& move : c.transfer.plan.moves) {
         bytes[move.destination] +=
             ElementCount(move.box) * ElementBytes(c.transfer.source[move.source_piece].dtype);
       }
@@ -333,7 +272,7 @@ TEST_CASE("Sums of several transfers into one piece add up to the digest of the 
   for (const Box& part : {Box{{0, 0}, {333, 300}}, Box{{333, 0}, {1, 300}}, Box{{334, 0}, {366, 7}},
                           Box{{334, 7}, {366, 293}}}) {
     Transfer transfer = c.transfer;
-    CopyMove& move = transfer.program.moves[0];
+    CopyMove& move = transfer.plan.moves[0];
     move.box = part;
     move.source_byte_offset = Offset(transfer.source[0], part);
     move.destination_byte_offset = Offset(transfer.destinations[0][0], part);
@@ -400,10 +339,10 @@ TEST_CASE("A byte flipped in a staging slot is caught inside the transfer") {
   CHECK(result.expected[0].destination == 0);
 }
 
-// A program that reads one element too far.
+// A case whose program reads one element too far.
 Case WrongSourceOffset(std::mt19937_64* random) {
   Case c = SimpleCase({600, 512}, random, 2);
-  CopyMove& move = c.transfer.program.moves[1];
+  CopyMove& move = c.transfer.plan.moves[1];
   move.box = {{0, 0}, {500, 512}};
   move.source_byte_offset += 2;
   return c;
@@ -434,8 +373,8 @@ TEST_CASE("A wrong source offset in a program is caught by readback") {
     }
     REQUIRE(result.status.ok());
     ReadbackJob job = JobOf(c.transfer, result);
-    // The rest of the piece was not written.
-    job.pieces[1].piece.box = c.transfer.program.moves[1].box;
+    // Only the moved box is compared, because the rest of the piece was not written.
+    job.pieces[1].piece.box = c.transfer.plan.moves[1].box;
     CHECK(Run(transport.get(), job).failed_destinations == std::vector<uint32_t>{1});
   }
 }
@@ -444,7 +383,7 @@ TEST_CASE("A wrong destination offset in a program is caught by readback") {
   std::mt19937_64 random(kSeed + 7);
   const auto transport = MakeHostTransport({.threads = 2});
   Case c = SimpleCase({600, 512}, &random);
-  CopyMove& move = c.transfer.program.moves[0];
+  CopyMove& move = c.transfer.plan.moves[0];
   move.box = {{0, 0}, {500, 512}};
   move.destination_byte_offset += 1024;
   c.transfer.verification = Verification::kReadback;
@@ -459,25 +398,7 @@ TEST_CASE("Programs that leave their pieces are refused and nothing is written")
   std::mt19937_64 random(kSeed + 8);
   const auto transport = MakeHostTransport({.threads = 1});
   const Case good = SimpleCase({20, 30}, &random);
-  std::vector<std::pair<std::string, Transfer>> bad;
-  const auto plant = [&](std::string what, auto change) {
-    Transfer transfer = good.transfer;
-    change(&transfer, &transfer.program.moves[0]);
-    bad.emplace_back(std::move(what), std::move(transfer));
-  };
-  plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });
-  plant("source piece", [](Transfer*, CopyMove* m) { m->source_piece = 1; });
-  plant("destination", [](Transfer*, CopyMove* m) { m->destination = 1; });
-  plant("destination piece", [](Transfer*, CopyMove* m) { m->destination_piece = 9; });
-  plant("rank", [](Transfer*, CopyMove* m) { m->box = {{0}, {20}}; });
-  plant("box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 21; });
-  plant("empty box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 0; });
-  plant("source offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = 2; });
-  plant("negative offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = -2; });
-  plant("destination offset", [](Transfer*, CopyMove* m) { m->destination_byte_offset = 2; });
-  plant("strides", [](Transfer* t, CopyMove*) { t->source[0].strides.pop_back(); });
-  plant("dtype", [](Transfer* t, CopyMove*) { t->source[0].dtype = DType::kFloat16; });
-  for (const auto& [what, transfer] : bad) {
+  for (const auto& [what, transfer] : Spoilt(good.transfer)) {
     INFO(what);
     const TransferResult result = Run(transport.get(), transfer);
     CHECK(result.status.code() == absl::StatusCode::kInternal);
@@ -568,7 +489,7 @@ TEST_CASE("Memory is kept until the transfer is done, and no longer") {
                     [&](const TransferResult&) { alive.set_value(!watch.expired()); });
   REQUIRE(future.wait_for(kWait) == std::future_status::ready);
   CHECK(future.get());
-  // The next task of the same threads runs after the memory was released.
+  // The transport releases the memory soon after `done` has returned.
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   while (!watch.expired() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
   CHECK(watch.expired());

@@ -36,8 +36,8 @@ absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block = kScale
 // does not scale square blocks.
 std::optional<int64_t> ScaleBlockOf(const TensorSpec& weight, const TensorSpec& scale);
 
-// CheckBlockScales for all float8 tensors of a layout, with the size of blocks that ScaleBlockOf
-// finds. Scales for which it finds none are not checked.
+// Does what CheckBlockScales does, for all float8 tensors of a layout and with the block size that
+// ScaleBlockOf finds. Scales without such a size are not checked.
 absl::Status CheckFloat8Scales(const Layout& layout);
 
 }  // namespace refitd

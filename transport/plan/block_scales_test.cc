@@ -37,7 +37,7 @@ TEST_CASE("A shard that cuts a block whose scales are sharded is named") {
 
 TEST_CASE("A cut block whose scales are all there passes") {
   CHECK(CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{0, 0}, {6, 2}})).ok());
-  // One block, halved.
+  // The weight is one block, which a rank may halve if it holds the block's scale.
   CHECK(CheckBlockScales(BlockLayout({128, 128}, {{64, 0}, {64, 128}}, {{0, 0}, {1, 1}})).ok());
 }
 
@@ -63,7 +63,8 @@ TEST_CASE("The size of blocks is found from the shapes") {
   CHECK(block({4, 256, 300}, {1, 2, 3}) == 128);
   CHECK(block({256, 128}, {4, 2}) == 64);
   CHECK(block({96, 32}, {3, 1}) == 32);
-  // Rows of their own each; blocks that are not square; no whole blocks; a scale for all.
+  // No size of blocks fits if every row has its own scale, if blocks are not square, if blocks are
+  // not whole, or if one scale serves the whole tensor.
   CHECK(!block({256, 128}, {256, 1}).has_value());
   CHECK(!block({256, 128}, {4, 4}).has_value());
   CHECK(!block({256, 100}, {4, 3}).has_value());

@@ -108,8 +108,8 @@ absl::Status CheckRanks(const BoundPiece& piece) {
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
   BoundMoves bound;
   bound.bytes.resize(transfer.destinations.size());
-  bound.moves.reserve(transfer.program.moves.size());
-  for (const CopyMove& copy : transfer.program.moves) {
+  bound.moves.reserve(transfer.plan.moves.size());
+  for (const CopyMove& copy : transfer.plan.moves) {
     REFITD_ASSIGN_OR_RETURN(const BoundMove move, BindMove(transfer, copy));
     bound.bytes[move.destination_index] +=
         ElementCount(*move.box) * ElementBytes(move.source->dtype);
@@ -119,7 +119,7 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
     for (const BoundPiece& piece : transfer.source) REFITD_RETURN_IF_ERROR(CheckRanks(piece));
   }
   const auto by_source = [](const BoundMove& a, const BoundMove& b) { return a.source < b.source; };
-  // Programs mostly come in this order.
+  // Most programs are in this order already.
   if (!std::is_sorted(bound.moves.begin(), bound.moves.end(), by_source)) {
     std::stable_sort(bound.moves.begin(), bound.moves.end(), by_source);
   }

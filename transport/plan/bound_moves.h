@@ -22,7 +22,7 @@ int64_t ByteDistance(const Box& box, const Box& from, const Dims& strides, int64
 // Bytes from the first to the end of the last element of a box that is not empty.
 int64_t ByteSpan(const Dims& extent, const Dims& strides, int64_t element_bytes);
 
-// Shape, box and strides have one rank of at most kMaxDims; else INTERNAL.
+// INTERNAL unless shape, box and strides have the same rank, which is at most kMaxDims.
 absl::Status CheckRanks(const BoundPiece& piece);
 
 // One move, bound to memory. Its pointers point into the transfer.
@@ -48,8 +48,8 @@ struct BoundMoves {
   std::vector<int64_t> bytes;     // per destination
 };
 
-// The transfer must outlive the result. INTERNAL: the program names a piece that does not exist, or
-// leaves its pieces.
+// Binds the transfer's program. The result must not outlive the transfer. INTERNAL: the program
+// names a piece that does not exist, or leaves its pieces.
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);
 
 }  // namespace refitd

@@ -56,11 +56,12 @@ void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
   }
 }
 
-// How many comparisons two boxes that meet count as: each of them is cut along the other. They are
-// counted when they are found, so that a layout with too many is refused before the first cut.
+// Two boxes that meet count as this number of comparisons, because each of them is cut along the
+// other. They are counted when they are found, so that a layout with too many such pairs is refused
+// before the first cut.
 constexpr int64_t kMeetingSteps = 64;
 
-// Equal boxes become one.
+// Joins equal boxes into one that has all their holders. `boxes` must not be empty.
 void JoinEqual(std::vector<HeldBox>* boxes) {
   std::sort(boxes->begin(), boxes->end(), [](const HeldBox& a, const HeldBox& b) {
     return std::tie(a.box.offset, a.box.extent, a.holders) <
@@ -175,7 +176,7 @@ std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work) {
 void MergeAdjacent(std::vector<Box>* boxes) {
   if (boxes->size() <= 1) return;
   const size_t rank = boxes->front().offset.size();
-  // Slices of one dimension, in order: the common case, without sorting.
+  // Most often the boxes are slices along one dimension, in order; these need no sorting.
   for (size_t d = 0; d < rank; ++d) {
     if (!Continues((*boxes)[0], (*boxes)[1], d)) continue;
     MergeNeighbours(boxes, d);

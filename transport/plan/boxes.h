@@ -22,7 +22,8 @@ namespace refitd {
 // The most box comparisons that one plan may spend, since layouts are not trusted (P10). They take
 // some seconds. The biggest models over a thousand ranks on each side need a third of this number.
 inline constexpr int64_t kMaxPlanSteps = int64_t{1} << 30;
-// How many comparisons cutting one box counts as: cutting copies boxes, and takes that much longer.
+// Cutting one box counts as this number of comparisons, because cutting copies boxes and takes that
+// much longer.
 inline constexpr int64_t kCutSteps = 16;
 
 // Counts the work of a planner, and tells whether it may go on. Loops over boxes from callers ask
@@ -52,7 +53,7 @@ class PlanWork {
 bool BoxLess(const Box& a, const Box& b);
 bool IsEmpty(const Box& box);
 bool Contains(const Box& outer, const Box& inner);
-// Whether two boxes share an element: as Intersect(a, b).has_value(), without making the box.
+// Whether two boxes share an element. This is Intersect(a, b).has_value() without making the box.
 inline bool Meet(const Box& a, const Box& b) {
   for (size_t d = 0; d < a.offset.size(); ++d) {
     if (a.offset[d] >= b.offset[d] + b.extent[d] || b.offset[d] >= a.offset[d] + a.extent[d]) {
@@ -85,11 +86,11 @@ int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);
 // down. There must be at least one load.
 int64_t WaterLevel(std::vector<int64_t> loads, int64_t amount);
 
-// Finds which of its boxes may meet a given box: those that meet it along one dimension. Keeps
-// pointers to its boxes.
+// Finds the boxes that may meet a given box: those that meet it along one dimension, by which the
+// boxes are sorted. Keeps pointers to the boxes.
 class BoxIndex {
  public:
-  // Up to this number of boxes are searched one by one.
+  // An index of at most this number of boxes searches them one by one.
   static constexpr size_t kLinearBoxes = 16;
 
   explicit BoxIndex(absl::Span<const Box* const> boxes);

@@ -34,8 +34,8 @@ TEST_CASE("A box that is cut counts as many steps as it takes longer than a comp
   PlanWork work;
   CutByHolders(&held, &work);
   REQUIRE_FALSE(work.Over());
-  // Comparisons are 100 for each of 100 boxes; the rest is cuts, more than a cell of the result
-  // each.
+  // Comparing takes 100 steps for each of 100 boxes. The other steps are cuts, of which there are
+  // more than boxes in the result.
   CHECK(work.steps() > 100 * 100 + kCutSteps * static_cast<int64_t>(held.size()));
 }
 

@@ -9,12 +9,13 @@
 namespace refitd {
 namespace {
 
-// There are so many times as many rounds as filling a usual chain takes, so that filling costs a
-// twentieth. More rounds would cost more than they save: on a busy machine each costs milliseconds.
+// A plan has this many times as many rounds as it takes to fill a usual chain, so that filling
+// costs a twentieth. More rounds would cost more than they save: on a busy machine each round costs
+// milliseconds.
 constexpr int64_t kFillParts = 20;
 
-// Rounds are not made shorter than this to fill chains sooner: each costs about as much as sending
-// some ten thousand bytes over a fast link.
+// Rounds are not made shorter than this to fill chains sooner, because each round costs about as
+// much as sending some ten thousand bytes over a fast link.
 constexpr int64_t kMinRoundBytes = int64_t{192} << 10;
 
 // Place i of the zigzag over n nodes.
@@ -24,7 +25,7 @@ int64_t AlignedDown(int64_t bytes) { return bytes / kSectionAlignment * kSection
 
 int64_t DividedUp(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
-// The orders in which node `last` (an index into the set) is the last.
+// Returns the orders in which node `last` (an index into the set) is the last.
 std::vector<size_t> OrdersEndingAt(size_t last, size_t nodes) {
   const size_t rotation = (last + nodes - Zigzag(nodes - 1, nodes)) % nodes;
   if (nodes % 2 == 0) return {rotation};
@@ -37,9 +38,9 @@ RelayRounds RoundsOf(const RelayShape& shape, int64_t round_bytes) {
   REFITD_CHECK(shape.lag > 0 && round_bytes >= MinRelayRoundBytes(shape.node_streams));
   const int64_t lag = shape.lag;
   const int64_t streams = std::max<int64_t>(shape.node_streams, 1);
-  // Streams lose their alignment; a quarter of the rest is for streams that carry more in
-  // a round than their even part: those of minor chains have as few as half of the rounds, and
-  // short ones end early.
+  // Alignment may take some bytes of each stream. A quarter of the rest is kept for streams that
+  // carry more in a round than their even part: the streams of minor chains, which have as few as
+  // half of the rounds, and short streams, which end early.
   const int64_t usable = (round_bytes - kSectionAlignment * streams) / 4 * 3;
   const int64_t needed = DividedUp(shape.node_bytes, usable);
   RelayRounds made;
@@ -81,8 +82,8 @@ std::vector<ChainShare> DivideAmongOrders(int64_t bytes, int64_t least,
                    [&](size_t a, size_t b) { return (*sends)[a] > (*sends)[b]; });
   last.resize(shares);
   std::sort(last.begin(), last.end());
-  // Being last takes `bytes` from their loads in all, from the largest first: water fills up what
-  // is missing to the largest load.
+  // The nodes that are last send `bytes` less in all. The largest loads are lowered first: water
+  // fills up what each load lacks to the largest load.
   int64_t most = 0;
   for (const size_t node : last) most = std::max(most, (*sends)[node]);
   std::vector<int64_t> missing;

@@ -13,7 +13,7 @@
 // bytes that a round packs for the next node are then still in the slot into which the same round
 // is about to receive.
 //
-// Pure. Values and functions without state; thread-safe as such.
+// Pure: values, and functions without state, which are thread-safe as such.
 #ifndef REFITD_TRANSPORT_PLAN_CHAINS_H_
 #define REFITD_TRANSPORT_PLAN_CHAINS_H_
 
@@ -34,16 +34,16 @@ constexpr int64_t AlignSection(int64_t bytes) {
 
 // The most rounds after which a node may forward what it received.
 inline constexpr uint32_t kMaxRelayLag = 2;
-// The most streams that a node of a plan with chains may send, or receive. Each takes up to
-// kSectionAlignment bytes of a slot in vain.
+// The most streams that a node of a plan with chains may send, or receive. Each stream wastes up to
+// kSectionAlignment bytes of a slot.
 inline constexpr uint32_t kMaxRelayStreams = 4096;
-// The least that a node with so many streams must be able to send, and to receive, in a round of a
-// plan with chains: twice what alignment may take.
+// The least number of bytes that a node with that many streams must be able to send, and to
+// receive, in a round of a plan with chains: twice what alignment may take.
 constexpr int64_t MinRelayRoundBytes(uint32_t node_streams) {
   return 2 * kSectionAlignment * (node_streams > 1 ? node_streams : 1);
 }
-// Chains that together carry at most one of so many parts of what a node sends or receives are
-// minor.
+// Chains are minor if together they carry at most one part in kMinorParts of what a node sends or
+// receives.
 inline constexpr int64_t kMinorParts = 50;
 
 // The numbers of a plan's chains that all nodes must know, so that they have the same rounds. All
@@ -51,7 +51,8 @@ inline constexpr int64_t kMinorParts = 50;
 struct RelayShape {
   uint32_t lag = 0;      // rounds after which a node forwards what it received
   uint32_t longest = 0;  // nodes of the longest chain
-  // The same without minor chains (kMinorParts), the longest chains first.
+  // The nodes of the longest chain that is not minor (kMinorParts). Long chains are the first to
+  // count as minor.
   uint32_t usual = 0;
   uint32_t node_streams = 0;  // the most streams that a node sends, or receives
   int64_t node_bytes = 0;     // the most bytes that a node sends, or receives, sections aligned
@@ -64,11 +65,11 @@ struct RelayShape {
 struct RelayRounds {
   int64_t rounds = 0;
   int64_t filling = 0;   // of them: until the last node of a usual chain receives the first bytes
-  int64_t min_step = 0;  // of a stream, bytes a round
+  int64_t min_step = 0;  // the fewest bytes of a stream in a round
 };
-// The rounds if a node may send, and receive, `round_bytes` (at least MinRelayRoundBytes) in a
-// round: so many that filling a usual chain costs at most a tenth, unless rounds would become very
-// small.
+// Returns the rounds if a node may send, and receive, `round_bytes` (at least MinRelayRoundBytes)
+// in a round. There are so many rounds that filling a usual chain costs about a twentieth, or fewer
+// if rounds would become very small.
 RelayRounds RoundsOf(const RelayShape& shape, int64_t round_bytes);
 
 // The number of orders of a set of that many nodes, at least 1.

@@ -47,7 +47,7 @@ TEST_CASE("Every node is first and last in equally many orders and sends to each
   CHECK(ChainOrders(1) == 1);
 }
 
-// The bytes that each node sends of a set that is divided so.
+// The bytes that each node does not send because it is last in the orders of these shares.
 std::vector<int64_t> Spared(size_t n, const std::vector<ChainShare>& shares) {
   const std::vector<uint32_t> nodes = Nodes(n);
   std::vector<int64_t> spared(n);
@@ -70,7 +70,7 @@ TEST_CASE("The nodes that send most are last for so many bytes that loads even o
     CHECK(std::accumulate(equal.begin(), equal.end(), int64_t{0}) ==
           kBytes * static_cast<int64_t>(n - 1));
   }
-  // One node also sends what it holds: it forwards less.
+  // A node that also sends what it holds forwards less than the others.
   std::vector<int64_t> sends = {kBytes, kBytes + 600'000, kBytes, kBytes};
   const std::vector<int64_t> before = sends;
   const std::vector<ChainShare> shares = DivideAmongOrders(kBytes, 1, &sends);

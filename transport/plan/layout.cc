@@ -67,7 +67,8 @@ const DTypeRow& RowOf(DType dtype) {
   return kDTypes[index];
 }
 
-// "[1, 2]"; at most the first 2 * kMaxDims numbers, since untrusted ranks are printed too.
+// Writes dims as "[1, 2]", at most the first 2 * kMaxDims numbers, since untrusted ranks are
+// printed too.
 std::string ToString(const Dims& dims) {
   constexpr size_t kPrinted = 2 * kMaxDims;
   std::string text = "[";
@@ -96,7 +97,7 @@ std::string Printable(std::string_view name) {
   return name.size() > kPrinted ? text + "..." : text;
 }
 
-// Utf8SequenceBytes of the text, but 0 for control characters.
+// Returns what Utf8SequenceBytes returns for the text, but 0 for control characters.
 size_t Utf8Length(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const size_t length = Utf8SequenceBytes(text);
@@ -135,8 +136,8 @@ class BoxOverlap {
  public:
   explicit BoxOverlap(const std::vector<Piece>& pieces) : pieces_(pieces) {}
 
-  // Indices of two pieces that overlap. `group`: pieces of one tensor, none empty; reordered.
-  // INVALID_ARGUMENT if that takes more than kMaxBoxSteps over all calls.
+  // Returns the indices of two pieces that overlap. `group` has pieces of one tensor, none of them
+  // empty, and is reordered. INVALID_ARGUMENT if this takes more than kMaxBoxSteps over all calls.
   absl::StatusOr<std::optional<std::pair<uint32_t, uint32_t>>> Find(absl::Span<uint32_t> group) {
     std::vector<absl::Span<uint32_t>> open = {group};
     while (!open.empty()) {
@@ -205,7 +206,8 @@ struct Storage {
   StridedBytes bytes;
 };
 
-// The piece must be valid, not empty, and its span known not to overflow.
+// Makes the storage of a piece that is valid and not empty, and whose span is known not to
+// overflow.
 Storage MakeStorage(const Piece& piece, uint32_t index, int64_t element_bytes, int64_t span_bytes) {
   Storage storage;
   storage.piece = index;
@@ -236,8 +238,9 @@ struct Interval {
   const Storage* storage = nullptr;
 };
 
-// If all storage has the same outermost stride and lies in columns of it, as the slices of a fused
-// matrix do: the columns. Storage in disjoint columns is disjoint, whatever its rows.
+// Returns the columns in which storage lies, if all of it has the same outermost stride and lies in
+// columns of that stride, as the slices of a fused matrix do. Storage in disjoint columns is
+// disjoint, whatever its rows.
 std::optional<std::vector<Interval>> Columns(absl::Span<const Storage> cluster) {
   const int64_t first = cluster.front().bytes.begin;
   std::vector<Interval> columns;
@@ -297,7 +300,8 @@ void AppendRuns(const Storage& storage, std::vector<Run>* runs) {
   }
 }
 
-// Two pieces of the cluster that share a byte (or one piece twice).
+// Returns two pieces of the cluster that share a byte (or the same piece twice, if the piece shares
+// a byte with itself).
 std::optional<PiecePair> SharedByRuns(absl::Span<const Storage> cluster) {
   std::vector<Run> runs;
   for (const Storage& storage : cluster) AppendRuns(storage, &runs);
@@ -525,7 +529,7 @@ std::optional<DType> ParseDType(std::string_view name) {
   return std::nullopt;
 }
 
-absl::StatusOr<DType> DTypeFromWire(int value) {
+absl::StatusOr<DType> DTypeFromProto(int value) {
   if (value < 1 || value > static_cast<int>(std::size(kDTypes))) {
     return Invalid("dtype {} is not known", value);
   }
@@ -559,14 +563,14 @@ absl::StatusOr<int64_t> ElementCount(const Dims& shape) {
 }
 
 absl::Status ValidateTensor(const TensorSpec& tensor) {
-  // Most tensors are valid and need no text.
+  // The name is made printable only where an error needs it, since most tensors are valid.
   const auto name = [&tensor] { return Printable(tensor.name); };
   if (tensor.name.empty()) return Invalid("tensor name is empty");
   if (tensor.name.size() > static_cast<size_t>(kMaxNameBytes)) {
     return Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
                    tensor.name.size(), kMaxNameBytes);
   }
-  // Mostly the whole name is ASCII.
+  // Most names are ASCII as a whole, so skip the ASCII characters first.
   const auto ascii = std::find_if_not(tensor.name.begin(), tensor.name.end(),
                                       [](char c) { return c >= 0x20 && c < 0x7f; });
   for (std::string_view rest(ascii, tensor.name.end()); !rest.empty();) {

@@ -24,7 +24,7 @@
 
 namespace refitd {
 
-// Values are those of refitd.v1.DType.
+// The values are those of refitd.v1.DType.
 enum class DType : uint8_t {
   kFloat64 = 1,
   kFloat32 = 2,
@@ -40,14 +40,14 @@ enum class DType : uint8_t {
   kBool = 12,
 };
 
-// 1, 2, 4 or 8.
+// Returns the size of an element: 1, 2, 4 or 8.
 int64_t ElementBytes(DType dtype);
-// "bfloat16", "float8_e4m3fn", ...: torch's names without the prefix.
+// Returns torch's name of the type without its prefix: "bfloat16", "float8_e4m3fn", ...
 std::string_view DTypeName(DType dtype);
-// Accepts DTypeName's words and the same with "torch." before them.
+// Accepts the names of DTypeName, with or without "torch." before them.
 std::optional<DType> ParseDType(std::string_view name);
 // The DType of a number from the wire; INVALID_ARGUMENT with the number if unknown.
-absl::StatusOr<DType> DTypeFromWire(int value);
+absl::StatusOr<DType> DTypeFromProto(int value);
 
 inline constexpr int kMaxDims = 8;  // of a tensor
 inline constexpr int64_t kMaxTensorBytes =
@@ -65,11 +65,11 @@ struct TensorSpec {
   bool operator==(const TensorSpec&) const = default;
 };
 
-// "bfloat16 [1024, 3072]".
+// Returns a text such as "bfloat16 [1024, 3072]".
 std::string ToString(DType dtype, const Dims& shape);
 
-// Product of dims, at most kMaxTensorBytes; INVALID_ARGUMENT for a negative dim, more than kMaxDims
-// dims, or an absurd product.
+// Returns the product of dims, at most kMaxTensorBytes. INVALID_ARGUMENT for a negative dim, more
+// than kMaxDims dims, or a larger product.
 absl::StatusOr<int64_t> ElementCount(const Dims& shape);
 // Checks the shape as ElementCount does, the dtype, and the name: 1 to kMaxNameBytes bytes of
 // printable ASCII or UTF-8 without control characters.
@@ -83,9 +83,9 @@ struct Box {
   bool operator==(const Box&) const = default;
 };
 
-// The whole of `shape`.
+// Returns the box that covers all of `shape`.
 Box WholeBox(const Dims& shape);
-// Elements inside; the box must be valid.
+// Returns the number of elements inside the box, which must be valid.
 int64_t ElementCount(const Box& box);
 // Checks that box and shape have the same rank, that offsets and extents are >= 0, and that offset
 // + extent <= shape.
@@ -94,10 +94,10 @@ absl::Status ValidateBox(const Box& box, const Dims& shape);
 std::optional<Box> Intersect(const Box& a, const Box& b);
 // Row-major (C order) element strides of a dense array of `extent`.
 Dims RowMajorStrides(const Dims& extent);
-// Row-major index in the global shape of the box's first element.
+// Returns the row-major index of the box's first element in the global shape.
 int64_t FirstIndex(const Box& box, const Dims& shape);
-// The elements [start, start+count) of a row-major tensor as at most 2*rank-1 disjoint boxes in
-// ascending order. `start` and `count` must lie inside the shape.
+// Returns the elements [start, start+count) of a row-major tensor as at most 2*rank-1 disjoint
+// boxes in ascending order. The range must lie inside the shape.
 std::vector<Box> BoxesOfRange(const Dims& shape, int64_t start, int64_t count);
 
 // One box of one tensor, and where it lies in a region.
@@ -112,8 +112,8 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-// Bytes that a piece's storage spans from its first to the end of its last element; 0 for an empty
-// box. INVALID_ARGUMENT on overflow.
+// Returns how many bytes a piece's storage spans, from the start of its first element to the end of
+// its last; 0 for an empty box. INVALID_ARGUMENT on overflow.
 absl::StatusOr<int64_t> SpanBytes(const Piece& piece, DType dtype);
 
 // A hash of numbers in order. For each number h = S(h xor number), where S is one splitmix64 step:
@@ -145,16 +145,16 @@ struct Layout {
   // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
   // layout must be valid. All arithmetic modulo 2^64:
-  //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: bytes of the name,
+  //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: length of the name,
   //     dtype's wire value, rank, dims of the shape.
   //   piece hash = HashChain from its tensor's hash over: offsets, extents, strides.
   //   digest = sum of all tensor hashes and all piece hashes.
   uint64_t Digest() const;
-  // Sum over the pieces of elements * element size; INT64_MAX if that is more.
+  // Returns the sum over the pieces of elements * element size, or INT64_MAX if the sum is larger.
   int64_t Bytes() const;
 };
 
-// Bytes of a region by id, or nullopt if the member has no such region.
+// Returns the size in bytes of a region, or nullopt if the member has no such region.
 using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 
 // Checks a layout completely: tensors are valid and uniquely named, boxes lie inside their tensors,
@@ -176,11 +176,12 @@ class IntervalSet {
   bool Add(int64_t begin, int64_t end);
   bool Contains(int64_t begin, int64_t end) const;
   int64_t total() const { return total_; }
-  // First index in [0, size) that is missing, or nullopt.
+  // Returns the first index in [0, size) that is missing, or nullopt.
   std::optional<int64_t> FirstGap(int64_t size) const;
 
  private:
-  // Ascending, not touching. Most tensors are pushed as a whole and have a single range.
+  // The ranges are ascending and do not touch. Most tensors are pushed as a whole and have a single
+  // range.
   absl::InlinedVector<std::pair<int64_t, int64_t>, 1> ranges_;
   int64_t total_ = 0;
 };
@@ -202,7 +203,7 @@ struct PackedBucket {
   int64_t bytes = 0;                  // end of the last range
 };
 
-// In bytes: the alignment that torch's allocator and NeMo-RL's packing give.
+// An alignment in bytes: the one that torch's allocator and NeMo-RL's packing give.
 inline constexpr int64_t kPackAlignment = 512;
 constexpr int64_t AlignUp(int64_t bytes) {
   return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;

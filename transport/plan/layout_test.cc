@@ -87,7 +87,7 @@ TEST_CASE("Dtypes have torch's names and their sizes, both ways") {
       {"int16", 2},         {"int8", 1},        {"uint8", 1},   {"bool", 1}};
   std::map<std::string, int64_t> found;
   for (int value = 1; value <= 12; ++value) {
-    const auto dtype = DTypeFromWire(value);
+    const auto dtype = DTypeFromProto(value);
     REQUIRE(dtype.ok());
     CHECK(static_cast<int>(*dtype) == value);
     const std::string name(DTypeName(*dtype));
@@ -100,7 +100,7 @@ TEST_CASE("Dtypes have torch's names and their sizes, both ways") {
   CHECK(!ParseDType("torch.torch.int8").has_value());
   CHECK(!ParseDType("").has_value());
   for (const int value : {-1, 0, 13, 256, 257}) {
-    const auto dtype = DTypeFromWire(value);
+    const auto dtype = DTypeFromProto(value);
     CHECK(absl::IsInvalidArgument(dtype.status()));
     CHECK_THAT(Message(dtype.status()), Contains(fmt::format("dtype {}", value)));
   }
@@ -259,7 +259,7 @@ TEST_CASE("Any change of structure changes a layout's digest") {
 TEST_CASE("The digest of a known layout stays what the protocol says") {
   Layout layout;
   layout.tensors = {{"a", DType::kInt8, {}}};
-  // FNV-1a("a"), then name bytes, dtype, rank.
+  // The tensor's hash starts from FNV-1a("a"), and adds the name's bytes, the dtype and the rank.
   HashChain tensor(0xaf63dc4c8601ec8c);
   tensor.Add(1);
   tensor.Add(10);
@@ -380,7 +380,7 @@ TEST_CASE("Elements of two pieces that alternate in memory are disjoint however 
   layout.pieces[41].byte_offset -= 2;
   absl::Status status = ValidateLayout(layout, big, true);
   CHECK_THAT(Message(status), Contains("20.gate") && Contains("shares memory"));
-  // One element of 8,294,400 meets one of the other piece.
+  // One of the 8,294,400 elements of a piece meets one element of the other piece.
   layout = Interleaved(1, 2880, 2880);
   layout.pieces[1].byte_offset = 2 * (2880 * 2880 * 2 - 2);
   status = ValidateLayout(layout, big, true);

@@ -109,7 +109,7 @@ class Builder {
     return absl::OkStatus();
   }
 
-  // Parts of a plan have no labels.
+  // Returns the rank's label, or its number, since a part of a plan has no labels.
   static std::string LabelOf(std::string_view side, const std::vector<std::string>& labels,
                              size_t rank) {
     return rank < labels.size() ? labels[rank] : fmt::format("{} {}", side, rank);
@@ -129,7 +129,8 @@ class Builder {
       std::vector<uint32_t> ids;
       ids.reserve(tensors.size());
       for (size_t i = 0; i < tensors.size(); ++i) {
-        // Members often name the same tensors in the same order.
+        // Members often name the same tensors in the same order, so try the last member's tensor
+        // first.
         const bool same = !tensor_of.empty() && i < tensor_of.back().size() &&
                           plan_.tensors[tensor_of.back()[i]].name == tensors[i].name;
         uint32_t id = same ? tensor_of.back()[i] : kNone;
@@ -172,7 +173,7 @@ class Builder {
     std::vector<Section> sections;
   };
 
-  // Null: the route does not go along a chain.
+  // Returns the sections along the route's chain; null: the route does not go along a chain.
   SectionsAlong* AlongChain(const Route& route) {
     if (plan_.relay.lag == 0) return nullptr;
     const uint32_t from = plan_.source_nodes[route.source];
@@ -239,7 +240,7 @@ class Builder {
     return AddSent(route, spec, held, wanted, std::move(section));
   }
 
-  // The route's source is on another node.
+  // Adds a route whose source is on another node.
   absl::Status AddReceived(const Route& route, const TensorSpec& spec, const Pieces& wanted,
                            Section section) {
     const uint32_t from = plan_.source_nodes[route.source];
@@ -255,7 +256,7 @@ class Builder {
     return absl::OkStatus();
   }
 
-  // The route's source is on this node, and so may be its destinations.
+  // Adds a route whose source is on this node; its destinations may be on this node too.
   absl::Status AddSent(const Route& route, const TensorSpec& spec, const Pieces& held,
                        const Pieces& wanted, Section section) {
     section.piece = PieceOf(section.member, section.box, held);
@@ -294,8 +295,8 @@ class Builder {
     if (bytes_ <= kMaxBytes) program_.destination_bytes[destination] += bytes;
   }
 
-  // A piece of that source which holds all of `box`, or kNone. If there are several, any will do,
-  // because they hold the same elements.
+  // Returns a piece of that source which holds all of `box`, or kNone. If there are several, any
+  // will do, because they hold the same elements.
   uint32_t PieceOf(uint32_t member, const Box& box, const Pieces& held) {
     uint32_t found = kNone;
     work_ += held.index.Query(box, [&](uint32_t i) {
@@ -337,8 +338,8 @@ class Builder {
     });
   }
 
-  // The section's own source, or another source that holds all of the box on the destination's
-  // device.
+  // Returns the section's own source, or another source that holds all of the box on the
+  // destination's device.
   Entry Nearest(const Section& section, uint32_t destination, const Box& box, const Pieces& held) {
     const Entry own = {section.member, section.piece};
     const int device = program_.destinations[destination].device;
@@ -438,6 +439,7 @@ class Builder {
     for (const Stream& stream : program_.outgoing) out += stream.bytes;
     for (const Stream& stream : program_.incoming) {
       in += stream.bytes;
+      // Every node of a chain but the last forwards the stream.
       if (stream.chain.empty() || stream.chain.back() == program_.node) continue;
       out += stream.bytes;
       ++streams_out;
@@ -493,7 +495,7 @@ class Builder {
       before += sections[i].bytes;
     }
     std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
-      // a.done / a.total < b.done / b.total
+      // This is a.done / a.total < b.done / b.total, without dividing.
       const auto left = a.done * b.total;
       const auto right = b.done * a.total;
       return left != right ? left < right : a.index < b.index;
@@ -515,9 +517,11 @@ class Builder {
   std::vector<bool> in_set_;                           // per node set: this node is in it
   std::map<uint32_t, std::vector<Section>> outgoing_;  // by peer
   std::map<uint32_t, std::vector<Section>> incoming_;
-  // By the source's node and the chain, so that all nodes have them in the same order.
+  // The key is the source's node and the chain, so that all nodes have the chains in the same
+  // order.
   std::map<std::pair<uint32_t, std::vector<uint32_t>>, SectionsAlong> chains_;
-  // By node set and the source's node: what is in chains_; null: not along a chain.
+  // The key is the node set and the source's node. The value points into chains_, or is null if the
+  // route does not go along a chain.
   std::map<std::pair<uint32_t, uint32_t>, SectionsAlong*> along_;
   int64_t chunk_ = 0;
   int64_t min_step_ = 0;  // with chains
@@ -565,7 +569,8 @@ struct Neighbours {
   int64_t hops = 0;           // nodes before it
 };
 
-// `node` kNobody: the place of the source's node.
+// Finds the neighbours of `node` in the chain. If `node` is kNobody, these are the neighbours of
+// the source's node.
 Neighbours NeighboursIn(const std::vector<uint32_t>& chain, uint32_t node,
                         const NodeProgram::Gone& gone) {
   Neighbours found;
@@ -634,9 +639,9 @@ struct NodeProgram::Placed {
 
 struct NodeProgram::Places {
   std::map<uint32_t, ExchangeLeg> legs;
-  std::vector<Placed> sends;     // of `outgoing`
-  std::vector<Placed> forwards;  // of `incoming`
-  std::vector<Placed> receives;  // of `incoming`
+  std::vector<Placed> sends;     // parts of `outgoing` streams
+  std::vector<Placed> forwards;  // parts of `incoming` streams
+  std::vector<Placed> receives;  // parts of `incoming` streams
 };
 
 // Both ends of a leg have its streams in one order: the stream without a chain, then those along
@@ -665,7 +670,8 @@ NodeProgram::Places NodeProgram::Place(int64_t round, const Course& course) cons
           &places.forwards);
     }
   };
-  // A chain's stream that this node supplies stands among those that it forwards by its source.
+  // Whether the streams that this node itself sends along chains come before this incoming stream.
+  // Streams along chains are ordered by their source's node.
   const auto supplied_first = [this](const Stream& incoming_stream) {
     return !incoming_stream.chain.empty() && incoming_stream.peer > node;
   };
@@ -729,7 +735,7 @@ void NodeProgram::AddPack(const Placed& placed, RoundLeg* leg) const {
              });
 }
 
-// All bytes that are forwarded were received `lag` rounds before, as the same bytes of the stream.
+// All bytes to forward were received `lag` rounds before, as the same bytes of the stream.
 void NodeProgram::AddForwards(const Places& places, const Places& earlier,
                               std::map<uint32_t, RoundLeg>* legs) const {
   auto received = earlier.receives.begin();

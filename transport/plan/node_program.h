@@ -82,7 +82,8 @@ struct Section {
 };
 
 struct Stream {
-  // The other node; of a stream along a chain, its first node (outgoing) or the source's node.
+  // The other node. For a stream along a chain: the chain's first node if the stream is outgoing,
+  // or the source's node if it is incoming.
   uint32_t peer = 0;
   std::vector<uint32_t> chain;  // nodes in order, without the source's node; empty: no chain
   std::vector<Section> sections;
@@ -160,8 +161,9 @@ struct RunCourse {
   // The run's first round. Sources send from there on, and chains fill anew: no step of a stream
   // before this one is sent, received or forwarded.
   int64_t first = 0;
-  // By incoming stream: the node has stored the steps before this one in an earlier run. They are
-  // received, for the nodes behind this node in a chain, and not unpacked. Empty: none.
+  // For each incoming stream, the number of steps that the node has stored in an earlier run. These
+  // first steps are received, for the nodes behind this node in a chain, but not unpacked. Empty:
+  // nothing was stored.
   std::vector<int64_t> held;
 };
 
@@ -170,12 +172,12 @@ class NodeProgram {
   uint32_t node = 0;
   std::vector<LocalMember> sources;
   std::vector<LocalMember> destinations;
-  // Moves from local sources to local destinations, indices into the above; order and digest as in
-  // plan.h.
-  Program local;
-  // First the streams without a chain, by ascending peers; then those along chains, by the source's
-  // node and the chain. None is without sections. A stream along a chain whose source is on another
-  // node is incoming, also where this node forwards it.
+  // Moves from local sources to local destinations, by indices into the lists above; their order
+  // and digest are those of plan.h.
+  MovePlan local;
+  // First come the streams without a chain, by ascending peers; then those along chains, by the
+  // source's node and the chain. Every stream has sections. A stream along a chain whose source is
+  // on another node is incoming, also where this node forwards it.
   std::vector<Stream> outgoing;
   std::vector<Stream> incoming;
   std::vector<SectionTarget> targets;
@@ -189,23 +191,24 @@ class NodeProgram {
 
   using Gone = GoneNodes;
   using Course = RunCourse;
-  // One leg for each peer with bytes in that round, ascending peers. Made on demand: all rounds of
-  // a big model together are gigabytes. Chains are closed over nodes that are gone; streams without
-  // a chain keep their legs.
+  // Returns one leg for each peer with bytes in that round, by ascending peers. Legs are made on
+  // demand, because all rounds of a big model together take gigabytes. Chains are closed over nodes
+  // that are gone; streams without a chain keep their legs.
   std::vector<RoundLeg> Round(int64_t round, const Course& course = {}) const;
-  // The legs of Round, without their moves.
+  // Returns the legs of Round, without their moves.
   std::vector<ExchangeLeg> Legs(int64_t round, const Course& course = {}) const;
   // Whether the node unpacks anything that it receives in that round.
   bool Unpacks(int64_t round, const Course& course) const;
-  // Adds to course.held what the rounds before `round` brought. They must have ended.
+  // Adds to course.held what the rounds before `round` brought. These rounds must have ended.
   void Hold(int64_t round, Course* course) const;
-  // The first step that the node has not stored of one of its incoming streams; `rounds` if it has
-  // all of them.
+  // Returns the first step of an incoming stream that the node has not stored; `rounds` if the node
+  // has all of them.
   int64_t FirstLacking(const Course& course) const;
 
-  // The two ends of what one node sends to another over the wire, whatever nodes it passes: the
-  // sender's list of its streams that reach the peer, and the receiver's list of its streams from
-  // there, have equal streams in equal order. Indices into `outgoing` and `incoming`.
+  // The streams that this node sends to each other node over the wire, and those that it receives
+  // from each, whatever nodes the streams pass. The sender's list for a receiver and the receiver's
+  // list for that sender have equal streams in equal order. The lists hold indices into `outgoing`
+  // and `incoming`.
   std::map<uint32_t, std::vector<uint32_t>> StreamsByReceiver() const;
   std::map<uint32_t, std::vector<uint32_t>> StreamsBySender() const;
 
@@ -229,8 +232,8 @@ bool SameStructure(const Layout& a, const Layout& b);
 
 struct NodeProgramOptions {
   // The most bytes of a round, per peer and direction; at least kSectionAlignment, and rounded down
-  // to a multiple of it. With chains, all peers of a direction share the sum of that over the other
-  // nodes of the plan, of which MinRelayRoundBytes are needed.
+  // to a multiple of it. With chains, all peers of a direction together share chunk_bytes times the
+  // number of the plan's other nodes; this product must be at least MinRelayRoundBytes.
   int64_t chunk_bytes = int64_t{64} << 20;
   int64_t max_moves = kMaxMoves;  // local moves plus targets of sections
   // Set by the caller, on any thread, once the program is no longer wanted: CompileNode then ends

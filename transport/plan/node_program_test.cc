@@ -26,7 +26,7 @@ struct Cluster {
   RoutePlan plan;
   std::vector<Node> nodes;
   int64_t round_bytes = 0;  // the most that a node may send in a round, with chains
-  // For each destination: the number of writes by byte address.
+  // For each destination, how often each byte address was written.
   std::vector<std::map<int64_t, int>> writes;
 };
 
@@ -110,7 +110,7 @@ void RunLocal(Cluster* cluster, const Node& node) {
   }
 }
 
-// By node of the plan.
+// The course of each node of the plan.
 using Courses = std::vector<RunCourse>;
 
 // Runs the streams round by round between the nodes; `tamper` may spoil a chunk on its way. Returns
@@ -124,7 +124,7 @@ std::string RunRounds(
   int64_t wire = 0;
   const auto is_gone = [&gone](uint32_t node) { return node < gone.size() && gone[node]; };
   const size_t slots = std::max<uint32_t>(cluster->nodes[0].program.lag, 1);
-  // By node, slot.
+  // in_slots[node][slot] has the bytes of a slot.
   std::vector<std::vector<std::string>> in_slots(cluster->nodes.size(),
                                                  std::vector<std::string>(slots));
   const auto course_of = [&](const Node& node) {
@@ -217,7 +217,7 @@ std::string RunRounds(
   return wire == cluster->plan.wire_bytes ? "" : "the wire carried another number of bytes";
 }
 
-// The first fault of the destinations' bytes, or an empty string.
+// Returns the first fault of the destinations' bytes, or an empty string.
 std::string ByteFault(Cluster* cluster, const NodeProgram::Gone& gone = {}) {
   for (size_t d = 0; d < cluster->world.destinations.size(); ++d) {
     const Side& side = cluster->world.destinations[d];
@@ -244,7 +244,7 @@ std::string ByteFault(Cluster* cluster, const NodeProgram::Gone& gone = {}) {
   return {};
 }
 
-// The first difference between a stream's two ends, or an empty string.
+// Returns the first difference between a stream's two ends, or an empty string.
 std::string StreamFault(const Cluster& cluster) {
   size_t sent = 0;
   size_t expected = 0;
@@ -414,7 +414,7 @@ TEST_CASE("Chains are closed over nodes that are gone") {
 }
 
 TEST_CASE("Planted faults of chains are found") {
-  // The first random cluster with a node that forwards in several rounds.
+  // Returns the cluster's first node that forwards in several rounds; null: there is none.
   const auto forwarder = [](const Cluster& cluster) -> const Node* {
     for (const Node& node : cluster.nodes) {
       for (const Stream& stream : node.program.incoming) {
@@ -522,7 +522,7 @@ TEST_CASE("Local moves read the holder on the destination's device where there i
 }
 
 TEST_CASE("Planted faults of node programs are found") {
-  // The first random cluster whose streams are long enough to spoil.
+  // Returns the first random cluster whose streams are long enough to spoil.
   const auto make = [] {
     for (uint64_t seed = 1;; ++seed) {
       Rng rng(seed);
@@ -789,7 +789,7 @@ TEST_CASE("A plan that does not hold together is refused by its field") {
   refused("tensor w", [](RoutePlan* p) { p->tensors[0].name.back() = 'v'; });
   refused("bfloat16 [65, 64]", [](RoutePlan* p) { p->tensors[0].shape[0] = 65; });
   refused("no piece of rank on 0", [](RoutePlan* p) {
-    // Wants the half that only the other rank has.
+    // The destination wants the half that only the other rank has.
     for (Route& route : p->routes) route.source = 0;
   });
   refused("has no layout here", [](RoutePlan* p) {

@@ -61,10 +61,10 @@ class Planner {
     uncovered_allowed_.insert(options.uncovered_allowed.begin(), options.uncovered_allowed.end());
   }
 
-  absl::StatusOr<Program> Run() {
+  absl::StatusOr<MovePlan> Run() {
     REFITD_RETURN_IF_ERROR(MakeGroups());
     // Reserve enough for a bucket, because growing the vector would cost more than planning.
-    program_.moves.reserve(
+    plan_.moves.reserve(
         std::min<size_t>(held_.size() * index_.destinations().size(), kReservedMoves));
     for (const Group& group : groups_) {
       if (group.target == nullptr) continue;
@@ -72,7 +72,7 @@ class Planner {
     }
     if (options_.require_cover) REFITD_RETURN_IF_ERROR(CheckAllHeld());
     SortMoves();
-    return std::move(program_);
+    return std::move(plan_);
   }
 
  private:
@@ -127,6 +127,7 @@ class Planner {
         }
       }
     };
+    // held_end first counts a group's pieces, then is the end of the pieces that were filled in.
     for_each([](Group& group, uint32_t, uint32_t) { ++group.held_end; });
     uint32_t total = 0;
     for (Group& group : groups_) {
@@ -145,7 +146,7 @@ class Planner {
     element_bytes_ = ElementBytes(group.spec->dtype);
     CollectWanted(*group.target);
     const BoxIndex wanted(wanted_boxes_);
-    const auto first_move = program_.moves.size();
+    const auto first_move = plan_.moves.size();
     auto held = absl::MakeSpan(held_).subspan(group.held_begin, group.held_end - group.held_begin);
     if (AllDisjoint(held)) {
       for (const Held& piece : held) EmitSole(piece, *piece.box, wanted);
@@ -188,10 +189,10 @@ class Planner {
   }
 
   bool Exhausted() const {
-    return work_.Over() || static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
+    return work_.Over() || static_cast<int64_t>(plan_.moves.size()) > options_.max_moves;
   }
 
-  // Gives every element that several sources hold to one of them.
+  // Decides, for every element that several sources hold, which of these sources is read.
   void ShareOut(absl::Span<Held> held, const BoxIndex& wanted) {
     const std::vector<Replicas> classes = Classes(held);
     std::vector<const Box*> boxes;
@@ -243,7 +244,8 @@ class Planner {
     return parts;
   }
 
-  // One piece of every source that holds all of `part`, a part of class `c`; ascending sources.
+  // Returns one piece of every source that holds all of `part`, which is a part of class `c`.
+  // Sources are ascending.
   std::vector<Held> Holders(const Box& part, const std::vector<Replicas>& classes, uint32_t c,
                             const std::vector<uint32_t>& meeting) {
     std::vector<Held> holders(classes[c].holders.begin(), classes[c].holders.end());
@@ -355,8 +357,8 @@ class Planner {
       if (!common.has_value()) return;
       const int64_t elements = ElementCount(*common);
       to.covered += elements;
-      program_.bytes += elements * element_bytes_;
-      CopyMove& move = program_.moves.emplace_back();
+      plan_.bytes += elements * element_bytes_;
+      CopyMove& move = plan_.moves.emplace_back();
       move.source = from.source;
       move.source_piece = from.piece;
       move.destination = to.destination;
@@ -369,7 +371,7 @@ class Planner {
   }
 
   void SortMoves() {
-    const std::vector<CopyMove>& moves = program_.moves;
+    const std::vector<CopyMove>& moves = plan_.moves;
     const auto less = [](const CopyMove& a, const CopyMove& b) {
       const auto key = [](const CopyMove& m) {
         return std::tie(m.source, m.source_piece, m.box.offset, m.destination, m.destination_piece);
@@ -383,8 +385,8 @@ class Planner {
               [&](uint32_t a, uint32_t b) { return less(moves[a], moves[b]); });
     std::vector<CopyMove> sorted;
     sorted.reserve(moves.size());
-    for (const uint32_t i : order) sorted.push_back(std::move(program_.moves[i]));
-    program_.moves = std::move(sorted);
+    for (const uint32_t i : order) sorted.push_back(std::move(plan_.moves[i]));
+    plan_.moves = std::move(sorted);
   }
 
   // ---- cover ----
@@ -396,8 +398,8 @@ class Planner {
     for (const Wanted& wanted : wanted_) {
       if (wanted.covered == ElementCount(*wanted.box) || Allowed(group.spec->name)) continue;
       std::vector<Box> missing = {*wanted.box};
-      for (size_t m = first_move; m < program_.moves.size(); ++m) {
-        const CopyMove& move = program_.moves[m];
+      for (size_t m = first_move; m < plan_.moves.size(); ++m) {
+        const CopyMove& move = plan_.moves[m];
         if (move.destination != wanted.destination) continue;
         if (move.destination_piece != wanted.piece) continue;
         missing = Outside(missing, move.box);
@@ -444,7 +446,7 @@ class Planner {
   std::vector<Group> groups_;
   std::vector<Held> held_;
   std::vector<int64_t> load_;  // bytes read from each source
-  Program program_;
+  MovePlan plan_;
   absl::flat_hash_set<std::string_view> uncovered_allowed_;
   PlanWork work_;
 
@@ -456,7 +458,7 @@ class Planner {
 
 }  // namespace
 
-uint64_t Program::Digest() const {
+uint64_t MovePlan::Digest() const {
   HashChain chain(0);
   chain.Add(moves.size());
   for (const CopyMove& move : moves) {
@@ -531,13 +533,13 @@ const DestinationIndex::Tensor* DestinationIndex::Find(std::string_view name) co
   return it == places_.end() ? nullptr : &tensors_[it->second];
 }
 
-absl::StatusOr<Program> Compile(absl::Span<const PlanSource> sources,
-                                const DestinationIndex& destinations, const PlanOptions& options) {
+absl::StatusOr<MovePlan> Compile(absl::Span<const PlanSource> sources,
+                                 const DestinationIndex& destinations, const PlanOptions& options) {
   return Planner(sources, destinations, options).Run();
 }
 
-absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
-                                const DestinationIndex& destinations, const PlanOptions& options) {
+absl::StatusOr<MovePlan> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
+                                 const DestinationIndex& destinations, const PlanOptions& options) {
   std::vector<PlanSource> views(sources.size());
   for (size_t s = 0; s < sources.size(); ++s) {
     if (sources[s] != nullptr) views[s] = {sources[s]->tensors, sources[s]->pieces};

@@ -1,7 +1,7 @@
-// The planner: layouts in, program of moves out. Pure: no I/O, no gRPC, no CUDA. Deterministic:
-// every process computes the same program.
+// The planner: layouts in, plan of moves out. Pure: no I/O, no gRPC, no CUDA. Deterministic:
+// every process computes the same plan.
 //
-// A program says, for every destination element, which source element it comes from, exactly once
+// A plan says, for every destination element, which source element it comes from, exactly once
 // (P1). Executors turn a move into addresses with the pieces' regions, byte offsets and strides.
 #ifndef REFITD_TRANSPORT_PLAN_PLAN_H_
 #define REFITD_TRANSPORT_PLAN_PLAN_H_
@@ -34,7 +34,7 @@ struct CopyMove {
   bool operator==(const CopyMove&) const = default;
 };
 
-struct Program {
+struct MovePlan {
   // Ordered by (source, source_piece, box offset, destination), so that a source chunk is read once
   // for all its destinations.
   std::vector<CopyMove> moves;
@@ -82,7 +82,7 @@ class DestinationIndex {
 // A box with fewer bytes is read from one holder as a whole, because cutting costs a move.
 inline constexpr int64_t kSplitBytes = int64_t{1} << 20;
 
-// The most moves of a program, about 0.5 GiB.
+// The most moves of a plan, about 0.5 GiB.
 inline constexpr int64_t kMaxMoves = int64_t{1} << 22;
 
 struct PlanOptions {
@@ -104,7 +104,7 @@ struct PlanSource {
   absl::Span<const Piece> pieces;
 };
 
-// Computes the program. Each element is read from exactly one source, whatever the number of its
+// Computes the plan. Each element is read from exactly one source, whatever the number of its
 // destinations. Boxes that several sources hold (equal or partly overlapping) are divided among
 // these sources deterministically, so that the bytes read from each are balanced; boxes of
 // kSplitBytes and more are cut for that. Null sources hold nothing. Layouts must be valid
@@ -112,10 +112,10 @@ struct PlanSource {
 // the tensor: dtype or shape disagree between sources, or a source and a destination; not covered.
 // RESOURCE_EXHAUSTED: more than max_moves moves, or boxes so irregular that planning would take
 // minutes. A source's tensor that no destination has is not an error here.
-absl::StatusOr<Program> Compile(absl::Span<const PlanSource> sources,
-                                const DestinationIndex& destinations, const PlanOptions& options);
-absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
-                                const DestinationIndex& destinations, const PlanOptions& options);
+absl::StatusOr<MovePlan> Compile(absl::Span<const PlanSource> sources,
+                                 const DestinationIndex& destinations, const PlanOptions& options);
+absl::StatusOr<MovePlan> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
+                                 const DestinationIndex& destinations, const PlanOptions& options);
 
 }  // namespace refitd
 

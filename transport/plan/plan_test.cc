@@ -25,19 +25,19 @@ std::shared_ptr<const DestinationIndex> Index(std::vector<LayoutPtr> layouts) {
   return *index;
 }
 
-Program MustCompile(const std::vector<LayoutPtr>& sources, const DestinationIndex& index,
-                    const PlanOptions& options = {}) {
-  auto program = Compile(sources, index, options);
-  INFO(program.status());
-  REQUIRE(program.ok());
-  return *std::move(program);
+MovePlan MustCompile(const std::vector<LayoutPtr>& sources, const DestinationIndex& index,
+                     const PlanOptions& options = {}) {
+  auto plan = Compile(sources, index, options);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  return *std::move(plan);
 }
 
-bool Ordered(const Program& program) {
+bool Ordered(const MovePlan& plan) {
   const auto key = [](const CopyMove& m) {
     return std::tie(m.source, m.source_piece, m.box.offset, m.destination, m.destination_piece);
   };
-  return std::is_sorted(program.moves.begin(), program.moves.end(),
+  return std::is_sorted(plan.moves.begin(), plan.moves.end(),
                         [&](const auto& a, const auto& b) { return key(a) < key(b); });
 }
 
@@ -91,10 +91,10 @@ World RandomWorld(Rng* rng) {
 }
 
 // Executes the moves byte by byte; counts writes of each destination address.
-void Execute(World* world, const Program& program, std::vector<std::map<int64_t, int>>* writes) {
+void Execute(World* world, const MovePlan& plan, std::vector<std::map<int64_t, int>>* writes) {
   writes->assign(world->destinations.size(), {});
   int64_t total = 0;
-  for (const CopyMove& move : program.moves) {
+  for (const CopyMove& move : plan.moves) {
     const Side& from = world->sources[move.source];
     Side& to = world->destinations[move.destination];
     const Piece& source = from.layout.pieces[move.source_piece];
@@ -119,7 +119,7 @@ void Execute(World* world, const Program& program, std::vector<std::map<int64_t,
       total += bytes;
     });
   }
-  REQUIRE(total == program.bytes);
+  REQUIRE(total == plan.bytes);
 }
 
 TEST_CASE("Every destination element gets its own bytes exactly once and nothing else is written") {
@@ -140,11 +140,11 @@ TEST_CASE("Every destination element gets its own bytes exactly once and nothing
     options.skip_destination.resize(world.destinations.size());
     const bool skip = Below(&rng, 4) == 0;
     if (skip) options.skip_destination[0] = true;
-    const Program program = MustCompile(sources, *index, options);
-    REQUIRE(Ordered(program));
-    REQUIRE(program.Digest() == MustCompile(sources, *index, options).Digest());
+    const MovePlan plan = MustCompile(sources, *index, options);
+    REQUIRE(Ordered(plan));
+    REQUIRE(plan.Digest() == MustCompile(sources, *index, options).Digest());
     std::vector<std::map<int64_t, int>> writes;
-    Execute(&world, program, &writes);
+    Execute(&world, plan, &writes);
     for (size_t d = 0; d < world.destinations.size(); ++d) {
       const Side& side = world.destinations[d];
       size_t expected_writes = 0;
@@ -170,10 +170,9 @@ TEST_CASE("Each source element is read from one source whatever the number of de
     INFO("seed " << seed);
     Rng rng(seed);
     World world = RandomWorld(&rng);
-    const Program program =
-        MustCompile(Layouts(world.sources), *Index(Layouts(world.destinations)));
+    const MovePlan plan = MustCompile(Layouts(world.sources), *Index(Layouts(world.destinations)));
     std::map<std::pair<uint32_t, int64_t>, std::pair<uint32_t, uint32_t>> reader;
-    for (const CopyMove& move : program.moves) {
+    for (const CopyMove& move : plan.moves) {
       const uint32_t tensor = world.sources[move.source].layout.pieces[move.source_piece].tensor;
       ForEach(move.box, [&](const Dims& at) {
         const auto from = std::pair(move.source, move.source_piece);
@@ -195,20 +194,20 @@ TEST_CASE("A planted wrong offset is seen by the byte oracle") {
   world.destinations[0].layout.pieces = {Dense(0, {{0}, {7}})};
   for (int64_t i = 0; i < 8; ++i) world.sources[0].memory += Bits(0, i, 1);
   world.destinations[0].memory.assign(8, '\0');
-  Program program = MustCompile(Layouts(world.sources), *Index(Layouts(world.destinations)));
+  MovePlan plan = MustCompile(Layouts(world.sources), *Index(Layouts(world.destinations)));
   std::vector<std::map<int64_t, int>> writes;
-  Execute(&world, program, &writes);
+  Execute(&world, plan, &writes);
   REQUIRE(world.destinations[0].memory.substr(0, 7) == world.sources[0].memory.substr(0, 7));
-  program.moves[0].source_byte_offset += 1;
-  Execute(&world, program, &writes);
+  plan.moves[0].source_byte_offset += 1;
+  Execute(&world, plan, &writes);
   REQUIRE(world.destinations[0].memory.substr(0, 7) != world.sources[0].memory.substr(0, 7));
 }
 
-std::vector<int64_t> ReadFrom(const Program& program, size_t sources) {
+std::vector<int64_t> ReadFrom(const MovePlan& plan, size_t sources) {
   // Elements that several destinations take are read once.
   std::vector<int64_t> bytes(sources, 0);
   const CopyMove* previous = nullptr;
-  for (const CopyMove& move : program.moves) {
+  for (const CopyMove& move : plan.moves) {
     const bool again = previous != nullptr && previous->source == move.source &&
                        previous->source_piece == move.source_piece && previous->box == move.box;
     if (!again) bytes[move.source] += ElementCount(move.box);
@@ -227,13 +226,13 @@ TEST_CASE("Replicated sources are shared out evenly") {
   const LayoutPtr whole = Make(tensors, pieces);
   const auto index = Index({whole, whole});
   for (const size_t count : {2U, 3U, 4U, 7U}) {
-    const Program program = MustCompile(std::vector<LayoutPtr>(count, whole), *index);
-    const auto bytes = ReadFrom(program, count);
+    const MovePlan plan = MustCompile(std::vector<LayoutPtr>(count, whole), *index);
+    const auto bytes = ReadFrom(plan, count);
     const auto [low, high] = std::minmax_element(bytes.begin(), bytes.end());
     INFO(count << " sources, " << *low << " to " << *high);
-    // Within a row of the biggest matrix and the tensor that is not cut.
+    // Loads differ by no more than a row of the biggest matrix and the tensor that is not cut.
     CHECK(*high - *low <= 4096 + 1024);
-    CHECK(program.bytes == 2 * whole->Bytes());
+    CHECK(plan.bytes == 2 * whole->Bytes());
   }
 }
 
@@ -245,9 +244,9 @@ TEST_CASE("Small replicated tensors go to the least loaded source as a whole") {
     pieces.push_back(Dense(t, {{0}, {1024}}));
   }
   const LayoutPtr whole = Make(tensors, pieces);
-  const Program program = MustCompile({whole, whole, whole}, *Index({whole}));
-  CHECK(program.moves.size() == 60);
-  CHECK(ReadFrom(program, 3) == std::vector<int64_t>(3, 20 * 1024));
+  const MovePlan plan = MustCompile({whole, whole, whole}, *Index({whole}));
+  CHECK(plan.moves.size() == 60);
+  CHECK(ReadFrom(plan, 3) == std::vector<int64_t>(3, 20 * 1024));
 }
 
 TEST_CASE("A source that holds what nobody else does is relieved of what others hold too") {
@@ -271,21 +270,21 @@ TEST_CASE("Only what a destination wants is balanced") {
 TEST_CASE("A source is read once for all its destinations, in order") {
   const std::vector<TensorSpec> tensors = {{"a", DType::kUint8, {4}}, {"b", DType::kUint8, {2}}};
   const LayoutPtr layout = Make(tensors, {Dense(0, {{0}, {4}}), Dense(1, {{0}, {2}}, 8)});
-  const Program program = MustCompile({layout}, *Index({layout, nullptr, layout}));
-  REQUIRE(program.moves.size() == 4);
-  CHECK(program.moves[0] == CopyMove{0, 0, 0, 0, {{0}, {4}}, 0, 0});
-  CHECK(program.moves[1] == CopyMove{0, 0, 2, 0, {{0}, {4}}, 0, 0});
-  CHECK(program.moves[2] == CopyMove{0, 1, 0, 1, {{0}, {2}}, 8, 8});
-  CHECK(program.moves[3] == CopyMove{0, 1, 2, 1, {{0}, {2}}, 8, 8});
-  CHECK(program.bytes == 12);
+  const MovePlan plan = MustCompile({layout}, *Index({layout, nullptr, layout}));
+  REQUIRE(plan.moves.size() == 4);
+  CHECK(plan.moves[0] == CopyMove{0, 0, 0, 0, {{0}, {4}}, 0, 0});
+  CHECK(plan.moves[1] == CopyMove{0, 0, 2, 0, {{0}, {4}}, 0, 0});
+  CHECK(plan.moves[2] == CopyMove{0, 1, 0, 1, {{0}, {2}}, 8, 8});
+  CHECK(plan.moves[3] == CopyMove{0, 1, 2, 1, {{0}, {2}}, 8, 8});
+  CHECK(plan.bytes == 12);
 }
 
-TEST_CASE("A digest of a program tells any changed field") {
+TEST_CASE("A digest of a plan tells any changed field") {
   const LayoutPtr layout = Make({{"a", DType::kUint8, {4}}}, {Dense(0, {{0}, {4}})});
-  const Program program = MustCompile({layout}, *Index({layout}));
-  std::set<uint64_t> digests = {program.Digest(), Program().Digest()};
+  const MovePlan plan = MustCompile({layout}, *Index({layout}));
+  std::set<uint64_t> digests = {plan.Digest(), MovePlan().Digest()};
   const auto changed = [&](const auto& change) {
-    Program copy = program;
+    MovePlan copy = plan;
     change(&copy.moves[0]);
     digests.insert(copy.Digest());
   };
@@ -302,10 +301,10 @@ TEST_CASE("A digest of a program tells any changed field") {
 
 std::string CompileError(const std::vector<LayoutPtr>& sources, const DestinationIndex& index,
                          const PlanOptions& options = {}) {
-  const auto program = Compile(sources, index, options);
-  REQUIRE(!program.ok());
-  CHECK(program.status().code() == absl::StatusCode::kFailedPrecondition);
-  return Message(program.status());
+  const auto plan = Compile(sources, index, options);
+  REQUIRE(!plan.ok());
+  CHECK(plan.status().code() == absl::StatusCode::kFailedPrecondition);
+  return Message(plan.status());
 }
 
 using Catch::Matchers::Contains;
@@ -369,7 +368,7 @@ TEST_CASE("Disagreement about dtype or shape names the tensor and both sides") {
                                          Contains("bfloat16 [5] in three"));
 }
 
-TEST_CASE("A program of too many moves is refused") {
+TEST_CASE("A plan of too many moves is refused") {
   constexpr int64_t kSlices = 100;
   std::vector<Piece> rows;
   std::vector<Piece> columns;
@@ -383,9 +382,9 @@ TEST_CASE("A program of too many moves is refused") {
   CHECK(MustCompile({Make(tensors, rows)}, *Index({Make(tensors, columns)}), options).bytes ==
         kSlices * kSlices);
   options.max_moves -= 1;
-  const auto program = Compile({Make(tensors, rows)}, *Index({Make(tensors, columns)}), options);
-  REQUIRE(program.status().code() == absl::StatusCode::kResourceExhausted);
-  CHECK_THAT(Message(program.status()), Contains("tensor w"));
+  const auto plan = Compile({Make(tensors, rows)}, *Index({Make(tensors, columns)}), options);
+  REQUIRE(plan.status().code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(plan.status()), Contains("tensor w"));
 }
 
 TEST_CASE("Finely sharded tensors are planned without comparing all pairs") {
@@ -394,9 +393,9 @@ TEST_CASE("Finely sharded tensors are planned without comparing all pairs") {
   std::vector<Piece> pieces;
   for (int64_t i = 0; i < kShards; ++i) pieces.push_back(Dense(0, {{i, 0}, {1, 2}}, i * 2));
   const LayoutPtr layout = Make(tensors, pieces);
-  const Program program = MustCompile({layout, layout}, *Index({layout}));
-  CHECK(program.moves.size() == kShards);
-  const auto bytes = ReadFrom(program, 2);
+  const MovePlan plan = MustCompile({layout, layout}, *Index({layout}));
+  CHECK(plan.moves.size() == kShards);
+  const auto bytes = ReadFrom(plan, 2);
   CHECK(bytes[0] == bytes[1]);
 }
 

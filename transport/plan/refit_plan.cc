@@ -26,6 +26,8 @@ constexpr size_t kMaxRanksNamed = 8;
 
 using Ids = std::vector<uint32_t>;
 
+// Finds the boxes that several source ranks hold. Ranks that share a layout object are one holder
+// here; Add turns holders into ranks.
 class ReplicaFinder {
  public:
   ReplicaFinder(const std::vector<RouteMember>& sources, const RouteOptions& options,
@@ -90,7 +92,8 @@ class ReplicaFinder {
       Ids ids;
       ids.reserve(layout->tensors.size());
       for (const TensorSpec& spec : layout->tensors) {
-        // Layouts often name the same tensors in the same order.
+        // Layouts often name the same tensors in the same order, so try the last layout's tensor
+        // first.
         const size_t i = ids.size();
         const bool same =
             before != nullptr && i < before->size() && tensors_[(*before)[i]].name == spec.name;
@@ -154,7 +157,7 @@ class ReplicaFinder {
   ByTensor<Entry> entries_;             // by layout, then piece
   std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
   Replicas replicas_;
-  uint32_t hashed_tensor_ = kNone;  // of tensor_hash_
+  uint32_t hashed_tensor_ = kNone;  // the tensor of tensor_hash_
   uint64_t tensor_hash_ = 0;
   PlanWork work_;
 };
@@ -284,8 +287,8 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
   return plan;
 }
 
-RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
-                 absl::Span<const std::shared_ptr<const Layout>> local) {
+RoutePlan ShareOfNode(const RoutePlan& plan, uint32_t node,
+                      absl::Span<const std::shared_ptr<const Layout>> local) {
   RoutePlan part;
   part.source_nodes = plan.source_nodes;
   part.destination_nodes = plan.destination_nodes;
@@ -358,7 +361,8 @@ uint64_t ReplicaHash(uint64_t tensor_hash, const Box& box) {
 }
 
 absl::Status CompareReplicas(const RefitPlan& plan,
-                             const std::vector<std::vector<uint64_t>>& digests, ReplicaPart part) {
+                             const std::vector<std::vector<uint64_t>>& digests,
+                             ReplicaFraction part) {
   const std::vector<uint32_t>& node_of = plan.routes.source_nodes;
   const size_t nodes = std::max<size_t>(plan.routes.nodes, digests.size());
   std::vector<size_t> all(nodes);

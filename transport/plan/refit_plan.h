@@ -22,7 +22,7 @@ inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more than a run has 
 
 // A part of the replicas, so that one refit need not compare all: the boxes whose hash
 // (ReplicaHash) is `part` modulo `parts`.
-struct ReplicaPart {
+struct ReplicaFraction {
   uint32_t part = 0;   // less than `parts`
   uint32_t parts = 1;  // at least 1; 1: all boxes
   bool Has(uint64_t hash) const { return hash % parts == part; }
@@ -44,7 +44,7 @@ struct Replica {
 // tensor, then by BoxLess.
 struct Replicas {
   std::vector<Replica> boxes;
-  // Sources, ascending, at least two; no two sets equal.
+  // Each set has at least two sources, ascending; no two sets are equal.
   std::vector<std::vector<uint32_t>> holder_sets;
   absl::Span<const uint32_t> HoldersOf(const Replica& replica) const {
     return holder_sets[replica.holder_set];
@@ -56,8 +56,8 @@ inline constexpr int64_t kMaxNodeShares = 900'000;
 
 // The bytes and tensors that a plan moves, and those that it leaves out.
 struct RefitContent {
-  // Tensors of sources of which a destination stores an element, without those that the options
-  // leave out; and their bytes, each tensor counted once.
+  // The number of the sources' tensors of which a destination stores an element, without those that
+  // the options leave out; and the bytes of these tensors.
   int64_t tensors = 0;
   int64_t bytes = 0;
   // Tensors that a source has, that are not pushed, and that the refit writes nowhere: no
@@ -75,9 +75,9 @@ struct RefitPlan {
   RefitContent content;
 };
 
-// Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a
-// destination can't apply its block scales (CheckFloat8Scales); RESOURCE_EXHAUSTED also if a node
-// has more than kMaxNodeShares replicas.
+// Compiles the plan, with the errors of CompileRoutes. It also returns FAILED_PRECONDITION, naming
+// the rank and the tensor, where a destination can't apply its block scales (CheckFloat8Scales),
+// and RESOURCE_EXHAUSTED if a node has more than kMaxNodeShares replicas.
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options);
@@ -86,8 +86,8 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
 // `local` (the layouts of its members) name. Sources, destinations and nodes keep their numbers;
 // labels and statistics are left out, except `longest_stream` and `relay`. CompileNode gives the
 // same node program for this part as for the whole plan.
-RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
-                 absl::Span<const std::shared_ptr<const Layout>> local);
+RoutePlan ShareOfNode(const RoutePlan& plan, uint32_t node,
+                      absl::Span<const std::shared_ptr<const Layout>> local);
 
 // A box that a rank of one node holds and other ranks hold too; its digest is compared with theirs.
 struct ReplicaShare {
@@ -95,8 +95,8 @@ struct ReplicaShare {
   uint32_t tensor = 0;  // index into RoutePlan::tensors
   Box box;
 };
-// The shares of the sources for which `on_node` is true: by box in the order of Replicas::boxes,
-// then by holder.
+// Returns the shares of the sources for which `on_node` is true, in the order of Replicas::boxes,
+// and for one box by holder.
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
 // Compares the replicas in `part`. `digests[node]` has the digests of the shares of that node's
@@ -105,7 +105,7 @@ std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<b
 // INTERNAL if a node's list has another length.
 absl::Status CompareReplicas(const RefitPlan& plan,
                              const std::vector<std::vector<uint64_t>>& digests,
-                             ReplicaPart part = {});
+                             ReplicaFraction part = {});
 
 }  // namespace refitd
 

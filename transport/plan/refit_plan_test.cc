@@ -144,7 +144,7 @@ TEST_CASE("A node's part of a plan makes the same node program as the whole") {
         destinations.push_back({i, world.destination_members[i].layout});
         local.push_back(destinations.back().layout);
       }
-      const RoutePlan part = PartOf(plan->routes, n, local);
+      const RoutePlan part = ShareOfNode(plan->routes, n, local);
       REQUIRE(ValidatePlan(part).ok());
       CHECK(part.source_labels.empty());
       const auto whole = CompileNode(plan->routes, n, sources, destinations, program_options);
@@ -210,14 +210,14 @@ TEST_CASE("Parts of the replicas are disjoint and cover them, and each finds wha
     size_t boxes = 0;
     for (uint32_t part = 0; part < parts; ++part) {
       for (const Replica& replica : plan->replicas.boxes) {
-        if (ReplicaPart{part, parts}.Has(replica.hash)) ++boxes;
+        if (ReplicaFraction{part, parts}.Has(replica.hash)) ++boxes;
       }
     }
     CHECK(boxes == plan->replicas.boxes.size());
-    // Rank 2 differs in every box that it holds: found in the parts that have one, and no other.
-    // One node gives its whole list, as a node that does not know parts does.
+    // Rank 2 differs in every box that it holds. This is found in the parts that have such a box,
+    // and in no other part. One node gives its whole list, as a node that does not know parts does.
     for (uint32_t part = 0; part < parts; ++part) {
-      const ReplicaPart of{part, parts};
+      const ReplicaFraction of{part, parts};
       std::vector<std::vector<uint64_t>> digests(all.size());
       bool differs = false;
       std::vector<size_t> next(all.size());
@@ -302,7 +302,7 @@ TEST_CASE("An engine whose shard cuts a block of sharded scales is refused by ra
   options.skip_instance = {false, true};
   CHECK(CompileRefit(trainers, engines, options).ok());
   options.skip_instance = {};
-  // Cuts are allowed on a boundary, and if every rank has all scales.
+  // Cuts are allowed on a block's boundary, and anywhere if every rank has all scales.
   CHECK(CompileRefit(trainers,
                      {{rows(0, 256, 0, 2), 0, 0, "rank 0"}, {rows(256, 512, 2, 4), 0, 0, "rank 1"}},
                      options)

@@ -32,12 +32,12 @@ constexpr int64_t kMaxRelayBytes = kMaxRouteBytes + kMaxRoutes * kSectionAlignme
 // A box that is divided among holders is cut at multiples of split_bytes / kGrains.
 constexpr int64_t kGrains = 4;
 
-// An order of a chain carries at least one of so many parts of what the busiest node sends.
+// An order of a chain carries at least one part in kLoadParts of what the busiest node sends.
 constexpr int64_t kLoadParts = 256;
 
-// An order of a chain carries at least this where fewer orders load no node beyond the plan's
-// bound: each order adds a stream to every node, and so a message to every round. Several orders
-// remain where there is much to send, since one connection may not fill a link.
+// An order of a chain carries at least this many bytes, unless the plan's bound can be kept only
+// with more orders: each order adds a stream to every node, and so a message to every round.
+// Several orders remain where there is much to send, since one connection may not fill a link.
 constexpr int64_t kMinOrderBytes = int64_t{256} << 20;
 
 using Ids = std::vector<uint32_t>;
@@ -129,7 +129,8 @@ class ChainLoads {
   explicit ChainLoads(uint32_t nodes)
       : out_(nodes), in_(nodes), streams_out_(nodes), streams_in_(nodes) {}
 
-  // A route from node `from` to the set of that number. `nodes` must stay as they are.
+  // Adds `bytes` of a route from node `from` to the set with that number, whose nodes are `nodes`.
+  // The list `nodes` must stay as it is.
   void Add(uint32_t from, uint32_t set, const Ids& nodes, int64_t bytes) {
     if (nodes.size() == 1 && nodes[0] == from) return;
     Chain& chain = chains_[{from, set}];
@@ -156,8 +157,8 @@ class ChainLoads {
     shape.longest = static_cast<uint32_t>(longest_first[0]->nodes->size());
     shape.node_streams = Most(streams_out_, streams_in_);
     shape.node_bytes = Most(out_, in_);
-    // By node: bytes of the chains so far. It does not matter in which order equally long chains
-    // come.
+    // The bytes of the chains so far, by node. It does not matter in which order equally long
+    // chains come.
     std::vector<int64_t> minor(out_.size());
     shape.usual = 1;
     for (const Chain* chain : longest_first) {
@@ -181,7 +182,7 @@ class ChainLoads {
     return std::max(*std::max_element(a.begin(), a.end()), *std::max_element(b.begin(), b.end()));
   }
 
-  // By the source's node and the number of the set, also sets of a single node.
+  // The key is the source's node and the number of the set, which may be of a single node.
   std::map<std::pair<uint32_t, uint32_t>, Chain> chains_;
   std::vector<int64_t> out_;
   std::vector<int64_t> in_;
@@ -305,7 +306,8 @@ class Router {
         Ids ids;
         ids.reserve(layout->tensors.size());
         for (const TensorSpec& spec : layout->tensors) {
-          // Layouts of one side often name the same tensors in the same order.
+          // Layouts of one side often name the same tensors in the same order, so try the last
+          // layout's tensor first.
           const size_t i = ids.size();
           if (before != nullptr && i < before->size() && specs[(*before)[i]]->name == spec.name) {
             ids.push_back((*before)[i]);
@@ -346,14 +348,14 @@ class Router {
     std::vector<std::string> reasons(plan_.tensors.size());
     FindDisagreements(&reasons);
     const Instances instances = CollectInstances();
-    Names skipped = Set(options_.skip_tensors);
-    skipped.insert(options_.engine_only.begin(), options_.engine_only.end());
+    const Names pushed = Set(options_.skip_tensors);
+    const Names engine_only = Set(options_.engine_only);
     uncovered_allowed_ = Set(options_.uncovered_allowed);
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
       const std::string& name = plan_.tensors[t].name;
-      if (skipped.contains(name)) {
+      if (pushed.contains(name) || engine_only.contains(name)) {
         left_out_[t] = true;
-        AddUnplaced(t, "is pushed");
+        AddUnplaced(t, engine_only.contains(name) ? "is the engines' own" : "is pushed");
         continue;
       }
       if (!reasons[t].empty()) {
@@ -566,6 +568,7 @@ class Router {
   // become one entry.
   void CollectWanted(uint32_t t) {
     const auto entries = destinations_.Of(t);
+    // The entries of one layout follow one another; note the index of the first.
     first_entry_.assign(destinations_.layouts.size(), kNone);
     for (uint32_t i = static_cast<uint32_t>(entries.size()); i-- > 0;) {
       first_entry_[entries[i].layout] = i;
@@ -593,7 +596,8 @@ class Router {
     }
   }
 
-  // Cuts boxes where they are wanted by other nodes, so that each is sent by its source once.
+  // Cuts boxes so that all elements of a box are wanted by the same nodes. A source then sends each
+  // element once.
   void CutByClasses() {
     if (wanted_.size() <= 1) return;
     std::vector<HeldBox> boxes;
@@ -796,7 +800,7 @@ class Router {
     for (const auto& [node, own] : choice.local) Demanded(t, box, bytes, own, node, true);
   }
 
-  // How often a source sends what the nodes of a set want.
+  // Returns how often a source sends what the nodes of a set want.
   int64_t Copies(uint32_t node_set) const {
     return chained_ ? 1 : static_cast<int64_t>(node_sets_[node_set].size());
   }
@@ -920,12 +924,12 @@ class Router {
         Quotas(holders, demand.bytes * static_cast<int64_t>(receivers.size()));
     size_t last = quotas.size() - 1;
     while (last > 0 && quotas[last] == 0) --last;
-    int64_t quota = 0;
-    int64_t done = 0;
+    int64_t quota = 0;  // bytes of the holders so far
+    int64_t done = 0;   // steps of the holders so far
     for (size_t h = 0; h <= last; ++h) {
       quota += quotas[h];
       int64_t until = h == last ? line : std::min((quota + step_bytes / 2) / step_bytes, line);
-      const int64_t into = until % steps;
+      const int64_t into = until % steps;  // within one repetition of the box
       const int64_t rounded = std::min((into + grain / 2) / grain * grain, steps);
       // Don't cut so near to the end that a sliver would remain.
       until += (steps - rounded < grain / 2 ? steps : rounded) - into;
@@ -992,7 +996,7 @@ class Router {
 
   // ---- chains ----
 
-  // Whether sources send so much of what they hold several times that chains are worth it.
+  // Whether chains are worth it, because sources would send much of what they hold several times.
   bool WantsChains() const {
     if (options_.relay_lag == 0 || !shared_) return false;
     for (uint32_t n = 0; n < plan_.nodes; ++n) {
@@ -1002,7 +1006,8 @@ class Router {
     return false;
   }
 
-  // Plans anew, with chains. If the cut boxes or streams become too many, the plan stays without.
+  // Plans anew, with chains. If the cut boxes or streams become too many, the plan stays without
+  // chains.
   absl::Status SupplyByChains() {
     for (const bool chained : {true, false}) {
       chained_ = chained;
@@ -1028,7 +1033,7 @@ class Router {
     int64_t bytes = 0;
   };
 
-  // Puts the nodes of every route to several of them into an order.
+  // Puts the nodes of every route to several nodes into the order of a chain.
   absl::Status MakeChains() {
     std::map<Ids, ChainSet> sets;  // by nodes
     // The bytes that each node sends if it forwards everything that it receives along a chain.
@@ -1093,7 +1098,7 @@ class Router {
     int64_t end = shares[0].bytes;
     const auto next = [&] { end += shares[++s].bytes; };
     for (const uint32_t c : set->chosen) {
-      // The rest of the route that has no order yet.
+      // `rest` is the part of the route that has no order yet.
       Chosen rest = chosen_[c];
       bool first = true;
       const auto take = [&](Chosen part) {
@@ -1109,7 +1114,7 @@ class Router {
       while (s + 1 < shares.size() && done + BytesOf(rest) > end) {
         std::optional<Chosen> head = CutOff(&rest, end - done);
         if (head.has_value()) take(*std::move(head));
-        // A route that can't be cut goes where its middle lies.
+        // A route that can't be cut goes to the order in whose share its middle lies.
         if (done + BytesOf(rest) / 2 < end) break;
         next();
       }
@@ -1185,13 +1190,14 @@ class Router {
       const Ids& more = node_sets_[chosen_[c].node_set];
       nodes.insert(nodes.end(), more.begin(), more.end());
     }
-    // With chains, only the source's own node joins one set of other nodes, which keeps its order.
+    // With chains, a union only adds the source's own node to one set of other nodes, which keeps
+    // its order.
     if (!chained_) std::sort(nodes.begin(), nodes.end());
     return node_sets_.Number(nodes);
   }
 
   void Count() {
-    LinkBytes& links = plan_.links;
+    RouteBytes& links = plan_.links;
     const size_t nodes = plan_.nodes;
     links.rank_supplies.resize(source_members_.size());
     for (auto* per_node :
@@ -1245,7 +1251,7 @@ class Router {
   Side destinations_;
   std::vector<bool> left_out_;  // per tensor
   Names uncovered_allowed_;
-  // How many tensors had no place before any was planned.
+  // The number of tensors without a place when the first tensor was planned.
   size_t unplaced_before_ = 0;
   int64_t unplaced_tensors_before_ = 0;
   bool shared_ = false;  // several nodes want something that other nodes hold
@@ -1255,7 +1261,7 @@ class Router {
   std::vector<int64_t> stores_per_member_;  // per destination layout
 
   IdLists node_sets_;
-  IdLists unions_;  // of numbers of node sets
+  IdLists unions_;  // lists of numbers of node sets
   Ids union_of_;    // by unions_' number: the set of all their nodes
   IdLists holder_layouts_;
   Ids holders_of_layouts_;  // by holder_layouts_' number
@@ -1570,7 +1576,7 @@ RoutePlan::Worst RoutePlan::WorstLink() const {
   return worst;
 }
 
-RouteEstimate RoutePlan::Estimate(const LinkRates& rates, int64_t slot_bytes) const {
+RouteEstimate RoutePlan::Estimate(const RouteRates& rates, int64_t slot_bytes) const {
   RouteEstimate estimate;
   // While chains fill, the bytes of other rounds wait.
   double filling = 1;

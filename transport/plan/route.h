@@ -98,15 +98,15 @@ struct Route {
 };
 
 // Bytes on each link of a plan. `node * nodes + node` indexes the matrices.
-struct LinkBytes {
+struct RouteBytes {
   // Per source: bytes that it sends over the wire, plus bytes for its own node, counted once.
   std::vector<int64_t> rank_supplies;
-  std::vector<int64_t> node_sends;     // over the wire, to whatever node; also what is forwarded
+  std::vector<int64_t> node_sends;     // over the wire to any node, forwarded bytes too
   std::vector<int64_t> node_forwards;  // of node_sends: bytes that the node had received
   std::vector<int64_t> node_receives;  // over the wire
   std::vector<int64_t> node_stores;    // into the memory of the node's engines
   std::vector<int64_t> matrix;  // from node to node; on the diagonal local bytes, counted once
-  std::vector<int64_t> stream;  // as matrix, with sections aligned; 0 on the diagonal
+  std::vector<int64_t> stream;  // the same with sections aligned; 0 on the diagonal
 };
 
 // Lower bounds, in bytes, that hold for every plan without chains, or for every plan with chains.
@@ -120,6 +120,7 @@ struct RouteBound {
   int64_t bytes() const;      // the largest of these bounds
 };
 
+// A tensor that the plan leaves out, or that some instance lacks or no trainer holds, and why.
 struct Unplaced {
   std::string tensor;
   std::string reason;
@@ -127,11 +128,11 @@ struct Unplaced {
 };
 
 // Bytes per second of each kind of link; 0: the link is never the limit.
-struct LinkRates {
+struct RouteRates {
   double rank_out = 0;    // reading one rank's memory
-  double node_out = 0;    // what a node sends over the wire
-  double node_in = 0;     // what a node receives over the wire
-  double local_copy = 0;  // what a node stores into its engines' memory
+  double node_out = 0;    // sending over the wire from a node
+  double node_in = 0;     // receiving over the wire at a node
+  double local_copy = 0;  // storing into the memory of a node's engines
 };
 
 struct RouteEstimate {
@@ -141,7 +142,7 @@ struct RouteEstimate {
 
 class RoutePlan {
  public:
-  // In canonical order: by name.
+  // Sorted by name, so that the order does not depend on layouts.
   std::vector<TensorSpec> tensors;
   std::vector<std::string> source_labels;
   std::vector<std::string> destination_labels;
@@ -160,7 +161,7 @@ class RoutePlan {
   std::vector<std::vector<uint32_t>> node_sets;
   int64_t bytes = 0;       // bytes of all routes, counted once for each destination node
   int64_t wire_bytes = 0;  // those of `bytes` that leave their node
-  LinkBytes links;
+  RouteBytes links;
   int64_t longest_stream = 0;  // the largest of links.stream
   RelayShape relay;
   RouteBound bound;
@@ -177,10 +178,10 @@ class RoutePlan {
     return relay.lag > 0 && remote.size() > 1;
   }
 
-  // HashChain from 0 over: number of nodes; then nodes and layout digests of sources, then of
-  // destinations (and whether each is left out); then per route: tensor hash, source, offsets,
-  // extents, number of nodes, nodes; then, with chains, the numbers of `relay`. Two daemons with
-  // equal digests derive equal streams.
+  // HashChain from 0 over: number of nodes; number of sources, then node and layout digest of each;
+  // number of destinations, then of each its node, its layout digest and whether it is left out;
+  // number of routes, then of each: tensor hash, source, offsets, extents, number of nodes, nodes;
+  // then, with chains, the numbers of `relay`. Two daemons with equal digests derive equal streams.
   uint64_t Digest() const;
 
   const RouteBound& LowerBound() const { return bound; }
@@ -194,7 +195,7 @@ class RoutePlan {
 
   // The time of the link for which bytes divided by rate is largest. With chains, links between
   // nodes also wait while chains fill, in rounds of `slot_bytes`.
-  RouteEstimate Estimate(const LinkRates& rates, int64_t slot_bytes = kRelaySlotBytes) const;
+  RouteEstimate Estimate(const RouteRates& rates, int64_t slot_bytes = kRelaySlotBytes) const;
   static constexpr int64_t kRelaySlotBytes = int64_t{64} << 20;  // a daemon's default
 };
 
@@ -205,11 +206,11 @@ struct ChainUse {
   int64_t routes = 0;
   int64_t bytes = 0;  // that the source's node sends
 };
-// By bytes, the most first; empty without chains.
+// Returns the chains of a plan, those with the most bytes first. A plan without chains has none.
 std::vector<ChainUse> ChainsOf(const RoutePlan& plan);
 
 // A plan explained for people: the bytes of each link, the lower bound, the worst link compared
-// with it, chains, and tensors without a place.
+// with it, chains, and the tensors that the plan does not move, or not to every instance.
 struct RouteExplanation {
   int64_t tensors = 0;
   int64_t routes = 0;
@@ -219,7 +220,7 @@ struct RouteExplanation {
   RoutePlan::Worst worst;
   double ratio =
       0;  // bytes of the worst link divided by the bound; 1 if both are 0, 0 if only the bound is 0
-  LinkBytes links;
+  RouteBytes links;
   RelayShape relay;
   RelayRounds rounds;  // in slots of RoutePlan::kRelaySlotBytes
   std::vector<ChainUse> chains;

@@ -112,7 +112,7 @@ TEST_CASE("A plan without shared destinations is the same with chains allowed") 
     const RouteWorld world = RandomRouteWorld(&rng);
     RouteOptions options = RandomOptions(&rng);
     const RoutePlan plain = MustCompile(world.source_members, world.destination_members, options);
-    // Nobody shares if the engines are on one node.
+    // No two nodes share a box if all engines are on one node.
     const std::vector<RouteMember>& engines = world.destination_members;
     const bool alone = std::all_of(engines.begin(), engines.end(),
                                    [&](const RouteMember& m) { return m.node == engines[0].node; });
@@ -364,7 +364,7 @@ TEST_CASE("Replicated sources share the load over nodes and over ranks") {
   std::vector<RouteMember> engines;
   for (uint32_t e = 0; e < 3; ++e) engines.push_back(Engine(layout(true), 2 + e, e, e));
   const RoutePlan plan = MustCompile(trainers, engines);
-  // 15 MiB in all leave two nodes; only rank 3 holds 3 MiB of them.
+  // The two nodes send 15 MiB in all, 3 MiB of which only rank 3 holds.
   constexpr int64_t kSlack = kSplitBytes / 4;
   CHECK(plan.bytes == int64_t{15} << 20);
   CHECK(std::abs(plan.links.node_sends[0] - plan.links.node_sends[1]) <= 2 * kSlack);
@@ -495,6 +495,10 @@ TEST_CASE("A tensor that is missing on either side is an error unless allowed") 
   CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 1);
   CHECK(MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options).unplaced ==
         std::vector<Unplaced>{{"b", "is pushed"}});
+  options = {};
+  options.engine_only = {"b"};
+  CHECK(MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options).unplaced ==
+        std::vector<Unplaced>{{"b", "is the engines' own"}});
   // No engine is left that wants the tensor.
   options = {};
   options.skip_instance = {true};
@@ -566,7 +570,7 @@ TEST_CASE("An estimate is the slowest link") {
       {Trainer(whole, 0)}, {Engine(whole, 1), Engine(whole, 2, 1, 1), Engine(whole, 2, 2, 2)});
   CHECK(plan.links.node_sends[0] == 2000);
   CHECK(plan.links.node_stores[2] == 2000);
-  LinkRates rates;
+  RouteRates rates;
   CHECK(plan.Estimate(rates).seconds == 0);
   rates.node_out = 1000;
   CHECK(plan.Estimate(rates).seconds == Approx(2));

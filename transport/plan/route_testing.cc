@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// Slices of one dimension, the last of them smaller or empty: those of torch.chunk.
+// Slices along one dimension, as torch.chunk makes them: the last of them may be smaller or empty.
 std::vector<Box> Slices(const Dims& shape, size_t dim, int64_t ways) {
   std::vector<Box> boxes;
   const int64_t step = (shape[dim] + ways - 1) / ways;
@@ -126,7 +126,7 @@ RouteWorld RandomRouteWorld(Rng* rng, int64_t most) {
     AddSources(rng, t, world.tensors[t].shape, &world.sources);
     AddDestinations(rng, t, world.tensors[t].shape, &world.destinations);
   }
-  // Ranks with the same layout, as data parallel ones.
+  // Sometimes ranks have the same layout, as data-parallel ranks have.
   for (auto* sides : {&world.sources, &world.destinations}) {
     if (Below(rng, 3) != 0) continue;
     const Side& any =
@@ -176,7 +176,7 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   const auto wanted = ElementsOf(world.destination_members, skipped);
   std::map<std::pair<Element, uint32_t>, std::vector<uint32_t>> supplied;
   const size_t nodes = plan.nodes;
-  LinkBytes links;
+  RouteBytes links;
   links.rank_supplies.resize(world.sources.size());
   for (auto* list :
        {&links.node_sends, &links.node_forwards, &links.node_receives, &links.node_stores}) {

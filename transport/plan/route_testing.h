@@ -20,17 +20,17 @@ struct RouteWorld {
   std::vector<RouteMember> destination_members;
 };
 
-// One to `most` nodes, one to six ranks a side, and as many more engines as there may be nodes
-// beyond four; boxes regular or not, replicated, overlapping, fused, padded; every element has a
-// holder.
+// Makes a world of one to `most` nodes with one to six ranks a side, and as many more engines as
+// there may be nodes beyond four. Boxes are regular or not, replicated, overlapping, fused or
+// padded, and every element has a holder.
 RouteWorld RandomRouteWorld(Rng* rng, int64_t most = 4);
 
-// The same structure with tensors and pieces in another order; `order` receives, for each new
-// piece, the index of the old piece.
+// Returns a layout of the same structure with tensors and pieces in another order; `order`
+// receives, for each new piece, the index of the old piece.
 LayoutPtr Shuffled(Rng* rng, const Layout& layout, std::vector<uint32_t>* order = nullptr);
 
-// The first fault of a plan, or an empty string. Looks at coverage, suppliers, statistics and the
-// bound.
+// Returns the first fault of a plan, or an empty string. Looks at coverage, suppliers, statistics
+// and the bound.
 std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const RouteOptions& options);
 
 }  // namespace refitd

@@ -7,7 +7,7 @@
 namespace refitd {
 namespace {
 
-// Rounds down and up also where `a` is negative; b > 0.
+// Divide and round down, or up, also where `a` is negative; `b` must be positive.
 int64_t FloorDivide(int64_t a, int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
 int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }
 
@@ -39,7 +39,7 @@ class SumInRange {
     }
   }
 
-  // In [low, high].
+  // Returns whether some sum lies in [low, high]; nullopt if that takes too many steps.
   std::optional<bool> Run(int64_t low, int64_t high) {
     const bool found = Find(0, low, high);
     if (steps_ > most_steps_) return std::nullopt;
@@ -54,7 +54,8 @@ class SumInRange {
     const int64_t divisor = divisor_[axis];
     if (CeilDivide(low, divisor) > high / divisor) return false;
     const Axis& next = axes_[axis];
-    // A multiple of the stride is in the range, and in reach.
+    // On the last axis, the check above found a multiple of the stride in the range, which is in
+    // reach.
     if (axis + 1 == axes_.size()) return true;
     const int64_t first = std::max<int64_t>(0, CeilDivide(low - reach_[axis + 1], next.stride));
     const int64_t last = std::min(next.count - 1, FloorDivide(high, next.stride));
@@ -76,10 +77,11 @@ bool Decidable(const StridedBytes& a) { return a.end - a.begin <= kMaxStridedSpa
 
 }  // namespace
 
-// A run of `a` at begin + x meets one of `b` at begin + y where
+// A run of `a` at a.begin + x and a run of `b` at b.begin + y share a byte if
 //   -a.run < (a.begin + x) - (b.begin + y) < b.run.
-// Counted from b's last run backwards, y' = reach of b - y is a sum of multiples as x is, and
-// x + y' must lie in a range of b's reach less the distance of the begins.
+// Let y' = reach - y be the distance from b's run to b's last run. It is a sum of multiples of
+// strides, as x is. So the condition says that a sum x + y' lies in a range around reach - (a.begin
+// - b.begin).
 std::optional<bool> ShareBytes(const StridedBytes& a, const StridedBytes& b, int64_t most_steps,
                                int64_t* steps) {
   if (a.end <= b.begin || b.end <= a.begin) return false;
@@ -95,8 +97,8 @@ std::optional<bool> ShareBytes(const StridedBytes& a, const StridedBytes& b, int
 }
 
 // Two different runs of the same storage meet where a sum of d_i * stride_i, each d_i from
-// -(count_i - 1) to count_i - 1 and not all 0, is less than a run away from 0. Of d and -d it is
-// enough to look at that whose first d_i other than 0 is positive.
+// -(count_i - 1) to count_i - 1 and not all 0, is less than a run away from 0. Since d and -d give
+// the same distance, only those d are looked at whose first d_i other than 0 is positive.
 std::optional<bool> RepeatsBytes(const StridedBytes& a, int64_t most_steps, int64_t* steps) {
   if (!a.outer.empty() && a.outer.back().stride < a.run) return true;
   if (!Decidable(a)) return std::nullopt;

@@ -32,6 +32,18 @@ absl::Status CheckDivides(const ModelConfig& config, std::string_view what, int6
                config.name, what, n, by_what, by);
 }
 
+absl::Status CheckTensorParallel(const ModelConfig& c, int64_t tp) {
+  REFITD_RETURN_IF_ERROR(ValidateModel(c));
+  REFITD_RETURN_IF_ERROR(CheckDivides(c, "heads", c.heads, "tp", tp));
+  if (!c.latent() && c.kv_heads >= tp) {
+    REFITD_RETURN_IF_ERROR(CheckDivides(c, "kv_heads", c.kv_heads, "tp", tp));
+  } else if (!c.latent()) {
+    REFITD_RETURN_IF_ERROR(CheckDivides(c, "tp", tp, "kv_heads", c.kv_heads));
+  }
+  if (c.dense(0)) REFITD_RETURN_IF_ERROR(CheckDivides(c, "ffn", c.ffn, "tp", tp));
+  return CheckDivides(c, "shared_experts * moe_ffn", c.shared_experts * c.moe_ffn, "tp", tp);
+}
+
 VocabularyShard ShardVocabulary(TensorSpec tensor, int64_t multiple, int64_t tp, int64_t rank) {
   const int64_t vocabulary = tensor.shape[0];
   const int64_t padded = (vocabulary + multiple - 1) / multiple * multiple;

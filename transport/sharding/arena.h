@@ -40,7 +40,7 @@ struct Part {
 
 class ArenaBuilder {
  public:
-  // Fails on options out of range.
+  // Fails if an option is out of range.
   static absl::StatusOr<ArenaBuilder> Make(const LayoutOptions& options);
 
   // Stacks the parts along dimension 0 in a new parameter of at least `min_rows` rows; rows beyond
@@ -48,14 +48,14 @@ class ArenaBuilder {
   // An empty box takes no space and has no piece. A parameter without elements is not added.
   void AddParameter(std::span<const Part> parts, int64_t min_rows = 0);
 
-  // Adds a parameter of the parts' scales, stacked in the same order: the blocks that each part
-  // touches. Adds nothing if `config` does not quantize the parts.
+  // Adds a parameter of the parts' scales, stacked in the order of the parts. It has the scales of
+  // the blocks that each part touches. Adds nothing if `config` does not quantize the parts.
   void AddScales(const ModelConfig& config, std::span<const Part> parts);
-  // AddParameter, then AddScales.
+  // Calls AddParameter, then AddScales.
   void AddQuantizable(const ModelConfig& config, std::span<const Part> parts);
 
-  // The layout, with tensors in the order in which they were first added, without those that got no
-  // piece.
+  // Returns the layout. Its tensors are in the order in which they were first added; tensors
+  // without a piece are left out.
   Layout Finish() &&;
 
  private:
@@ -72,6 +72,8 @@ class ArenaBuilder {
 // INVALID_ARGUMENT unless `by` divides n: "qwen3-4b: heads 32 is not divisible by tp 3".
 absl::Status CheckDivides(const ModelConfig& config, std::string_view what, int64_t n,
                           std::string_view by_what, int64_t by);
+// OK: the model is valid, and its dense tensors can be split over `tp` ranks.
+absl::Status CheckTensorParallel(const ModelConfig& config, int64_t tp);
 
 // A rank's shard of the embedding or lm_head: its rows of storage, and the part of them that is
 // vocabulary.
@@ -82,7 +84,7 @@ struct VocabularyShard {
 // The padded vocabulary is the next multiple of `multiple` rows, which tp must divide.
 VocabularyShard ShardVocabulary(TensorSpec tensor, int64_t multiple, int64_t tp, int64_t rank);
 
-// The whole tensor; rows (dimension 0) or columns (dimension 1) of it.
+// Parts of a tensor: the whole, some rows (dimension 0), or some columns (dimension 1).
 Part Whole(TensorSpec tensor);
 Part Rows(TensorSpec tensor, int64_t begin, int64_t count);
 Part Columns(TensorSpec tensor, int64_t begin, int64_t count);

@@ -229,7 +229,7 @@ TEST_CASE("Padding of the vocabulary is storage that no piece has") {
   CHECK(rows(0) == 48);
   CHECK(rows(2) == 133 - 96);
   CHECK(rows(3) == 0);
-  // The arena has room for the padding all the same.
+  // The region of a rank with fewer rows has room for the padding all the same.
   CHECK(ArenaBytes(Must(VllmLayout(config, {.tp = 4}, 3))) ==
         ArenaBytes(Must(VllmLayout(config, {.tp = 4}, 0))));
   const LayoutOptions exact = {.vocabulary_multiple = 7};

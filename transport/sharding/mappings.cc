@@ -19,7 +19,7 @@ constexpr EngineParallel Ep(int64_t tp, int64_t instances) {
 }
 
 constexpr Mapping kMappings[] = {
-    // Dense, 8 ranks a side.
+    // Mappings of a dense model, with 8 ranks on each side.
     {.name = "DP8->DP8", .model = kDense, .trainer = {.world = 8}, .engine = Tp(1, 8)},
     {.name = "DP8->TP8", .model = kDense, .trainer = {.world = 8}, .engine = Tp(8, 1)},
     {.name = "PP2xDP4->TP4xDP2",
@@ -48,7 +48,7 @@ constexpr Mapping kMappings[] = {
      .model = "qwen3-0.6b",
      .trainer = {.world = 8, .tp = 2, .cp = 2},
      .engine = Tp(4, 2)},
-    // Experts, 16 ranks a side.
+    // Mappings of a model with experts, with 16 ranks on each side.
     {.name = "EP4xTP2xDP2->TP4xDP4",
      .model = kMoe,
      .trainer = {.world = 16, .tp = 2, .ep = 4, .etp = 2},
@@ -78,8 +78,9 @@ constexpr Mapping kMappings[] = {
      .trainer = {.world = 4, .tp = 2, .ep = 2},
      .engine = Ep(4, 1),
      .tiny = {.experts = 6}},
-    // Larger. The first folds expert parallelism into the data-parallel ranks (EDP 2), the second
-    // into both.
+    // Larger mappings. In the first, expert parallelism spans the tensor-parallel ranks of a stage,
+    // and data parallelism replicates the experts (EDP 2). In the second, expert parallelism spans
+    // all ranks of a stage.
     {.name = "EP8xTP8xPP2xDP2->TP8xDP2",
      .model = kLatentMoe,
      .trainer = {.world = 32, .pp = 2, .tp = 8, .ep = 8},
@@ -94,7 +95,7 @@ constexpr Mapping kMappings[] = {
      .trainer = {.world = 256, .pp = 16, .ep = 16},
      .engine = Tp(32, 8),
      .tiny = {.layers = 17, .heads = 32, .experts = 16}},
-    // Fully sharded trainers.
+    // Mappings from fully sharded trainers.
     {.name = "FSDP4->TP4",
      .model = kDense,
      .fsdp = true,
@@ -115,7 +116,7 @@ constexpr Mapping kMappings[] = {
      .fsdp = true,
      .trainer = {.world = 8},
      .engine = Ep(4, 2)},
-    // FP8 with block scales.
+    // Mappings of FP8 weights with block scales.
     {.name = "DP8->DP8", .model = kDense, .fp8 = true, .trainer = {.world = 8}, .engine = Tp(1, 8)},
     {.name = "DP8->TP4xDP2",
      .model = kDense,

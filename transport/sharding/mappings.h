@@ -19,7 +19,7 @@ namespace refitd::sharding {
 
 struct Mapping {
   std::string_view name = {};   // "EP4xTP2xDP2->TP4xDP4"; with the model and fp8, unique
-  std::string_view model = {};  // of KnownModels
+  std::string_view model = {};  // a name of KnownModels
   bool fp8 = false;
   bool fsdp = false;  // the trainer is fully sharded over trainer.world, else as Megatron
   TrainerParallel trainer = {};  // also has the world size, which the name does not tell

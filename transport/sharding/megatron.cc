@@ -49,18 +49,9 @@ absl::StatusOr<Place> PlaceOf(const TrainerParallel& parallel, int64_t rank) {
 }
 
 absl::Status CheckModel(const ModelConfig& c, const TrainerParallel& p) {
-  REFITD_RETURN_IF_ERROR(ValidateModel(c));
-  REFITD_RETURN_IF_ERROR(CheckDivides(c, "heads", c.heads, "tp", p.tp));
-  if (!c.latent() && c.kv_heads >= p.tp) {
-    REFITD_RETURN_IF_ERROR(CheckDivides(c, "kv_heads", c.kv_heads, "tp", p.tp));
-  } else if (!c.latent()) {
-    REFITD_RETURN_IF_ERROR(CheckDivides(c, "tp", p.tp, "kv_heads", c.kv_heads));
-  }
-  if (c.dense(0)) REFITD_RETURN_IF_ERROR(CheckDivides(c, "ffn", c.ffn, "tp", p.tp));
+  REFITD_RETURN_IF_ERROR(CheckTensorParallel(c, p.tp));
   REFITD_RETURN_IF_ERROR(CheckDivides(c, "experts", c.experts, "ep", p.ep));
   REFITD_RETURN_IF_ERROR(CheckDivides(c, "moe_ffn", c.moe_ffn, "etp", p.etp));
-  REFITD_RETURN_IF_ERROR(
-      CheckDivides(c, "shared_experts * moe_ffn", c.shared_experts * c.moe_ffn, "tp", p.tp));
   if (c.layers < p.pp) return Invalid("{}: {} layers for pp {}", c.name, c.layers, p.pp);
   return absl::OkStatus();
 }
@@ -117,7 +108,8 @@ class MegatronRank {
   }
 
   void AddAttention(int64_t layer) {
-    // With fewer KV heads than ranks the rank's one group is a part of a KV group's q heads.
+    // If there are fewer KV heads than ranks, the rank has one group, with only a part of the q
+    // heads of a KV group.
     const int64_t d = config_.head_dim;
     const int64_t groups = std::max<int64_t>(1, config_.kv_heads / parallel_.tp);
     const int64_t first_group = place_.tp * config_.kv_heads / parallel_.tp;

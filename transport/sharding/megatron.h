@@ -55,7 +55,7 @@ struct TrainerParallel {
   bool operator==(const TrainerParallel&) const = default;
 };
 
-// INVALID_ARGUMENT if the world is not divisible.
+// INVALID_ARGUMENT unless the product of the given sizes divides the world.
 absl::StatusOr<Mesh> DenseMesh(const TrainerParallel& parallel);
 absl::StatusOr<Mesh> ExpertMesh(const TrainerParallel& parallel);
 

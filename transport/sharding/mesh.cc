@@ -7,7 +7,6 @@
 #include "transport/base/status.h"
 
 namespace refitd::sharding {
-namespace {}  // namespace
 
 absl::StatusOr<Mesh> Mesh::Make(std::vector<MeshDim> dims) {
   if (dims.empty() || dims.size() > kMaxMeshDims) {

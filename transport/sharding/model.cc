@@ -258,7 +258,8 @@ absl::Status ValidateModel(const ModelConfig& c) {
     return Invalid("model {}: {} heads are not divisible by {} kv_heads", c.name, c.heads,
                    c.kv_heads);
   }
-  // An upper bound: each expert has three weights, each weight a scale; others of a layer are few.
+  // This is an upper bound: each expert has three weights and a scale for each of them, and a layer
+  // has few other tensors.
   constexpr int64_t kOthers = 64;
   if (c.layers > kMaxTensorsPerLayout / (c.experts * 6 + kOthers)) {
     return Invalid("model {}: {} layers of {} experts are too many tensors", c.name, c.layers,
@@ -279,7 +280,8 @@ ModelConfig ScaledDown(const ModelConfig& config, const TinySize& size) {
   tiny.heads = std::min(config.heads, size.heads);
   tiny.first_dense = std::min<int64_t>(config.first_dense, 1);
   tiny.scale_block = kBlock;
-  // Quantized shards are whole blocks; without scales, as few elements a head as tell its parts.
+  // A quantized model needs whole blocks in every shard. Without scales, each part of a head gets
+  // just enough elements to be told apart from the other parts.
   const int64_t width = config.fp8 ? kBlock : 2;
   if (config.latent()) {
     tiny.mla.q_lora = config.mla.q_lora == 0 ? 0 : 12;

@@ -47,8 +47,8 @@ struct ModelConfig {
   int64_t vocabulary = 0;
   bool tied = false;  // lm_head.weight is the embedding and not listed
   DType dtype = DType::kBFloat16;
-  // The linear layers' weights (not embedding, lm_head, norms and router) as float8_e4m3fn with a
-  // float32 scale per block: `<weight's name>_scale_inv` of shape ceil(d / scale_block).
+  // The linear layers' weights (not embedding, lm_head, norms and router) are float8_e4m3fn, and
+  // have a float32 scale per block: `<weight's name>_scale_inv` of shape ceil(d / scale_block).
   bool fp8 = false;
   int64_t scale_block = 128;
   bool operator==(const ModelConfig&) const = default;
@@ -62,7 +62,7 @@ struct ModelConfig {
 // Published models: qwen3-0.6b, qwen3-4b, qwen3-30b-a3b, qwen3-235b-a22b, moonlight-16b-a3b,
 // deepseek-v3 (without its multi-token-prediction layer). All bfloat16.
 std::span<const ModelConfig> KnownModels();
-// By name; INVALID_ARGUMENT lists the names known.
+// Finds one of these by its name. INVALID_ARGUMENT lists the known names.
 absl::StatusOr<ModelConfig> FindModelConfig(std::string_view name);
 
 // INVALID_ARGUMENT, naming the field, if a size is not positive that must be, kv_heads does not
@@ -75,11 +75,11 @@ struct TinySize {
   int64_t heads = 8;
   int64_t experts = 8;
 };
-// A model of the same structure (attention, experts, first dense layers, tying, biases, fp8) with
-// small numbers, for tests: at most `size`, kv_heads in the model's proportion to heads (at least
-// 1), the width of every projection a multiple of heads, and hidden and vocabulary sizes that are
-// not powers of two. Scale blocks are 8x8, and divide the widths of a head and of its share of each
-// MLP.
+// Makes a small model of the same structure (attention, experts, first dense layers, tying, biases,
+// fp8) for tests. Its numbers are at most those of `size`. kv_heads keeps the model's proportion to
+// heads (but is at least 1), the width of every projection is a multiple of heads, and the hidden
+// and vocabulary sizes are not powers of two. Scale blocks are 8x8, and divide the widths of a head
+// and of its share of each MLP.
 ModelConfig ScaledDown(const ModelConfig& config, const TinySize& size = {});
 
 // The role of a tensor in its model.
@@ -87,7 +87,7 @@ enum class Role : uint8_t {
   kEmbedding,
   kFinalNorm,
   kLmHead,
-  // Each layer has those that follow.
+  // Each layer has the roles that follow.
   kInputNorm,
   kPostAttentionNorm,
   kQ,
@@ -110,7 +110,7 @@ enum class Role : uint8_t {
   kSharedGate,
   kSharedUp,
   kSharedDown,
-  // Each expert of a layer has those that follow.
+  // Each expert of a layer has the roles that follow.
   kExpertGate,
   kExpertUp,
   kExpertDown,

@@ -97,7 +97,7 @@ TEST_CASE("Of an FP8 model the linear layers are quantized and followed by a sca
     for (size_t d = 0; d < 2; ++d) REQUIRE(tensors[i].shape[d] == (weight.shape[d] + 127) / 128);
   }
   CHECK(tensors.size() == plain.size() + scales);
-  // All but embedding, head, norms, routers and their biases.
+  // All tensors have scales but embedding, head, norms, routers and the routers' biases.
   CHECK(plain.size() - scales == 2 + 1 + 61 * 4 + 58 * 2);
   CHECK(Named(tensors, "model.layers.9.self_attn.kv_a_proj_with_mqa.weight_scale_inv")->shape ==
         Dims{5, 56});

@@ -25,7 +25,7 @@ IdMatrix ColumnsOf(const IdMatrix& m, int64_t begin, int64_t end) {
   return part;
 }
 
-// torch.cat along dimension 0.
+// Joins matrices as torch.cat does along dimension 0.
 IdMatrix Cat(const std::vector<IdMatrix>& parts) {
   IdMatrix whole{0, parts[0].columns, parts[0].element_bytes, {}};
   for (const IdMatrix& part : parts) {
@@ -78,7 +78,7 @@ class Loader {
   const IdMatrix& Weight(int64_t layer, const std::string& name) const {
     return ids_.Get(LayerName(layer, name) + ".weight");
   }
-  // A parameter that every rank has in full, and its scales.
+  // Appends a parameter that every rank has in full, and its scales.
   void Whole(const std::string& name) {
     writer_.Append(ids_.Get(name + ".weight"));
     if (ids_.Has(name + ".weight_scale_inv")) writer_.Append(ids_.Get(name + ".weight_scale_inv"));
@@ -97,7 +97,8 @@ class Loader {
     return ColumnsOf(ids_.Get(name + ".weight_scale_inv"), begin / b, end / b);
   }
 
-  // Fused rows [name, begin, end] and, below, their scales.
+  // Rows [begin, end) of the weight with that name. FusedRows stacks several slices into one
+  // parameter, and FusedScales does the same with their scales.
   struct Slice {
     std::string name;
     int64_t begin;
@@ -147,7 +148,8 @@ class MegatronLoader : public Loader {
   using Loader::Loader;
 
   void Load(const TrainerParallel& p, int64_t rank) {
-    // Tensor parallel innermost, pipeline outermost, in both meshes.
+    // In both meshes tensor parallelism is the innermost dimension and pipeline parallelism the
+    // outermost.
     tp_ = p.tp;
     tp_rank_ = rank % p.tp;
     etp_ = p.etp;
@@ -198,8 +200,9 @@ class MegatronLoader : public Loader {
     }
   }
 
-  // The whole interleaved matrix first, as Megatron would have it on one rank, then this rank's
-  // part of it; with fewer groups than ranks a group per rank is made of its share of q heads.
+  // Makes the whole interleaved matrix, as Megatron would have it on one rank, then takes this
+  // rank's part of it. If there are fewer groups than ranks, each rank has a group of its own, with
+  // its share of the q heads.
   void LoadQkv(const std::string& prefix) {
     const int64_t d = config_.head_dim;
     const int64_t groups = std::max(config_.kv_heads, tp_);
@@ -312,7 +315,8 @@ class VllmLoader : public Loader {
     LoadExperts(mlp + "experts.");
   }
 
-  // QKVParallelLinear: a shard of q, and of k and v that of rank div replicas.
+  // Loads the shards of QKVParallelLinear: this rank's shard of q, and the shards of k and v that
+  // `replicas` ranks share.
   void LoadQkv(const std::string& prefix) {
     const int64_t replicas = std::max<int64_t>(1, tp_ / config_.kv_heads);
     const int64_t kv_ranks = tp_ / replicas;
@@ -323,7 +327,7 @@ class VllmLoader : public Loader {
 
   void LoadLatent(const std::string& prefix) {
     if (config_.mla.q_lora > 0) {
-      // One merged replicated projection.
+      // The two projections are merged into one replicated parameter.
       FusedWhole({prefix + "q_a_proj", prefix + "kv_a_proj_with_mqa"});
       Whole(prefix + "q_a_layernorm");
       FusedRows({Share(prefix + "q_b_proj", tp_, rank_)});
@@ -350,8 +354,8 @@ class VllmLoader : public Loader {
     ColumnShare(prefix + "down_proj", tp_, rank_);
   }
 
-  // w13 [E_local, 2P, H] and w2 [E_local, H, P], filled expert by expert in the ranks' global to
-  // local map; scales the same in blocks.
+  // Fills w13 [E_local, 2P, H] and w2 [E_local, H, P] expert by expert, by the rank's map from
+  // global to local experts, and then the scales in the same way, block by block.
   void LoadExperts(const std::string& prefix) {
     std::vector<int64_t> local;
     for (int64_t rank = 0, next = 0; rank < tp_; ++rank) {

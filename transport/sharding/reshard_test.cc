@@ -52,8 +52,8 @@ std::vector<LayoutPtr> EngineLayouts(const Mapping& mapping, const ModelConfig& 
   return layouts;
 }
 
-Program MustCompile(const std::vector<LayoutPtr>& sources,
-                    const std::vector<LayoutPtr>& destinations) {
+MovePlan MustCompile(const std::vector<LayoutPtr>& sources,
+                     const std::vector<LayoutPtr>& destinations) {
   std::vector<std::string> labels(destinations.size(), "engine");
   auto index = DestinationIndex::Make(destinations, std::move(labels));
   INFO(index.status());
@@ -64,9 +64,9 @@ Program MustCompile(const std::vector<LayoutPtr>& sources,
   return *std::move(program);
 }
 
-// Moves element by element. False if an element comes from or goes to a place where no element
-// lies, or goes to a place that was written before.
-bool Execute(const Program& program, const std::vector<LayoutPtr>& sources,
+// Executes the moves element by element. Returns false if an element comes from or goes to a place
+// where no element lies, or goes to a place that was written before.
+bool Execute(const MovePlan& program, const std::vector<LayoutPtr>& sources,
              const std::vector<LayoutPtr>& destinations, const std::vector<Arena>& from,
              std::vector<Arena>* to) {
   for (const CopyMove& move : program.moves) {
@@ -222,7 +222,7 @@ TEST_CASE("A planted error in an engine's or a trainer's layout is seen by the o
   const auto trainers = TrainerLayouts(mapping, config);
   const auto engines = EngineLayouts(mapping, config);
   REQUIRE(RefitsExactly(mapping, config, trainers, engines));
-  // Gate and up of the last expert exchanged.
+  // Returns the layout with the gate and up matrices of the last expert exchanged.
   const auto exchanged = [&](const Layout& layout) {
     Layout wrong = layout;
     std::vector<Piece*> pieces;

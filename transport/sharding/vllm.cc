@@ -13,20 +13,11 @@ namespace {
 constexpr int64_t kVocabularyMultiple = 64;
 
 absl::Status CheckModel(const ModelConfig& c, const EngineParallel& p, int64_t multiple) {
-  REFITD_RETURN_IF_ERROR(ValidateModel(c));
-  REFITD_RETURN_IF_ERROR(CheckDivides(c, "heads", c.heads, "tp", p.tp));
-  if (!c.latent() && c.kv_heads >= p.tp) {
-    REFITD_RETURN_IF_ERROR(CheckDivides(c, "kv_heads", c.kv_heads, "tp", p.tp));
-  } else if (!c.latent()) {
-    REFITD_RETURN_IF_ERROR(CheckDivides(c, "tp", p.tp, "kv_heads", c.kv_heads));
-  }
-  if (c.dense(0)) REFITD_RETURN_IF_ERROR(CheckDivides(c, "ffn", c.ffn, "tp", p.tp));
+  REFITD_RETURN_IF_ERROR(CheckTensorParallel(c, p.tp));
   if (!p.ep) REFITD_RETURN_IF_ERROR(CheckDivides(c, "moe_ffn", c.moe_ffn, "tp", p.tp));
   if (p.ep && c.experts < p.tp) {
     return Invalid("{}: {} experts for expert parallelism over tp {}", c.name, c.experts, p.tp);
   }
-  REFITD_RETURN_IF_ERROR(
-      CheckDivides(c, "shared_experts * moe_ffn", c.shared_experts * c.moe_ffn, "tp", p.tp));
   const int64_t padded = (c.vocabulary + multiple - 1) / multiple * multiple;
   return CheckDivides(c, "padded vocabulary", padded, "tp", p.tp);
 }
@@ -60,13 +51,13 @@ class VllmRank {
     arena_.AddParameter({&shard.part, 1}, shard.storage_rows);
   }
 
-  // One parameter of whole tensors.
+  // Adds one parameter of whole tensors.
   void AddWhole(std::initializer_list<Role> roles, int64_t layer) {
     std::vector<Part> parts;
     for (const Role role : roles) parts.push_back(Whole(TensorOf(config_, role, layer)));
     arena_.AddQuantizable(config_, parts);
   }
-  // One parameter of this rank's rows of each.
+  // Adds one parameter that stacks this rank's rows of each tensor.
   void AddColumnParallel(std::initializer_list<Role> roles, int64_t layer) {
     std::vector<Part> parts;
     for (const Role role : roles) parts.push_back(Column(role, layer));

@@ -26,8 +26,9 @@
 //     first ranks where there is a remainder, and P = moe_ffn; else all experts, P = moe_ffn / tp.
 //   lm_head                  unless tied: as embed_tokens
 //   norm
-// FP8 scales lie after their parameter, fused as it is. They are the blocks that each part touches;
-// CheckBlockScales (transport/plan/block_scales.h) tells where a shard cuts one.
+// FP8 scales lie after their parameter, and are fused as the parameter is. They are the scales of
+// the blocks that each part touches; CheckBlockScales (transport/plan/block_scales.h) tells where a
+// shard cuts a block.
 #ifndef REFITD_TRANSPORT_SHARDING_VLLM_H_
 #define REFITD_TRANSPORT_SHARDING_VLLM_H_
 

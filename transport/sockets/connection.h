@@ -84,8 +84,9 @@ class Connection {
   std::unique_ptr<Records> records_;  // null: OpenSSL writes to the socket
   int64_t untold_ = 0;                // bytes that are in records_, which Write has yet to return
   int64_t key_bytes_ = kTlsKeyBytes;
-  int64_t encrypted_ = 0;  // bytes, by the key in use
-  SslPtr ssl_;             // destroyed first
+  // Bytes encrypted since the last change of key; the key is changed when they reach key_bytes_.
+  int64_t encrypted_ = 0;
+  SslPtr ssl_;  // destroyed first
 };
 
 // Begins to connect to `host`. The socket becomes writable when the attempt has ended. `from`: the

@@ -329,8 +329,10 @@ void SocketLane::TakeArrivals() {
   }
 }
 
-// Whether the connection may be a link of this epoch; otherwise it is closed. The control plane
-// told each rank's identity.
+// Whether the connection may be a link of this epoch; if not, the caller drops it, which closes it.
+// The control plane told each rank's identity. The listener has checked that `from` is a rank below
+// this rank. A peer that dials again replaces its link, but not once a frame has passed over the
+// link, since that frame would be lost.
 bool SocketLane::MayArrive(const GreetedConnection& arrival) const {
   const SocketAddress& expected = shared_.addresses[arrival.from];
   if (arrival.identity != expected.identity) {

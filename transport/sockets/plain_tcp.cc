@@ -121,8 +121,8 @@ bool SendAllZeroCopy(int fd, const void* data, size_t bytes, bool* copied) {
         ++sent;
         continue;
       }
-      // ENOBUFS: too many notifications wait to be taken.
-      if (errno != EINTR && errno != ENOBUFS) return false;
+      // ENOBUFS: too many notifications wait to be taken. If none does, waiting would not help.
+      if (errno != EINTR && (errno != ENOBUFS || done == sent)) return false;
     }
     if (done < sent && !TakeNotification(fd, &done, copied)) return false;
   }

@@ -232,8 +232,8 @@ std::string IdentityOfPem(std::string_view pem) {
 absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view field) {
   const auto wrong = [&] {
     return Error(kInvalid,
-                 "{} is \"{}\", must be spiffe://DOMAIN/PATH, spiffe://DOMAIN/PATH/*, dns:NAME or "
-                 "dns:*.DOMAIN",
+                 "{} is \"{}\", must be spiffe://DOMAIN/PATH, spiffe://DOMAIN/PATH/*, "
+                 "spiffe://DOMAIN/*, dns:NAME or dns:*.DOMAIN",
                  field, pattern);
   };
   if (pattern.size() > kMaxIdentityBytes || !Plain(pattern)) return wrong();
@@ -247,8 +247,9 @@ absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view fie
   if (!pattern.starts_with(kSpiffeScheme)) return wrong();
   std::string_view rest = pattern.substr(kSpiffeScheme.size());
   const size_t slash = rest.find('/');
+  // No domain, no path, or an empty path.
   if (slash == 0 || slash == rest.npos || slash + 1 == rest.size()) return wrong();
-  if (rest.ends_with("/*")) rest.remove_suffix(1);
+  if (rest.ends_with("/*")) rest.remove_suffix(1);  // a star stands for the last element only
   return rest.find('*') == rest.npos ? absl::OkStatus() : wrong();
 }
 

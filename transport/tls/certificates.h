@@ -72,7 +72,8 @@ std::string IdentityOfPem(std::string_view pem);
 std::string IdentityOfX509(const X509* certificate);
 
 // Checks a pattern of identities: "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*" (all below),
-// "dns:NAME" or "dns:*.DOMAIN" (one more label). INVALID_ARGUMENT names `field`.
+// "spiffe://DOMAIN/*" (all of that domain), "dns:NAME" or "dns:*.DOMAIN" (one more label).
+// INVALID_ARGUMENT names `field`.
 absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view field);
 bool MatchesIdentity(std::string_view pattern, std::string_view identity);
 

@@ -74,17 +74,19 @@ struct TestAuthority::Impl {
   }
 };
 
-TestAuthority::TestAuthority(const std::string& name) : impl_(std::make_unique<Impl>()) {
+TestAuthority::TestAuthority(const std::string& name, const TestAuthority* issuer)
+    : impl_(std::make_unique<Impl>()) {
   impl_->key = EVP_EC_gen("P-256");
   REFITD_CHECK(impl_->key != nullptr);
   constexpr long kDay = 86'400;
   impl_->root = NewCertificate(impl_->key, -kDay, kDay);
   SetName(impl_->root, name);
-  X509_set_issuer_name(impl_->root, X509_get_subject_name(impl_->root));
+  const Impl& signer = issuer == nullptr ? *impl_ : *issuer->impl_;
+  X509_set_issuer_name(impl_->root, X509_get_subject_name(signer.root));
   Extend(impl_->root, impl_->root, NID_basic_constraints, "critical,CA:TRUE");
   Extend(impl_->root, impl_->root, NID_key_usage, "critical,keyCertSign,cRLSign");
   Extend(impl_->root, impl_->root, NID_subject_key_identifier, "hash");
-  REFITD_CHECK(X509_sign(impl_->root, impl_->key, EVP_sha256()) > 0);
+  REFITD_CHECK(X509_sign(impl_->root, signer.key, EVP_sha256()) > 0);
   root_ = PemOf([&](BIO* bio) { return PEM_write_bio_X509(bio, impl_->root); });
 }
 

@@ -25,15 +25,15 @@ struct IssuedCertificate {
   std::string key;
 };
 
-// A root with a key of its own.
+// A root with a key of its own; or, with `issuer`, an authority between that one and certificates.
 class TestAuthority {
  public:
-  explicit TestAuthority(const std::string& name);
+  explicit TestAuthority(const std::string& name, const TestAuthority* issuer = nullptr);
   ~TestAuthority();
   TestAuthority(const TestAuthority&) = delete;
   TestAuthority& operator=(const TestAuthority&) = delete;
 
-  const std::string& root() const { return root_; }  // PEM
+  const std::string& root() const { return root_; }  // its own certificate, PEM
   IssuedCertificate Issue(const CertificateRequest& request) const;
 
  private:

@@ -27,7 +27,7 @@ _NOT_FOUND = 127
 
 
 def library() -> str:
-    """What `ctypes.CDLL` loads: a path, or the plain name where only the system's loader can tell.
+    """Returns what `ctypes.CDLL` loads: a path, or the plain name where only the system's loader can tell.
 
     Raises FileNotFoundError where REFIT_LIBRARY names no file.
     """
@@ -67,7 +67,7 @@ def _carried(name: str) -> str | None:
 
 
 def _on_path(name: str) -> str | None:
-    """Scripts are passed over: this package's own command stands on PATH under the same name."""
+    """The first program of this name on PATH. Scripts are passed over, since this package's own command is a script of that name."""
     for folder in os.get_exec_path():
         path = os.path.join(folder, name)
         if os.access(path, os.X_OK) and _is_elf(path):

@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-# A strided view is cut into at most so many boxes. Views of real loaders need one to a few; more would make slow layouts.
+# A strided view is cut into at most this number of boxes. Views of real loaders need one to a few; more would make slow layouts.
 MAX_BOXES_PER_VIEW = 256
 
 
@@ -87,7 +87,7 @@ def view_boxes(
 
 
 class _View:
-    """The state of view_boxes: what the view's dimensions that were looked at take of each of the tensor's dimensions."""
+    """The state of view_boxes: how much of each dimension of the tensor the view's dimensions take that were looked at so far."""
 
     def __init__(self, shape: Sequence[int], offset: int) -> None:
         self._shape = tuple(shape)
@@ -180,7 +180,7 @@ def first_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> t
         return None
     if not taken[0][0]:  # scalars
         return ((), ()) if len(taken) > 1 else None
-    # A sweep along the dimension in which most of them are apart compares each with those only that it meets there.
+    # A sweep along the dimension in which most boxes are apart compares each box only with those that it meets in that dimension.
     dim = max(range(len(taken[0][0])), key=lambda d: len({offset[d] for offset, _ in taken}))
     taken.sort(key=lambda box: box[0][dim])
     open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []

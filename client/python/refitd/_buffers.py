@@ -68,11 +68,11 @@ class DeviceBytes(abc.ABC):
 
     @abc.abstractmethod
     def memory(self, writable: bool = True) -> memoryview:
-        """Raises Unimplemented."""
+        """Raises Unimplemented, because the host can't read the bytes."""
 
     @abc.abstractmethod
     def numpy(self, shape: Sequence[int], dtype: str, writable: bool = True) -> numpy.ndarray[Any, Any]:
-        """Raises Unimplemented."""
+        """Raises Unimplemented, because the host can't read the bytes."""
 
     @abc.abstractmethod
     def torch(self, shape: Sequence[int], dtype: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the package asks of a kind of device whose memory the host can't read. `_devices.py` lists the kinds that there are; a kind's
+"""The interface of a kind of device whose memory the host can't read. `_devices.py` lists the kinds that there are; a kind's
 own package (`refitd.cuda`) implements this, and nothing else in refitd tells the kinds apart.
 
 Devices are named as the daemon names them (a GPU by its UUID). Torch tensors tell their kind by `tensor.device.type`.
@@ -49,7 +49,7 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def thread_device(self) -> Callable[[], None] | None:
-        """A function that makes this thread's current device the current one of the thread that calls it; None: torch sees none."""
+        """A function that makes this thread's current device and stream those of the thread that calls it; None: torch sees no device."""
 
     @abc.abstractmethod
     def connect_fields(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def looks(self) -> Sequence[tuple[str, Callable[[], Finding]]]:
-        """What refitd.doctor looks at, by name."""
+        """The things that refitd.doctor looks at, by name."""
 
     # ---- memory ----
 

@@ -47,7 +47,7 @@ def current_or_host() -> str:
 
 
 def thread_devices() -> Callable[[], None]:
-    """A function that makes this thread's current devices those of the thread that calls it."""
+    """A function that makes this thread's current devices and streams those of the thread that calls it."""
     setters = [setter for kind in KINDS if (setter := kind.thread_device()) is not None]
 
     def take() -> None:

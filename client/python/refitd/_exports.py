@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,13 +40,27 @@ FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many ten
 CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
 TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "max_lag", "encrypted_data"}
 
+_Result = TypeVar("_Result")
+
+
+async def on_thread(call: Callable[[], _Result]) -> _Result:
+    """What `call` returns, on another thread with this thread's devices and streams. A thread of its own would begin with torch's defaults."""
+    take_devices = _devices.thread_devices()
+
+    def run() -> _Result:
+        take_devices()
+        with torch.no_grad():
+            return call()
+
+    return await asyncio.to_thread(run)
+
 
 class Casts:
     """The dtypes to which tensors are cast before they are pushed."""
 
     def __init__(self, where: str, dtype: str | None, exceptions: Mapping[str, str] | None) -> None:
-        """`where`: of the configuration, for errors. `dtype`: of floating-point tensors, None or "" as they are. `exceptions`: dtypes of
-        names, or of patterns as of fnmatch, that differ from it. Raises InvalidArgument for what is no floating-point dtype."""
+        """`where`: the place in the configuration, for errors. `dtype`: that of floating-point tensors; None or "" leaves them as they are.
+        `exceptions`: other dtypes, by name or by pattern of fnmatch. Raises InvalidArgument for what is no floating-point dtype."""
         self._dtype = _dtype_of(where, "dtype", dtype)
         self._exceptions = [(name, _dtype_of(where, f"exceptions: {name}", other)) for name, other in dict(exceptions or {}).items()]
 
@@ -81,13 +95,13 @@ class Settings:
         exceptions: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`where`: of the configuration, for errors. `who`, `counted`: as of Sender. The rest is what users set:
+        """`where`: the place in the configuration, for errors. `who`, `counted`: as of Sender. The rest is what users set:
 
         `group`: of refitd. `begin_seconds`: how long a rollout worker waits for the trainer to begin. `update_seconds`: of one sync,
-        from its begin. `verification`: as of Trainer.update. `tensor_count`: how many tensors the first sync has at most; it takes the
-        longer, the more it says. `dtype`: what floating-point tensors are cast to before they are sent ("bfloat16"); None: as the
-        trainer yields them. `exceptions`: dtypes of names, or of patterns as of fnmatch, that differ from it; "" leaves the tensor as it
-        is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
+        from its begin. `verification`: as of Trainer.update. `tensor_count`: how many tensors the first sync has at most; the
+        greater this number, the longer that sync takes. `dtype`: the dtype to which floating-point tensors are cast before they are sent
+        ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by name or by pattern of fnmatch; "" leaves the tensor
+        as it is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
 
         Raises InvalidArgument that names the option.
         """
@@ -114,8 +128,8 @@ class Settings:
 
 
 class Ranks:
-    """The trainer ranks among themselves, in a process group of gloo of their own: a rank that failed may still gather weights in the
-    framework's. Every wait ends in `seconds`. Every rank makes the same calls. Not thread-safe.
+    """Brings the trainer ranks together, in a process group of gloo of their own, because a rank that failed may still gather weights in
+    the framework's group. Every wait ends in `seconds`. Every rank makes the same calls. Not thread-safe.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -181,27 +195,17 @@ class Sender:
 
     async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
         """Sends as send() does, on another thread, with this thread's device."""
-        return await self._on_thread(partial(self.send, *arguments, **options))
+        return await on_thread(partial(self.send, *arguments, **options))
 
     async def refit_async(self, *arguments: Any, **options: Any) -> UpdateResult:
-        """Refits as refit() does, likewise."""
-        return await self._on_thread(partial(self.refit, *arguments, **options))
-
-    async def _on_thread(self, call: Callable[[], UpdateResult]) -> UpdateResult:
-        take_devices = _devices.thread_devices()
-
-        def run() -> UpdateResult:
-            take_devices()
-            with torch.no_grad():
-                return call()
-
-        return await asyncio.to_thread(run)
+        """Refits as refit() does, on another thread, with this thread's device."""
+        return await on_thread(partial(self.refit, *arguments, **options))
 
     def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None]) -> UpdateResult:
         """Installs the shards that `register` registers as `version`. Every rank calls it.
 
-        A failure of `register` is raised on every rank before the update begins; else as of Trainer.refit, and FailedPrecondition
-        where other than `instances` engines took part.
+        Raises a failure of `register` on every rank before the update begins; else what Trainer.refit raises, and FailedPrecondition
+        where the number of engines that took part is not `instances`.
         """
         failure: Exception | None = None
         try:
@@ -301,7 +305,7 @@ class Sender:
                 update.flush()
 
     def _compare(self, world_size: int, sent: _Sent, failure: Exception | None) -> None:
-        """Raises InvalidArgument on every rank where one sent other tensors than rank 0, or failed; not where this rank failed."""
+        """Raises InvalidArgument where a rank failed, or sent other tensors than rank 0. On a rank that failed itself it raises nothing."""
         if world_size == 1:
             return
         told = (sent.digest(), None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -345,7 +349,7 @@ class _Sent:
 async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
     """Yields the tensors of one update as they come, some at a time, and returns when the version is committed.
 
-    `keep`: tensors are memory of their own; else they are good until the next are asked for. `who`: begins updates, for errors.
+    `keep`: tensors are memory of their own; else they are good until the next are asked for. `who`: the one that begins updates, for errors.
     Raises DeadlineExceeded where no update begins within `begin_seconds`, UpdateAborted, also after tensors were yielded: the engine's
     weights are then torn until the next update. A caller that gives up fails the update.
     """
@@ -385,7 +389,7 @@ async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool)
 
 
 async def one_by_one(batches: AsyncGenerator[list[tuple[str, torch.Tensor]], None]) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-    """The tensors of receive() as single ones."""
+    """Yields the tensors of receive() one by one."""
     async with aclosing(batches) as held:
         async for tensors in held:
             for name, tensor in tensors:
@@ -399,7 +403,7 @@ def known_version(trainer: Trainer | None, committed: int | None) -> int | None:
 
 
 def next_version(known: int | None, wanted: int | None = None) -> int:
-    """`wanted` where it is greater than the known version, else the number after that."""
+    """`wanted` where it is greater than the known version, else the number after the known version."""
     if wanted is not None and (known is None or wanted > known):
         return wanted
     return 1 if known is None else known + 1

@@ -1,4 +1,4 @@
-"""What refitd.doctor reports: for the doctor, and for the kinds of device, which look at their own."""
+"""The findings that refitd.doctor reports. The doctor makes them, and so do the kinds of device, which look at their own devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CALL_SECONDS = 30.0
 
 
 class State(str, Enum):
-    """OK: as it should be. NOTE: refitd works, but not everything does or it may be slow. BROKEN: refitd does not work so."""
+    """OK: as it should be. NOTE: refitd works, but not everything does or it may be slow. BROKEN: refitd does not work like this."""
 
     OK = "ok"
     NOTE = "note"
@@ -20,7 +20,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found in words, what to do about it ("" where nothing is), and figures for programs.
+    """A thing that was looked at, what was found in words, what to do about it ("" where nothing is), and figures for programs.
 
     Bytes and seconds are named so in `figures`.
     """

@@ -85,7 +85,7 @@ class Inbox:
         start(partial(self._run, self._gone, timeout))
 
     def _run(self, gone: threading.Event, timeout: float | None) -> None:
-        """On a thread of its own."""
+        """Takes one event, on a thread of its own."""
         try:
             taken, error = self._take(gone, None, timeout), None
         except Exception as raised:

@@ -27,7 +27,7 @@ from .tls import TLS
 if TYPE_CHECKING:
     from ._device import Resolver
 
-# close() waits so long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
+# close() waits this long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
 CLOSE_SECONDS = 10.0
 
 Self = TypeVar("Self", bound="Member")
@@ -193,7 +193,7 @@ class Registration:
         return f"tensor '{self.tensors[box.tensor_index].name}'"
 
     def fill(self) -> None:
-        """Brings what is not in place into the regions: copies first, then the caller's own functions."""
+        """Brings bytes that are not in place into the regions: first by copies, then by the caller's own functions."""
         for memory, region, at in self.staged:
             ctypes.memmove(region.pointer + at, memory.pointer, memory.nbytes)
         for room, view in self.filled:
@@ -242,7 +242,7 @@ class Member:
         self._use(lambda handle: check(called(handle, *arguments), self.label))
 
     def _ask_version(self, function: str) -> int | None:
-        """What such a function answers as an int64; None where it says NOT_FOUND."""
+        """Returns the int64 that a C function of this kind answers; None where it answers NOT_FOUND."""
         out = ctypes.c_int64()
         try:
             self._check(function, ctypes.byref(out))
@@ -286,11 +286,11 @@ class Member:
     # ---- memory ----
 
     def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None) -> Any:
-        """As `refitd.empty`: a tensor of zeros, of `shape` elements, in memory that the daemon can map."""
+        """Makes a tensor of zeros, of `shape` elements, in memory that the daemon can map, as `refitd.empty` does."""
         return regions.empty(shape, dtype, like=like)
 
     def adopt(self, module: Any, *, buffers: bool = True) -> Region | None:
-        """As `refitd.adopt`: moves a torch module's CPU parameters into a region that the daemon can map."""
+        """Moves a torch module's CPU parameters into a region that the daemon can map, as `refitd.adopt` does."""
         return regions.adopt(module, buffers=buffers)
 
     def locate(self, pointer: int, nbytes: int) -> Region | None:
@@ -325,7 +325,7 @@ class Member:
             with self._handle:
                 self._resolve(registration, stage)
                 self._hand_over(registration)
-                # The daemon has the new layout: whoever is interrupted now must find it here as well.
+                # The daemon has the new layout, so a caller that is interrupted now must find that layout here as well.
                 with self._lock:
                     self._registration = registration
 
@@ -408,7 +408,7 @@ class Member:
             registration.device_regions = resolver.regions
 
     def _resolver(self, registration: Registration) -> Resolver | None:
-        """None where no box is on a device."""
+        """The resolver for boxes on a device; None where no box is on a device."""
         memory = next((box.memory for box in registration.boxes if isinstance(box.memory, DeviceMemory)), None)
         if memory is None:
             return None
@@ -426,7 +426,7 @@ class Member:
         rooms: dict[int, FilledMemory],
         places: dict[int, tuple[Region, int]],
     ) -> None:
-        """One region for all bytes that are not in regions."""
+        """Makes one region for all bytes that are not in regions."""
         total = sum(aligned(nbytes) for _, nbytes in outside) + sum(aligned(room.nbytes) for room in rooms.values())
         if total == 0:
             return

@@ -55,7 +55,7 @@ def error_of(status: int, message: str, context: str = "") -> Error:
 
 
 def _dirty(message: str) -> bool | None:
-    """What the daemon's message says of the engines' weights, as docs/protocol.md has it."""
+    """Reads from the daemon's message whether the engines' weights are dirty, in the words of docs/protocol.md; None where it does not say."""
     if "(weights are whole)" in message:
         return False
     return True if "(weights are dirty: " in message else None

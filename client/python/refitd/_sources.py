@@ -1,4 +1,4 @@
-"""What `update.push` takes: torch tensors of any strides, numpy arrays, anything with DLPack or the buffer protocol.
+"""The tensors that `update.push` takes: torch tensors of any strides, numpy arrays, anything with DLPack or the buffer protocol.
 
 Each becomes a `Source`: dtype, shape, and a way to copy a range of its elements, in row-major order, to an address.
 """

@@ -1,4 +1,4 @@
-"""Torch tensors read by librefit itself: what would take Python microseconds a tensor takes tenths of one.
+"""Torch tensors read by librefit itself, which takes tenths of a microsecond a tensor where Python would take microseconds.
 
 DLPack (1.2 and later) puts a table of C functions at torch.Tensor, by which librefit asks a tensor for its memory, shape, strides
 and dtype. Where that table, or something else that is needed, is missing, everything here says so, and the callers ask in Python.
@@ -64,7 +64,9 @@ def _begin(torch: Any) -> bool:
 
 
 def _places(torch: Any) -> tuple[int, int]:
-    """Where a tensor's object points to its implementation, and that to the storage, if they are where they have long been; else 0.
+    """Byte offsets of the pointer to the implementation in a tensor's object, and of the pointer to the storage in the implementation.
+
+    An offset is 0 where the pointer is not where it has long been.
 
     librefit asks the processor for that memory early, which changes nothing but time.
     """
@@ -138,7 +140,7 @@ class Packer:
 
     @property
     def count(self) -> int:
-        """Tensors, or parts of tensors, in the bucket."""
+        """The number of tensors, or parts of tensors, in the bucket."""
         return int(_abi.locked_library().refit_packer_count(self.pointer))
 
     def room(self, number: int) -> int:
@@ -146,7 +148,7 @@ class Packer:
         return int(_abi.locked_library().refit_packer_room(self.pointer, number))
 
     def reserve(self, number: int, nbytes: int) -> int:
-        """The offset of `nbytes` bytes, which the caller copies to, and adds then."""
+        """Reserves `nbytes` bytes and returns their offset. The caller copies to them, and then calls add()."""
         out = ctypes.c_int64()
         check(_abi.locked_library().refit_packer_reserve(self.pointer, number, nbytes, ctypes.byref(out)))
         return out.value
@@ -178,7 +180,7 @@ class TensorAddress:
 
 
 class Addresses:
-    """Functions that tell addresses, with what they told once: asked together, at every refit, whether anything moved."""
+    """Functions that tell addresses, and the addresses that they told first. Every refit asks all of them whether anything moved."""
 
     def __init__(self, asked: Sequence[Callable[[], int]], told: Sequence[int]) -> None:
         self._all = list(asked), list(told)

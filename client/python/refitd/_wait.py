@@ -17,9 +17,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# The main thread looks for pending signals so often, for the case that the system gave a signal to another thread.
+# The main thread looks for pending signals this often, for the case that the system gave a signal to another thread.
 SLICE_SECONDS = 0.2
-# After an interruption, the call is cancelled and its end is waited for so long at most.
+# After an interruption, the call is cancelled and its end is waited for this long at most.
 CANCELLED_SECONDS = 5.0
 
 
@@ -78,7 +78,7 @@ class _Job(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def withdraw(self) -> bool:
-        """Whether the call had not begun: then it never will."""
+        """Withdraws the call if it has not begun: then it never will. Tells whether it was withdrawn."""
         with self._lock:
             if not self._begun:
                 self._abandoned = True
@@ -181,7 +181,7 @@ def _give_up(job: _Job[Any], cancel: Callable[[], None] | None) -> None:
 
 
 def _cancel(job: _Job[Any], cancel: Callable[[], None]) -> None:
-    """Cancels the call until it has ended, for CANCELLED_SECONDS at most: at first there may be nothing yet to cancel."""
+    """Cancels the call again and again until it has ended, for CANCELLED_SECONDS at most: at first there may be nothing to cancel."""
     deadline = time.monotonic() + CANCELLED_SECONDS
     cancel()
     while not job.wait(SLICE_SECONDS) and time.monotonic() < deadline:

@@ -41,23 +41,23 @@ class Update:
         return self.member.result
 
     async def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:
-        """As refitd.Update.push. The tensor must not change before it returns."""
+        """Does what refitd.Update.push does. The tensor must not change before it returns."""
         await self._run(functools.partial(self.member.push, name, tensor, shape=shape, start=start, dtype=dtype))
 
     async def flush(self) -> None:
-        """As refitd.Update.flush."""
+        """Does what refitd.Update.flush does."""
         await self._run(self.member.flush)
 
     async def commit(self) -> _update.UpdateResult:
-        """As refitd.Update.commit."""
+        """Does what refitd.Update.commit does."""
         return await self._run(self.member.commit)
 
     async def refit(self) -> _update.UpdateResult:
-        """As refitd.Update.refit."""
+        """Does what refitd.Update.refit does."""
         return await self._run(self.member.refit)
 
     async def abort(self, reason: str = "the trainer gave the update up") -> None:
-        """As refitd.Update.abort."""
+        """Does what refitd.Update.abort does."""
         await awaited(functools.partial(self.member.abort, reason))
 
     async def _run(self, call: Callable[[], T]) -> T:
@@ -97,35 +97,35 @@ class Trainer:
         return cls(made)
 
     async def register(self, shards: Any, *, dtype: Any = None, **options: Any) -> None:
-        """As refitd.Trainer.register."""
+        """Does what refitd.Trainer.register does."""
         await awaited(functools.partial(self.member.register, shards, dtype=dtype, **options))
 
     async def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
-        """As refitd.Trainer.register_shards."""
+        """Does what refitd.Trainer.register_shards does."""
         await awaited(functools.partial(self.member.register_shards, shards, **options))
 
     async def register_layout(self, *arguments: Any) -> None:
-        """As refitd.Trainer.register_layout."""
+        """Does what refitd.Trainer.register_layout does."""
         await awaited(functools.partial(self.member.register_layout, *arguments))
 
     async def refit(self, version: int, **options: Any) -> _update.UpdateResult:
-        """As refitd.Trainer.refit. Cancelling gives the update up."""
+        """Does what refitd.Trainer.refit does. Cancelling gives the update up."""
         call = functools.partial(self.member.refit, version, **options)
         return await awaited(call, cancel=functools.partial(self.member._cancel, version))
 
     async def update(self, version: int, **options: Any) -> Update:
-        """As refitd.Trainer.update. Cancelling gives the update up."""
+        """Does what refitd.Trainer.update does. Cancelling gives the update up."""
         call = functools.partial(self.member.update, version, **options)
         cancel = functools.partial(self.member._cancel, version)
         made = await awaited(call, cancel=cancel, disown=_update.Update.close)
         return Update(made, bool(options.get("with_layout", False)))
 
     async def get_update(self, version: int) -> str:
-        """As refitd.Trainer.get_update."""
+        """Does what refitd.Trainer.get_update does."""
         return await awaited(functools.partial(self.member.get_update, version))
 
     async def close(self) -> None:
-        """As refitd.Trainer.close."""
+        """Does what refitd.Trainer.close does."""
         await awaited(self.member.close)
 
     async def __aenter__(self) -> Trainer:
@@ -152,15 +152,15 @@ class Engine:
         return cls(await awaited(call, disown=_engine.Engine.close))
 
     async def register(self, layout: Any, **options: Any) -> None:
-        """As refitd.Engine.register."""
+        """Does what refitd.Engine.register does."""
         await awaited(functools.partial(self.member.register, layout, **options))
 
     async def register_layout(self, *arguments: Any) -> None:
-        """As refitd.Engine.register_layout."""
+        """Does what refitd.Engine.register_layout does."""
         await awaited(functools.partial(self.member.register_layout, *arguments))
 
     async def next(self, timeout_seconds: float | None = None) -> Event:
-        """As refitd.Engine.next. Any number of tasks may wait: they get events in the order in which they asked."""
+        """Does what refitd.Engine.next does. Any number of tasks may wait: they get events in the order in which they asked."""
         event = await self._next(timeout_seconds)
         if event is None:
             raise DeadlineExceeded(f"{self.member.label}: no event within {timeout_seconds} s")
@@ -182,29 +182,29 @@ class Engine:
                 yield event
 
     async def ready(self, version: int) -> None:
-        """As refitd.Engine.ready."""
+        """Does what refitd.Engine.ready does."""
         await awaited(functools.partial(self.member.ready, version))
 
     async def ack(self, part: Part) -> None:
-        """As refitd.Engine.ack."""
+        """Does what refitd.Engine.ack does."""
         await awaited(functools.partial(self.member.ack, part))
 
     async def fail(self, version: int, reason: str) -> None:
-        """As refitd.Engine.fail."""
+        """Does what refitd.Engine.fail does."""
         await awaited(functools.partial(self.member.fail, version, reason))
 
     @property
     def weights(self) -> Weights:
-        """As refitd.Engine.weights."""
+        """The weights' state, as refitd.Engine.weights tells it."""
         return self.member.weights
 
     @property
     def version(self) -> int | None:
-        """As refitd.Engine.version."""
+        """The version installed here, as refitd.Engine.version tells it."""
         return self.member.version
 
     async def close(self) -> None:
-        """As refitd.Engine.close."""
+        """Does what refitd.Engine.close does."""
         await awaited(self.member.close)
 
     async def __aenter__(self) -> Engine:

@@ -6,8 +6,8 @@
 The loader gets tensors that have names, shapes and dtypes but no storage. Views of them (narrow, view, reshape, chunk, split,
 transpose, index by integers and slices, ...) are followed, copies into the engine's parameters (`copy_`, `param.data[...] =`) are
 noted instead of made, and every copy becomes boxes of the global tensor and where they lie in the parameter. Nothing is written:
-the engine may hold live weights. What is no box of a tensor, is cast or is computed with can't be delivered in place: it is in
-`Captured.unsupported` by name with the reason, never guessed.
+the engine may hold live weights. A tensor whose elements become no box, are cast or are computed with can't be delivered in place:
+`Captured.unsupported` has its name with the reason; nothing is guessed.
 
 Imports torch when used.
 """
@@ -66,13 +66,13 @@ class Processed:
 
 @dataclass
 class Captured:
-    """What a dry run found.
+    """The result of a dry run.
 
     `direct`: copies into parameters that can be written in place. `processed`: parameters that can't, by name; `place` says where to put
     them. `unsupported`: tensors of the manifest that are neither, with the reason; no copy of them is in the others. `ignored`: tensors
-    that the loader took and copied nowhere: the engine does not want them. `tied`: tensors whose parameter is another's too, and whose
-    copies are left to that one. `cast`: those of `unsupported` that only another dtype of their parameters keeps from being delivered, with
-    the names of these parameters: the loader itself can put them there. `unfilled`: parameters of which the loader filled only a part, and
+    that the loader took and copied nowhere: the engine does not want them. `tied`: tensors that share the parameter of another tensor,
+    whose copies stand for both. `cast`: tensors of `unsupported` whose only obstacle is that their parameters have another dtype, with
+    the names of these parameters: the loader itself can put the tensors there. `unfilled`: parameters of which the loader filled only a part, and
     how many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
     buffers that no checkpoint has, or what is missing from the manifest.
     """
@@ -319,7 +319,7 @@ class _Module:
         ]
 
     def restore(self) -> list[str]:
-        """Puts the tensors back for which the loader put others; returns their names."""
+        """Puts back the tensors that the loader replaced by others; returns their names."""
         replaced = []
         for prefix, held, before in self._held:
             for name, tensor in before.items():
@@ -338,9 +338,9 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 class _Event(NamedTuple):
     """A copy of a tensor into elements of a parameter, or another use of them.
 
-    `first`, `sizes`, `strides`: of the elements, counted from the parameter's first. Of a copy, `name` is the tensor's, and `source`
-    has the offset and strides in it. Of another use `use` says which: copies that were made there before are not what it leaves, or
-    not all that comes of them.
+    `first`, `sizes`, `strides`: of the elements, counted from the parameter's first. For a copy, `name` is the tensor's, and
+    `source` has the offset and strides in it. For another use, `use` says which: what it leaves there is not, or not only, what copies
+    before it put there.
     """
 
     name: str | None
@@ -421,7 +421,7 @@ class _Run:
             self.unsupported.setdefault(name, why)
 
     def copy(self, destination: Any, source: Any) -> None:
-        """destination.copy_(source), where source is a tensor without storage."""
+        """Notes destination.copy_(source), where source is a tensor without storage."""
         if source.refitd_why is not None:
             return self.refuse(source.refitd_names, source.refitd_why)
         parameter = self.destinations.find(destination)
@@ -436,7 +436,7 @@ class _Run:
             self.casts.setdefault(source.refitd_names[0], {})[parameter.name] = why
         walk = source.refitd_walk
         if walk.shape != source.shape and destination.shape == source.shape:
-            # The elements in the order of `walk`: the destination in that shape takes the same.
+            # Give the destination the shape of `walk`, in which it takes the same elements in the same order.
             try:
                 destination = destination.view(walk.shape)
             except RuntimeError:
@@ -462,7 +462,7 @@ class _Run:
         return None
 
     def use(self, destination: Any, use: str) -> None:
-        """The loader does something else than a copy with the memory of parameters. Writes are not made."""
+        """Notes that the loader does something else than a copy with the memory of parameters. Writes are not made."""
         parameter = self.destinations.find(destination)
         if parameter is None:
             raise self.failed(
@@ -658,7 +658,7 @@ def _mode_class() -> Any:
             return _lazily(self._run, result, names, why, lazy)
 
     def _unchanged(func: Any, written: list[Any]) -> Any:
-        """What an operation returns that was not made: what it would have written to."""
+        """Returns what an operation that was not carried out would have returned: the tensors that it would have written to."""
         returns = len(func._schema.returns)
         return None if returns == 0 else written[0] if returns == 1 else tuple(written[:returns])
 

@@ -42,7 +42,7 @@ STAGING = ("auto", "whole", "push")
 
 
 class Addition(Protocol):
-    """What is added to the elements of a tensor on their way to the engines."""
+    """Something that is added to the elements of a tensor on their way to the engines."""
 
     def begin(self) -> None:
         """Called on every rank before each refit, in the order in which the tensors are registered: it may communicate."""

@@ -22,9 +22,9 @@ class Part(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What one rank of a mesh holds of a tensor.
+    """The part of a tensor that one rank of a mesh holds.
 
-    `parts`: the boxes of the local tensor, one unless a strided placement leaves gaps. `local_shape`: what the local tensor has.
+    `parts`: the boxes of the local tensor, one unless a strided placement leaves gaps. `local_shape`: the local tensor's shape.
     `replica`: this rank's number among those that hold the same, and how many there are. `largest`: the most elements that a rank
     of the mesh may hold. `rows`: True if every rank holds whole rows of dimension 0, one range of them.
     """
@@ -47,7 +47,7 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def place(name: str, tensor: Any, rank: int) -> Placed:
-    """What this rank holds of a DTensor. `name` and `rank` are for errors.
+    """Finds what this rank holds of a DTensor. `name` and `rank` are for errors.
 
     Raises InvalidArgument for a Partial placement and for a local tensor that has another shape than its placements say.
     """

@@ -76,10 +76,10 @@ class Engine(Member):
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. Up to 8 in order ("a:7411,b:7411", the same in every member): when the daemon that has the group is
-        lost, the next one makes it again (with `reattach_seconds`). `device`: where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where
-        torch has used CUDA in this process, else host memory. `reattach_seconds`: attach again for so long to a daemon that went away;
-        None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost (30). `client`: free text for
-        status pages.
+        lost, the next one makes it again (with `reattach_seconds`). `device`: where the weights are, a GPU's UUID ("GPU-...") or "host";
+        None: the current GPU where torch has used CUDA in this process, else host memory. `reattach_seconds`: how long to try to attach
+        again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
+        lost (30). `client`: free text for status pages.
 
         Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
         attached, InvalidArgument, FailedPrecondition where the group or another rank disagrees.
@@ -136,7 +136,7 @@ class Engine(Member):
         self.register_layout(layout.tensors, layout.boxes)
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
-        """The same, of plain records. A tensor without a box of this rank may come from trainers, and is not written (tied weights)."""
+        """Does what register() does, for plain records. Trainers may send a tensor without a box of this rank; it is not written (tied weights)."""
         with _gc.paused():
             check_tensors(tensors, self.label)
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
@@ -173,7 +173,7 @@ class Engine(Member):
     def _take(
         self, gone: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None
     ) -> tuple[int, Event | None]:
-        """As _next_unless, with the event's number. `gone` is set when its caller waits no more.
+        """Returns what _next_unless returns, with the event's number. `gone` is set when its caller waits no more.
 
         Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _restore().
         """

@@ -28,7 +28,7 @@ class Status(IntEnum):
 
 
 class Error(Exception):
-    """What every call of refitd raises when it fails; the subclass follows `status`.
+    """The exception that every call of refitd raises when it fails; the subclass follows `status`.
 
     `status`: the gRPC status.
     `culprit`: who or what caused the failure, as far as the message names it: "tensor 'w'", "parameter 'w'",

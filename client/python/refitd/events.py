@@ -1,4 +1,4 @@
-"""What an engine is told, as typed events: `for event in engine: ...`."""
+"""The events that an engine is told of, each with a type of its own: `for event in engine: ...`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Weights(IntEnum):
-    """What an engine rank knows of its weights."""
+    """The state of an engine rank's weights, as far as the rank knows it."""
 
     GOOD = 0
     PAUSED = 1  # Prepare came, and neither Committed nor Aborted yet

@@ -54,7 +54,7 @@ class Transport(CheckpointEngine):
         sharded: bool = False,
         **options: Any,
     ) -> None:
-        """Attaches nothing yet. Equal on all workers, as NeMo-RL makes them from one configuration.
+        """Attaches nothing yet. The options are equal on all workers, because NeMo-RL makes all workers from one configuration.
 
         `bucket_size`: given by NeMo-RL, not used: tensors are packed into the daemon's slots. `release_after_refit`: detach after each
         sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as of refitd._exports.Settings.

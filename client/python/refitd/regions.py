@@ -62,7 +62,7 @@ class Region(mmap.mmap):
 
     @classmethod
     def _map(cls, descriptor: int, nbytes: int) -> Region:
-        """The descriptor is the region's from now on."""
+        """Maps the descriptor, which is the region's from now on."""
         try:
             new: Any = super().__new__
             region: Region = new(cls, descriptor, nbytes)
@@ -82,7 +82,7 @@ class Region(mmap.mmap):
     def of_memfd(cls, descriptor: int) -> Region:
         """Maps all of a memfd that exists already, made with MFD_ALLOW_SEALING and sealed with F_SEAL_SHRINK.
 
-        The descriptor, open for reading and writing, stays the caller's. Raises InvalidArgument for a file that is not so.
+        The descriptor, open for reading and writing, stays the caller's. Raises InvalidArgument for any other file.
         """
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

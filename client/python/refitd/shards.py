@@ -141,7 +141,7 @@ class _Held:
 
     @property
     def address(self) -> Callable[[], int]:
-        """What tells where the shard's memory is now. All shards are asked at every refit."""
+        """A function that tells where the shard's memory is now. All shards are asked at every refit."""
         current = self.current
         same = isinstance(current, partial) and current.func is _same
         return TensorAddress(current, self.shard.tensor if same else None)
@@ -223,7 +223,7 @@ def _part_of(tensor: Any, part: Part) -> Any:
 
 @cache
 def _kind_of(kind: type) -> str:
-    """What a type's objects are. Types are asked, once: asking a tensor for what it lacks is slow."""
+    """Tells what a type's objects are. Each type is asked once, because asking every tensor for what it lacks is slow."""
     if hasattr(kind, "local_shards"):
         return "ShardedTensor"
     if is_dtensor(kind):
@@ -299,7 +299,7 @@ class _Rules:
         return found
 
     def delivered(self, name: str, stored: str, said: Any) -> str:
-        """What to deliver a tensor in that is stored as `stored` and whose shard said `said`."""
+        """The dtype in which to deliver a tensor that is stored as `stored` and whose shard said `said`."""
         if said is not None:
             return self.stored(name, said)
         for pattern, to in self._exceptions:
@@ -314,7 +314,7 @@ def _is_torch(kind: type) -> bool:
 
 
 class _View:
-    """Where a tensor's elements are: one look at torch's tensor or numpy's array, checked."""
+    """The place of a tensor's elements, found and checked in one look at torch's tensor or numpy's array."""
 
     __slots__ = ("pointer", "strides", "device", "nbytes")
 
@@ -425,7 +425,7 @@ class _Collector:
         self.layout.boxes.append(Box(index, offset, extent, view.strides, self._memory_of(name, tensor, view, held), 0))
 
     def check_ties(self) -> None:
-        """Whoever has the boxes of a tied tensor must be among the names."""
+        """Checks that the name that has the boxes of a tied tensor is among the names."""
         for name, kept in self._tied.items() if isinstance(self._tied, Mapping) else ():
             if name in self._tensors and kept not in self._tensors:
                 raise InvalidArgument(
@@ -433,7 +433,7 @@ class _Collector:
                 )
 
     def check_overlaps(self) -> None:
-        """No element of a tensor may be in two shards."""
+        """Checks that no element of a tensor is in two shards."""
         for name, boxes in self._boxes.items():
             overlap = first_overlap(boxes) if len(boxes) > 1 else None
             if overlap is not None:
@@ -442,7 +442,7 @@ class _Collector:
                 )
 
     def check_complete(self) -> None:
-        """With one rank, every tensor must be here as a whole."""
+        """Checks that a single rank has every tensor as a whole."""
         for spec in self.layout.tensors:
             boxes = self._boxes.get(spec.name)
             held = sum(prod(extent) for _, extent in boxes) if boxes else 0
@@ -454,7 +454,7 @@ class _Collector:
                 )
 
     def before_refit(self) -> Callable[[], None] | None:
-        """What every rank must do before each refit; None: nothing."""
+        """Returns what every rank must do before each refit; None: nothing."""
         additions = list(self._additions.values())
         return partial(_begin, additions) if additions else None
 

@@ -22,7 +22,8 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +31,8 @@ import torch
 from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncInitInfo, WeightTransferSender, WeightTransferStrategy
 
-from . import regions
-from ._exports import Ranks
+from . import _devices, regions
+from ._exports import Ranks, on_thread
 from .errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
 from .trainer import Trainer
 
@@ -217,9 +218,9 @@ class Sender(WeightTransferSender):
         if weight_metadata is None:
             raise InvalidArgument("weight_metadata is missing: the extractor's get_weight_metadata() returns it", culprit="weight_metadata")
         expected = _expected(weight_metadata)
-        await asyncio.to_thread(self._agree, chunks, expected)
+        await on_thread(functools.partial(self._agree, chunks, expected))
         version, self._version = self._version, self._version + 1
-        sending = asyncio.create_task(asyncio.to_thread(self._send, version, chunks, expected))
+        sending = asyncio.create_task(on_thread(functools.partial(self._send, version, chunks, expected)))
         failure = await self._follow(version, sending)
         # Rank 0 alone hears the engines' answers: without this, the other ranks would take a sync for done that was not.
         try:
@@ -361,28 +362,43 @@ def _expected(metadata: dict[str, list[Any]]) -> dict[str, tuple[str, tuple[int,
 
 
 def _push(update: Any, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Pushes all chunks: each on another thread, while this one gathers the next, so that two chunks at most are in memory."""
     iterator = iter(chunks)
-    try:
-        missing = dict(expected)
-        for name, tensor in _tensors_of(iterator):
-            found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            if missing.pop(name, None) != found:
-                said = expected.get(name)
-                if said is None:
-                    why = "which the metadata lacks"
-                else:
-                    why = "a second time" if said == found else f"the metadata says {said[0]} {said[1]}"
-                raise InvalidArgument(f"a chunk has tensor '{name}', {found[0]} {found[1]}: {why}", culprit=f"tensor '{name}'")
+    missing = dict(expected)
+    pushing: Future[None] | None = None
+    with ThreadPoolExecutor(1, "refitd-push") as pusher:
+        try:
+            for chunk in iterator:
+                _check_chunk(chunk, missing, expected)
+                if pushing is not None:
+                    pushing.result()
+                pushing = pusher.submit(_push_chunk, update, chunk, _devices.thread_devices())
+            if missing:
+                name, count = next(iter(missing)), len(missing)
+                raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", culprit=f"tensor '{name}'")
+            if pushing is not None:
+                pushing.result()
+        except BaseException:
+            for _ in iterator:  # the other ranks gather on, and would wait for this one
+                pass
+            raise
+
+
+def _check_chunk(chunk: Any, missing: dict[str, tuple[str, tuple[int, ...]]], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Compares a chunk with the metadata before any of it is pushed, and takes its tensors out of `missing`."""
+    for name, tensor in zip(chunk.names, chunk.tensors):
+        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if missing.pop(name, None) != found:
+            said = expected.get(name)
+            if said is None:
+                why = "which the metadata lacks"
+            else:
+                why = "a second time" if said == found else f"the metadata says {said[0]} {said[1]}"
+            raise InvalidArgument(f"a chunk has tensor '{name}', {found[0]} {found[1]}: {why}", culprit=f"tensor '{name}'")
+
+
+def _push_chunk(update: Any, chunk: Any, take_devices: Callable[[], None]) -> None:
+    take_devices()
+    with torch.no_grad():
+        for name, tensor in zip(chunk.names, chunk.tensors):
             update.push(name, tensor)
-        if missing:
-            name, count = next(iter(missing)), len(missing)
-            raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", culprit=f"tensor '{name}'")
-    except BaseException:
-        for _ in iterator:  # the other ranks gather on, and would wait for this one
-            pass
-        raise
-
-
-def _tensors_of(chunks: Iterator[Any]) -> Iterator[tuple[str, Any]]:
-    for chunk in chunks:
-        yield from zip(chunk.names, chunk.tensors)

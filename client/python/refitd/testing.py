@@ -49,7 +49,7 @@ class Daemon:
     """A refitd that runs. `socket` is its unix socket; `log` its log file's path; `process` the process."""
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
-        """Starts it, with further flags of its command line. It ends with the thread that started it at the latest.
+        """Starts the daemon, with further flags of its command line. It ends with the thread that started it at the latest.
 
         Raises FileNotFoundError where there is no binary, Unavailable with its log where it ends, DeadlineExceeded.
         """
@@ -66,7 +66,7 @@ class Daemon:
             raise
 
     def start(self) -> None:
-        """Starts it anew, on the same socket, after kill()."""
+        """Starts the daemon anew, on the same socket, after kill()."""
         command = [program("refitd"), "--listen-unix", self.socket, *self._flags]
         with open(self.log, "ab") as log:
             self.process = _popen(command, log)
@@ -87,20 +87,20 @@ class Daemon:
             return True
 
     def read_log(self) -> str:
-        """What it has logged so far."""
+        """Returns what the daemon has logged so far."""
         try:
             return Path(self.log).read_text(errors="replace")
         except OSError:
             return ""
 
     def kill(self) -> None:
-        """Ends it with SIGKILL, as a crash would."""
+        """Ends the daemon with SIGKILL, as a crash would."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> int | None:
-        """Drains and ends it, with SIGKILL if that takes too long, and removes its folder. Returns its exit status."""
+        """Drains and ends the daemon, with SIGKILL if that takes too long, and removes its folder. Returns its exit status."""
         status = None
         if self.process is not None:
             if self.process.poll() is None:
@@ -115,7 +115,7 @@ class Daemon:
         return status
 
     def control(self, *arguments: str, timeout_seconds: float = 60.0) -> str:
-        """What `refitctl` prints, for instance control("--output", "json", "status"). Raises subprocess.CalledProcessError."""
+        """Returns what `refitctl` prints, for instance control("--output", "json", "status"). Raises subprocess.CalledProcessError."""
         command = [program("refitctl"), "--socket", self.socket, "--timeout", str(timeout_seconds), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=2 * timeout_seconds).stdout
 

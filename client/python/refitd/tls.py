@@ -18,7 +18,7 @@ class TLS:
     password, and the roots that sign daemons' certificates. The files are read anew for each lease. `server`: the identity that the
     daemon must have: "spiffe://DOMAIN/PATH", the same with a last part of "*" for all below, "dns:NAME" or "dns:*.DOMAIN".
 
-    What is None comes from the environment: REFITD_TLS_CERTIFICATE, REFITD_TLS_KEY, REFITD_TLS_ROOTS and REFITD_TLS_SERVER. Without
+    Fields that are None come from the environment: REFITD_TLS_CERTIFICATE, REFITD_TLS_KEY, REFITD_TLS_ROOTS and REFITD_TLS_SERVER. Without
     any server the daemon's certificate must be for the host of the address.
     """
 

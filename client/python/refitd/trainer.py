@@ -76,9 +76,10 @@ class Trainer(Member):
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. Up to 8 in order ("a:7411,b:7411", the same in every member): when the daemon that has the group is
-        lost, the next one makes it again (with `reattach_seconds`). `device`: where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where
-        torch has used CUDA in this process, else host memory. `reattach_seconds`: attach again for so long to a daemon that went away;
-        None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost (30).
+        lost, the next one makes it again (with `reattach_seconds`). `device`: where the weights are, a GPU's UUID ("GPU-...") or "host";
+        None: the current GPU where torch has used CUDA in this process, else host memory. `reattach_seconds`: how long to try to attach
+        again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
+        lost (30).
         `call_margin_seconds`: added to what remains of an update as the deadline of its calls (5). `client`: free text for status pages.
 
         `address`: "HOST:PORT" of the daemon, in place of `socket`. Over TCP nothing shares memory: this rank can push, and its pushes
@@ -156,7 +157,8 @@ class Trainer(Member):
         pushed: PushedTensors | None = None,
         before_refit: Callable[[], None] | None = None,
     ) -> None:
-        """The same, of plain records. `pushed`: tensors that every refit pushes instead. `before_refit`: what each refit() calls first.
+        """Does what register() does, for plain records. `pushed`: tensors that every refit pushes instead. `before_refit`: the function
+        that each refit() calls first.
 
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
@@ -178,8 +180,9 @@ class Trainer(Member):
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
         The caller has written the version into the shards before the call, and may write the shards again once refit() has
-        returned. refit() waits for work that torch has queued on the GPU's current stream. `duration_seconds`: of the whole update; None: the daemon's default. `verification`: "off",
-        "transfer", "readback"; None: the daemon's default. `evict_late`: evict instances that are late instead of aborting.
+        returned. refit() waits for work that torch has queued on the GPU's current stream. `duration_seconds`: of the whole update;
+        None: the daemon's default. `verification`: "off", "transfer", "readback"; None: the daemon's default. `evict_late`: evict
+        instances that are late instead of aborting.
 
         Raises UpdateAborted (its `dirty` says whether engines' weights may be torn), DeadlineExceeded, FailedPrecondition where
         layouts disagree, naming tensor and rank, before anything is written; Unavailable where the daemon went away.
@@ -312,7 +315,7 @@ class Trainer(Member):
         self._check("abort", checked_version(version), text(reason))
 
     def get_update(self, version: int) -> str:
-        """What became of an update, for a caller who missed the answer: "unknown", "running", "committed" or "aborted".
+        """Tells what became of an update, for a caller who missed the answer: "unknown", "running", "committed" or "aborted".
 
         A daemon knows of no update from before it was restarted.
         """

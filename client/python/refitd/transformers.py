@@ -115,7 +115,7 @@ class RefitCallback(transformers.TrainerCallback):
 
 
 def checkpoint_tensors(model: Any) -> Any:
-    """What Trainer.register takes of a model: its tensors under the names that save_pretrained() writes, in place.
+    """Returns what Trainer.register takes of a model: its tensors under the names that save_pretrained() writes, in place.
 
     CPU parameters move into memory that the daemon can map (refitd.adopt). The experts that transformers keeps fused in one
     parameter a layer are views of it. Of a PEFT model they are the tensors of the model without PEFT, with the active adapters of

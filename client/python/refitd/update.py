@@ -121,7 +121,7 @@ _windows: weakref.WeakValueDictionary[int, _Window] = weakref.WeakValueDictionar
 
 
 def _on_answer(key: int, status: int, message: bytes) -> None:
-    """A push was answered; runs on a thread of the library. It stays for good, so that it outlives whatever may call it."""
+    """Notes that a push was answered; runs on a thread of the library. This function stays for good, so that it outlives its callers."""
     window = _windows.get(key)
     if window is None:
         return
@@ -226,7 +226,7 @@ class Update:
         self._push(name, tensor, shape, start, dtype)
 
     def _push(self, name: str, tensor: Any, shape: Sequence[int] | None, start: int, dtype: Any) -> None:
-        """As push(), of any tensor."""
+        """Does what push() does, for any tensor."""
         what = f"tensor '{name}'"
         known = self._trainer._seen.get(name) if isinstance(name, str) else None
         if shape is not None:
@@ -388,7 +388,7 @@ class Update:
         return self._end(_abi.library().refit_update_commit)
 
     def refit(self) -> UpdateResult:
-        """In place of commit where the registered layout takes part: moves all tensors that the layout does not name as pushed."""
+        """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push."""
         return self._end(_abi.library().refit_update_refit)
 
     def _end(self, function: Callable[..., int]) -> UpdateResult:

@@ -52,7 +52,7 @@ class Place:
 
 @CheckpointEngineRegistry.register(BACKEND)
 class RefitdCheckpointEngine(CheckpointEngine):
-    """A trainer rank or a rollout worker of one group, which of the two it is being told by `init_process_group`.
+    """A trainer rank or a rollout worker of one group; `init_process_group` tells which of the two it is.
 
     Not thread-safe: verl calls it from one worker. A trainer rank stays attached; a rollout worker is attached during a sync only, so
     that replicas come and go between syncs.
@@ -66,7 +66,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         in_place: bool = False,
         **options: Any,
     ) -> None:
-        """Attaches nothing yet. Equal on all workers, as verl makes them from one configuration.
+        """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
 
         `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `in_place`: vLLM's own processes
         take the weights. `options`: as of refitd._exports.Settings.

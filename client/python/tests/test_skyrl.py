@@ -629,6 +629,49 @@ def test_an_extractor_that_fails_on_a_rank_ends_the_sync_on_every_rank_and_the_n
         check_equal(server.by_version[2], held_by(2))
 
 
+def asked_while_pushing(rank, first, chunks):
+    """On rank 0 each push waits until the next chunk is asked for."""
+    if rank:
+        yield from chunks
+        return
+    asked = threading.Semaphore(0)
+    push = refitd.Update.push
+
+    def push_when_asked(self, name, tensor):
+        assert asked.acquire(timeout=SECONDS), f"nothing was asked for while '{name}' was pushed"
+        push(self, name, tensor)
+
+    with mock.patch.object(refitd.Update, "push", push_when_asked):
+        for chunk in chunks:
+            yield chunk
+            asked.release()
+
+
+def test_the_next_chunk_is_gathered_while_one_is_pushed(daemon):
+    servers, errors = run(daemon, "overlap", versions=(1, 2), chunks_of=asked_while_pushing)
+    assert errors == [{}, {}]
+    for server in servers:
+        for version in (1, 2):
+            check_equal(server.by_version[version], held_by(version))
+
+
+def no_bytes_in_the_second_at_first(rank, first, chunks):
+    """On rank 0 a chunk is as the metadata says, and can't be pushed."""
+    for number, chunk in enumerate(chunks):
+        if first and rank == 0 and number == 1:
+            chunk.tensors = [tensor.to("meta") for tensor in chunk.tensors]
+        yield chunk
+
+
+def test_a_push_that_fails_while_the_next_chunk_is_gathered_ends_the_sync_on_every_rank_and_the_next_works(daemon):
+    servers, errors = run(daemon, "pushing", versions=(1, 2), chunks_of=no_bytes_in_the_second_at_first)
+    assert errors[0][1].startswith("InvalidArgument") and "tensor '0.bias'" in errors[0][1], errors
+    assert [list(of_rank) for of_rank in errors] == [[1], [1]] and "tensor '0.bias'" in errors[1][1], errors
+    for server in servers:
+        assert list(server.by_version) == [2]
+        check_equal(server.by_version[2], held_by(2))
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_trainer_rank_that_is_missing_is_named_and_nothing_was_sent(daemon, sharded):
     servers, errors = run(daemon, f"missing-{sharded}", sharded=sharded, versions=(1,), absent=1, install={"update_seconds": 10.0})

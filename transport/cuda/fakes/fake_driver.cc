@@ -130,7 +130,7 @@ struct State {
   std::vector<std::shared_ptr<Stream>> destroyed;  // with work left
   Owned<Event> events;
   FakeCudaCounts counts;
-  std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls to go, result
+  std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls left, result
   int corrupt_launch = 0;
   unsigned held = HeldAtFirst();
   int devices = DevicesAtFirst();
@@ -319,7 +319,7 @@ char* MapBlock(const Block& block, void* fixed = nullptr) {
   return at == MAP_FAILED ? nullptr : static_cast<char*>(at);
 }
 
-// Makes a block of `fd`, which it takes, with `bytes`.
+// Makes a block of `bytes` over the memory of `fd`, and takes ownership of `fd`.
 Block* AddBlock(State* fake, int device, int fd, size_t bytes, bool vmm) {
   auto block = std::make_unique<Block>();
   block->fd = fd;
@@ -334,7 +334,7 @@ Block* AddBlock(State* fake, int device, int fd, size_t bytes, bool vmm) {
   return fake->blocks.back().get();
 }
 
-constexpr char kBlockName[] = "fake_cuda.";  // and the device
+constexpr char kBlockName[] = "fake_cuda.";  // the device follows
 
 Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
   const int fd = memfd_create((kBlockName + std::to_string(device)).c_str(), MFD_CLOEXEC);
@@ -361,7 +361,8 @@ Block& BlockOf(const State& fake, CUmemGenericAllocationHandle handle) {
   return *fake.blocks[(handle & ~kCreated) - 1];
 }
 
-// Mappings keep the memory alive by themselves.
+// Lets go of the block's own mapping and descriptor. Other mappings keep the memory alive by
+// themselves.
 void Close(Block* block) {
   if (block->fd < 0) return;
   munmap(block->exporter, block->bytes);
@@ -466,7 +467,7 @@ void FakeCudaForget(char* exported) {
 
 // ---- for the fake NCCL ----
 
-// -1: no context is current.
+// Returns the ordinal of the current context's device; -1: no context is current.
 int FakeCudaCurrentDevice() { return current.empty() ? -1 : DeviceOf(current.back()); }
 
 int FakeCudaStreamDevice(CUstream stream) { return reinterpret_cast<Stream*>(stream)->device; }
@@ -619,7 +620,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsi
   if (block.vmm || !block.alive) return CUDA_ERROR_INVALID_VALUE;
   if (block.device != call.device() && !fake.peers) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   ++fake.counts.open_calls;
-  // A context maps a block once.
+  // A context maps a block only once, and counts further opens.
   for (auto& [at, range] : fake.ranges) {
     if (range.block != &block || range.opener != current.back()) continue;
     ++range.refs;
@@ -687,7 +688,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
   }
   Block* const block = MakeBlock(call.fake, wanted->location.id, bytes, true);
   block->handles = 1;
-  // New memory holds the bytes of an earlier owner.
+  // Fill new memory as if an earlier owner had left its bytes there.
   std::memset(block->exporter, 0xab, kGranularity);
   *handle = call.fake->blocks.size() | kCreated;
   ++call.fake->counts.created;

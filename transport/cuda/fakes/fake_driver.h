@@ -6,10 +6,10 @@ namespace refitd {
 
 // Counts of what is open now, except *_calls, which count since FakeCudaReset.
 struct FakeCudaCounts {
-  int opened_handles = 0;  // of legacy IPC, every open
+  int opened_handles = 0;  // opens of legacy IPC handles
   int open_calls = 0;
   int imported = 0;  // VMM allocations of others
-  int created = 0;   // own ones
+  int created = 0;   // this process's own
   int reserved = 0;  // address ranges
   int mapped = 0;
   int allocations = 0;       // device memory

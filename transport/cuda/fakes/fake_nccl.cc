@@ -35,7 +35,7 @@ struct Clique {
 
 struct NcclGroup;
 
-// Shared with FakeCudaCollective.
+// FakeCudaCollective has the same type.
 using PutOnStream = std::function<void(CUstream_st*, bool waits)>;
 
 struct NcclCommStruct {
@@ -249,7 +249,7 @@ NcclResult MakeWindows(State* fake, const std::vector<Task*>& of) {
   return NcclResult::kSuccess;
 }
 
-// The tasks of one kind and one clique: those of one call, over all its ranks.
+// Runs the tasks of one call, which are of one kind and one clique, over all the clique's ranks.
 NcclResult RunTasks(State* fake, const std::vector<Task*>& of) {
   switch (of[0]->kind) {
     case Kind::kInit:
@@ -322,7 +322,7 @@ void RunGroup(State* fake, NcclGroup* group) {
   }
 }
 
-// The pointer is passed as a copy, because communicators drop theirs here.
+// `group` is a copy of the pointer, because communicators drop their own pointers here.
 void EndGroup(State* fake, const std::shared_ptr<NcclGroup> group) {  // NOLINT
   for (const Task& task : group->tasks) {
     if (task.comm->group != group) continue;
@@ -409,7 +409,8 @@ void StopListening(State* fake, Clique* clique) {
   --fake->counts.listeners;
 }
 
-// The clique of a rank that comes; a rank that is none of its ranks waits for ever.
+// Returns the clique that a new rank joins. A rank that does not fit into the clique gets a clique
+// of its own, and waits for ever.
 Clique* Join(State* fake, uint64_t number, int ranks) {
   Clique* const clique = fake->cliques[number].get();
   if (clique->ranks == 0) clique->ranks = ranks;
@@ -447,7 +448,7 @@ void FakeNcclReset() {
   fake.windows.clear();
   for (const auto& [number, clique] : fake.cliques) clique->listens = false;
   fake.threads.clear();
-  const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
+  const int blocked_calls = fake.counts.blocked_calls;  // blocked calls subtract themselves
   fake.counts = {};
   fake.counts.blocked_calls = blocked_calls;
 }
@@ -488,7 +489,7 @@ void FakeNcclCount(FakeNcclCounts* counts) {
 
 // ---- NCCL ----
 
-// Not a call on a communicator: the loader of the library asks for the version.
+// This is not a call on a communicator: the loader of the library asks for the version.
 NcclResult ncclGetVersion(int* version) {
   const char* const told = std::getenv("REFITD_FAKE_NCCL_VERSION");
   *version = told != nullptr ? std::atoi(told) : 22809;
@@ -662,7 +663,7 @@ NcclResult ncclCommWindowRegister(NcclComm comm, void* data, size_t bytes, NcclW
                           .window = window});
 }
 
-// Must not be in use any more.
+// The window must not be in use any more.
 NcclResult ncclCommWindowDeregister(NcclComm comm, NcclWindow window) {
   Call call("ncclCommWindowDeregister");
   if (call.failed()) return call.result;

@@ -16,7 +16,7 @@ struct FakeNcclCounts {
   int listeners = 0;  // for ranks of a unique id
   // Since FakeNcclReset:
   int broadcasts = 0;             // issued, each counted once
-  int all_gathers = 0;            // likewise
+  int all_gathers = 0;            // issued, each counted once
   int symmetric_all_gathers = 0;  // of these by a kernel over windows
   int engine_all_gathers = 0;     // of these by copy engines over windows
   int aborts = 0;                 // of ranks

@@ -1,5 +1,5 @@
-// Compares abi.h with the toolkit's nccl.h, where there is one of the version it declares or
-// a newer one; all of it at compile time.
+// Compares abi.h with the toolkit's nccl.h at compile time, if the toolkit has one of the version
+// that abi.h declares or a newer one.
 #include "transport/cuda/nccl/abi.h"
 
 #include <catch2/catch.hpp>
@@ -16,7 +16,8 @@ namespace {
 
 #if defined(REFITD_CUDA) && defined(REFITD_NCCL_HEADER) && NCCL_VERSION_CODE >= 22809
 
-// How a type is passed: pointers alike, enums as their integers, structures by size.
+// The way in which a type is passed. All pointers count as one type, enums as their integers, and
+// structures as equal if they have one size.
 template <size_t kBytes>
 struct Structure;
 template <typename T>

@@ -70,7 +70,7 @@ absl::Status NcclApi::Check(std::string_view call, NcclResult result) const {
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) {
     return absl::OkStatus();
   }
-  constexpr size_t kMaxWords = 500;  // of a message; NCCL's log has all
+  constexpr size_t kMaxWords = 500;  // the most bytes of a message; NCCL's log has the rest
   const char* text = ncclGetErrorString(result);
   const char* words = ncclGetLastError != nullptr ? ncclGetLastError(nullptr) : nullptr;
   std::string last = words != nullptr ? std::string(Shorten(words, kMaxWords)) : "";

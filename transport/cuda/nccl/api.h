@@ -23,9 +23,10 @@ struct NcclApi {
   // clean the environment, which NCCL reads at its first communicator (nccl.h cleans it).
   static absl::StatusOr<NcclApi> Load(const std::string& library);
 
-  // "ncclGroupEnd: unhandled cuda error (result 1)". kInProgress is no error. FAILED_PRECONDITION:
-  // NCCL refuses an argument; UNAVAILABLE: the system, a device or a peer failed; INTERNAL: NCCL's
-  // own error. If NCCL has a last message for this thread, it is appended.
+  // Makes the status of a call, such as "ncclGroupEnd: unhandled cuda error (result 1)".
+  // kInProgress is no error. FAILED_PRECONDITION: NCCL refuses an argument; UNAVAILABLE: the
+  // system, a device or a peer failed; INTERNAL: NCCL's own error. If NCCL has a last message for
+  // this thread, it is appended.
   absl::Status Check(std::string_view call, NcclResult result) const;
 
   int version = 0;   // 22809
@@ -39,7 +40,7 @@ struct NcclApi {
   const char* (*ncclGetLastError)(NcclComm comm) = nullptr;
 };
 
-// REFITD_NCCL_CALL(api, ncclGroupEnd): the call's status.
+// REFITD_NCCL_CALL(api, ncclGroupEnd) makes the call and returns its status.
 #define REFITD_NCCL_CALL(api, call, ...) (api).Check(#call, (api).call(__VA_ARGS__))
 
 }  // namespace refitd

@@ -277,7 +277,7 @@ absl::Status NcclBroadcasts::BroadcastPieces(const Relay& relay, Communicator* c
   REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
   const std::vector<char*> slots = call.receive;
   const Clock::time_point deadline = Deadline();
-  // A single run is never packed.
+  // A single run is never packed, so it is broadcast in one piece.
   const int64_t piece_bytes = relay.runs.size() == 1 ? relay.slot_bytes : options_.piece_bytes;
   for (const RelayChunk& piece : CutIntoChunks(relay.runs, piece_bytes)) {
     REFITD_ASSIGN_OR_RETURN(call.send, Packed(relay, piece, issue));
@@ -351,7 +351,8 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue,
       at += count * share;
     }
   }
-  // The rest is less than a page for each receiver, or there is only one receiver.
+  // Copy the rest to every receiver directly. It is less than a page for each receiver, or there is
+  // only one receiver.
   const std::vector<RelayRun> rest = RunsWithin(relay.runs, at, end);
   for (char* const slot : reached) {
     REFITD_RETURN_IF_ERROR(issue->CopyRuns(*source, rest, slot));

@@ -10,9 +10,9 @@
 // the next group on the same devices has them at once. If there are too many, the communicator that
 // has been idle longest is closed. Windows are made of whole pools and given back by LetGo.
 //
-// P4: a broadcast that NCCL does not issue within `limit` fails, and the queue that waits for the
-// devices notices one that they do not end (device_queue.h). P7: one thread issues. P8: LetGo,
-// Close.
+// P4: a broadcast that NCCL does not issue within `limit` fails; a broadcast that the devices do
+// not end is noticed by the queue that waits for them (device_queue.h). P7: one thread issues. P8:
+// LetGo and Close give memory back.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
 
@@ -37,14 +37,14 @@ namespace refitd {
 // The most communicators kept, one for each set of devices; each takes some hundred MiB.
 inline constexpr size_t kMaxBroadcastCommunicators = 16;
 
-// Thread-safe.
+// Issues broadcasts by NCCL. Thread-safe.
 class NcclBroadcasts {
  public:
   using Clock = std::chrono::steady_clock;
   struct Options {
     std::chrono::milliseconds limit{0};
     bool copy_engines = true;                // kSymmetric: copy engines gather, no kernel does
-    std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+    std::function<void(absl::Status)> lost;  // called as CudaTransportOptions::lost is
     // kNccl: size of a piece that is packed. A source's device has scratch memory for two pieces. A
     // link moves 64 MiB in 190 us, and a collective takes 100 us to issue.
     int64_t piece_bytes = 64 << 20;
@@ -94,29 +94,29 @@ class NcclBroadcasts {
   // that issues it counts it as late.
   Clock::time_point Deadline() const { return Clock::now() + options_.limit / 4; }
 
-  // The issuing thread's.
+  // These functions are called on the issuing thread.
   absl::Status Broadcast(const Relay& relay, RelayIssue* issue,
                          std::shared_ptr<const Communicator>* by);
-  // `call` has all streams and slots; null if the source's device has no slot.
+  // `call` has all streams and slots; a slot is null if the source's device has none.
   absl::Status BroadcastPieces(const Relay& relay, Communicator* communicator,
                                Communicator::BroadcastCall call, RelayIssue* issue);
   absl::Status Symmetric(const Relay& relay, RelayIssue* issue,
                          std::shared_ptr<const Communicator>* by);
-  // A communicator for slots of these pools; it does not count as idle until all these pools are
-  // given back. The result stays valid until the next call of Get.
+  // Returns a communicator for slots of these pools; it does not count as idle until all these
+  // pools are given back. The result stays valid until the next call of Get.
   absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines, const Pools& pools);
   absl::StatusOr<Communicator::WindowId> WindowOf(Held* held, const Pools& pools);
-  // An address at which the piece's bytes lie as in a slot, for the next work on the source's
-  // stream; packs them into scratch memory if necessary.
+  // Returns an address at which the piece's bytes lie as in a slot, for the next work on the
+  // source's stream; packs the bytes into scratch memory if necessary.
   absl::StatusOr<const char*> Packed(const Relay& relay, const RelayChunk& piece,
                                      RelayIssue* issue);
-  // The device's scratch memory with halves of `bytes`. It stays as long as a communicator is not
-  // idle.
+  // Returns the device's scratch memory with halves of `bytes`. The memory stays as long as a
+  // communicator is not idle.
   absl::StatusOr<Scratch*> ScratchOf(int device, int64_t bytes);
 
   void Use(Held* held, const Pools& pools) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Waits for nothing.
+  // Frees scratch memory behind the scenes, and waits for nothing.
   void Free(AllScratch scratch);
 
   const Options options_;

@@ -42,7 +42,7 @@ int64_t Pick(Random* random, int64_t least, int64_t most) {
   return std::uniform_int_distribution<int64_t>(least, most)(*random);
 }
 
-// On each device bytes to broadcast and a pool of slots; and the NcclBroadcasts between the
+// Devices that each have bytes to broadcast and a pool of slots, and the NcclBroadcasts between the
 // devices.
 class Rig {
  public:
@@ -112,7 +112,7 @@ class Bucket {
     relay_.runs.push_back({data, offset, bytes});
     std::memcpy(&expected_[static_cast<size_t>(offset)], data, static_cast<size_t>(bytes));
   }
-  // With gaps and without.
+  // Adds random runs, some of them with gaps between them.
   void AddRandomly(Random* random) {
     int64_t offset = Pick(random, 0, 3) == 0 ? Pick(random, 1, 1500) : 0;
     while (offset < kSlotBytes && (relay_.runs.empty() || Pick(random, 0, 15) > 0)) {
@@ -204,7 +204,7 @@ TEST_CASE("a bucket is packed while the one before is broadcast, and no more tha
   REQUIRE(first->Wait().ok());
   const int packed = rig.cuda.Count().engine_copies;
   const int broadcast = rig.nccl.Count().broadcasts;
-  // The receiver takes nothing.
+  // The receiver's device is stopped, so it takes nothing.
   rig.cuda.Hold(1U << 1);
   Buckets buckets;
   for (int slot = 1; slot <= 4; ++slot) {
@@ -284,7 +284,7 @@ TEST_CASE("while a bucket's calls fail, others on their way arrive or are said n
           ++failed;
         }
       }
-      if (rig.losses > 0) continue;  // its end could not be known
+      if (rig.losses > 0) continue;  // nobody could know its end
       fail_at(1 << 20);
       const auto last = ThreeRuns(&rig, 6);
       last->Submit();
@@ -333,7 +333,7 @@ TEST_CASE(
 
 TEST_CASE("a broadcast does not wait for smaller scratch that is given back") {
   Rig rig(2, kSlotBytes);
-  // In slots that are smaller: so are the halves that it is packed in.
+  // A bucket in smaller slots is packed in smaller halves.
   Bucket small(&rig, 0, {1}, 0);
   small.SlotBytes(kSlotBytes / 4);
   small.Add(100, 0, 10);

@@ -97,7 +97,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         devices_(options.devices),
         copy_engines_(options.copy_engines),
         epoch_(epoch) {}
-  // If the ranks were not freed, the thread had ended before.
+  // If the ranks were not freed, the communicator thread ended before it could free them.
   ~State() {
     for (const auto& rank : warm_up_) rank->Abandon();
   }
@@ -185,7 +185,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     });
   }
 
-  // An error: the communicator is not usable any more.
+  // Returns an error if the communicator is not usable any more.
   absl::Status BeginToClose() {
     MutexLock lock(&mutex_);
     if (!status_.ok()) return status_;

@@ -98,13 +98,14 @@ class Communicator {
   struct BroadcastCall {
     int root = 0;                // rank
     const char* send = nullptr;  // on the root's device
-    // By rank, each rank's address on its own device; the root's may be `send`.
+    // The addresses by rank, each on the rank's own device; the root's may be `send`.
     std::vector<char*> receive;
     int64_t bytes = 0;
     std::vector<CUstream> streams;  // by rank, of its device's primary context
   };
-  // Issues a broadcast; its end is to be awaited on the streams. INVALID_ARGUMENT: not that many
-  // pointers or streams, null, no such root, or bytes less than 0 (0: nothing is issued).
+  // Issues a broadcast; the caller must wait for its end on the streams. INVALID_ARGUMENT: the
+  // number of pointers or streams is not that of the ranks, a pointer is null, there is no such
+  // root, or bytes is less than 0 (0: nothing is issued).
   absl::Status Broadcast(const BroadcastCall& call, Clock::time_point deadline);
 
   struct AllGatherCall {
@@ -151,7 +152,7 @@ class Communicators {
  public:
   using Clock = Communicator::Clock;
 
-  // `memory` is of CudaMemory::Create.
+  // `memory` must come from CudaMemory::Create.
   Communicators(std::shared_ptr<const NcclApi> api, const std::shared_ptr<CudaMemory>& memory,
                 CommunicatorsOptions options);
   // All its communicators must be destroyed or no longer used. Waits at most `limit`.

@@ -124,7 +124,7 @@ class Host {
     }
     return ended;
   }
-  // Not counting streams and events of this class.
+  // Returns what is open, without the streams and events of this class.
   FakeCudaCounts Open() {
     FakeCudaCounts counts = cuda_.Count();
     counts.allocation_calls = 0;
@@ -188,7 +188,7 @@ TEST_CASE("a broadcast is on the streams when it returns, and its bytes come wit
   RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 1, 500), Plenty()));
   REQUIRE(host.RunStreams());
   CHECK(Filled(regions[0]->data(), 500, 7));
-  CHECK(host.nccl()->Count().broadcasts == 3);  // one when it was made
+  CHECK(host.nccl()->Count().broadcasts == 3);  // one by Create
   CHECK(host.nccl()->Count().threads == 1);
   RequireOk(communicator->Close(Plenty()));
   CheckNothingOpen(*host.nccl());
@@ -253,7 +253,7 @@ TEST_CASE("windows hold their regions until NCCL let go of them, also when nobod
     communicator->Abort(absl::InternalError("a device hangs"));
   } else if (how == 3) {
     communicator->DeregisterLater(window, Plenty());
-    RequireOk(communicator->Close(Plenty()));  // behind it
+    RequireOk(communicator->Close(Plenty()));  // queued behind that
   } else {
     communicator = nullptr;
   }
@@ -700,7 +700,7 @@ TEST_CASE("a thousand communicators with a window each leave nothing behind") {
       REQUIRE(host.RunStreams());
       if (!stays) RequireOk(communicator->DeregisterWindow(window, Plenty()));
     }
-    // Closed, aborted, or neither.
+    // Close the communicator, abort it, or only destroy it.
     if (i % 3 == 0) RequireOk(communicator->Close(Plenty()));
     if (i % 3 == 1) communicator->Abort(absl::InternalError("enough"));
   }

@@ -15,12 +15,12 @@
 
 namespace refitd {
 
-// Makes that communicator on the current context's device, and waits until it is connected, at most
-// `limit`. The caller must abort the communicator in any case. Null: NCCL made none, and goes on
-// listening.
+// Makes a communicator with a single rank for `id`, on the current context's device, and waits
+// until it is connected, at most `limit`. The caller must abort the communicator in any case. Null:
+// NCCL made none, and goes on listening.
 NcclComm MakeLastRank(const NcclApi& nccl, const NcclUniqueId& id, std::chrono::milliseconds limit);
 
-// Makes that communicator and aborts it. This may hang, so it must run on a watched thread
+// Makes such a communicator and aborts it. This may hang, so it must run on a watched thread
 // (thread.h).
 void StopListening(const NcclApi& nccl, const CudaApi& api, CUcontext context,
                    const NcclUniqueId& id, std::chrono::milliseconds limit);

@@ -36,7 +36,7 @@ bool IsKept(std::string_view name) {
          std::find(kKept.begin(), kKept.end(), name) != kKept.end();
 }
 
-// The files that match, those of the newest Python first.
+// Returns the files that match, those of the newest Python first.
 std::vector<std::string> Matches(const std::string& pattern) {
   glob_t found = {};
   std::vector<std::string> files;
@@ -92,7 +92,7 @@ std::vector<std::string> NamesIn(const std::string& path) {
   return names;
 }
 
-// NCCL_* variables, each a name and a value.
+// Returns the NCCL_* variables, each as a name and a value.
 std::vector<std::pair<std::string, std::string>> NcclVariables() {
   std::vector<std::pair<std::string, std::string>> variables;
   for (char** at = environ; *at != nullptr; ++at) {

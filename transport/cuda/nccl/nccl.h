@@ -5,9 +5,8 @@
 //   1. the configured path (cuda.nccl_library): if it fails, that is the answer, and no other place
 //      is searched;
 //   2. nvidia/nccl/lib/libnccl.so.2, where Python's wheels put it, below $VIRTUAL_ENV,
-//   $CONDA_PREFIX
-//      and the system's folders of Python packages, newest Python first: engines' frameworks use
-//      that one too;
+//      $CONDA_PREFIX and the system's folders of Python packages, newest Python first: engines'
+//      frameworks use that one too;
 //   3. libnccl.so.2, as the loader finds it.
 //
 // NCCL reads its environment when the first communicator is made, and keeps what it read. Launchers
@@ -87,14 +86,14 @@ inline constexpr std::string_view kNcclMachineFile = "/etc/nccl.conf";
 NcclEnvironment CleanNcclEnvironment(
     const std::string& interface, const std::string& machine_file = std::string(kNcclMachineFile));
 
-// "2.28.9".
+// Returns a text such as "2.28.9".
 std::string NcclVersionText(int version);
 
-// The report as status calls tell it.
+// Returns the report as status calls tell it.
 CollectivesReport CollectivesOf(const NcclReport& report);
 
-// In one line for people: "NCCL 2.28.9 from PATH", "NCCL 2.20.5 from PATH, without symmetric
-// memory: ...", "no NCCL: ...".
+// Describes the report in one line for people: "NCCL 2.28.9 from PATH", "NCCL 2.20.5 from PATH,
+// without symmetric memory: ...", or "no NCCL: ...".
 std::string Describe(const NcclReport& report);
 
 }  // namespace refitd

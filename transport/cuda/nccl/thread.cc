@@ -33,7 +33,7 @@ void PauseOfPoll(std::chrono::steady_clock::time_point since) {
 NcclThread::NcclThread(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost)
     : limit_(limit), lost_(std::move(lost)), late_clock_(limit) {}
 
-// Runs on the thread that ended last.
+// The destructor runs on the thread that ended last.
 NcclThread::~NcclThread() = default;
 
 void NcclThread::Start() {

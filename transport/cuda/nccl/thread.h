@@ -11,7 +11,7 @@
 // limit may hang (ncclCommAbort, cudaMalloc while a device hangs). A call that hangs is reported as
 // a loss of the GPUs (LostContext), because only the end of the process stops it.
 //
-// Thread-safe; its threads hold it too.
+// Thread-safe; the threads keep a reference to the object.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_THREAD_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_THREAD_H_
 

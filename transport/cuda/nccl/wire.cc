@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 
 // The time for an abort to take effect (P4: an operation ends by its deadline plus this).
 constexpr auto kCleanUp = std::chrono::milliseconds(800);
-// The time for NCCL to make a communicator of one rank, which ends its listening.
+// The time for NCCL to make a communicator of one rank, which ends NCCL's listening.
 constexpr auto kLastRank = std::chrono::seconds(2);
 
 // The address that Open returns and that comes back from the network. Little-endian, since NCCL
@@ -101,7 +101,7 @@ struct Shared {
   // Threads for calls that may hang: aborts, and the making of ids, which takes long.
   std::shared_ptr<NcclThread> watched;
   std::shared_ptr<NcclThread> opening;
-  std::atomic<int64_t> abandoned{0};  // epochs
+  std::atomic<int64_t> abandoned{0};  // epochs that never connected
 };
 
 // ---- one end of one communicator ----
@@ -194,7 +194,7 @@ class NcclEpoch final : public WireEpoch {
     return absl::OkStatus();
   }
 
-  // Begins it.
+  // Begins to make the communicator.
   absl::Status Initialise(const NcclUniqueId& unique) {
     REFITD_ASSIGN_OR_RETURN(context_, shared_->contexts->Get(device_));
     const CudaApi& api = shared_->contexts->api();
@@ -255,7 +255,7 @@ class NcclEpoch final : public WireEpoch {
     REFITD_RETURN_IF_ERROR(current.status());
     std::string whom;
     absl::Status status;
-    // Returns the bytes of the legs.
+    // Makes `call` for each leg that has bytes, and returns the sum of the legs' bytes.
     const auto add = [&](const std::vector<WireExchange::Leg>& legs, const auto& call) {
       int64_t bytes = 0;
       for (const WireExchange::Leg& leg : legs) {
@@ -314,7 +314,7 @@ class NcclEpoch final : public WireEpoch {
     return true;
   }
 
-  // Waits for that, and then for the group's work on the stream.
+  // Waits for AwaitGroup, and then for the group's work on the stream.
   absl::Status AwaitWork(Clock::time_point deadline, std::string_view what) {
     REFITD_RETURN_IF_ERROR(AwaitGroup(deadline, what));
     const CudaApi& api = shared_->contexts->api();
@@ -343,8 +343,9 @@ class NcclEpoch final : public WireEpoch {
   // Aborts the communicator, so that the device ends NCCL's work, and waits until it has (P6).
   void Lose() override { GiveUp(); }
 
-  // Waits however long that takes, because the memory may be touched until then. A hang is reported
-  // as a loss by the thread that watches the call, and ends with the process.
+  // Aborts the communicator, and waits however long that takes, because the memory may be touched
+  // until then. A hang is reported as a loss by the thread that watches the call, and ends with the
+  // process.
   void GiveUp() {
     if (comm_ == nullptr) return;
     Abort();

@@ -35,7 +35,7 @@
 
 namespace refitd {
 
-struct NcclApi;  // of FindNccl (nccl.h)
+struct NcclApi;  // what FindNccl (nccl.h) loads
 
 struct NcclWireOptions {
   // If NCCL or a device does not end within this time after an abort, it hangs, and `lost` is
@@ -46,7 +46,7 @@ struct NcclWireOptions {
   std::function<void(absl::Status)> lost;
 };
 
-// `memory` is of CudaMemory::Create. UNIMPLEMENTED: CUDA is not compiled in.
+// `memory` must come from CudaMemory::Create. UNIMPLEMENTED: CUDA is not compiled in.
 absl::StatusOr<std::unique_ptr<DeviceWire>> MakeNcclWire(std::shared_ptr<const NcclApi> api,
                                                          const std::shared_ptr<CudaMemory>& memory,
                                                          const NcclWireOptions& options);

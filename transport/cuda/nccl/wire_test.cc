@@ -95,7 +95,7 @@ class Daemons {
     for (Outcome& outcome : outcomes) REQUIRE(outcome.Wait().ok());
   }
 
-  // The fake's device memory can be read and written.
+  // The test can read and write device memory because the fake has it in host memory.
   char* slot(int rank) { return pools[static_cast<size_t>(rank)].region->data(); }
   MemorySpan Span(int rank, int64_t offset, int64_t bytes) {
     const auto& region = pools[static_cast<size_t>(rank)].region;
@@ -221,7 +221,7 @@ TEST_CASE("a rank that never connects costs the others their deadline alone") {
 
 TEST_CASE("an epoch that is not connected by all leaves nobody listening for its ranks (P8)") {
   Daemons daemons(3);
-  // Only these ranks connect.
+  // Only the ranks in `comes` connect.
   const std::vector<int> comes = GENERATE(values<std::vector<int>>({{}, {1}, {0, 2}}));
   const std::vector<std::string> addresses = daemons.Open();
   CHECK(daemons.nccl->Count().listeners == 1);
@@ -243,7 +243,7 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
   CHECK(daemons.nccl->Count().comms == 0);
   CHECK(daemons.cuda.Count().streams == 0);
   CHECK(daemons.cuda.Count().events == 0);
-  // An epoch that all ranks connect does not need it.
+  // An epoch that all ranks connect leaves no listener behind.
   daemons.Connect(EpochId(8));
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.wires.clear();
@@ -271,7 +271,7 @@ TEST_CASE("an id that NCCL makes after its wire was destroyed leaves nobody list
   Daemons daemons(1, std::chrono::milliseconds(30), std::chrono::milliseconds(30));
   daemons.nccl->Block("ncclGetUniqueId");
   CHECK_FALSE(daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).ok());
-  daemons.wires.clear();  // waits for it in vain
+  daemons.wires.clear();  // the destructor waits for the call in vain
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.nccl->Block("");
   CHECK(Eventually([&] { return daemons.nccl->Count().aborts == 1; }));

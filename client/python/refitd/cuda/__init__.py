@@ -1,5 +1,5 @@
-"""GPUs, as a kind of device (`_device.py`). Their memory as regions: a block of cudaMalloc by its IPC handle, memory of cuMemCreate (torch's expandable segments) as a
-descriptor. Calls the driver with ctypes; torch is asked for device numbers only."""
+"""GPUs, as a kind of device (`_device.py`). Their memory becomes regions: a block of cudaMalloc by its IPC handle, memory of cuMemCreate
+(torch's expandable segments) by a descriptor. Calls the driver with ctypes; torch is asked for device numbers only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CudaMemory(DeviceMemory):
 
 
 class _CudaArray:
-    """What torch.as_tensor takes by __cuda_array_interface__."""
+    """An object that torch.as_tensor takes by __cuda_array_interface__."""
 
     def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
         self._owner = owner
@@ -152,7 +152,7 @@ class Driver:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def allocation(self, pointer: int) -> Allocation:
-        """What `pointer` is in. Raises FailedPrecondition where it is memory of no GPU, or freed."""
+        """The allocation that `pointer` is in. Raises FailedPrecondition where it is memory of no GPU, or freed."""
         base, nbytes, legacy = c_uint64(), c_size_t(), c_int()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), c_uint64(pointer))
         self._call("cuPointerGetAttribute", byref(legacy), c_int(_LEGACY_IPC_CAPABLE), c_uint64(pointer))
@@ -307,12 +307,13 @@ class CudaKind(DeviceKind):
 
         if not torch.cuda.is_available():
             return None
-        device = torch.cuda.current_device()
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
 
-        def set_device() -> None:
+        def take() -> None:
             torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
 
-        return set_device
+        return take
 
     def connect_fields(self) -> dict[str, Any]:
         return {"cuda_library": text(os.environ.get("REFITD_CUDA_LIBRARY"))}

@@ -1,4 +1,4 @@
-"""What refitd.doctor looks at where GPUs may be: the driver, IPC handles of memory, NCCL."""
+"""The things that refitd.doctor looks at where GPUs may be: the driver, IPC handles of memory, NCCL."""
 
 from __future__ import annotations
 

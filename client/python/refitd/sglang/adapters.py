@@ -65,8 +65,8 @@ class AdapterFollower:
         return self._loaded
 
     def poll(self) -> int | None:
-        """Loads the version that has come, if SGLang has another; returns that which it has. Raises FailedPrecondition where SGLang
-        refuses it, which then has none, and Unimplemented for layers that scale differently."""
+        """Loads the version that has come, unless SGLang has it already; returns the version that SGLang has then. Raises
+        FailedPrecondition where SGLang refuses the version, and then has none, and Unimplemented for layers that scale differently."""
         if self._loop.version is None:
             return self._loaded
         with self._loop.use() as version:

@@ -48,7 +48,7 @@ def keeps_weights(arguments: Any) -> bool:
 
 
 class Controls:
-    """Of one engine. `run`: has a coroutine carried out on the engine's event loop, and returns its result.
+    """The calls to the manager of one engine. `run`: has a coroutine carried out on the engine's event loop, and returns its result.
 
     `cache`: "reset" computes requests in flight anew after an update, and "keep" goes on with their blocks.
     """
@@ -138,8 +138,8 @@ class Controls:
 
 
 class OfflineControls(Controls):
-    """Of an offline `sglang.Engine`. While it is paused, its `generate` raises: SGLang would wait for somebody to resume the engine, which
-    nobody does meanwhile (P2)."""
+    """The calls to the manager of an offline `sglang.Engine`. While the engine is paused, its `generate` raises: SGLang would wait for
+    somebody to resume the engine, which nobody does meanwhile (P2)."""
 
     def __init__(self, engine: Any, cache: str) -> None:
         super().__init__(engine.tokenizer_manager, engine.loop.run_until_complete, cache)
@@ -163,8 +163,8 @@ class OfflineControls(Controls):
         self._paused = False
 
     def stand_before_sleep(self, driver: Driver) -> None:
-        """From now on `release_memory_occupation` of the engine detaches first, and `resume_memory_occupation` attaches it anew when all
-        of its memory is back."""
+        """Makes `release_memory_occupation` of the engine detach first, and `resume_memory_occupation` attach the engine anew when all of
+        its memory is back."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
         engine, manager = self._engine, self._manager

@@ -73,7 +73,7 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
 
 
 def _loaded(result: None, model: Any) -> None:
-    """After random weights were made, and before modules are post-processed. At updates this does nothing that matters."""
+    """Runs after random weights were made, and before modules are post-processed. At updates this does nothing that matters."""
     if hasattr(model, evidence.ATTRIBUTE):
         return
     _loading[:] = [

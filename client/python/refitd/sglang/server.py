@@ -24,7 +24,7 @@ SLEEP = "_refitd_sleep"
 
 
 def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: Any) -> Any:
-    """Around SGLang's function that runs its HTTP server in this process."""
+    """Wraps SGLang's function that runs its HTTP server in this process."""
     settings = Settings.of()
     if not settings.group:
         logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
@@ -68,7 +68,7 @@ def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: 
 
 
 def _no_warmup(*_: Any) -> bool:
-    """In the place of SGLang's first requests, which would wait for the first version."""
+    """Takes the place of SGLang's first requests, which would wait for the first version."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
@@ -77,7 +77,7 @@ def _no_warmup(*_: Any) -> bool:
 
 
 class Sleep:
-    """Of an engine whose memory is released: it is detached first, and attaches anew when all of the memory is back."""
+    """The sleep of an engine whose memory is released: the engine is detached first, and attaches anew when all of the memory is back."""
 
     def __init__(self, driver: Driver, controls: Controls, released: Released) -> None:
         self._driver = driver

@@ -16,7 +16,7 @@ from typing import Any
 PATHS = ("/v1/completions", "/v1/chat/completions")
 # Answers whose spans are kept until they are sent; an answer that a client gave up never takes its spans.
 MAX_ANSWERS = 4096
-# Versions that the counter tells apart; older ones go.
+# Labels that the counter keeps. With one more, the label that was counted first is removed.
 MAX_VERSIONS = 16
 
 

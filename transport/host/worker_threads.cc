@@ -1,4 +1,4 @@
-#include "transport/host/worker_pool.h"
+#include "transport/host/worker_threads.h"
 
 #include <pthread.h>
 
@@ -10,7 +10,7 @@
 
 namespace refitd {
 
-WorkerPool::WorkerPool(int threads) {
+WorkerThreads::WorkerThreads(int threads) {
   REFITD_CHECK(threads > 0);
   threads_.reserve(static_cast<size_t>(threads));
   for (int i = 0; i < threads; ++i) {
@@ -21,7 +21,7 @@ WorkerPool::WorkerPool(int threads) {
   }
 }
 
-WorkerPool::~WorkerPool() {
+WorkerThreads::~WorkerThreads() {
   {
     MutexLock lock(&mutex_);
     stopping_ = true;
@@ -30,7 +30,7 @@ WorkerPool::~WorkerPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void WorkerPool::Submit(std::shared_ptr<WorkTask> task) {
+void WorkerThreads::Submit(std::shared_ptr<WorkTask> task) {
   const bool one = task->units_ <= 1;
   {
     MutexLock lock(&mutex_);
@@ -44,7 +44,7 @@ void WorkerPool::Submit(std::shared_ptr<WorkTask> task) {
   }
 }
 
-void WorkerPool::Work() {
+void WorkerThreads::Work() {
   mutex_.Lock();
   while (true) {
     while (queue_.empty() && !stopping_) changed_.Wait(&mutex_);

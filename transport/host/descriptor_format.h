@@ -6,8 +6,8 @@
 // Little endian; both ends are on one host. The daemon trusts no request (P10): the token tells
 // which member asks, the kernel's peer credentials must be those of the process that attached, and
 // sizes are checked against the descriptor.
-#ifndef REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
-#define REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
+#ifndef REFITD_TRANSPORT_HOST_DESCRIPTOR_FORMAT_H_
+#define REFITD_TRANSPORT_HOST_DESCRIPTOR_FORMAT_H_
 
 #include <cstdint>
 #include <type_traits>
@@ -52,4 +52,4 @@ static_assert(sizeof(DescriptorReply) == 256 && std::is_trivially_copyable_v<Des
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
+#endif  // REFITD_TRANSPORT_HOST_DESCRIPTOR_FORMAT_H_

@@ -6,8 +6,8 @@
 //
 // Thread-safe. The destructor waits for every submitted task; meanwhile only tasks that still run
 // may submit.
-#ifndef REFITD_TRANSPORT_HOST_WORKER_POOL_H_
-#define REFITD_TRANSPORT_HOST_WORKER_POOL_H_
+#ifndef REFITD_TRANSPORT_HOST_WORKER_THREADS_H_
+#define REFITD_TRANSPORT_HOST_WORKER_THREADS_H_
 
 #include <atomic>
 #include <cstdint>
@@ -35,19 +35,19 @@ class WorkTask {
   virtual void Finish() = 0;
 
  private:
-  friend class WorkerPool;
+  friend class WorkerThreads;
   const int64_t units_;
   std::atomic<int64_t> next_{0};
   std::atomic<int64_t> left_;
 };
 
-class WorkerPool {
+class WorkerThreads {
  public:
   // Threads are named "refitd-copy-N".
-  explicit WorkerPool(int threads);
-  ~WorkerPool();
-  WorkerPool(const WorkerPool&) = delete;
-  WorkerPool& operator=(const WorkerPool&) = delete;
+  explicit WorkerThreads(int threads);
+  ~WorkerThreads();
+  WorkerThreads(const WorkerThreads&) = delete;
+  WorkerThreads& operator=(const WorkerThreads&) = delete;
 
   void Submit(std::shared_ptr<WorkTask> task);
 
@@ -63,4 +63,4 @@ class WorkerPool {
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_HOST_WORKER_POOL_H_
+#endif  // REFITD_TRANSPORT_HOST_WORKER_THREADS_H_
