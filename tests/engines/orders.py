@@ -1,8 +1,8 @@
 """Random orders of updates, sleep, waking, kills and requests over a real engine, and what the engine may answer after each step.
 
-An engine is driven through a `Subject`. REFITD_ENGINES_ORDERS says how many orders there are, and REFITD_ENGINES_SEED which. What an
-order does follows from the seed and its number alone, so that REFITD_ENGINES_FIRST, the number at which a run begins, lets a run that was
-cut go on with another engine.
+An engine is driven through a `Subject`. `tools/engines --orders N` says how many orders there are, and `--seed N` which. What an order
+does follows from these two and its own number alone, so that `--first N`, the number at which a run begins, lets a run that was cut go on
+with another engine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from refitd import testing
 from support import CALL_SECONDS, LOOK_SECONDS, EngineFailed, EngineProcess, TrainerProcess, following, fresh
 
 SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
+ORDERS = int(os.environ.get("REFITD_ENGINES_ORDERS", "10"))
 FIRST = int(os.environ.get("REFITD_ENGINES_FIRST", "0"))
 STEPS = 5  # of an order
 # In these phases of an update somebody is killed.
@@ -54,8 +55,8 @@ class Subject(Protocol):
 
     def gives_no_token(self) -> bool: ...
 
-    def parameters(self) -> list[dict[str, Any]] | None:
-        """By rank, the digest of each parameter and buffer; None where they can't be asked for."""
+    def parameters(self) -> list[dict[str, Any]]:
+        """By rank, the digest of each parameter and buffer."""
 
     def sleep(self, level: int) -> None: ...
 
@@ -79,13 +80,10 @@ class Orders:
         ("update", 10), ("request", 6), ("give_up", 5), ("sleep", 3), ("wake", 4), ("resume", 2), ("kill_trainer", 1), ("kill_daemon", 1),
     )  # fmt: skip
 
-    def __init__(
-        self, subject: Subject, daemon: Any, checkpoints: list[Path], expected: list[tuple[Any, Any]], folder: Path, orders: int
-    ) -> None:
+    def __init__(self, subject: Subject, daemon: Any, checkpoints: list[Path], expected: list[tuple[Any, Any]], folder: Path) -> None:
         assert expected[0][0] != expected[1][0], "the two checkpoints give the same tokens: the test could not fail"
         self.choose = random.Random()
         self.subject, self.daemon, self.checkpoints, self.expected, self.folder = subject, daemon, checkpoints, expected, folder
-        self.orders = orders
         self.version = 0
         self.held: tuple[int, int] | None = None
         self.asleep = False
@@ -96,12 +94,12 @@ class Orders:
         """Makes all orders. Each kill of one of the engine's processes happens in one order, since an engine takes long to come up."""
         started = time.monotonic()
         kills = [(process, phase) for process in self.subject.processes for phase in PHASES]
-        at = dict(zip(random.Random(SEED).sample(range(self.orders), min(self.orders, len(kills))), kills))
+        at = dict(zip(random.Random(SEED).sample(range(ORDERS), min(ORDERS, len(kills))), kills))
         self.trainer.started()
         self.subject.start()
         self._check()
         self._until(lambda found: found["attached"] is True, "it attaches")
-        for number in range(FIRST, self.orders):
+        for number in range(FIRST, ORDERS):
             self.choose.seed(f"{SEED} {number}")
             try:
                 self._order(at.get(number))
@@ -109,7 +107,7 @@ class Orders:
                 error.add_note(f"seed {SEED}, order {number}, steps {self.counts}, held {self.held}, asleep {self.asleep}")
                 raise
             print(f"order {number} after {time.monotonic() - started:.0f} s, version {self.version}", flush=True)
-        print(f"\norders {FIRST} to {self.orders - 1} of seed {SEED} in {time.monotonic() - started:.0f} s: {self.counts}")
+        print(f"\norders {FIRST} to {ORDERS - 1} of seed {SEED} in {time.monotonic() - started:.0f} s: {self.counts}")
 
     def close(self) -> None:
         self.trainer.kill()
@@ -157,7 +155,7 @@ class Orders:
         found = self._until(lambda found: found["ready"], "it is ready")
         assert found["version"] == self.held[0], (found, self.held)
         tokens, parameters = self.expected[self.held[1]]
-        assert self.subject.parameters() in (parameters, None), f"version {self.held[0]}"
+        assert self.subject.parameters() == parameters, f"version {self.held[0]}"
         assert self.subject.tokens() == (tokens, self.held[0])
 
     def _learn(self) -> None:
@@ -279,17 +277,15 @@ class Orders:
         self.trainer.started()
 
 
-def check_random_orders(kind: Callable[[Path, Path, Any], Subject], folder: Path, orders: int) -> None:
-    """Makes so many orders, or as many as were asked for, with a subject of the kind: it is made of a checkpoint, a folder for its log,
-    and a daemon."""
-    orders = int(os.environ.get("REFITD_ENGINES_ORDERS", orders))
+def check_random_orders(kind: Callable[[Path, Path, Any], Subject], folder: Path) -> None:
+    """Makes all orders with a subject of the kind, which is made of a checkpoint, a folder for its log, and a daemon."""
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     loaded = partial(fresh, EngineProcess, tmp_path=folder, generate="generate_one_by_one", dtype="bfloat16")
     with ThreadPoolExecutor(len(checkpoints)) as pool:
         expected = list(pool.map(loaded, checkpoints))
     with testing.daemon() as daemon:
-        world = Orders(kind(checkpoints[0], folder, daemon), daemon, checkpoints, expected, folder, orders)
+        orders = Orders(kind(checkpoints[0], folder, daemon), daemon, checkpoints, expected, folder)
         try:
-            world.run()
+            orders.run()
         finally:
-            world.close()
+            orders.close()

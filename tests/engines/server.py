@@ -69,9 +69,12 @@ class Server:
     def until(self, holds: Callable[[], bool], what: str, seconds: float = CALL_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
-            assert self.process.poll() is None, f"the server ended: {self.log.read_text(errors='replace')[-3000:]}"
+            self.check_runs()
             assert time.monotonic() < deadline, f"{what}: not within {seconds} s: {self.get('/refitd/status')}"
             time.sleep(0.05)
+
+    def check_runs(self) -> None:
+        assert self.process.poll() is None, f"the server ended: {self.log.read_text(errors='replace')[-3000:]}"
 
     def up(self) -> Server:
         self.until(lambda: self.get("/refitd/status")[0] == 200, "the server answers", START_SECONDS)
@@ -86,6 +89,14 @@ class Server:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        """What the method of each rank's worker returns, which is a dict; a route of vLLM's development mode."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/collective_rpc", json.dumps({"method": method}).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+            return list(json.loads(answer.read())["results"])
 
     def tokens_by_version(self) -> dict[int, int]:
         """The counter of generated tokens, from the server's metrics."""
@@ -106,10 +117,10 @@ class Server:
         choice, version = self.choice(prompt, tokens)
         return choice["text"], version
 
-    def choice(self, prompt: str, tokens: int = 8, **asked: Any) -> tuple[dict[str, Any], int]:
-        """As complete, with all that the server tells of the one choice. `asked`: further fields of the request."""
-        how = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **asked}
-        body = json.dumps(how).encode()
+    def choice(self, prompt: str, tokens: int = 8, **more: Any) -> tuple[dict[str, Any], int]:
+        """As complete, with all that the server tells of the one choice. `more`: of the request."""
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+        body = json.dumps(asked).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
         )

@@ -1,11 +1,10 @@
-"""A real vLLM server in random orders of updates, sleep, waking, kills and requests (orders.py): 200 of seed 1, unless `tools/engines
---orders N --seed N` (REFITD_ENGINES_ORDERS, REFITD_ENGINES_SEED) asks for others. Each order that ran is printed."""
+"""A real vLLM server in random orders of updates, sleep, waking, kills and requests (orders.py). There are ten orders, unless
+`tools/engines --orders N --seed N --first N` asks for others; 200 are the whole. Each order that ran is printed."""
 
 from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import vllm
 from engine_program import PROMPTS, TOKENS
 from orders import check_random_orders
 from server import Server
+from support import HERE
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM has no endpoint plugins")
@@ -22,19 +22,21 @@ pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM 
 SILENCE_SECONDS = 0.3
 
 
-class Served:
-    """vLLM's OpenAI server and its worker, asked over HTTP. Parameters can't be asked for."""
+class ServerSubject:
+    """`vllm serve`, whose worker is a process of its own, and which is asked by HTTP alone."""
 
     processes: tuple[str, ...] = ("worker", "server")
     resumes = True
 
     def __init__(self, model: Path, folder: Path, daemon: Any) -> None:
-        self._make = partial(Server, model, folder / "server.log", daemon.socket, VLLM_SERVER_DEV_MODE="1")
+        self._model, self._log, self._daemon = model, folder / "server.log", daemon
         self._server: Any = None
 
     def start(self) -> None:
         if self._server is None:
-            self._server = self._make()
+            path = f"{os.environ['PYTHONPATH']}:{HERE}"
+            extension = ("--worker-extension-cls", "worker_extension.Parameters")
+            self._server = Server(self._model, self._log, self._daemon.socket, *extension, VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path)
         else:
             self._server.start()
         self._server.up()
@@ -47,20 +49,23 @@ class Served:
             self._server.kill()
 
     def status(self) -> dict[str, Any] | None:
-        assert self._server.process.poll() is None, f"the server ended: {self._server.log.read_text(errors='replace')[-3000:]}"
-        found: dict[str, Any] | None = self._server.get("/refitd/status")[1]
-        return found and {**found, "ready": self._server.get("/refitd/ready")[0] == 200}
+        self._server.check_runs()
+        code, found, _ = self._server.get("/refitd/ready")
+        return None if found is None else {**found, "ready": code == 200}
 
     def tokens(self) -> tuple[list[list[int]], int]:
-        choices = [self._server.choice(prompt, TOKENS, return_token_ids=True) for prompt in PROMPTS]
-        (version,) = {version for _, version in choices}
-        return [choice["token_ids"] for choice, _ in choices], version
+        answers = [self._server.choice(prompt, TOKENS, return_token_ids=True) for prompt in PROMPTS]
+        versions = {version for _, version in answers}
+        assert len(versions) == 1, versions
+        return [choice["token_ids"] for choice, _ in answers], versions.pop()
 
     def gives_no_token(self) -> bool:
-        return bool(self._server.gives_no_token(PROMPTS[0], SILENCE_SECONDS))
+        before = self._server.tokens_by_engine()
+        silent = self._server.gives_no_token(PROMPTS[0], SILENCE_SECONDS)
+        return silent and self._server.tokens_by_engine() == before
 
-    def parameters(self) -> None:
-        return None
+    def parameters(self) -> list[dict[str, Any]]:
+        return list(self._server.collective_rpc("refitd_parameters"))
 
     def sleep(self, level: int) -> None:
         assert self._server.post(f"/sleep?level={level}") == 200
@@ -78,6 +83,6 @@ class Served:
             self._server.kill()
 
 
-def test_random_orders(tmp_path: Path) -> None:
+def test_random_orders_over_a_server(tmp_path: Path) -> None:
     """The engine answers with the version that it tells, whole, or not at all; and with each next version again."""
-    check_random_orders(Served, tmp_path, orders=200)
+    check_random_orders(ServerSubject, tmp_path)

@@ -1,6 +1,5 @@
-"""A vLLM in one process in random orders of updates, sleep, waking, kills and requests (orders.py). Few of them, unless
-`tools/engines --orders N --seed N` (REFITD_ENGINES_ORDERS, REFITD_ENGINES_SEED) asks for others; 200 are the whole. Each order that ran is
-printed."""
+"""A vLLM in one process in random orders of updates, sleep, waking, kills and requests (orders.py). There are ten orders, unless
+`tools/engines --orders N --seed N --first N` asks for others; 200 are the whole. Each order that ran is printed."""
 
 from __future__ import annotations
 
@@ -60,4 +59,4 @@ class InProcess:
 
 def test_random_orders_over_an_engine_in_one_process(tmp_path: Path) -> None:
     """The engine answers with the version that it tells, whole, or not at all; and with each next version again."""
-    check_random_orders(InProcess, tmp_path, orders=10)
+    check_random_orders(InProcess, tmp_path)
