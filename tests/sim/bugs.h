@@ -44,7 +44,7 @@ inline constexpr std::array<Planted, 27> kPlanted = {{
     {Bug::kStubbornFill, "stubborn-fill", "GIVE", 1000},
     {Bug::kBlindFill, "blind-fill", "P1", 1000},
     {Bug::kSkippedPart, "skipped-part", "P1 REST", 1000},
-    {Bug::kTwiceStored, "twice-stored", "P1 REST", 4000},
+    {Bug::kTwiceStored, "twice-stored", "P1 REST", 1000},
 }};
 
 }  // namespace refitd::sim
