@@ -116,12 +116,13 @@ class Extractors:
         self.model = fully_shard(model).to_empty(device="cpu")
         self.extractor = FSDPWeightExtractor(self.model)
         self.sizes = [parameter.numel() for parameter in self.model.state_dict().values()]
-        self.group, self.broadcast = broadcasts(port, 0) if rank == 0 else (None, None)
         self.senders, self.ready = {}, []
         for path in ("push", "sharded"):
             refitd.skyrl.install(path, sharded=path == "sharded", socket=socket, device="host", wait_seconds=SECONDS, first_version=1)
             info = refitd.skyrl.InitInfo(override_existing_receiver=False, group=path, instances=ENGINES)
             self.senders[path] = refitd.skyrl.Strategy.create_sender(info, None)
+        # The engines come to the group of broadcasts once they are attached, for which they wait for the senders.
+        self.group, self.broadcast = broadcasts(port, 0) if rank == 0 else (None, None)
 
     def fill(self, version):
         with torch.no_grad():
