@@ -367,7 +367,7 @@ void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
   int64_t bytes = 0;
   for (size_t end = 0; end < rest.size();) {
     bytes += all.BytesOf(rest[end++]);
-    // What is left after the last full part belongs to the part after the loop.
+    // The bytes after the last full part belong to the part that is added after the loop.
     if (bytes < each || bytes == rest_bytes) continue;
     add(rest.first(end), bytes);
     rest.remove_prefix(end);

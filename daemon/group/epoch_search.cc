@@ -27,7 +27,7 @@ std::set<NodeId> EpochSearch::Failed(const std::set<NodeId>& daemons) {
   std::set_difference(daemons.begin(), daemons.end(), proven_.begin(), proven_.end(),
                       std::inserter(tried, tried.end()));
   if (!active() || tried.empty()) {
-    // What was proven before counts no more.
+    // The search begins anew, so no daemon counts as proven any more.
     lists_.clear();
     proven_.clear();
     tried = daemons;

@@ -229,9 +229,9 @@ class DaemonParts {
   Attached AttachRegistered(const std::string& group, const std::string& instance = "i") {
     return Attach(Engine(instance, DeliveryMode::kRegistered), group, Spec(), nullptr, kPatience);
   }
-  static Arrival Trainer() {
+  static Arrival Trainer(int rank = 0, int world_size = 1) {
     Arrival arrival;
-    arrival.identity = TrainerIdentity();
+    arrival.identity = TrainerIdentity{.rank = rank, .world_size = world_size};
     return arrival;
   }
   static Arrival Engine(const std::string& instance, DeliveryMode delivery, int rank = 0,

@@ -435,6 +435,13 @@ struct Gpus {
     begin.broadcast = broadcast;
     return parts.Call(trainer, begin);
   }
+  // Attaches an engine rank on GPU-1, and opens an update that moves bytes without a broadcast.
+  void OpenDirect() {
+    const Attached engine = AttachEngine("i", 1);
+    const Answer begun = Begin(BroadcastMethod::kDirect);
+    parts.Ready(engine);
+    REQUIRE(begun.status().ok());
+  }
   Answer Lease(CallId call) {
     LeaseSlotEvent lease;
     lease.version = Version(1);
@@ -470,7 +477,7 @@ struct Gpus {
     return parts.state().groups.Find("g")->preparing_begins;
   }
 
-  // What pushes point to: the trainer's block, and GPUs.
+  // Pushes point to the trainer's block, by its handle, and to GPUs, by their names.
   const std::string source = HandleOf(7);
   const std::vector<std::string> names = {"GPU-0", "GPU-1", "GPU-2", "GPU-3"};
   std::shared_ptr<FakeMemory> memory = std::make_shared<FakeMemory>();
@@ -480,10 +487,7 @@ struct Gpus {
 
 TEST_CASE("a push by handles writes into the engine's GPU, and is closed when it is answered") {
   Gpus gpus;
-  const Attached engine = gpus.AttachEngine("i", 1);
-  const Answer begun = gpus.Begin(BroadcastMethod::kDirect);
-  gpus.parts.Ready(engine);
-  REQUIRE(begun.status().ok());
+  gpus.OpenDirect();
   gpus.memory->Fill(gpus.source, "ondevice");
   REQUIRE(gpus.memory->open_blocks() == 1);  // the engine's
   CHECK_THAT(Message(gpus.Send(gpus.Push(3), gpus.parts.daemon().NewCall()).status()),
@@ -542,10 +546,7 @@ TEST_CASE("calls of a member that wait for device memory are limited, and count 
 
 TEST_CASE("a slot on a GPU is leased after the slots there are made") {
   Gpus gpus;
-  const Attached engine = gpus.AttachEngine("i", 1);
-  const Answer begun = gpus.Begin(BroadcastMethod::kDirect);
-  gpus.parts.Ready(engine);
-  REQUIRE(begun.status().ok());
+  gpus.OpenDirect();
   gpus.parts.AwaitRegionsThread();
   gpus.memory->can_make = absl::ResourceExhaustedError("too little memory is free");
   CHECK_THAT(Message(gpus.Lease().status()), Contains("too little memory is free"));

@@ -344,7 +344,7 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
     std::string times;  // for each byte: how often it was delivered
   };
   std::map<std::string, Staged> staged_tensors_;
-  // What the previous update delivered, which an abort may leave valid.
+  // The bytes that the previous update delivered; an abort may leave them valid.
   std::map<std::string, Staged> before_;
   std::string staged_error_;
   int64_t next_part_ = 0;

@@ -40,14 +40,7 @@ constexpr size_t kMaxFlightBytes = 16 << 10;
 // Returns certificates that outlast a run of many hours.
 std::shared_ptr<const Certificates> MakeCertificates() {
   const TestAuthority root("fuzz");
-  const std::string identity = "spiffe://fuzz/daemon";
-  const IssuedCertificate issued = root.Issue({.uris = {identity}, .until_seconds = 20 * 3600});
-  auto own = std::make_shared<Certificates>();
-  own->certificate = issued.certificate;
-  own->key = issued.key;
-  own->roots = root.root();
-  own->identity = identity;
-  return own;
+  return IssueCertificates(root, "spiffe://fuzz/daemon", root, 20 * 3600);
 }
 
 // Returns the record with which a daemon that has these certificates begins a connection.

@@ -86,7 +86,8 @@ class Store {
 struct Tasks {
   std::vector<Task> tasks;
   std::vector<Chunk> chunks;
-  // Where the chunks of each block's pieces begin, and the end. Pieces come in the order of blocks.
+  // The index of the first chunk of each block's pieces, and the number of all chunks. Pieces come
+  // in the order of blocks.
   std::vector<size_t> first_chunk;
   std::vector<size_t> chunk_of_task;  // each task's first chunk, and the end
 };

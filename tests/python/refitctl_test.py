@@ -237,7 +237,7 @@ class RefitctlTest(unittest.TestCase):
             self.assertEqual(shown, [("a", "self", 0), ("b", "joined", 1)])
             self.assertEqual([(node["daemon_id"], node["state"]) for node in far["nodes"]], [("a", "joined")])
             source, sink = near["nodes"]
-            # What moved is one copy of the model, with the gaps that align its tensors.
+            # The bytes that moved are one copy of the model, with the gaps that align its tensors.
             moved = int(source["bytes_sent"])
             self.assertTrue(pushed["bytes"] <= moved <= pushed["bytes"] + TENSORS * 512, moved)
             self.assertEqual(source["sends"], [{"daemon_id": "b", "bytes": str(moved)}])

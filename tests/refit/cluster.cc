@@ -69,12 +69,8 @@ int Cluster::Add(int daemon, Arrival arrival, std::string label, Layout layout) 
 }
 
 int Cluster::AddTrainer(int daemon, int rank, int world, Layout layout) {
-  Arrival arrival;
-  TrainerIdentity who;
-  who.rank = rank;
-  who.world_size = world;
-  arrival.identity = who;
-  return Add(daemon, std::move(arrival), fmt::format("trainer {}", rank), std::move(layout));
+  return Add(daemon, DaemonParts::Trainer(rank, world), fmt::format("trainer {}", rank),
+             std::move(layout));
 }
 
 int Cluster::AddEngine(int daemon, const std::string& instance, int rank, int world,

@@ -23,8 +23,8 @@ BioPtr Open(const std::string& pem) {
 void CompleteChain(SSL_CTX* context, bool in_file) {
   SSL_CTX_set_mode(context, SSL_MODE_NO_AUTO_CHAIN);
   if (in_file) return;
-  // Where no certificates lead to a root, the own one goes alone, and the other end says why it
-  // refuses it.
+  // If no certificates lead from the own one to a root, the own one goes alone. The other end then
+  // says why it refuses the certificate.
   SSL_CTX_build_cert_chain(context, SSL_BUILD_CHAIN_FLAG_IGNORE_ERROR |
                                         SSL_BUILD_CHAIN_FLAG_CLEAR_ERROR |
                                         SSL_BUILD_CHAIN_FLAG_NO_ROOT);

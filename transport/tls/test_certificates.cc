@@ -132,10 +132,10 @@ IssuedCertificate TestAuthority::Issue(const CertificateRequest& request) const 
 
 std::shared_ptr<const Certificates> IssueCertificates(const TestAuthority& signer,
                                                       const std::string& identity,
-                                                      const TestAuthority& root) {
-  CertificateRequest request;
-  request.uris = {identity};
-  const IssuedCertificate issued = signer.Issue(request);
+                                                      const TestAuthority& root,
+                                                      long until_seconds) {
+  const IssuedCertificate issued =
+      signer.Issue({.uris = {identity}, .until_seconds = until_seconds});
   auto own = std::make_shared<Certificates>();
   own->certificate = issued.certificate;
   own->key = issued.key;

@@ -43,9 +43,11 @@ class TestAuthority {
 };
 
 // A certificate of `identity` (a URI) that `signer` issued, with its key; its holder trusts `root`.
+// It is good for `until_seconds` from now.
 std::shared_ptr<const Certificates> IssueCertificates(const TestAuthority& signer,
                                                       const std::string& identity,
-                                                      const TestAuthority& root);
+                                                      const TestAuthority& root,
+                                                      long until_seconds = 3600);
 // Writes each file under another name first and renames it then, as issuers' tools do.
 void WriteTlsFiles(const TlsFiles& files, const IssuedCertificate& own, const std::string& roots);
 // FOLDER/NAME.crt, FOLDER/NAME.key and FOLDER/NAME.roots.
