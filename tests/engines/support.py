@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -148,6 +149,67 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class LaunchedProcesses:
+    """Two engine processes as an external launcher starts them, each with one of two tensor-parallel ranks. Used as an EngineProcess: calls
+    go to both, whose answers must be equal, but for lists by rank."""
+
+    def __init__(self, model: Path, log: Path, *, follow: dict[str, Any] | None, tp: int = 2, **llm: Any) -> None:
+        assert tp == 2
+        self.log = log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes = [
+            LaunchedProcess(model, log.with_name(f"{log.stem}-{rank}.log"), follow=follow, launched=(rank, tp, port), **llm) for rank in range(tp)
+        ]
+
+    def started(self) -> LaunchedProcesses:
+        for process in self.processes:
+            process.started()
+        return self
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        self._lists = name in ("parameters", "status")
+        for process in self.processes:
+            process.begin(name, *arguments)
+
+    def result(self) -> Any:
+        answers = [process.result() for process in self.processes]
+        if self._lists:
+            return [entry for of_process in answers for entry in of_process]
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self.result()
+
+    def __enter__(self) -> LaunchedProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+        # vLLM on a CPU gives the memory by which its ranks talk one name under every external launcher, and makes none where the name is in use.
+        for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            left.unlink()
+
+
+class LaunchedProcess(EngineProcess):
+    """One of LaunchedProcesses."""
+
+    def __init__(self, *arguments: Any, launched: tuple[int, int, int], **options: Any) -> None:
+        """`launched`: rank, number of ranks, and the port at which they meet."""
+        self._launched = launched
+        super().__init__(*arguments, **options)
+
+    def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
+        rank, ranks, port = (str(number) for number in self._launched)
+        super()._set_up(environment, llm, follows, 1)
+        environment.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        llm.update(tensor_parallel_size=int(ranks), distributed_executor_backend="external_launcher")
 
 
 class SglangProcess(EngineProcess):

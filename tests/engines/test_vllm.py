@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import support
 import torch
 import vllm
 from safetensors.torch import load_file
-from support import CheckpointTrainer, EngineFailed, EngineProcess, Sending, check_refused, following, fresh, manifest_of, update
+from support import CheckpointTrainer, EngineFailed, EngineProcess, LaunchedProcesses, Sending, check_refused, following, fresh, manifest_of, update
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
@@ -60,6 +61,39 @@ def test_five_versions_where_linear_layers_are_prepacked(name: str, folder: Path
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-one-kv-head", "qwen3-odd-vocabulary", "qwen3-moe"])
 def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_five_versions_under_an_external_launcher(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    support.check_five_versions(LaunchedProcesses, name, folder, daemon, tmp_path, tp=2)
+
+
+def test_launched_processes_that_ask_at_different_times_take_each_version_together(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """A process that took a version while the other generates would wait for it until the update is given up."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    choose = random.Random(SEED)
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    tokens: dict[int, Any] = {}
+    try:
+        with LaunchedProcesses(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engines:
+            engines.started()
+            update(engines, trainer, 1, checkpoints[0])
+            for version in range(2, 12):
+                sending = Sending(trainer, version, checkpoints[version % 2])
+                held = version - 1
+                while held < version:
+                    for process in engines.processes:
+                        process.begin("poll", 0.0)
+                        time.sleep(choose.random() * 0.02)
+                    states = [process.result() for process in engines.processes]
+                    assert states[0] == {**states[1], "last_pause_seconds": states[0]["last_pause_seconds"]}, version
+                    held = states[0]["version"]
+                    now = engines.call("generate")
+                    assert now == tokens.setdefault(held % 2, now), version
+                assert sending.result().instances[0].committed, version
+    finally:
+        trainer.close()
+    assert tokens[0] != tokens[1], "the two checkpoints give the same tokens: the test could not fail"
 
 
 @pytest.mark.parametrize("name", models.QUANTISED)

@@ -8,7 +8,8 @@ vLLM makes it when the model is loaded, and calls it on the worker's own thread:
 
 Ranks: refitd's rank is vLLM's, `data_parallel_index * world_size + rank`, so that all replicas of one server commit together. Where
 replicas have servers of their own (external load balancing), each is an instance, with "-dpN" after its name. With `drivers=1` the
-instance has one more rank, the last, which registers nothing: the driver (`driver.py`), without which no version commits.
+instance has one more rank, the last, which registers nothing: the driver (`driver.py`), without which no version commits. Under an external
+launcher each process has a driver.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from ..errors import FailedPrecondition
 from . import _versions, evidence, set_backend
 from .delivery import Delivery, decide
+from .launched import by_external_launcher
 from .manifest import read_manifest
 from .rank import PREPARE_SECONDS, Rank, keep_memory, tensors_of
 from .settings import Settings
@@ -185,6 +187,8 @@ def place(config: Any, instance: str, workers: int = 0) -> tuple[int, int, str]:
     `workers`: of all replicas of the server together, as its driver knows; 0: the config says. A worker of a dense model does not know
     of other replicas: vLLM tells it that there is one, and only `data_parallel_index` is its own.
     """
+    if by_external_launcher(config):
+        return config.rank, config.world_size, instance
     if getattr(config, "data_parallel_external_lb", False) or getattr(config, "data_parallel_hybrid_lb", False):
         return config.rank % config.world_size, config.world_size, f"{instance}-dp{config.data_parallel_index}"
     replicas = workers // config.world_size if workers else config.data_parallel_size

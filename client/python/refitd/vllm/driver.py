@@ -1,8 +1,8 @@
 """Lets a vLLM engine take new weights when the trainer refits, with no call to the engine from outside.
 
-The driver is one more rank of the engine's instance, the last, with no weights. So it hears Prepare itself, pauses the engine, lets
-the workers' ranks answer, and is ready last; the daemon writes nothing before. What to do when is decided by `lifecycle.py`; this
-module carries it out through calls that vLLM has for everyone.
+The driver is one more rank of the engine's instance, after the workers', with no weights. So it hears Prepare itself, pauses the engine,
+lets the workers' ranks answer, and is ready last; the daemon writes nothing before. Under an external launcher each process has a driver,
+which is a rank of its own. What to do when is decided by `lifecycle.py`; this module carries it out through calls that vLLM has for everyone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from ..events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
-from . import lifecycle
+from . import launched, lifecycle
 from .lifecycle import Lifecycle
 from .settings import Settings
 
@@ -56,8 +56,18 @@ class Controls(Protocol):
 class Driver:
     """Drives one engine. Thread-safe; `step` does the work, on a thread that only does that or on the caller's."""
 
-    def __init__(self, controls: Controls, settings: Settings, *, world_size: int, clean: bool, patient: bool = True) -> None:
-        """`world_size`: of the workers' ranks. `clean`: whether the engine started from a checkpoint. `patient`: whether attaching is
+    def __init__(
+        self,
+        controls: Controls,
+        settings: Settings,
+        *,
+        world_size: int,
+        clean: bool,
+        patient: bool = True,
+        index: int = 0,
+        drivers: int = 1,
+    ) -> None:
+        """`world_size`: of the workers' ranks. `index`: of this driver among the instance's `drivers`. `clean`: whether the engine started from a checkpoint. `patient`: whether attaching is
         tried again after any error, which `status` then tells; else it is for as long as daemon and group are not there, and at most
         for settings.wait_seconds. Attaches nothing yet."""
         self.settings = settings.checked()
@@ -67,6 +77,8 @@ class Driver:
         self._controls = controls
         self._patient = patient
         self._world_size = world_size
+        self._index = index
+        self._drivers = drivers
         self._lock = threading.RLock()  # of the machine and of what it calls for
         self._closed = threading.Event()
         self._member: Engine | None = None
@@ -110,26 +122,46 @@ class Driver:
         with self._lock:
             self._do(self.machine.start())
 
+    def begins(self, seconds: float) -> bool:
+        """Takes events until an update begins, which is left to `step`; returns whether one began within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            member = self._member
+            event = self._next(member, max(0.0, deadline - time.monotonic()))
+            if member is None or event is None:
+                return False
+            if isinstance(event, Prepare):
+                member._put_back(event)
+                return True
+            self._take(member, event)
+
     def step(self, seconds: float) -> bool:
         """Takes the next event and does what it calls for; returns whether there was one within `seconds`."""
         member = self._member
+        event = self._next(member, seconds)
+        if member is None or event is None:
+            return False
+        self._take(member, event)
+        return True
+
+    def _next(self, member: Engine | None, seconds: float) -> Event | Error | None:
+        """The next event, or the error that ended the lease; None where there was none within `seconds`, or soon where nothing is attached."""
         if member is None:
             self._closed.wait(min(seconds, 0.05))
-            return False
+            return None
         try:
-            event = member._next_unless(self._closed, seconds)
+            return member._next_unless(self._closed, seconds)
         except Closed:
-            return False
+            return None
         except Error as error:
-            with self._lock:
-                self._do(self.machine.write_failed(f"the lease ended: {error}"))
-            return True
-        if event is None:
-            return False
+            return error
+
+    def _take(self, member: Engine, event: Event | Error) -> None:
         with self._lock:
-            if self._member is member:
+            if isinstance(event, Error):
+                self._do(self.machine.write_failed(f"the lease ended: {event}"))
+            elif self._member is member:
                 self._do(self._told(event))
-        return True
 
     def sleep(self, level: int) -> None:
         """Puts the engine to sleep, after an update that runs."""
@@ -236,7 +268,7 @@ class Driver:
         return []
 
     def _attach(self, dirty: bool) -> None:
-        """The driver's rank first: it waits for the group here, where nobody else waits."""
+        """Attaches the driver's rank first: it waits for the group here, where nobody else waits."""
         settings, machine = self.settings, self.machine
         held: dict[str, Any] = {}
         if not dirty and machine.version is not None:
@@ -244,8 +276,8 @@ class Driver:
         member = Engine(
             settings.group,
             instance=settings.instance,
-            rank=self._world_size,
-            world_size=self._world_size + 1,
+            rank=self._world_size + self._index,
+            world_size=self._world_size + self._drivers,
             socket=settings.socket,
             coordinator=settings.coordinator,
             device="host",
@@ -268,7 +300,7 @@ class Driver:
                 "arena_bytes": settings.arena_bytes,
                 "wait_seconds": settings.wait_seconds,
                 "reattach_seconds": settings.reattach_seconds,
-                "drivers": 1,
+                "drivers": self._drivers,
                 "workers": self._world_size,
                 "dirty": dirty,
             }
@@ -339,7 +371,8 @@ class Follower:
         weights.wait(1)
         outputs = llm.generate(prompts)
 
-    Not thread-safe: call it where you call the LLM.
+    Not thread-safe: call it where you call the LLM. With vLLM's external launcher make one in every process, and call its methods alike
+    in all of them, as those of the LLM: each version is then in all of them between the same two calls of `generate`.
     """
 
     def __init__(self, llm: Any, **options: Any) -> None:
@@ -352,36 +385,69 @@ class Follower:
         """
         config = llm.llm_engine.vllm_config
         check_backend(config)
-        controls = OfflineControls(llm)
-        driver = Driver(controls, Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config), patient=False)
+        processes = launched.Launched() if launched.by_external_launcher(config.parallel_config) else launched.Alone()
+        controls = OfflineControls(llm, processes)
+        driver = Driver(
+            controls,
+            Settings.of(options),
+            world_size=world_size_of(config),
+            clean=starts_clean(config),
+            patient=False,
+            index=processes.index,
+            drivers=processes.count,
+        )
         controls.stand_before_sleep(driver)
-        self._begin(driver)
+        self._begin(driver, processes)
 
     @classmethod
     def of(cls, driver: Driver) -> Follower:
         """Of an offline engine of another kind."""
         made = cls.__new__(cls)
-        made._begin(driver)
+        made._begin(driver, launched.Alone())
         return made
 
-    def _begin(self, driver: Driver) -> None:
+    def _begin(self, driver: Driver, processes: launched.Alone) -> None:
         self.driver = driver
-        driver.start()
+        self._processes = processes
+        failure: Exception | None = None
+        try:
+            driver.start()
+        except Exception as error:
+            failure = error
+        failures = processes.all(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for index, said in enumerate(failures):
+            if said is not None:
+                driver.close()
+                raise FailedPrecondition(f"process {index} did not attach: {said}", culprit=f"process {index}")
 
     def poll(self, seconds: float = 0.0) -> int | None:
-        """Takes updates that are due, waiting `seconds` for the first; returns the version here."""
-        while self.driver.step(seconds):
+        """Takes updates that are due, waiting up to `seconds` for the first to begin; returns the version here."""
+        while self._take_update(seconds):
             seconds = 0.0
         return self.driver.version
 
     def wait(self, version: int, timeout_seconds: float = 600.0) -> int:
         """Takes updates until `version` or a newer one is here, and whole; returns it. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_seconds
-        while not self.driver.ready() or self.driver.version is None or self.driver.version < version:
-            if time.monotonic() > deadline:
+        while True:
+            here = self.driver.version if self.driver.ready() else None
+            remaining = deadline - time.monotonic()
+            said = self._processes.all((here, remaining < 0))
+            if here is not None and all(theirs is not None and theirs >= version for theirs, _ in said):
+                return here
+            if any(late for _, late in said):
                 raise TimeoutError(f"version {version} did not come within {timeout_seconds} s: {self.driver.status()}")
-            self.driver.step(min(1.0, max(0.0, deadline - time.monotonic())))
-        return self.driver.version
+            self._take_update(min(1.0, max(0.0, remaining)))
+
+    def _take_update(self, seconds: float) -> bool:
+        """Takes the update that begins within `seconds`, in all processes where any has heard of it; returns whether there was one."""
+        begun = any(self._processes.all(self.driver.begins(seconds)))
+        if begun and self.driver.begins(PREPARE_SECONDS):
+            self.driver.step(0.0)
+        self._processes.compare(self.driver.machine.state is lifecycle.State.SERVING, self.driver.version)
+        return begun
 
     def close(self) -> None:
         self.driver.close()
@@ -390,14 +456,14 @@ class Follower:
 class OfflineControls:
     """Of a vllm.LLM, which generates only while `generate` runs: while it is paused, it takes no request (P2)."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, processes: launched.Alone) -> None:
         self._llm = llm
         self._paused = False
         self._sleep, self._wake_up = llm.sleep, llm.wake_up
         add_request = llm.llm_engine.add_request
 
         def add_request_unless_paused(*arguments: Any, **options: Any) -> Any:
-            if self._paused:
+            if self._paused or processes.apart:
                 raise FailedPrecondition("the engine's weights are not one whole version: call Follower.wait before generate")
             return add_request(*arguments, **options)
 
@@ -477,6 +543,8 @@ def update_info(version: int) -> dict[str, Any]:
 def world_size_of(config: Any) -> int:
     """How many workers' ranks the instance has; the same rule as backend.place."""
     parallel = config.parallel_config
+    if launched.by_external_launcher(parallel):
+        return int(parallel.world_size)
     if getattr(parallel, "data_parallel_external_lb", False) or getattr(parallel, "data_parallel_hybrid_lb", False):
         return int(parallel.world_size)
     return int(parallel.data_parallel_size * parallel.world_size)
