@@ -2,7 +2,8 @@
 
 The engines answer the routes of vLLM that SkyRL calls, and are attached by what SkyRL's initialisation tells them. Each has a worker
 with SkyRL's own extension, whose backend stands for refitd's: as that one, it takes a version only when the worker is told to. The
-extractor asks for the current CUDA device, which is replaced by the CPU. SkyRL imports flash_attn, which needs a GPU to build and is
+extractor asks for the current CUDA device, which is replaced by the CPU where a test has no GPUs. Tests with GPUs need two of them:
+the ranks then gather over NCCL, and each engine is on the GPU of a rank. SkyRL imports flash_attn, which needs a GPU to build and is
 not called here: an empty stand-in takes its name. The worker's extension asks vLLM, which is not here, for a context in which to load.
 Nothing of SkyRL itself is replaced.
 """
@@ -37,6 +38,7 @@ for name in ("flash_attn", "flash_attn.bert_padding"):
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap  # noqa: E402
 
 import refitd  # noqa: E402
+import refitd.cuda  # noqa: E402
 from ranks_util import Ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 
@@ -87,10 +89,23 @@ class Server:
     """An engine behind HTTP, attached when SkyRL initialises weight transfer. It is its worker's backend as well."""
 
     def __init__(
-        self, socket, refuses=(), dies=(), returns=False, float32=(), width=USUAL_WIDTH, deaf=(), unusable=(), left_open=False, halves=False
+        self,
+        socket,
+        refuses=(),
+        dies=(),
+        returns=False,
+        float32=(),
+        width=USUAL_WIDTH,
+        deaf=(),
+        unusable=(),
+        left_open=False,
+        halves=False,
+        gpu=None,
     ):
-        """`halves`: the engine has two tensor-parallel ranks, each with the first or the last rows of each tensor. `refuses`, `dies`: versions. `returns`: after it died a new engine attaches, which lacks weights. `deaf`: versions that its
-        route refuses. `unusable`: versions that fail in the worker after they were committed. `left_open`: a sync before never ended."""
+        """`halves`: the engine has two tensor-parallel ranks, each with the first or the last rows of each tensor. `refuses`, `dies`: versions.
+        `returns`: after it died a new engine attaches, which lacks weights. `deaf`: versions that its route refuses. `unusable`: versions
+        that fail in the worker after they were committed. `left_open`: a sync before never ended. `gpu`: torch's number of the GPU that
+        has its weights; None: host memory."""
         from aiohttp import web
 
         self.socket, self.refuses, self.dies, self.returns = socket, refuses, dies, returns
@@ -100,7 +115,12 @@ class Server:
             self.worker.skyrl_start_weight_update(is_checkpoint_format=False)
         shapes = {name: tuple(parameter.shape) for name, parameter in model_of(1, width).state_dict().items()}
         dtypes = {name: torch.float32 if name in float32 else DTYPE for name in shapes}
-        self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in shapes.items()}
+        if gpu is None:
+            self.device = "host"
+            self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in shapes.items()}
+        else:
+            self.device = refitd.cuda.device_uuid(gpu)
+            self.held = {name: torch.full(shape, torch.nan, dtype=dtypes[name], device=f"cuda:{gpu}") for name, shape in shapes.items()}
         self.events, self.by_version = [], {}
         self.engine = None
         self.loop = asyncio.new_event_loop()
@@ -148,11 +168,11 @@ class Server:
             threading.Thread(target=lambda: [event.ready() for event in self.other if isinstance(event, refitd.Prepare)]).start()
             self.engine = self.half(0)
             return
-        self.engine = refitd.Engine(socket=self.socket, device="host", wait_seconds=SECONDS, **self.told, **options)
+        self.engine = refitd.Engine(socket=self.socket, device=self.device, wait_seconds=SECONDS, **self.told, **options)
         self.engine.register(self.held)
 
     def half(self, rank):
-        engine = refitd.Engine(rank=rank, world_size=2, socket=self.socket, device="host", wait_seconds=SECONDS, **self.told)
+        engine = refitd.Engine(rank=rank, world_size=2, socket=self.socket, device=self.device, wait_seconds=SECONDS, **self.told)
         shards = []
         for name, tensor in self.held.items():
             middle = (len(tensor) + 1) // 2
@@ -209,24 +229,35 @@ class ExporterFailed(Exception):
     pass
 
 
-def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, options):
+def mesh_of(world, gpu):
+    """All ranks, over gloo; over NCCL where each has a GPU, whose number is `gpu`."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    if gpu is None:
+        return init_device_mesh("cpu", (world,))
+    torch.cuda.set_device(gpu)
+    return DeviceMesh.from_group(torch.distributed.new_group(backend="nccl"), "cuda")
+
+
+def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, gpus, options):
     """What a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version. `spoil`: changes the
     first sync's metadata. `chunks_of`: makes other chunks of those of each sync. `absent`: a rank that does not come to the first sync.
-    `options`: of install."""
+    `gpus`: torch's number of each rank's GPU; None: the ranks have none. `options`: of install."""
     from skyrl.backends.skyrl_train import weight_sync
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
     from skyrl.train.config.config import InferenceEngineConfig
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
     import refitd.skyrl
 
-    refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host", **options)
+    gpu = None if gpus is None else gpus[rank]
+    mesh = mesh_of(world, gpu)
+    refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host" if gpu is None else refitd.cuda.device_uuid(gpu), **options)
     client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
     config = InferenceEngineConfig(num_engines=len(urls), weight_sync_backend="refitd")
-    model = fully_shard(model_of(1, width), mesh=init_device_mesh("cpu", (world,)))
+    model = fully_shard(model_of(1, width).to(mesh.device_type), mesh=mesh)
     extractor = FSDPWeightExtractor(model)
     errors = {}
 
@@ -244,7 +275,7 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
         for version in versions:
             with torch.no_grad():
                 for parameter, new in zip(model.parameters(), model_of(version, width).parameters()):
-                    parameter.copy_(distribute_tensor(new, parameter.device_mesh, parameter.placements))
+                    parameter.copy_(distribute_tensor(new.to(mesh.device_type), parameter.device_mesh, parameter.placements))
             metadata = extractor.get_weight_metadata(DTYPE)
             if spoil is not None and version == versions[0]:
                 spoil(rank, metadata)
@@ -259,8 +290,12 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
         sender.teardown()
         await client.teardown()
 
-    with mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")):
-        asyncio.run(run())
+    if gpu is None:
+        with mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")):
+            asyncio.run(run())
+    else:
+        with torch.cuda.stream(torch.cuda.Stream()):  # SkyRL's workers may have their own current stream
+            asyncio.run(run())
     return errors
 
 
@@ -271,13 +306,26 @@ def daemon():
 
 
 def run(
-    daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, chunks_of=None, width=USUAL_WIDTH, absent=None, install=None, engines=2, **options
+    daemon,
+    group,
+    *,
+    sharded=False,
+    versions=(1, 2, 3),
+    spoil=None,
+    chunks_of=None,
+    width=USUAL_WIDTH,
+    absent=None,
+    gpus=None,
+    install=None,
+    engines=2,
+    **options,
 ):
-    """`install`: options of install; `engines`: how many; `options`: of the servers."""
-    servers = [Server(daemon.socket, width=width, **options) for _ in range(engines)]
+    """`gpus`: torch's numbers of the GPUs, on each of which are a trainer rank and an engine; None: host memory. `install`: options of
+    install; `engines`: how many; `options`: of the servers."""
+    servers = [Server(daemon.socket, width=width, gpu=None if gpus is None else gpus[i], **options) for i in range(engines)]
     urls = [server.url for server in servers]
     try:
-        errors = RANKS.run(sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, install or {})
+        errors = RANKS.run(sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, gpus, install or {})
     finally:
         for server in servers:
             server.close()
@@ -287,7 +335,7 @@ def run(
 def check_equal(held, expected):
     assert list(held) == list(expected)
     for name, tensor in expected.items():
-        assert held[name].dtype == tensor.dtype and torch.equal(held[name], tensor), name
+        assert held[name].dtype == tensor.dtype and torch.equal(held[name].cpu(), tensor), name
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -677,6 +725,53 @@ def test_a_trainer_rank_that_is_missing_is_named_and_nothing_was_sent(daemon, sh
     servers, errors = run(daemon, f"missing-{sharded}", sharded=sharded, versions=(1,), absent=1, install={"update_seconds": 10.0})
     assert errors[0][1].startswith("DeadlineExceeded: trainer rank 1 did not begin the sync within 10.0 s") and errors[1] == {}
     assert [server.events for server in servers] == [[], []]
+
+
+# The ranks' order is not the GPUs', so that a thread that has torch's first GPU, and not its rank's, is noticed.
+GPUS = (1, 0)
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def late_on_its_stream(rank, first, chunks):
+    """On rank 0 the current stream has work before each chunk's bytes: who reads them without waiting for that stream reads others."""
+    for chunk in chunks:
+        if rank == 0:
+            right = chunk.tensors
+            chunk.tensors = [torch.full_like(tensor, torch.nan) for tensor in right]
+            torch.cuda._sleep(200_000_000)
+            for tensor, bytes_of in zip(chunk.tensors, right):
+                tensor.copy_(bytes_of)
+        yield chunk
+
+
+@two_gpus
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("width", [USUAL_WIDTH, WIDE, "moe"])
+def test_colocated_engines_take_every_sync_from_the_memory_of_the_trainers_gpus(daemon, sharded, width):
+    servers, errors = run(daemon, f"gpus-{sharded}-{width}", sharded=sharded, width=width, gpus=GPUS)
+    assert errors == [{}, {}]
+    for server in servers:
+        for version in (1, 2, 3):
+            check_equal(server.by_version[version], held_by(version, width))
+
+
+@two_gpus
+def test_a_push_from_a_gpu_waits_for_the_stream_on_which_the_chunk_is_made(daemon):
+    servers, errors = run(daemon, "stream", chunks_of=late_on_its_stream, gpus=GPUS)
+    assert errors == [{}, {}]
+    for server in servers:
+        for version in (1, 2, 3):
+            check_equal(server.by_version[version], held_by(version))
+
+
+@two_gpus
+@pytest.mark.parametrize("sharded", [False, True])
+def test_colocated_engines_that_die_in_a_sync_end_it_on_every_rank_and_those_that_come_instead_take_the_next(daemon, sharded):
+    servers, errors = run(daemon, f"gpus-die-{sharded}", sharded=sharded, dies=(2,), returns=True, gpus=GPUS)
+    assert [list(of_rank) for of_rank in errors] == [[2], [2]], errors
+    for server in servers:
+        assert list(server.by_version) == [1, 3]
+        check_equal(server.by_version[3], held_by(3))
 
 
 def test_before_install_nothing_is_made(monkeypatch):
