@@ -69,6 +69,8 @@ def interpreter_of(engine: str, python: str) -> Path:
     root = torch_env.environments()
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"engines-{engine}-{made_from.hexdigest()[:12]}"
+    if (folder / "complete").exists():
+        return folder / "bin/python"
     with torch_env.locked(root / "engines.lock"):
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -122,6 +122,8 @@ def interpreter_of(version: str, python: str) -> Path:
     root = environments()
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"torch-{version}-{made_from.hexdigest()[:12]}"
+    if (folder / "complete").exists():
+        return folder / "bin/python"
     with locked(root / "torch.lock"):
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
