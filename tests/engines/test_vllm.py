@@ -51,7 +51,7 @@ def test_five_versions_where_linear_layers_are_prepacked(name: str, folder: Path
     # No reload for what only prepacks, and memory beside the modules only for parameters that these drop once they are prepacked.
     assert {"model.layers.0.self_attn.qkv_proj", "model.embed_tokens"} <= set(delivery["prepacked"])
     reloaded = {parameter.rpartition(".")[0] for parameter in delivery["processed"]} - set(delivery["prepacked"])
-    assert all(module.endswith(".mlp.experts") for module in reloaded), reloaded
+    assert all(".mlp.experts" in module for module in reloaded), reloaded
     if name != "qwen3-moe":
         checkpoint = load_file(models.make(name, folder, 1, "float32") / "model.safetensors")
         dropped = sum(tensor.nbytes for key, tensor in checkpoint.items() if key.endswith("_proj.weight"))

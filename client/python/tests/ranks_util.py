@@ -5,6 +5,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,10 @@ class Ranks:
     Each run has a process group of its own. After a run that failed the next one has new processes.
     """
 
-    def __init__(self, world):
+    def __init__(self, world, *, gpus=True):
+        """`gpus`: whether the processes see GPUs of the machine."""
         self._world = world
+        self._gpus = gpus
         self._context = multiprocessing.get_context("spawn")
         self._ranks = []
 
@@ -88,7 +91,8 @@ class Ranks:
         for rank in range(self._world):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(rank, self._world, theirs), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, {} if self._gpus else {"CUDA_VISIBLE_DEVICES": ""}):
+                process.start()
             theirs.close()
             self._ranks.append((process, ours))
 

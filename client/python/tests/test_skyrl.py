@@ -49,7 +49,8 @@ SLOT_BYTES = 1 << 20
 # With this one both weights are larger than a slot.
 WIDE = 1 << 17
 # SkyRL takes long to import, so that the ranks of all tests are the same processes.
-RANKS = Ranks(2)
+RANKS = Ranks(2, gpus=False)
+RANKS_WITH_GPUS = Ranks(2)
 
 
 def model_of(version, width=USUAL_WIDTH):
@@ -301,7 +302,7 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
 
 @pytest.fixture(scope="module")
 def daemon():
-    with testing.daemon() as running, RANKS:
+    with testing.daemon() as running, RANKS, RANKS_WITH_GPUS:
         yield running
 
 
@@ -325,7 +326,8 @@ def run(
     servers = [Server(daemon.socket, width=width, gpu=None if gpus is None else gpus[i], **options) for i in range(engines)]
     urls = [server.url for server in servers]
     try:
-        errors = RANKS.run(sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, gpus, install or {})
+        ranks = RANKS if gpus is None else RANKS_WITH_GPUS
+        errors = ranks.run(sync, daemon.socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, gpus, install or {})
     finally:
         for server in servers:
             server.close()
