@@ -77,7 +77,7 @@ def test_launched_processes_that_ask_at_different_times_take_each_version_togeth
     try:
         with LaunchedProcesses(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engines:
             engines.started()
-            update(engines, trainer, 1, checkpoints[0])
+            update(engines, trainer, 1, checkpoints[1 % 2])
             for version in range(2, 12):
                 sending = Sending(trainer, version, checkpoints[version % 2])
                 held = version - 1
