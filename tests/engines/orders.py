@@ -48,7 +48,7 @@ class Subject(Protocol):
         """SIGKILL for the process, and the end of all that it leaves behind of the engine."""
 
     def status(self) -> dict[str, Any] | None:
-        """As of Driver.status; None where the engine does not answer in time."""
+        """The status, as Driver.status gives it; None where the engine does not answer in time."""
 
     def tokens(self) -> tuple[list[list[int]], int]:
         """Greedy tokens for each of the prompts, one after the other, and the version that the answers tell."""

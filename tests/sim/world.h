@@ -71,7 +71,7 @@ enum class Bug : uint8_t {
   kTrustedReply,  // an answer of another kind than its call reaches the caller
   // A daemon forwards nothing in the first round in which it has something to forward.
   kSkippedForward,
-  kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
+  kEarlyForward,  // a daemon forwards what its slot had before the round's bytes came
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
   // The first thing that a daemon receives, and lacks, after a program went on is not written.
   kSkippedRound,

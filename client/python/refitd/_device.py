@@ -76,7 +76,10 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> DeviceBytes:
-        """The bytes at an address of the device, which `owner` keeps there. Raises InvalidArgument where this process does not see it."""
+        """The `nbytes` bytes at an address of the device; `owner` keeps the memory allocated.
+
+        Raises InvalidArgument where this process does not see the device.
+        """
 
     @abc.abstractmethod
     def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:

@@ -128,7 +128,7 @@ class Packer:
         return False
 
     def learn(self, spec: TensorSpec) -> int:
-        """Makes a tensor known, in place of the one of its name; returns its number, which stays the name's."""
+        """Makes a tensor known to the packer, in place of the tensor that had its name. Returns the number of the name, which stays the same."""
         tensors, out = TensorList([spec]), ctypes.c_int64()
         check(_abi.locked_library().refit_packer_learn(self.pointer, tensors.pointer, ctypes.byref(out)))
         return out.value

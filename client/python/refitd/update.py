@@ -96,7 +96,7 @@ class _Window:
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each slot that may be leased
         for _ in range(slots):
             self._free.put(None)
-        self.error: Error | None = None  # of the first push that failed
+        self.error: Error | None = None  # the error of the first push that failed
         self.key = next(_keys)
         _windows[self.key] = self
 
@@ -161,7 +161,7 @@ class _Slot:
 
 
 def _used_bytes(tensors: int, offsets: int, count: int) -> int:
-    """Where the last of a bucket's tensors ends, from the packer's lists, whose offsets ascend."""
+    """The end of a bucket's last tensor. `tensors`, `offsets`: the packer's lists, whose offsets ascend."""
     last = _abi.refit_tensor.from_address(tensors + (count - 1) * ctypes.sizeof(_abi.refit_tensor))
     elements: int = last.count
     if elements == _abi.WHOLE:
@@ -192,7 +192,7 @@ class Update:
         self._lock = threading.RLock()
         self._slot: _Slot | None = None
         self._inline: HostBytes | None = None  # the memory of all slots, where none can be leased
-        self._packer = Packer(trainer._packer)  # with what was learned before, and a bucket of its own
+        self._packer = Packer(trainer._packer)  # knows the tensors that earlier updates pushed, and has a bucket of its own
         self._put_fast = self._packer.push
         self._with_layout = with_layout
         self._label = f"{trainer.label}, version {version}"

@@ -1,4 +1,4 @@
-"""What dies: daemons, engines and trainers by SIGKILL, forks, interrupts. Errors tell, nothing hangs or crashes."""
+"""Daemons, engines and trainers that are killed, forked or interrupted: errors say so, and nothing hangs or crashes."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ class Child:
         raise AssertionError(f"no {word!r} in:\n" + "".join(self.seen))
 
     def finish(self):
-        """Exit status and all output."""
+        """Waits for the end; returns the exit status and all output."""
         rest, _ = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, "".join(self.seen) + rest
 

@@ -26,7 +26,7 @@ from refitd.shards import Shard  # noqa: E402
 
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
 SECONDS = 120
-MOST_RANKS = 32  # of a mapping that is moved here; of larger ones test_megatron compares the layouts
+MOST_RANKS = 32  # a mapping of more ranks is not moved here: test_megatron compares its layouts
 ALIGNMENT = 512
 FP8_BLOCK = 8  # transport/sharding's tiny models have a scale for a block of so many rows and columns
 
@@ -137,7 +137,7 @@ def views_of(rank, memory, full=None):
 
 
 def listed(rank, full, filled):
-    """What transport/sharding lists for a rank: shards as views of one memory, and that memory."""
+    """Makes the memory of a rank. Returns the pieces that transport/sharding lists for it, as shards over the memory, and the memory."""
     itemsizes = [torch_dtype(dtype).itemsize for _, dtype, _ in rank["tensors"]]
     end = max(
         at + (1 + sum((n - 1) * s for n, s in zip(extent, strides))) * itemsizes[t] for t, _, extent, at, strides in rank["pieces"]

@@ -117,7 +117,7 @@ def policy(rank, world, socket, group, plan, options):
             for name, tensor in whole(version).items():
                 parameter = model.get_parameter(name)
                 parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))
-        if what == "adapter":  # of rank 1 alone
+        if what == "adapter":  # rank 1 alone has an adapter
             model.state_dict_adapter = rank == 1
         if what == "megatron":
             worker.generate = lambda model, dtype: iter([])

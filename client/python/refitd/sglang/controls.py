@@ -18,8 +18,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class Released:
-    """Which memory of an engine is released: it sleeps from the first tag that is released until the last one is back. `backed_up`: whether
-    SGLang keeps a copy of weights that it releases."""
+    """Keeps which memory of an engine is released. The engine sleeps from the first tag that is released until the last one is back.
+    `backed_up`: whether SGLang keeps a copy of weights that it releases."""
 
     def __init__(self, backed_up: bool) -> None:
         self._backed_up = backed_up

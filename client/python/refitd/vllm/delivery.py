@@ -227,7 +227,10 @@ def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
 
 
 def _beyond_loading(captured: Any, module_of: dict[str, int], modules: set[int]) -> dict[str, str]:
-    """What is not supported, without tensors that the loader only casts and whose modules are processed: there the loader runs."""
+    """The unsupported tensors, with the reasons.
+
+    A tensor that the loader only casts is left out if its modules are processed: there the loader runs.
+    """
     return {
         name: why
         for name, why in captured.unsupported.items()
