@@ -334,7 +334,7 @@ class Member:
             warnings.warn(registration.warning, StagingWarning, stacklevel=4)
 
     def _rebind(self, registration: Registration) -> int:
-        """Registers anew where tensors' memory moved since; returns how many tensors' did."""
+        """Registers the layout anew if the memory of any of its tensors has moved. Returns how many tensors have moved."""
         if not registration.moved():
             return 0
         moved: dict[int, HostMemory | DeviceMemory] = {}

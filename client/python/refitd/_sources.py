@@ -61,7 +61,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
     Raises InvalidArgument, naming the tensor, for what is no tensor or of another dtype.
     """
-    if isinstance(value, Source):  # casts of refitd.casting
+    if isinstance(value, Source):  # refitd.casting pushes a Source that casts
         return value
     torch = sys.modules.get("torch")
     if is_torch(value):

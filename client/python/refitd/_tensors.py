@@ -20,7 +20,8 @@ from ._lists import TensorList
 from ._native import check
 
 _used: bool | None = None  # whether librefit reads tensors; None: not tried yet
-# Types whose tensors have memory of their own, which DTensor for instance has not: asking a tensor for what it lacks is slow.
+# Types whose tensors have memory of their own (a DTensor has not). Kept by type, because it takes long to find out by asking a tensor for an
+# attribute that it lacks.
 plain: set[type] = set()
 
 

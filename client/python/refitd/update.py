@@ -101,7 +101,7 @@ class _Window:
         _windows[self.key] = self
 
     def enter(self) -> None:
-        """Waits until one slot less is held. A push is answered at the latest when the update's time has passed.
+        """Counts one more slot as held; waits while this rank holds as many as it may. A push is answered at the latest when the update's time has passed.
 
         Raises the first error of any push: then slots may never come back, as those of an interrupted call.
         """
@@ -113,6 +113,7 @@ class _Window:
                     raise self.error from None
 
     def leave(self) -> None:
+        """Counts one slot less as held."""
         self._free.put(None)
 
 
