@@ -24,7 +24,7 @@ from support import CALL_SECONDS, LOOK_SECONDS, EngineFailed, EngineProcess, Tra
 SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
 ORDERS = int(os.environ.get("REFITD_ENGINES_ORDERS", "10"))
 FIRST = int(os.environ.get("REFITD_ENGINES_FIRST", "0"))
-STEPS = 5  # of an order
+STEPS = 5  # the number of steps in each order
 # In these phases of an update somebody is killed.
 PHASES = ("idle", "prepare", "parts", "commit")
 UPDATE_SECONDS = 120.0

@@ -195,7 +195,7 @@ struct Source {
   std::shared_ptr<const CheckedBucket> bucket;
   std::vector<std::vector<Tag>> data;  // by range of the bucket
 
-  // The same bucket over this data, unless it lies in a slot.
+  // Makes the same bucket over this data (over its slot, if it has one), and keeps it as `bucket`.
   std::shared_ptr<const CheckedBucket> BucketOver(const CheckedBucket& of) {
     auto made = std::make_shared<CheckedBucket>(of);
     if (!made->slot.has_value()) {

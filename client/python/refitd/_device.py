@@ -35,7 +35,7 @@ class DeviceKind(abc.ABC):
     """A kind of device. Its objects have no state but caches, and are thread-safe."""
 
     name: str  # for people
-    torch_type: str  # of torch.device
+    torch_type: str  # the `type` of this kind's torch.device
 
     # ---- the process ----
 

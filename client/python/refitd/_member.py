@@ -161,7 +161,7 @@ class Registration:
     before_refit: Callable[[], None] | None = None
     warning: str = ""  # the text of the StagingWarning; "": there is none
 
-    _addresses: Addresses | None = None  # of the memory that may move
+    _addresses: Addresses | None = None  # tell where memory is that may move; made when first asked
 
     def moved(self) -> bool:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""

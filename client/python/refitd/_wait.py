@@ -116,7 +116,7 @@ class _Helpers:
         while True:
             job = self._jobs.get()
             job.run()
-            del job  # with what it holds
+            del job  # frees what the job holds before this thread waits again
             with self._lock:
                 self._idle += 1
 

@@ -781,7 +781,7 @@ class _Used(NamedTuple):
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    name: str | None  # of a copy's tensor
+    name: str | None  # the tensor that is copied there; None: the box is used in another way
     order: int
     use: str
 

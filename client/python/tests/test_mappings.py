@@ -102,7 +102,7 @@ def megatron_trainers(mapping, full):
 
 
 def dtensor_trainers(mapping, full):
-    """State dicts of DTensors, of each rank of a mesh in turn: no rank needs another to be told what it holds."""
+    """The layouts of DTensors for each rank of a mesh, made one after the other in this process: the ranks need not communicate."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Rows

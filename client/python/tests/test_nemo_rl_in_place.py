@@ -137,7 +137,7 @@ class Backend:
     def __init__(self, ranks=1):
         self.parallel_config = types.SimpleNamespace(world_size=ranks, data_parallel_size=1)
         self.held = {name: refitd.empty(t.shape, t.dtype) for name, t in delivered(0).items()}
-        self.failing = ""  # where the sync that runs fails
+        self.failing = ""  # the place at which the sync that runs fails; "": it does not fail
         self.attached = []  # instances
         self.rank = Rank(torch.device("cpu"), client="vllm", clean=True, decide=self._decide, process=self._process)
 

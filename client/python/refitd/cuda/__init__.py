@@ -205,7 +205,7 @@ class CudaResolver(Resolver):
         self._kind = kind
         self._member = member
         self._device = device
-        self._itemsizes = itemsizes  # of the layout's tensors
+        self._itemsizes = itemsizes  # bytes an element of each of the layout's tensors
         self._before = regions
         self._spans: list[Allocation] = []  # the allocations that were looked up, in order of address
         self.regions: dict[int, tuple[Allocation, Handle]] = {}

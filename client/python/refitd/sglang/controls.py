@@ -58,7 +58,8 @@ class Controls:
         self._run = run
         self._cache = cache
         self._weights_went = False
-        self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None  # what releases the memory, and gets it back
+        # SGLang's own functions that release the memory, and get it back.
+        self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
     def pause(self, mode: str) -> None:

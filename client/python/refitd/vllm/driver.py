@@ -282,7 +282,7 @@ class Driver:
             coordinator=settings.coordinator,
             device="host",
             dirty=dirty,
-            fill=False,  # as its ranks
+            fill=False,  # like the workers' ranks
             wait_seconds=ATTACH_SECONDS,
             reattach_seconds=settings.reattach_seconds,
             client="vllm driver",
