@@ -197,7 +197,7 @@ class KilledMemberTest(DaemonTest):
 
 class InterruptTest(DaemonTest):
     def interrupted(self, code):
-        """Runs `code`, which prints `waits` when it blocks; sends SIGINT; the exit status, output and seconds to the end."""
+        """Runs `code`, which prints `waits` when it blocks, and sends SIGINT then. Returns the exit status, the output and the seconds to the end."""
         child = Child(self, code, self.daemon.socket, self.group)
         child.wait_for("waits")
         start = time.monotonic()

@@ -64,7 +64,7 @@ def test_the_published_mappings_are_among_those_that_are_moved():
 
 
 def full_tensors(mapping):
-    """Values for all tensors of the model, by name: of a model's size where they are weights, any bytes where they are FP8."""
+    """The model's tensors, by name, with values about as large as those of trained weights; FP8 tensors have any bytes."""
     specs = {name: (dtype, tuple(shape)) for rank in mapping["ranks"] for name, dtype, shape in rank["tensors"]}
     generator = torch.Generator().manual_seed(11)
     found = {}

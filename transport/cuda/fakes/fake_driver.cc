@@ -302,6 +302,7 @@ CUresult RunKernel(State* fake, int device, const CopyLaunch& launch, unsigned b
   for (uint32_t i = 0; i < launch.task_count; ++i) {
     if (!RunTask(*fake, device, launch.tasks[i], launch)) return CUDA_ERROR_ILLEGAL_ADDRESS;
   }
+  // Like the kernel, this leaves the counter beyond the last task: the next launch must reset it.
   *launch.next_task = launch.task_count + blocks;
   if (corrupt) {
     const CopyTask& task = launch.tasks[launch.task_count / 2];

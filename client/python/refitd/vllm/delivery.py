@@ -389,6 +389,7 @@ def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
 
 
 def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
+    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
     from .. import regions
     from ..capture import _boxes_in
     from ..shards import collect
