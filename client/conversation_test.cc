@@ -1054,8 +1054,10 @@ TEST_CASE("an event is left in the stream until it is dealt with, also when the 
 TEST_CASE("a lease that ends while Next takes an event is lost when that is taken, not before") {
   Mutex mutex;
   CondVar cond;
-  bool asked = false;   // for the pool that the part lies in: Next is taking the part
-  bool answer = false;  // by closing the connection
+  // The client has asked for the pool in which the part lies, so Next is taking the part.
+  bool asked = false;
+  // The peer may answer, which it does by closing the connection.
+  bool answer = false;
   const DescriptorPeer peer([&](int, int) {
     const TimePoint deadline = After(kPatience);
     MutexLock lock(&mutex);

@@ -49,7 +49,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   ~EngineImpl() override {
     StopReattaching();
     MutexLock lock(&mutex_);
-    if (lease_ != nullptr) lease_->connection->Detach();  // before regions go
+    // Regions that are destroyed after this do not ask the daemon to forget them.
+    if (lease_ != nullptr) lease_->connection->Detach();
   }
 
   absl::Status Register(Layout layout) override;

@@ -50,7 +50,7 @@ class KnownTensors {
   bool Has(int64_t number) const { return number >= 0 && number < static_cast<int64_t>(count()); }
   size_t count() const { return tensors_.size(); }
   const KnownTensor& At(int64_t number) const { return *tensors_[number]; }
-  // Between the two calls, objects that At() gave stay, even if they are replaced.
+  // From Hold to Release, objects that At() gave stay, even if they are replaced.
   void Hold() { ++holders_; }
   void Release();
 
@@ -104,11 +104,12 @@ class Packer {
   };
 
   const std::shared_ptr<KnownTensors> known_;
-  bool holds_ = false;  // the known tensors, from the first bucket on
+  bool holds_ = false;  // whether this packer holds known_ (KnownTensors::Hold)
   bool open_ = false;
   char* data_ = nullptr;
   int64_t bytes_ = 0;
-  int64_t end_ = 0;  // of what is reserved, a multiple of kAlignment or beyond the bucket
+  // The place for the next tensor: a multiple of kAlignment, which may lie beyond the bucket's end.
+  int64_t end_ = 0;
   std::vector<Entry> entries_;
   // listed_[number] is the last bucket that listed the tensor of that number.
   std::vector<int64_t> listed_;

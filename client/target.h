@@ -21,7 +21,7 @@ struct Target {
   std::string name;  // path of the socket, or "HOST:PORT"; for messages
   bool tcp = false;
   TlsFiles tls{};        // empty: no TLS
-  std::string server{};  // with TLS: as of TlsOptions
+  std::string server{};  // the identity that the daemon must have (TlsOptions::server)
 
   // The target's URI for gRPC.
   std::string uri() const;

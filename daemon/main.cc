@@ -474,7 +474,7 @@ std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* c
 // that reach one of the two find none of the other's services.
 struct Servers {
   TcpServer members;
-  TcpServer links;  // without a server: links come where members come
+  TcpServer links;  // holds no server if links come where members come
 
   void Shutdown() const {
     const auto patient = std::chrono::system_clock::now() + kShutdownGrace;

@@ -36,8 +36,8 @@ inline constexpr std::array kSecondsBuckets = {0.001, 0.0025, 0.005, 0.01,  0.02
                                                0.25,  0.5,    1.0,   2.5,   5.0,   10.0, 30.0,
                                                60.0,  120.0,  300.0, 900.0, 3600.0};
 
-// Instances of a group that have series of their own: first those that are not ready, then by lag,
-// the largest first.
+// The most instances of a group that have series of their own. Those that are not ready come first,
+// then the others by their lag, the largest first.
 inline constexpr size_t kMaxShownInstances = 128;
 
 // Counts since the daemon started, or since the group was created. Thread-safe; a call takes about

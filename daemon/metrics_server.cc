@@ -92,13 +92,13 @@ class MetricsServer::Loop {
     State state = State::kHandshake;
     TimePoint since;
     TimePoint deadline;
-    std::string in;   // what has come of the request
+    std::string in;   // the part of the request that has come
     std::string out;  // the answer
     size_t sent = 0;  // of `out`
     int64_t unread = 0;
   };
 
-  // False: the kernel has no memory for it.
+  // Waits for the events from now on. False: the kernel has no memory for that.
   bool Watch(int fd, uint32_t events) {
     epoll_event event{};
     event.events = events;

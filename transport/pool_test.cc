@@ -290,7 +290,7 @@ class Schedule {
     uint64_t left = 0;                // buckets not handed in
     std::deque<SlotGrant> leases;     // not submitted
     std::deque<SlotGrant> submitted;  // pushed in a slot, before their turn
-    std::deque<bool> handed_in;       // in order; true: in a slot
+    std::deque<bool> handed_in;       // buckets handed in, in order; true: in a slot
   };
   struct Reading {
     SlotGrant grant;

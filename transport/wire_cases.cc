@@ -130,7 +130,8 @@ TEST_CASE(
       auto done = Into(&results[rank][i]);
       mesh.wires[rank]->Submit(Broadcast(kEpoch, i, i % 3, Span(memory[rank][i])),
                                [&order, rank, i, done](absl::Status status) {
-                                 order[rank].push_back(i);  // each epoch has one thread
+                                 // No mutex: one thread makes all calls of an epoch.
+                                 order[rank].push_back(i);
                                  done(std::move(status));
                                });
     }

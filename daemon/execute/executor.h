@@ -105,8 +105,8 @@ class Executor {
   void Forget(UpdateId update);
 
  private:
-  // The digests that an update's pieces must have: kept as one step reported them, as long as it is
-  // the only one; else added up by piece.
+  // The digests that an update's pieces must have. As long as only one step has reported digests,
+  // they are kept as that step reported them; afterwards they are added up by piece.
   struct UpdateSums {
     std::shared_ptr<const Pieces> pieces;  // null: see by_piece
     std::vector<uint64_t> digests;

@@ -1339,7 +1339,8 @@ void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
         GiveUpClass::kTransfer);
   }
   if (group.spec().encrypted_data) {
-    // A daemon that can't encrypt was refused when it joined; its address must agree.
+    // A daemon that can't encrypt was refused when it joined. The address of its end must say that
+    // the end takes connections under TLS alone.
     const absl::StatusOr<AddressSecurity> security = SecurityOfAddress(r.address);
     if (!security.ok() || !security->encrypted) {
       return EpochFailed({node},

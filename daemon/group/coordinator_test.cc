@@ -1437,7 +1437,7 @@ TEST_CASE("a second daemon that dies while the loss of the first is handled cost
   }
   f.Forget();
   f.Do(NodeLost{kFourth, "it died, too"});
-  f.Cut(kNode, 6, 1);  // if the next attempt had begun; else it is not heard
+  f.Cut(kNode, 6, 1);  // counts only if attempt 1 had begun; else it is ignored
   CHECK(f.Sent<PeerUpdateEnded>().empty());
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE_FALSE(runs.empty());

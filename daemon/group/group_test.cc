@@ -1613,8 +1613,9 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   g.ReadyAll();
   g.Push(t, 1, 0, {kModel[0]});
   g.Lose(tp1);
-  CHECK_FALSE(g.released.contains(tp1));  // a copy still writes to it
-  CHECK(g.aborted.empty());               // and to its sibling
+  // A copy still writes to both ranks of the instance.
+  CHECK_FALSE(g.released.contains(tp1));
+  CHECK(g.aborted.empty());
   g.Push(t, 1, 1, {kModel[1]});
   CHECK(g.running[1].transfer.skip_destination == std::vector<bool>{false, true, true});
   g.FinishAll();
@@ -2155,8 +2156,8 @@ TEST_CASE("answers to an aborted update don't count for the next one to the same
   g.Push(g.trainer, 1, 0, {kModel[0]});
   g.FinishAll();
   g.Abort(g.trainer, 1);
-  CHECK(g.FreeSlots() ==
-        3);  // until it is acknowledged, or the engine is ready for the next update
+  // One slot is in use until its part is acknowledged, or the engine is ready for the next update.
+  CHECK(g.FreeSlots() == 3);
   const CallId begin = g.Begin(g.trainer, 1);
   const MemberId engine = g.prepares.back().member;
   g.Do(ReadyEvent{engine, first});

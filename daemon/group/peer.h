@@ -172,8 +172,8 @@ struct PeerRunDone {
   std::vector<PeerLinkUse> links;
 };
 
-// The events of Group among the reports are its members', and VerifyDone, whose destinations are
-// numbered as in PeerPrepare.
+// Some reports are events of Group: those of the joined daemon's members, and VerifyDone, whose
+// destinations are numbered as in PeerPrepare.
 using PeerReport =
     std::variant<PeerAttach, MemberLost, PeerLayout, ReadyEvent, EngineFailed, AckEvent, PeerCall,
                  CallGone, PeerHeaderAck, PeerPartDone, VerifyDone, PeerProgramBuilt, PeerCompared,

@@ -26,7 +26,7 @@
 namespace refitd {
 
 // The largest number of instances in one PeerReadiness, so that the message fits into the smallest
-// message that a daemon may take (kMinPeerMessageBytes).
+// limit on messages that a daemon may have (kMinPeerMessageBytes).
 inline constexpr size_t kMaxStandings = 256;
 
 // The state of an instance, as far as readiness depends on it.

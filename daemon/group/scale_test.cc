@@ -207,7 +207,7 @@ TEST_CASE("Which ranks a part touches is found once for ranks with one layout") 
   const auto catalog = Catalog::Make(Ranks(3, halves), Names(3), table);
   REQUIRE(catalog.ok());
   BucketDraft draft;
-  draft.Add(Bytes("t1", 8), 5, 3);  // in the upper half
+  draft.Add(Bytes("t1", 8), 5, 3);  // elements 5 to 7, which the upper half has
   const PartContent content = WholeBucket(BucketEvent(draft).bucket);
   CHECK((*catalog)->Touched(content, std::vector<bool>(6)) == std::vector<uint32_t>{1, 3, 5});
   CHECK((*catalog)->Touched(content, {false, true, false, false, false, false}) ==

@@ -64,7 +64,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
         MakePeerChannel(dial_.address, dial_.credentials, dial_.limits.message_bytes));
     context_.set_wait_for_ready(dial_.wait > Duration(0) && dial_.candidates.empty());
     stub_->async()->Link(&context_, this);
-    AddHold();  // for writes from outside; until `ended_`
+    AddHold();  // Writes start outside of gRPC's callbacks. The hold goes when `ended_` is set.
     StartRead(&answer_);
     const size_t bytes = message.ByteSizeLong();
     queue_.Push(std::move(message), bytes);

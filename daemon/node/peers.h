@@ -61,8 +61,8 @@ class Peers {
   // Whether a daemon waits for the group under this list of candidates.
   bool AnyWaiting(const std::string& group, const std::string& candidates) const;
   const std::vector<Waiting>& waiting() const { return waiting_; }
-  // Ends the daemons that wait for the group under another list of candidates than `named`, with
-  // what `refusal` makes of their list.
+  // Refuses the daemons that wait for the group under another list of candidates than `named`.
+  // `refusal(list)` gives the status for a daemon under that list.
   void RefuseOthers(const std::string& group, const std::string& named,
                     const std::function<absl::Status(const std::string& other)>& refusal);
   void RefuseLate(TimePoint now);

@@ -69,8 +69,8 @@ class Regions : public DescriptorHandler {
   // Opens the handles of these indices.
   absl::StatusOr<DeviceSource> OpenSource(const std::vector<DeviceRef>& handles, int ordinal,
                                           std::vector<int> indices) const;
-  // Runs `answer` after the closing of all regions that the caller, on the thread for regions or
-  // elsewhere, has let go or lets go in this job.
+  // Runs `answer` once all regions are closed whose last reference the caller has dropped, or drops
+  // before its own job on the thread for regions ends.
   void AnswerClosed(std::function<void()> answer);
 
  private:

@@ -39,7 +39,8 @@ void DaemonState::CheckInvariants() const {
   for (const auto& [id, member] : leases.all()) {
     REFITD_CHECK(groups.Find(member.group) != nullptr);
   }
-  // A member waits for a group of this daemon that does not exist yet, or for joining another's.
+  // A member waits for a group of this daemon that does not exist yet, or for another daemon's
+  // group, which this daemon is joining.
   for (const Waiters::OfGroup& waiting : waiters.of_group()) {
     const GroupRecord* const group = groups.Find(waiting.record.group);
     REFITD_CHECK(waiting.coordinator.empty() ? group == nullptr

@@ -103,7 +103,8 @@ class Succession {
   void TakeWish(const Waiters::OfGroup& member, TimePoint now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void TakeWish(const Peers::Waiting& peer, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Null: the group is searched under another list.
+  // Returns the group's search, which it begins if there is none. Null: the group is searched under
+  // another list of candidates, or there are too many searches.
   Search* Find(const std::string& group, const std::string& named, Duration searched, TimePoint now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // False: the search has ended.

@@ -76,8 +76,8 @@ class Waiters {
   // hold. Returns whether a member stays.
   bool Refuse(const std::string& group, const std::string& coordinator,
               const std::function<bool(const OfGroup&)>& stays, const absl::Status& refusal);
-  // Ends the members that wait for the group under another list of candidates than `named`, with
-  // what `refusal` makes of their list.
+  // Refuses the members that wait for the group under another list of candidates than `named`.
+  // `refusal(list)` gives the status for a member under that list.
   void RefuseOthers(const std::string& group, const std::string& named,
                     const std::function<absl::Status(const std::string& other)>& refusal);
   // The time at which a member is refused.

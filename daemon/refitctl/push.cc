@@ -54,8 +54,8 @@ struct PushOptions {
   bool create = false;
   int instances = 1;
   bool encrypted_data = false;
-  bool push = false;  // always in buckets
-  std::string mode;   // for pushing; empty: region
+  bool push = false;  // push in buckets even if a compiled refit is possible
+  std::string mode;   // --mode, the source of pushed buckets; empty: a region
   bool progress = false;
   std::string coordinator;
 };

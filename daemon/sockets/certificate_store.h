@@ -19,11 +19,11 @@ namespace refitd {
 
 class CertificateStore {
  public:
-  // Errors: as of LoadCertificates; also INVALID_ARGUMENT: the certificate gives no identity.
-  // `told`, if set, is called for each change (with OK) and for files that can't be taken over
-  // (with the reason), both times with the certificates that are then in force, and without any
-  // mutex.
+  // Called for each change (with OK) and for files that can't be taken over (with the reason), both
+  // times with the certificates that are then in force, and without any mutex.
   using Told = std::function<void(const absl::Status& taken, const Certificates& in_force)>;
+  // `told` may be null. Errors: as of LoadCertificates; also INVALID_ARGUMENT: the certificate
+  // gives no identity.
   static absl::StatusOr<std::unique_ptr<CertificateStore>> Create(const TlsFiles& files,
                                                                   Told told = nullptr);
 

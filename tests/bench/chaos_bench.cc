@@ -152,7 +152,7 @@ class Chaos {
     return all;
   }
 
-  // Waits until the trainers' daemon has sent so much since its start, or the update is over.
+  // Waits until the trainers' daemon has sent `bytes` since its start, or the update is over.
   void AwaitSent(int64_t bytes) {
     const auto deadline = Clock::now() + e2e::kDeadline;
     while (home().Resources().wire_bytes_sent() < bytes && Clock::now() < deadline) {

@@ -1,4 +1,4 @@
-"""What Python costs: the same refits, pushes and registrations through refitd's Python package and through its C++ client.
+"""The cost of Python: the same refits, pushes and registrations through refitd's Python package and through its C++ client.
 
 usage: tools/bench python [--json] [--rounds N] [--case NAME]...
 

@@ -1,4 +1,4 @@
-"""Which fields the Kubernetes objects of deploy/kubernetes may have: a small part of the API's schema.
+"""The fields that the Kubernetes objects of deploy/kubernetes may have: a small part of the API's schema.
 
 problems(resource) compares an object with it: a misspelt field would be refused by the API server, or dropped in
 silence, long after a review. Fields not used here may be missing in here; add them from the API reference.

@@ -239,8 +239,8 @@ class Fp8Engine {
 // ---- the trainer ----
 
 Model TrainersModel() {
-  return {{"embed.weight", DType::kBFloat16, {515, 333}},  // more than five slots
-          {"up.weight", DType::kBFloat16, {256, 384}},     // three slots, whole blocks
+  return {{"embed.weight", DType::kBFloat16, {515, 333}},  // takes more than five slots
+          {"up.weight", DType::kBFloat16, {256, 384}},     // takes three slots, has whole blocks
           {"q.weight", DType::kBFloat16, {130, 129}},      // blocks of one row and of one column
           {"tiny.weight", DType::kBFloat16, {3, 5}},      {"norm.weight", DType::kBFloat16, {200}},
           {"router.bias", DType::kFloat32, {7}}};

@@ -14,7 +14,7 @@ def pytest_configure(config: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the checkpoints of a module's tests."""
+    """A folder for the checkpoints of a module's tests."""
     return tmp_path_factory.mktemp("models")
 
 

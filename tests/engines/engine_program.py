@@ -78,7 +78,7 @@ class Program:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def take(self, version: int) -> None:
-        """What a trainer calls by HTTP at a server."""
+        """Makes the calls that a trainer makes by HTTP at a server."""
         from refitd.vllm import _versions
 
         self.llm.start_weight_update(**_versions.start_arguments(self.llm.start_weight_update))

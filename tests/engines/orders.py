@@ -24,7 +24,7 @@ from support import CALL_SECONDS, LOOK_SECONDS, EngineFailed, EngineProcess, Tra
 SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
 ORDERS = int(os.environ.get("REFITD_ENGINES_ORDERS", "10"))
 FIRST = int(os.environ.get("REFITD_ENGINES_FIRST", "0"))
-STEPS = 5  # of an order
+STEPS = 5  # the number of steps in each order
 # In these phases of an update somebody is killed.
 PHASES = ("idle", "prepare", "parts", "commit")
 UPDATE_SECONDS = 120.0
@@ -48,7 +48,7 @@ class Subject(Protocol):
         """SIGKILL for the process, and the end of all that it leaves behind of the engine."""
 
     def status(self) -> dict[str, Any] | None:
-        """As of Driver.status; None where the engine does not answer in time."""
+        """The status, as Driver.status gives it; None where the engine does not answer in time."""
 
     def tokens(self) -> tuple[list[list[int]], int]:
         """Greedy tokens for each of the prompts, one after the other, and the version that the answers tell."""

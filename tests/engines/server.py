@@ -91,7 +91,7 @@ class Server:
             return error.code
 
     def collective_rpc(self, method: str) -> list[Any]:
-        """What the method of each rank's worker returns, which is a dict; a route of vLLM's development mode."""
+        """Calls the method of each rank's worker, and returns the results, which are dicts. It is a route of vLLM's development mode."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/collective_rpc", json.dumps({"method": method}).encode(), {"content-type": "application/json"}
         )
@@ -118,7 +118,7 @@ class Server:
         return choice["text"], version
 
     def choice(self, prompt: str, tokens: int = 8, **more: Any) -> tuple[dict[str, Any], int]:
-        """As complete, with all that the server tells of the one choice. `more`: of the request."""
+        """Does what complete() does, and returns all that the server tells of the one choice. `more`: further fields of the request."""
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
         body = json.dumps(asked).encode()
         request = urllib.request.Request(

@@ -1,4 +1,4 @@
-"""What the tests of real engines share: engines as processes, a trainer, environment variables. Every wait has a deadline."""
+"""The parts that tests of real engines share: engines as processes, a trainer, environment variables. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 # Far longer than anything takes on two cores; only what hangs reaches them.
 START_SECONDS = 1200.0
 CALL_SECONDS = 600.0
-# How often it is looked whether a process that does not answer is still there.
+# The pause between two looks whether a process that does not answer is still there.
 LOOK_SECONDS = 1.0
 # The group of all tests; each has a daemon of its own.
 GROUP = "engines"
@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with a function, by which these tests read parameters
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # these tests read parameters by collective_rpc with a function
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Tiny models gain nothing from threads, which wait for each other where the processors have other work.
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -128,7 +128,7 @@ class EngineProcess:
         return self._answer(CALL_SECONDS)
 
     def begin(self, name: str, *arguments: Any) -> None:
-        """As call, whose answer `result` gives."""
+        """Calls as call() does, without waiting for the answer, which result() gives."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"call": name, "arguments": arguments}) + "\n")
         self.process.stdin.flush()

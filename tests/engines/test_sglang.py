@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 
 
 def check_spans(engine: EngineProcess, version: int) -> None:
-    """SGLang tells that all tokens of an answer are of the version."""
+    """Checks that SGLang tells for all tokens of an answer that they are of the version."""
     assert engine.call("spans") == [[str(version), 0, 4]]
 
 

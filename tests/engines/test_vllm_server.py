@@ -63,7 +63,7 @@ def check_counts(counted: dict[int, int], load: Load, answers: dict[int, int]) -
 
 
 def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
-    """No completion fails or is cut, answers are those of the version that they tell, and what random weights are is never shown."""
+    """No completion fails or is cut, answers are those of the version that they tell, and no answer of random weights is ever given."""
     with testing.daemon() as daemon:
         trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket) as server:

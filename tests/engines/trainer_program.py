@@ -39,7 +39,7 @@ class Program:
         self.update: Any = None
 
     def send(self, version: int, checkpoint: str, seconds: float) -> int:
-        """How many instances committed."""
+        """Makes a whole update; returns how many instances committed."""
         self.begin(version, seconds)
         self.push(checkpoint, 0)
         self.push(checkpoint, 1)
@@ -57,7 +57,7 @@ class Program:
         self.update.flush()
 
     def commit(self) -> int:
-        """How many instances committed."""
+        """Commits; returns how many instances committed."""
         return int(self.update.commit().committed)
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""What the tests add to the worker of a vLLM server (`--worker-extension-cls worker_extension.Parameters`)."""
+"""The methods that the tests add to the worker of a vLLM server (`--worker-extension-cls worker_extension.Parameters`)."""
 
 from __future__ import annotations
 

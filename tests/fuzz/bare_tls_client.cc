@@ -251,6 +251,7 @@ bool BareTlsClient::NextRecord(Record* record) {
   }
 }
 
+// Derives the secrets and keys of the handshake from both hellos, as in RFC 8446, 7.1.
 void BareTlsClient::TakeServerHello(std::string_view message) {
   const size_t at = AfterSession(message, 0);
   REFITD_CHECK(Number(message, at, 2) == kAes128GcmSha256);

@@ -176,7 +176,8 @@ struct Call {
   int replies ABSL_GUARDED_BY(mutex) = 0;
   absl::Status status ABSL_GUARDED_BY(mutex);
   ReplyPayload payload ABSL_GUARDED_BY(mutex);
-  bool seen = false;  // by the checks
+  // The checks of a step have counted the answer.
+  bool seen = false;
 };
 
 class UpdateInbox : public UpdateSink {

@@ -1,4 +1,4 @@
-"""What a user would do without refitd, in torch, and what the hardware allows, on the GPUs of this machine: JSON lines.
+"""Measures what a user would do without refitd, in torch, and what the hardware allows, on the GPUs of this machine: JSON lines.
 
   python3 baselines.py --model qwen3-4b [--rounds 5] [--only limits,packed,...]
 

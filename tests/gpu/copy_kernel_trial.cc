@@ -444,6 +444,7 @@ std::vector<CopyTask> MakeElementTasks(const Rates& rates, const Shape& shape, D
 
 // Compares the digest of what was stored with that of the source.
 void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
+  unsigned long long of_source = 0;
   for (int pass = 0; pass < 2; ++pass) {
     for (CopyTask& task : tasks) {
       if (pass == 0) {
@@ -459,12 +460,11 @@ void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
     for (CopyTask& task : reads) task.source = task.destination = 0;
     const uint32_t apart = ApartLast(&reads);
     const CUdeviceptr at = Upload(reads);
-    // Two sums: both passes' launches zero all, so each is read before the next.
+    // A launch zeroes all sums, so the sum of the first pass is read before the second launch.
     rates.gpu->Launch(at, static_cast<uint32_t>(reads.size()), apart, 264, rates.sums, 2);
-    static unsigned long long first = 0;
     const auto got = Download<unsigned long long>(rates.sums, 4);
-    if (pass == 0) first = got[2];
-    if (pass == 1 && got[3] != first) Die("rates: wrong bytes", 0);
+    if (pass == 0) of_source = got[2];
+    if (pass == 1 && got[3] != of_source) Die("rates: wrong bytes", 0);
     TRIAL_CALL(cuMemFree, at);
   }
 }

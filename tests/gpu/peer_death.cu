@@ -327,6 +327,7 @@ struct Child {
   pid_t pid = -1;
   int fd = -1;
 };
+// Runs `role` in a child process, which it ends itself.
 template <typename Role>
 Child Start(Role role) {
   int ends[2];

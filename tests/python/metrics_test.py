@@ -1,4 +1,4 @@
-"""What refitd shows to Prometheus: read as text, checked by promtool, and scraped by a Prometheus of the test's own."""
+"""The metrics that refitd shows to Prometheus: read as text, checked by promtool, and scraped by a Prometheus of the test's own."""
 
 import json
 import os

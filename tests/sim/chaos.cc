@@ -534,7 +534,7 @@ void World::Sweep() {
   for (const Daemon& daemon : daemons_) {
     if (!daemon.up) continue;
     for (const auto& [call, record] : daemon.calls) {
-      if (daemon.mute) break;  // it forwards none of them
+      if (daemon.mute) break;  // a mute daemon forwards no call
       if (now_ < std::max(record.since + kLongestUpdate, thawed_) + kEndSlack) continue;
       return Violate("P4",
                      fmt::format("d{} g{}: call {} is not answered", daemon.index, record.g, call));

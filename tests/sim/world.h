@@ -71,7 +71,7 @@ enum class Bug : uint8_t {
   kTrustedReply,  // an answer of another kind than its call reaches the caller
   // A daemon forwards nothing in the first round in which it has something to forward.
   kSkippedForward,
-  kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
+  kEarlyForward,  // a daemon forwards what its slot had before the round's bytes came
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
   // The first thing that a daemon receives, and lacks, after a program went on is not written.
   kSkippedRound,
@@ -195,7 +195,7 @@ struct Source {
   std::shared_ptr<const CheckedBucket> bucket;
   std::vector<std::vector<Tag>> data;  // by range of the bucket
 
-  // The same bucket over this data, unless it lies in a slot.
+  // Makes the same bucket over this data (over its slot, if it has one), and keeps it as `bucket`.
   std::shared_ptr<const CheckedBucket> BucketOver(const CheckedBucket& of) {
     auto made = std::make_shared<CheckedBucket>(of);
     if (!made->slot.has_value()) {

@@ -498,8 +498,9 @@ class Locator {
 // The tasks that a Line takes: one run, or runs at a regular distance.
 enum class LineKind : uint8_t { kNone, kRun, kRuns };
 
-// All vectors of one thread must have the same position in blocks of the digest, and with several
-// runs all vectors must be whole.
+// Says which of these kinds the task is; kNone: a Line does not take it. All vectors of one thread
+// must have the same position in blocks of the digest, and with several runs all vectors must be
+// whole.
 template <int kDigest>
 REFITD_COPY_CODE LineKind LineOf(const CopyTask& task, const PassShape& shape, uint32_t threads) {
   constexpr uint32_t kLanes = kVector / kElementBytes<kDigest>;

@@ -375,7 +375,8 @@ class VmmRegion final : public DeviceRegion {
       : DeviceRegion(device, Pointer(mapping->address()), mapping->bytes()),
         index_(std::move(index)),
         mapping_(std::move(mapping)) {}
-  ~VmmRegion() override { index_->Remove(this); }  // then the mapping is undone
+  // The destructor of mapping_, which comes after this, undoes the mapping.
+  ~VmmRegion() override { index_->Remove(this); }
 
   absl::StatusOr<char*> On(int on) const override {
     if (mapping_->Reaches(on)) return data();
@@ -641,7 +642,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   const std::vector<CudaDevice> devices_;
   const std::chrono::milliseconds limit_;
-  const std::shared_ptr<LostContext> lost_;  // to a device that hangs
+  const std::shared_ptr<LostContext> lost_;  // is told of devices that hang
   const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
   Mutex mutex_;

@@ -81,7 +81,7 @@ absl::StatusOr<std::vector<RelayRun>> RunsOf(const std::vector<BoundPiece>& sour
 std::vector<RelayChunk> CutIntoChunks(const std::vector<RelayRun>& runs, int64_t chunk_bytes) {
   REFITD_CHECK(chunk_bytes > 0);
   std::vector<RelayChunk> chunks;
-  int64_t limit = 0;  // of the last chunk
+  int64_t limit = 0;  // where the last chunk must end
   for (RelayRun run : runs) {
     while (run.bytes > 0) {
       if (chunks.empty() || run.offset >= limit) {

@@ -634,7 +634,7 @@ struct NodeProgram::Placed {
   int64_t step = 0;
   int64_t begin = 0;  // bytes of the stream
   int64_t bytes = 0;
-  int64_t leg_offset = 0;  // from the start of the chunk of that peer and direction
+  int64_t leg_offset = 0;  // where the share begins in the chunk to, or from, that peer
 };
 
 struct NodeProgram::Places {

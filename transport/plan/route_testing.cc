@@ -217,7 +217,8 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   std::vector<int64_t> rank_alone(world.sources.size());
   std::vector<int64_t> node_alone(nodes);
   std::vector<int64_t> receives(nodes);
-  std::vector<int64_t> once(nodes);  // with chains: what sources must send, by some receiver
+  // With chains, the bytes that the sources must send, counted at the first node that wants them.
+  std::vector<int64_t> once(nodes);
   size_t expected = 0;
   for (const auto& [element, engines] : wanted) {
     const auto& [name, index] = element;

@@ -559,7 +559,8 @@ absl::Status SocketLane::Send(Link* link) {
   return absl::OkStatus();
 }
 
-// Chooses the frame to send. False: there is none.
+// Chooses the frame to send: an acknowledgement first. A flow that passes bytes on begins when some
+// have come, or, if it has no bytes, when the frame has come. False: there is no frame to send.
 bool SocketLane::NextFrame(Link* link) {
   Flow* const flow = link->send;
   if (link->ack_due) {

@@ -20,7 +20,7 @@ namespace {
 using absl::StatusCode;
 using Catch::Matchers::Contains;
 
-constexpr size_t kIdentityOffset = 57;  // of the length
+constexpr size_t kIdentityOffset = 57;  // where an address has the identity's length
 
 void CheckBroadcast(Mesh& mesh, EpochId epoch, uint64_t seq) {
   const std::vector<char> expected = RandomBytes(3 << 20, seq);

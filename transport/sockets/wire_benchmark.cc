@@ -119,8 +119,8 @@ struct Case {
   std::function<void()> round;
   std::string clear;          // the name of the case without TLS; empty: this one has none
   std::vector<double> rates;  // GB/s, by round
-  std::vector<double>
-      seconds;  // of processors, all ranks' and the kernel's on their behalf, per GB
+  // Processor seconds per GB, of all ranks together, with the kernel's work for them.
+  std::vector<double> seconds;
 };
 
 double ProcessorSeconds() {

@@ -46,7 +46,7 @@ BioPtr Open(const std::string& pem) {
 // thread; OpenSSL keeps no certificate that it refuses.
 struct Shown {
   std::string identity;
-  std::string why;  // it is refused; empty: it is not
+  std::string why;  // the reason for refusing it; empty: it was not refused
 };
 thread_local Shown* shown = nullptr;
 

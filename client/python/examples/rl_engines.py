@@ -145,7 +145,7 @@ class TorchSampler(Child):
         super().__init__(run_torch_engine, socket, group)
 
     def wait_attached(self):
-        """Nothing: the trainer's first refit waits for the engine."""
+        """Does nothing, because the trainer's first refit waits for the engine."""
 
 
 class TorchControl:

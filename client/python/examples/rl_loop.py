@@ -89,7 +89,7 @@ class Ranks:
         self.optimizer.step()
 
     def refit(self, version, stale=False):
-        """Installs the weights; `stale`: those before the step, as a loop would that exports too early."""
+        """Installs the weights. `stale`: installs those from before the step, as a loop that exports too early would."""
         if not stale:
             return self.trainer.refit(version, duration_seconds=START_SECONDS)
         now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}

@@ -102,7 +102,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What both have in common. `forward` gives the logits of the next token at each position."""
+    """The base class of both models. `forward` gives the logits of the next token at each position."""
 
     def __init__(self, attention, mlp):
         super().__init__()

@@ -87,7 +87,7 @@ def view_boxes(
 
 
 class _View:
-    """The state of view_boxes: how much of each dimension of the tensor the view's dimensions take that were looked at so far."""
+    """The state of view_boxes: how much of each dimension of the tensor is taken by the view's dimensions that were looked at so far."""
 
     def __init__(self, shape: Sequence[int], offset: int) -> None:
         self._shape = tuple(shape)

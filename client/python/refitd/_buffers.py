@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HostBytes:
-    """`nbytes` bytes at `pointer` of this process; `owner` keeps them there, as do all views made of them."""
+    """`nbytes` bytes at `pointer` of this process. `owner` keeps the memory allocated, and all views of it keep `owner`."""
 
     def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
         self.pointer = pointer

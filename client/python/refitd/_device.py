@@ -35,7 +35,7 @@ class DeviceKind(abc.ABC):
     """A kind of device. Its objects have no state but caches, and are thread-safe."""
 
     name: str  # for people
-    torch_type: str  # of torch.device
+    torch_type: str  # the `type` of this kind's torch.device
 
     # ---- the process ----
 
@@ -76,7 +76,10 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> DeviceBytes:
-        """The bytes at an address of the device, which `owner` keeps there. Raises InvalidArgument where this process does not see it."""
+        """The `nbytes` bytes at an address of the device; `owner` keeps the memory allocated.
+
+        Raises InvalidArgument where this process does not see the device.
+        """
 
     @abc.abstractmethod
     def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:

@@ -1,4 +1,4 @@
-"""Where memory may be: on the host, or on a device of a kind that this module lists. The only module that knows which kinds exist."""
+"""The places where memory may be: the host, or a device of a kind that this module lists. No other module knows which kinds exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: tuple[DeviceKind, ...] = (cuda.KIND,)
 
 
 def on_host(device: str | None) -> bool:
-    """Whether `device`, as Trainer and Engine take it, is the host. None: nothing else was named, or found."""
+    """Whether the argument `device` of Trainer or Engine means the host; None does too."""
     return device is None or device == HOST
 
 
@@ -86,7 +86,7 @@ def memory_at(
 
 
 def bytes_at(device: str | None, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-    """The bytes at an address of the device, which `owner` keeps there."""
+    """The `nbytes` bytes at an address of the device; `owner` keeps the memory allocated."""
     kind = kind_of(device)
     if kind is None:
         return HostBytes(pointer, nbytes, owner)

@@ -26,7 +26,7 @@ from .events import Aborted, Committed, Joiner, Lost, Part, Prepare
 from .trainer import Trainer
 from .update import UpdateResult
 
-# The longest that an update lasts beyond what Prepare said remains; the daemon ends it earlier.
+# An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
 # Tensors that fill an update up to the count it began with. Exporters yield tensors one by one and do not say how many they are, and
@@ -34,7 +34,7 @@ MARGIN_SECONDS = 30.0
 # tensors as the sync before had.
 FILLER = "refitd.filler."
 TENSOR_COUNT = 1 << 17
-MOST_TENSORS = 1 << 18  # of an update, by the daemon
+MOST_TENSORS = 1 << 18  # the daemon's limit for one update
 FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many tensors in a bucket
 
 CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
@@ -44,7 +44,10 @@ _Result = TypeVar("_Result")
 
 
 async def on_thread(call: Callable[[], _Result]) -> _Result:
-    """What `call` returns, on another thread with this thread's devices and streams. A thread of its own would begin with torch's defaults."""
+    """Runs `call` on another thread, with the devices and streams of this one, and returns its result.
+
+    Without this, the other thread would begin with torch's defaults.
+    """
     take_devices = _devices.thread_devices()
 
     def run() -> _Result:
@@ -272,7 +275,7 @@ class Sender:
     def _push(self, update: Any, weights: Iterable[tuple[str, torch.Tensor]], sent: _Sent) -> None:
         """Pushes the tensors, and what fills the update up; with no `update`, only takes part in gathering."""
         iterator = iter(weights)
-        taken = False  # whether `weights` itself goes on
+        taken = False  # a tensor came from `weights` and was not pushed yet: an error is then not of `weights`
         try:
             for name, tensor in iterator:
                 taken = True

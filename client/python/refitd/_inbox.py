@@ -44,14 +44,15 @@ class Inbox:
         self._restore = restore
         self._waiting: deque[_Waiter] = deque()
         self._receiver: _Waiter | None = None  # has been given an event that its task has not seen yet
-        self._gone: threading.Event | None = None  # of the reading that runs
+        self._gone: threading.Event | None = None  # is set to end the reading that runs; None: none runs
 
     async def next(self, timeout_seconds: float | None) -> Event | None:
         """The next event, or None after `timeout_seconds`."""
         deadline = None if timeout_seconds is None else self.loop.time() + timeout_seconds
         waiter = _Waiter(self.loop, deadline)
         timer = None
-        if deadline is not None and self._waiting:  # else the reading that begins below, for this task alone, has its timeout
+        # Where no other task waits, the reading that begins below is for this task alone, and ends by itself at the deadline.
+        if deadline is not None and self._waiting:
             timer = self.loop.call_at(deadline, waiter.expire)
         self._waiting.append(waiter)
         self._read()

@@ -1,4 +1,4 @@
-"""What trainers and engines share: attaching, regions known to the daemon, layouts as C lists."""
+"""The parts that trainers and engines share: attaching, regions known to the daemon, layouts as C lists."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def group_spec(
 
 @dataclass
 class Registration:
-    """What one register() call made: the pieces, and everything that keeps their memory."""
+    """The results of one register() call: the pieces, and everything that keeps their memory."""
 
     tensors: list[TensorSpec]
     boxes: list[Box]
@@ -155,13 +155,13 @@ class Registration:
     pieces: list[Piece] = field(default_factory=list)
     staged: list[tuple[HostMemory, Region, int]] = field(default_factory=list)  # copied before each refit
     filled: list[tuple[FilledMemory, memoryview]] = field(default_factory=list)  # filled before each refit
-    device_regions: dict[int, tuple[Any, Handle]] = field(default_factory=dict)  # of the resolver, by base address
+    device_regions: dict[int, tuple[Any, Handle]] = field(default_factory=dict)  # on devices, by base address
     owners: list[Region] = field(default_factory=list)
-    pushed_tensors: PushedTensors | None = None  # that every refit pushes, those of `pushed`
+    pushed_tensors: PushedTensors | None = None  # the tensors that every refit pushes
     before_refit: Callable[[], None] | None = None
-    warning: str = ""  # of staging
+    warning: str = ""  # the text of the StagingWarning; "": there is none
 
-    _addresses: Addresses | None = None  # of the memory that may move
+    _addresses: Addresses | None = None  # tell where memory is that may move; made when first asked
 
     def moved(self) -> bool:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
@@ -334,7 +334,7 @@ class Member:
             warnings.warn(registration.warning, StagingWarning, stacklevel=4)
 
     def _rebind(self, registration: Registration) -> int:
-        """Registers anew where tensors' memory moved since; returns how many tensors' did."""
+        """Registers the layout anew if the memory of any of its tensors has moved. Returns how many tensors have moved."""
         if not registration.moved():
             return 0
         moved: dict[int, HostMemory | DeviceMemory] = {}

@@ -14,7 +14,7 @@ from types import TracebackType
 from . import _abi
 from .errors import Closed, Error, Forked, Status, subclass_of
 
-_generation = 0  # of this process: how often it was forked since its first import of refitd
+_generation = 0  # the number of forks between the first import of refitd and this process
 _attached = False  # whether this process has made a handle
 _forked_from_user = False  # whether a parent of this process had made a handle before the fork
 

@@ -61,7 +61,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
     Raises InvalidArgument, naming the tensor, for what is no tensor or of another dtype.
     """
-    if isinstance(value, Source):  # casts of refitd.casting
+    if isinstance(value, Source):  # refitd.casting pushes a Source that casts
         return value
     torch = sys.modules.get("torch")
     if is_torch(value):
@@ -102,7 +102,7 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
                 f"tensor '{name}' has no memory: it was freed, or is a {type(tensor).__name__} without any", culprit=f"tensor '{name}'"
             )
         return Source(dtype, shape, count, None, pointer, tensor)
-    flat: list[Any] = []  # of a tensor whose elements can't be viewed in a row: made at the first copy
+    flat: list[Any] = []  # the flat tensor, which is made at the first copy, since it may be a copy of the whole
 
     def copy(target: HostBytes | DeviceBytes, start: int, n: int) -> None:
         with torch.no_grad():
@@ -160,7 +160,7 @@ def _of_dlpack(torch: Any, name: str, value: Any) -> Source:
     library = numpy if torch is None else torch
     try:
         taken = library.from_dlpack(value)
-    except Exception as error:  # of a device or dtype that the library does not know, of read-only memory
+    except Exception as error:  # the library may not know the device or the dtype, or may not take read-only memory
         raise InvalidArgument(
             f"tensor '{name}': {library.__name__} does not take the DLPack of a {type(value).__name__}: {error}", culprit=f"tensor '{name}'"
         ) from error

@@ -20,7 +20,8 @@ from ._lists import TensorList
 from ._native import check
 
 _used: bool | None = None  # whether librefit reads tensors; None: not tried yet
-# Types whose tensors have memory of their own, which DTensor for instance has not: asking a tensor for what it lacks is slow.
+# Types whose tensors have memory of their own (a DTensor has not). Kept by type, because it takes long to find out by asking a tensor for an
+# attribute that it lacks.
 plain: set[type] = set()
 
 
@@ -128,7 +129,7 @@ class Packer:
         return False
 
     def learn(self, spec: TensorSpec) -> int:
-        """Makes a tensor known, in place of the one of its name; returns its number, which stays the name's."""
+        """Makes a tensor known to the packer, in place of the tensor that had its name. Returns the number of the name, which stays the same."""
         tensors, out = TensorList([spec]), ctypes.c_int64()
         check(_abi.locked_library().refit_packer_learn(self.pointer, tensors.pointer, ctypes.byref(out)))
         return out.value

@@ -78,7 +78,7 @@ class _Job(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def withdraw(self) -> bool:
-        """Withdraws the call if it has not begun: then it never will. Tells whether it was withdrawn."""
+        """Withdraws the call if it has not begun, so that it never begins. Tells whether it was withdrawn."""
         with self._lock:
             if not self._begun:
                 self._abandoned = True
@@ -102,7 +102,7 @@ class _Helpers:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0  # at most as many as wait for a job: an interrupted run() leaves one that is not counted
+        self._idle = 0  # threads that wait for a job, without those that an interrupted run() took out of the count
 
     def run(self, job: _Job[Any]) -> None:
         with self._lock:
@@ -116,7 +116,7 @@ class _Helpers:
         while True:
             job = self._jobs.get()
             job.run()
-            del job  # with what it holds
+            del job  # frees what the job holds before this thread waits again
             with self._lock:
                 self._idle += 1
 

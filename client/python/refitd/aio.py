@@ -37,7 +37,7 @@ class Update:
 
     @property
     def result(self) -> _update.UpdateResult | None:
-        """What commit or refit returned; None before."""
+        """The result of commit or refit; None before."""
         return self.member.result
 
     async def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:

@@ -255,7 +255,7 @@ class _Destinations:
         self.parameters = dict(parameters)
         self._by_storage: dict[int, list[_Parameter]] = {}
         self._storages = []  # kept, so that no other storage takes the place of one
-        self._aliases: dict[str, Any] = {}  # of the parameters, by which `restore` undoes what a loader did to them
+        self._aliases: dict[str, Any] = {}  # the parameters as they were, by which `restore` undoes what a loader did to them
         for name, tensor in parameters.items():
             if onto is None and tensor.device.type == "meta":
                 raise InvalidArgument(f"parameter '{name}' is on device meta, and onto is not given", culprit=f"parameter '{name}'")
@@ -307,7 +307,7 @@ def _byte_range(tensor: Any) -> tuple[int, int]:
 
 
 class _Module:
-    """The parameters and buffers of the module whose method the loader is: which tensor each name stands for."""
+    """The parameters and buffers, by name, of the module that `load_weights` is a method of."""
 
     def __init__(self, load_weights: Any) -> None:
         module: Any = getattr(load_weights, "__self__", None)
@@ -781,7 +781,7 @@ class _Used(NamedTuple):
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    name: str | None  # of a copy's tensor
+    name: str | None  # the tensor that is copied there; None: the box is used in another way
     order: int
     use: str
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .update import Update
 
 DEFAULT_STAGING_BYTES = 256 << 20
-_ALIGNMENT = 64  # of each tensor in a room of cast shards
+_ALIGNMENT = 64  # each tensor in a room of cast shards begins at a multiple of this
 
 STAGING = ("auto", "whole", "push")
 
@@ -96,7 +96,7 @@ class Cast:
 
 @dataclass
 class Demand:
-    """What casting a tensor takes on the rank that holds the most of it; ranks decide by it, whatever they hold themselves.
+    """The memory that a tensor's cast takes on the rank that holds the most of the tensor. All ranks decide by this number.
 
     `nbytes`: of the cast elements; None where a rank can't know. `ranges`: every rank's boxes are ranges of the row-major tensor.
     """

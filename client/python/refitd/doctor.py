@@ -57,7 +57,7 @@ class Report:
         raise KeyError(what)
 
     def as_dict(self) -> dict[str, Any]:
-        """What --json prints."""
+        """The object that --json prints."""
         return {"ok": self.ok, "findings": [{**asdict(finding), "state": finding.state.value} for finding in self.findings]}
 
     def __str__(self) -> str:

@@ -224,7 +224,7 @@ class Engine(Member):
             return Lost((raw.reason or b"").decode(errors="replace"), Weights(raw.weights))
         if kind == _abi.EVENT_REATTACHED:
             return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
-        return None  # of a later library
+        return None  # an event of a later library
 
     def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
@@ -245,11 +245,11 @@ class Engine(Member):
         return _devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _new_bytes(self, nbytes: int) -> HostBytes | DeviceBytes:
-        """Memory of its own, on this rank's device."""
+        """New memory on this rank's device."""
         kind = _devices.kind_of(self.device)
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
-        # From its own region: page-aligned, and given back to the system as soon as it goes.
+        # The memory is a region of its own, so it is page-aligned, and the system gets it back as soon as it is unused.
         from .regions import Region
 
         room = Region(max(nbytes, 1))
@@ -289,7 +289,7 @@ class Engine(Member):
 
     @property
     def weights(self) -> Weights:
-        """What this rank knows of its weights. Works until close(), also after the lease's end."""
+        """The state of the weights, as far as this rank knows it. Works until close(), also after the lease's end."""
         return Weights(self._use(_abi.library().refit_engine_weights))
 
     @property
@@ -299,7 +299,7 @@ class Engine(Member):
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
-    """A TensorSpec of itself or of (name, dtype, shape)."""
+    """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
     from ._dtypes import resolve

@@ -24,7 +24,7 @@ from .events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Wei
 
 
 class EngineLoop:
-    """What `engine_loop` returns. Thread-safe: any number of threads may be within `use`."""
+    """The engine that `engine_loop` returns. Thread-safe: any number of threads may be within `use`."""
 
     def __init__(self, model: Any, group: str, instance: str, *, names: Any = None, clean: bool = True, **options: Any) -> None:
         self._changed = threading.Condition()

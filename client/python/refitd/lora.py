@@ -44,7 +44,7 @@ _DEVICE_BLOCK = 1 << 22
 
 # PEFT's names of the matrices of linear layers and of embeddings: the attributes, and what follows the adapter's name.
 _MATRICES = (("lora_A", "lora_B", ".weight"), ("lora_embedding_A", "lora_embedding_B", ""))
-_PREFIX = "base_model.model."  # of the names of tensors that PEFT writes
+_PREFIX = "base_model.model."  # begins the names of tensors in files that PEFT writes
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Term:
 
 @dataclass(frozen=True)
 class _Factors:
-    """A term's matrices for one refit. `rows`: of every row, or of the rows that `held` lists as (first, count, where in `rows`)."""
+    """A term's matrices for one refit. `rows`: all rows of the left matrix, or those that this rank holds;
+    `held` tells which, as (first, count, place in `rows`)."""
 
     rows: Any
     columns: Any
@@ -76,7 +77,7 @@ class _Factors:
     held: tuple[tuple[int, int, int], ...]
 
     def of(self, first: int, count: int) -> Any:
-        """The rows [first, first + count)."""
+        """The matrix's rows [first, first + count)."""
         for begin, n, at in self.held:
             if begin <= first and first + count <= begin + n:
                 return self.rows[at + first - begin : at + first - begin + count]

@@ -36,7 +36,7 @@ from .shards import Shard
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in both meshes, and which layers and experts are its own.
+    """The place of a rank in both meshes, and which layers and experts are its own.
 
     Tensor parallel: rank `tp` of `tp_size`, for experts `etp` of `etp_size`. `stage` of `stages`. `first_layer`, `layers`: of the
     stage. `first_expert`, `experts`: of the rank, in each layer. `replica`, `expert_replica`: this rank's number among those that
@@ -86,7 +86,7 @@ class Parallel:
                 raise InvalidArgument(f"world_size {self.world_size} is not divisible by {sizes}", culprit="world_size")
 
     def place(self, rank: int, layers: int, experts: int = 0, layers_of_stages: Sequence[int] | None = None) -> Place:
-        """Where `rank` is. `layers`, `experts`: of the model.
+        """The place of `rank`. `layers`, `experts`: of the model.
 
         `layers_of_stages`: how many layers each stage has; None divides them evenly, the first stages having one more where that
         leaves a remainder. Raises InvalidArgument for a rank, layers or experts that don't fit.

@@ -67,7 +67,7 @@ def _replicas() -> tuple[Replica, Replica]:
 def _of_task(task: Any, vocab_size: int | None, replica: Replica, expert_replica: Replica, rank: int) -> Iterator[Shard]:
     mapping = _delegate(task)
     mapped, names = _mapped(task, mapping, vocab_size)
-    tp, tp_size = int(mapping.tp_rank), int(mapping.tp_size)  # of experts for an expert's parameter
+    tp, tp_size = int(mapping.tp_rank), int(mapping.tp_size)  # for an expert's parameter: of expert tensor parallelism
     place = Place(rank, tp, tp_size, tp, tp_size, 0, 1, 0, 0, 0, 0, replica, expert_replica)
     for shard in megatron._shards_of(task.global_param_name, task.param_weight, mapped, {}, place):
         yield replace(shard, name=names[shard.name])

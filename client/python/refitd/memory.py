@@ -1,4 +1,4 @@
-"""Where a tensor's bytes lie. Objects of this module only name memory; the member that registers them makes regions of it.
+"""Places where a tensor's bytes may lie. Objects of this module only name memory; the member that registers them makes regions of it.
 
 Four kinds exist:
 

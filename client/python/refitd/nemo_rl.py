@@ -70,11 +70,11 @@ class Transport(CheckpointEngine):
         self.in_place, self.sharded = in_place, sharded
         self._sender = self._settings.sender
         self._trainer: Trainer | None = None
-        self._registered: tuple[Trainer, torch.nn.Module] | None = None  # whose shards are registered, and of which model
-        self._place: tuple[int, int] | None = None  # of a trainer rank: its number, and how many they are
+        self._registered: tuple[Trainer, torch.nn.Module] | None = None  # the trainer that registered shards, and their model
+        self._place: tuple[int, int] | None = None  # a trainer rank's number, and how many trainer ranks there are
         self._engine: Engine | None = None
-        self._backend: Any = None  # vLLM's, while it is attached
-        self._rollout: int | None = None  # of a rollout worker
+        self._backend: Any = None  # refitd's backend in vLLM, while it is attached
+        self._rollout: int | None = None  # a rollout worker's number
         self._instances = 0
         self._committed: int | None = None
 

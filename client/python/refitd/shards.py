@@ -277,7 +277,7 @@ def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
 
 
 class _Rules:
-    """Which dtype each tensor is delivered in."""
+    """Decides in which dtype each tensor is delivered."""
 
     def __init__(self, dtype: Any, exceptions: Mapping[str, Any], rank: int) -> None:
         self._dtype = None if dtype is None else _dtypes.resolve(dtype, "dtype").name

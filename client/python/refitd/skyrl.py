@@ -66,7 +66,7 @@ class _Identities:
 
 @dataclass(frozen=True)
 class Settings:
-    """What install() was told."""
+    """The arguments of install()."""
 
     group: str
     sharded: bool = False
@@ -142,7 +142,7 @@ def _keep_paused() -> None:
 
 @dataclass
 class InitInfo(WeightSyncInitInfo):
-    """What engines and senders begin with. `instances`: how many engines there are. `instance`: of one engine; "" before for_servers."""
+    """The information with which engines and senders begin. `instances`: how many engines there are. `instance`: of one engine; "" before for_servers."""
 
     group: str
     instances: int
@@ -153,7 +153,7 @@ class InitInfo(WeightSyncInitInfo):
         return [replace(self, instance=f"skyrl-{i}") for i in range(num_servers)]
 
     def to_api_payload(self) -> dict[str, Any]:
-        """The init info of refitd.vllm: fields that are not there come from the engine's environment, as its daemon's socket."""
+        """The init info of refitd.vllm: fields that are not there, such as the daemon's socket, come from the engine's environment."""
         return {"group": self.group, "instance": self.instance}
 
 

@@ -24,7 +24,7 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from ._exports import Ranks
 
-_PREFIX = "module.module."  # of the names of parameters that slime gives
+_PREFIX = "module.module."  # begins the names of parameters that slime gives
 # Options of slime that are refused, since this way of updating does not know them.
 _REFUSED = ("colocate", "offload_train")
 
@@ -117,7 +117,7 @@ class Updater:
         self._metrics: dict[str, float] = {}
 
     def pop_metrics(self) -> dict[str, float]:
-        """Tells once what the last update took."""
+        """The metrics of the last update; each update's are returned only once."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

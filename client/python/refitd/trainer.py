@@ -123,7 +123,7 @@ class Trainer(Member):
 
         self._refitting: int | None = None  # the version of the refit that runs, if any
         self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
-        self._packer = Packer()  # knows the same
+        self._packer = Packer()  # knows the same tensors
         self._attach(options)
 
     # ---- shards that stay where they are ----

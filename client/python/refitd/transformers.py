@@ -171,6 +171,7 @@ def _in_place(name: str, tensor: Any, held: Mapping[str, Any]) -> Any:
     """The part of a parameter that `tensor` is, or of which it is a copy."""
     if any(tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() for parameter in held.values()):
         return tensor
+    # The conversion copies gate and up out of each expert's part of a fused parameter. A comparison finds the half that was copied.
     expert = _EXPERT.match(name)
     found = []
     if expert is not None:

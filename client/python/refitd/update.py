@@ -96,12 +96,12 @@ class _Window:
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each slot that may be leased
         for _ in range(slots):
             self._free.put(None)
-        self.error: Error | None = None  # of the first push that failed
+        self.error: Error | None = None  # the error of the first push that failed
         self.key = next(_keys)
         _windows[self.key] = self
 
     def enter(self) -> None:
-        """Waits until one slot less is held. A push is answered at the latest when the update's time has passed.
+        """Counts one more slot as held; waits while this rank holds as many as it may. A push is answered at the latest when the update's time has passed.
 
         Raises the first error of any push: then slots may never come back, as those of an interrupted call.
         """
@@ -113,6 +113,7 @@ class _Window:
                     raise self.error from None
 
     def leave(self) -> None:
+        """Counts one slot less as held."""
         self._free.put(None)
 
 
@@ -161,7 +162,7 @@ class _Slot:
 
 
 def _used_bytes(tensors: int, offsets: int, count: int) -> int:
-    """Where the last of a bucket's tensors ends, from the packer's lists, whose offsets ascend."""
+    """The end of a bucket's last tensor. `tensors`, `offsets`: the packer's lists, whose offsets ascend."""
     last = _abi.refit_tensor.from_address(tensors + (count - 1) * ctypes.sizeof(_abi.refit_tensor))
     elements: int = last.count
     if elements == _abi.WHOLE:
@@ -192,7 +193,7 @@ class Update:
         self._lock = threading.RLock()
         self._slot: _Slot | None = None
         self._inline: HostBytes | None = None  # the memory of all slots, where none can be leased
-        self._packer = Packer(trainer._packer)  # with what was learned before, and a bucket of its own
+        self._packer = Packer(trainer._packer)  # knows the tensors that earlier updates pushed, and has a bucket of its own
         self._put_fast = self._packer.push
         self._with_layout = with_layout
         self._label = f"{trainer.label}, version {version}"

@@ -37,7 +37,8 @@ class Reader:
 
 
 class Pushes(list):
-    """Stands where an update is: collects (name, first element, elements, shape), packed in two slots as an update may do it."""
+    """Stands for an update: collects (name, first element, elements, shape). It copies each push in two ranges, as an update that fills
+    two slots does."""
 
     def push(self, name, tensor, *, shape, start):
         source = source_of(name, tensor)
@@ -53,7 +54,7 @@ class Pushes(list):
 
 
 def pushed_by(layout):
-    """(name, first element, elements) of each range that a rank pushes."""
+    """Has a rank push, and returns (name, first element, elements) of each push."""
     update = Pushes()
     layout.pushed.push(update)
     return [pushed[:3] for pushed in update]

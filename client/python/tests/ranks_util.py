@@ -66,7 +66,7 @@ class Ranks:
             pipe.close()
 
     def run(self, function, *arguments):
-        """What `function(rank, world, *arguments)` returned on each rank; it must be importable."""
+        """Runs `function(rank, world, *arguments)`, which must be importable, on each rank; returns the results by rank."""
         if not self._ranks:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
@@ -104,6 +104,6 @@ class Ranks:
 
 
 def run_ranks(world, function, *arguments):
-    """What `function(rank, world, *arguments)` returned on each of `world` ranks; it must be importable."""
+    """Runs `function(rank, world, *arguments)`, which must be importable, on each of `world` ranks; returns the results by rank."""
     with Ranks(world) as ranks:
         return ranks.run(function, *arguments)

@@ -1,4 +1,4 @@
-"""What the tests share: one daemon for the tests of a class, engines that serve on threads, waits with deadlines."""
+"""The parts that tests share: one daemon for the tests of a class, engines that serve on threads, waits with deadlines."""
 
 import json
 import threading

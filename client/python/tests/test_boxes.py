@@ -71,7 +71,7 @@ def random_view(rng, array):
 
 
 def reshaped(array, shape):
-    """As a view where that is possible, else the array as it was."""
+    """A view of the array with this shape; the unchanged array where there can be no such view."""
     view = array.view()
     try:
         if -1 in shape:

@@ -1,4 +1,4 @@
-"""Capture: random loaders of random fusions against really loading; what is refused, and why."""
+"""Capture: random loaders of random fusions, compared with what really loading writes; what is refused, and why."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""What dies: daemons, engines and trainers by SIGKILL, forks, interrupts. Errors tell, nothing hangs or crashes."""
+"""Daemons, engines and trainers that are killed, forked or interrupted: errors say so, and nothing hangs or crashes."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ class Child:
         raise AssertionError(f"no {word!r} in:\n" + "".join(self.seen))
 
     def finish(self):
-        """Exit status and all output."""
+        """Waits for the end; returns the exit status and all output."""
         rest, _ = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, "".join(self.seen) + rest
 
@@ -197,7 +197,7 @@ class KilledMemberTest(DaemonTest):
 
 class InterruptTest(DaemonTest):
     def interrupted(self, code):
-        """Runs `code`, which prints `waits` when it blocks; sends SIGINT; the exit status, output and seconds to the end."""
+        """Runs `code`, which prints `waits` when it blocks, and sends SIGINT then. Returns the exit status, the output and the seconds to the end."""
         child = Child(self, code, self.daemon.socket, self.group)
         child.wait_for("waits")
         start = time.monotonic()

@@ -106,7 +106,8 @@ def test_nothing_of_the_size_of_the_tensor_is_made_on_the_way():
     layout.before_refit()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
         pushed = pushed_by(layout)
-    # Allocations are added up: three blocks of 64 Ki float32 for each of both parts, and the 2 MB in which the test keeps the result.
+    # The sum of all allocations: three blocks of 64 Ki float32 for each of the two ranges that pushed_by copies, and the 2 MB in which the
+    # test keeps the result.
     taken = sum(max(event.self_cpu_memory_usage, 0) for event in run.key_averages())
     assert len(pushed) == 1 and taken < 2_000_000 + 2 * 3 * 262_144 + 200_000
 

@@ -26,7 +26,7 @@ from refitd.shards import Shard  # noqa: E402
 
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
 SECONDS = 120
-MOST_RANKS = 32  # of a mapping that is moved here; of larger ones test_megatron compares the layouts
+MOST_RANKS = 32  # a mapping of more ranks is not moved here: test_megatron compares its layouts
 ALIGNMENT = 512
 FP8_BLOCK = 8  # transport/sharding's tiny models have a scale for a block of so many rows and columns
 
@@ -64,7 +64,7 @@ def test_the_published_mappings_are_among_those_that_are_moved():
 
 
 def full_tensors(mapping):
-    """Values for all tensors of the model, by name: of a model's size where they are weights, any bytes where they are FP8."""
+    """The model's tensors, by name, with values about as large as those of trained weights; FP8 tensors have any bytes."""
     specs = {name: (dtype, tuple(shape)) for rank in mapping["ranks"] for name, dtype, shape in rank["tensors"]}
     generator = torch.Generator().manual_seed(11)
     found = {}
@@ -102,7 +102,7 @@ def megatron_trainers(mapping, full):
 
 
 def dtensor_trainers(mapping, full):
-    """State dicts of DTensors, of each rank of a mesh in turn: no rank needs another to be told what it holds."""
+    """The layouts of DTensors for each rank of a mesh, made one after the other in this process: the ranks need not communicate."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Rows
@@ -137,7 +137,7 @@ def views_of(rank, memory, full=None):
 
 
 def listed(rank, full, filled):
-    """What transport/sharding lists for a rank: shards as views of one memory, and that memory."""
+    """Makes the memory of a rank. Returns the pieces that transport/sharding lists for it, as shards over the memory, and the memory."""
     itemsizes = [torch_dtype(dtype).itemsize for _, dtype, _ in rank["tensors"]]
     end = max(
         at + (1 + sum((n - 1) * s for n, s in zip(extent, strides))) * itemsizes[t] for t, _, extent, at, strides in rank["pieces"]

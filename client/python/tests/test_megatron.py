@@ -23,7 +23,7 @@ PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch b
 
 @pytest.fixture(scope="module")
 def mappings():
-    """What transport/sharding says that each rank holds, by mapping. Its block-scaled layouts are left out: no training has them."""
+    """The layouts that transport/sharding gives each rank, by mapping. Its block-scaled layouts are left out: no training has them."""
     assert PRINT_LAYOUTS, "REFITD_PRINT_LAYOUTS must name the program //transport/sharding:print_layouts"
     lines = subprocess.run([PRINT_LAYOUTS], check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout.splitlines()
     found = [json.loads(line) for line in lines]

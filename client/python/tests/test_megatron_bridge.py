@@ -159,7 +159,7 @@ def test_engines_get_without_a_gather_what_bridges_export_gathers(daemon, moe, w
 
 
 def empty_checkpoint(moe):
-    """The tensors of the checkpoint, of NaN."""
+    """The tensors of the checkpoint, filled with NaN."""
     from test_megatron_core import by_checkpoint_names, config_of, transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config_of(moe, False), dtype=torch.bfloat16)

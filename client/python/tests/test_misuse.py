@@ -1,4 +1,4 @@
-"""What users do to tensors after they are registered, names and tensors that are none, and closing while calls run: each is an error
+"""Misuse: registered tensors that are changed, names and tensors that are none, and closing while calls run: each is an error
 that names the tensor, before anything is written."""
 
 import gc
@@ -178,7 +178,7 @@ class ClosingTest(DaemonTest):
         Server(self, engine)
         with self.assertRaisesRegex(refitd.UpdateAborted, "interrupted"), trainer.update(1, tensor_count=1) as update:
             for _ in range(update.leasable_slots):
-                update._window.enter()  # as held by a call that a signal ended
+                update._window.enter()  # stands for a slot that a call held when a signal ended the call
             update._cancel()
             update.push("w", b"1")
 

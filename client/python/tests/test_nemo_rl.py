@@ -174,7 +174,7 @@ def policy(rank, world, socket, group, plan, options):
         try:
             asyncio.run(worker.send_weights_via_checkpoint_engine())
             errors.append(None)
-        except Exception as error:  # of refitd, or of the policy itself
+        except Exception as error:  # the error is refitd's, or the policy's own
             errors.append((type(error).__name__, str(error), getattr(error, "culprit", None)))
     engine.finalize()
     return errors

@@ -117,7 +117,7 @@ def policy(rank, world, socket, group, plan, options):
             for name, tensor in whole(version).items():
                 parameter = model.get_parameter(name)
                 parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))
-        if what == "adapter":  # of rank 1 alone
+        if what == "adapter":  # rank 1 alone has an adapter
             model.state_dict_adapter = rank == 1
         if what == "megatron":
             worker.generate = lambda model, dtype: iter([])
@@ -137,7 +137,7 @@ class Backend:
     def __init__(self, ranks=1):
         self.parallel_config = types.SimpleNamespace(world_size=ranks, data_parallel_size=1)
         self.held = {name: refitd.empty(t.shape, t.dtype) for name, t in delivered(0).items()}
-        self.failing = ""  # where the sync that runs fails
+        self.failing = ""  # the place at which the sync that runs fails; "": it does not fail
         self.attached = []  # instances
         self.rank = Rank(torch.device("cpu"), client="vllm", clean=True, decide=self._decide, process=self._process)
 

@@ -44,7 +44,7 @@ class PushTest(DaemonTest):
         return trainer, Server(self, engine, collector), collector
 
     def pushed(self, *tensors):
-        """What an engine gets of (name, value, arguments of push)."""
+        """Pushes each of (name, value, arguments of push), and returns the tensors that an engine got."""
         trainer, server, collector = self.staged()
         with trainer.update(1, tensor_count=len({name for name, _, _ in tensors})) as update:
             for name, value, arguments in tensors:
@@ -73,7 +73,7 @@ class PushTest(DaemonTest):
         server.wait_for(refitd.Committed)
 
     def test_slots_that_the_library_does_not_copy_to_are_packed_the_same(self):
-        class OnGpu(CudaBytes):  # as the slots of a GPU, over host memory
+        class OnGpu(CudaBytes):  # stands for a slot on a GPU, over host memory
             synchronized = 0
 
             def part(self, at, nbytes):

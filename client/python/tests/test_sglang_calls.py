@@ -21,7 +21,7 @@ REQUESTS = (
 
 
 def sglang_modules():
-    """What the adapter imports of SGLang's for these calls."""
+    """Stand-ins for the modules of SGLang that the adapter imports for these calls."""
     names = ("sglang", "sglang.srt", "sglang.srt.managers", CONSTANTS, STRUCTURES)
     modules = {name: ModuleType(name) for name in names}
     modules[CONSTANTS].GPU_MEMORY_TYPE_WEIGHTS = "weights"
@@ -32,7 +32,7 @@ def sglang_modules():
 
 
 class Manager:
-    """SGLang's tokenizer manager."""
+    """Stands for SGLang's tokenizer manager, and notes its calls."""
 
     def __init__(self):
         self.calls = []
@@ -61,7 +61,7 @@ class Manager:
 
 
 class Offline:
-    """An offline sglang.Engine."""
+    """Stands for an offline sglang.Engine."""
 
     def __init__(self):
         self.tokenizer_manager = Manager()
@@ -89,7 +89,7 @@ class OfflineEngine(unittest.TestCase):
 
     @property
     def calls(self):
-        """Those since the last look."""
+        """The calls since this property was read last."""
         made, self.engine.tokenizer_manager.calls = self.engine.tokenizer_manager.calls, []
         return made
 

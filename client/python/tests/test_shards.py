@@ -58,7 +58,7 @@ def test_tied_parameters_have_boxes_once():
     assert [spec.name for spec in layout.tensors] == ["embed.weight", "head.weight"]
     assert [box.tensor_index for box in layout.boxes] == [0]
     assert len(collect(module, tied=False).boxes) == 2
-    # By the model's flag, wherever the memory is.
+    # Names given in `tied` are tied wherever their memory is.
     layout = collect({"embed": torch.ones(6, 4), "head": torch.ones(6, 4)}, tied={"head": "embed"})
     assert [box.tensor_index for box in layout.boxes] == [0]
     with pytest.raises(InvalidArgument, match="'head' is tied to 'embedding', which is not there"):

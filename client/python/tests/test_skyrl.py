@@ -67,7 +67,7 @@ def model_of(version, width=USUAL_WIDTH):
 
 
 def held_by(version, width=USUAL_WIDTH):
-    """What engines must hold."""
+    """The tensors that engines must hold."""
     return {name: parameter.to(DTYPE) for name, parameter in model_of(version, width).state_dict().items()}
 
 
@@ -241,7 +241,7 @@ def mesh_of(world, gpu):
 
 
 def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, width, absent, gpus, options):
-    """What a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version. `spoil`: changes the
+    """Does what a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version. `spoil`: changes the
     first sync's metadata. `chunks_of`: makes other chunks of those of each sync. `absent`: a rank that does not come to the first sync.
     `gpus`: torch's number of each rank's GPU; None: the ranks have none. `options`: of install."""
     from skyrl.backends.skyrl_train import weight_sync
@@ -363,7 +363,7 @@ def test_engines_and_their_ranks_need_not_be_as_many_as_trainer_ranks(daemon, sh
 
 
 def join_apart(rank, world, socket, options):
-    """What creating a sender raises, where install() was not called alike. `options`: by rank."""
+    """Calls install() with other options on each rank, and returns the error that creating a sender raises. `options`: by rank."""
     from skyrl.train.config.config import InferenceEngineConfig
 
     import refitd.skyrl
@@ -386,7 +386,7 @@ def test_ranks_that_were_installed_apart_are_refused_on_every_rank_before_any_at
 
 
 class OwnEngine:
-    """What SkyRL's own sender calls of vLLM's engine for NCCL, here over gloo: one buffer that holds all tensors, as `packed` says."""
+    """Stands for vLLM's engine for NCCL, which SkyRL's own sender calls, here over gloo: one buffer that holds all tensors, as `packed` says."""
 
     @staticmethod
     def trainer_send_weights(iterator, trainer_args):
@@ -524,7 +524,7 @@ def test_an_engine_that_refuses_ends_the_sync_with_an_exception_on_every_rank(da
 
 
 def test_an_engine_that_a_worker_did_not_tell_takes_nothing_by_itself(daemon):
-    """What the other tests rest on: an engine hears of a sync from SkyRL's calls alone."""
+    """An engine hears of a sync from SkyRL's calls alone. The other tests rest on this."""
     servers, errors = run(daemon, "deaf", versions=(1, 2), deaf=(1,), install={"update_seconds": 60.0})
     assert [list(of_rank) for of_rank in errors] == [[1], [1]], errors
     assert "not attached" in errors[0][1] and "version 1" in errors[0][1], errors

@@ -1,4 +1,4 @@
-"""What fails in an update of slime's or miles' ends it on every rank in bounded time, and the next update works.
+"""A failure in an update of slime's or miles' ends the update on every rank in bounded time, and the next update works.
 
 The frameworks' two modules stand here as in test_slime.py; Megatron Core (environment 2.11.0-trainers), the daemon and the engines are
 real.
@@ -152,7 +152,7 @@ class Engine:
 
 
 def run(folder, socket, framework, *, spoil=None, missing=None, vocabulary=64, until=2, **options):
-    """What `train` returned on two ranks, and the engine at their end."""
+    """Runs `train` on two ranks beside an engine. Returns the ranks' results, and the engine as it was left."""
     engine = Engine(folder, socket, vocabulary, until)
     try:
         of_ranks = run_ranks(2, train, socket, str(folder), framework, spoil, missing, vocabulary, options)

@@ -64,7 +64,7 @@ class Engine(torch.nn.Module):
             self.register_parameter(name.replace(".", "-"), self.names[name])
         refitd.adopt(self)
 
-    def holds(self, folder):
+    def tensors_unlike(self, folder):
         """The names of the tensors that differ from the checkpoint in `folder`."""
         from safetensors.torch import load_file
 
@@ -96,7 +96,7 @@ def test_each_step_reaches_the_engine_as_save_pretrained_writes_it(daemon, tmp_p
     class Compare(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             with loop.use() as version:
-                seen.append((version, engine.holds(f"{tmp_path}/step{state.global_step}")))
+                seen.append((version, engine.tensors_unlike(f"{tmp_path}/step{state.global_step}")))
 
     with refitd.Trainer(group, socket=daemon.socket, device="host", min_instances=1):
         pass  # the group is there, so that the engine attaches first
@@ -108,7 +108,7 @@ def test_each_step_reaches_the_engine_as_save_pretrained_writes_it(daemon, tmp_p
             ).train()
     assert steps == [1, 2, 3] and seen == [(1, []), (2, []), (3, [])]
     assert callback.result.version == 3 and callback.trainer is None
-    assert engine.holds(tmp_path / "begin"), "training changed nothing"
+    assert engine.tensors_unlike(tmp_path / "begin"), "training changed nothing"
 
 
 def train_on_rank(rank, world, socket, group, kind, dtype, folder, tolerate):
@@ -294,4 +294,4 @@ def test_grpo_of_trl_refits_each_step(daemon, tmp_path):
         ).train()  # fmt: skip
         assert loop.wait(2, 60) == 2
     model.save_pretrained(tmp_path / "end")
-    assert engine.holds(tmp_path / "end") == [] and engine.holds(tmp_path / "begin")
+    assert engine.tensors_unlike(tmp_path / "end") == [] and engine.tensors_unlike(tmp_path / "begin")

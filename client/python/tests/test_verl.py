@@ -213,7 +213,7 @@ def usual(rank):
 
 
 def oversize_first(rank):
-    """Of 5 MB, with slots of 1 MiB."""
+    """The first tensor has 5 MB, while slots have 1 MiB."""
     return [("huge", torch.arange(5 << 18, dtype=torch.float32)), *a_model()]
 
 

@@ -44,7 +44,7 @@ class Labels(Engine):
 
 
 async def sent_at_once(engine, call):
-    """What the call sends before anything is answered."""
+    """Makes the call, and returns what it sends before anything is answered."""
     task = asyncio.ensure_future(call)
     for _ in range(10):
         await asyncio.sleep(0)

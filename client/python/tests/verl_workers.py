@@ -70,7 +70,7 @@ class Actor(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sent_by_verl(self):
-        """What verl's own checkpoint engine for one process delivers: to an adapter like that of the rollouts."""
+        """The tensors that verl's own checkpoint engine for one process delivers, to an adapter like that of the rollouts."""
         own = CheckpointEngineRegistry.new("naive", bucket_size=0)
         own.send_weights(self.actor.engine.get_per_tensor_param()[0])
         return {name: tensor.clone() for name, tensor in own.receive_weights()}
@@ -104,8 +104,8 @@ class Replica(RolloutReplica):
 
 @ray.remote
 class Server:
-    """What verl's adapter of vLLM calls, without vLLM: the model's parameters are `held`, written in place by refitd, or from the
-    buckets of verl's own sender, which its own receiver takes in."""
+    """Stands for vLLM's engine, which verl's adapter calls. The model's parameters are `held`: refitd writes them in place, or verl's own
+    receiver fills them from the buckets of verl's own sender."""
 
     def __init__(self, specs, bucket_path):
         import refitd

@@ -66,7 +66,7 @@ struct Block {
   bool vmm = false;
   bool alive = true;
   ino_t inode = 0;
-  int handles = 0;  // of a created block, including imports; the block is freed with the last
+  int handles = 0;  // open handles of a created block, imports included; the last frees it
 };
 
 // A range of addresses that calls may use.
@@ -127,7 +127,7 @@ struct State {
   std::map<uintptr_t, Range> ranges;
   std::map<char*, std::unique_ptr<char[]>> memory;
   Owned<Stream> streams;
-  std::vector<std::shared_ptr<Stream>> destroyed;  // with work left
+  std::vector<std::shared_ptr<Stream>> destroyed;  // destroyed streams that have work left
   Owned<Event> events;
   FakeCudaCounts counts;
   std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls left, result
@@ -302,6 +302,7 @@ CUresult RunKernel(State* fake, int device, const CopyLaunch& launch, unsigned b
   for (uint32_t i = 0; i < launch.task_count; ++i) {
     if (!RunTask(*fake, device, launch.tasks[i], launch)) return CUDA_ERROR_ILLEGAL_ADDRESS;
   }
+  // Like the kernel, this leaves the counter beyond the last task: the next launch must reset it.
   *launch.next_task = launch.task_count + blocks;
   if (corrupt) {
     const CopyTask& task = launch.tasks[launch.task_count / 2];

@@ -341,7 +341,8 @@ void EndShare(State* fake, NcclComm comm) {
                   [&](const Task& task) { return its(task) && !task.ran; })) {
     return;
   }
-  // Sends and receives of a group are under way at once.
+  // All of the group's operations are started before any of them waits for its peers, since sends
+  // and receives of a group are under way at once.
   for (const bool waits : {false, true}) {
     for (const Task& task : group->tasks) {
       if (its(task) && task.put) task.put(task.stream, waits);

@@ -312,7 +312,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue,
   }
   std::vector<int> devices;
   Pools pools;
-  std::vector<char*> reached;  // by the source
+  std::vector<char*> reached;  // the slots' addresses for the source's device
   Communicator::AllGatherCall call;
   std::vector<const RelayStream*> onward;
   for (const Relay::Slot& slot : receivers) {

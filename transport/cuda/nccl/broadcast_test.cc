@@ -85,7 +85,7 @@ class Rig {
   std::shared_ptr<CudaMemory> memory;
   std::shared_ptr<NcclBroadcasts> broadcasts;
   std::unique_ptr<RelayQueue> relays;
-  std::vector<std::shared_ptr<const DeviceRegion>> sources;  // no byte is 0
+  std::vector<std::shared_ptr<const DeviceRegion>> sources;  // have no byte that is 0
   std::vector<DevicePool> pools;
 };
 

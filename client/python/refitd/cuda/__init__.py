@@ -43,7 +43,7 @@ def device_uuid(index: int) -> str:
 
 
 _indices: dict[str, int] = {}
-_uuids: dict[int, str] = {}  # of GPUs that tensors were on: asking torch takes long for each of many tensors
+_uuids: dict[int, str] = {}  # by torch's number of the GPU; kept, since asking torch for each of many tensors takes long
 
 
 def device_index(uuid: str) -> int:
@@ -126,7 +126,7 @@ class Driver:
         except OSError as error:
             raise Unavailable(f"the CUDA driver {name}: {error}") from error
         self._lock = threading.Lock()
-        self._contexts: dict[int, c_void_p] = {}  # of devices, retained for good, as torch's runtime does
+        self._contexts: dict[int, c_void_p] = {}  # by device; retained for good, as torch's runtime does
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -205,9 +205,9 @@ class CudaResolver(Resolver):
         self._kind = kind
         self._member = member
         self._device = device
-        self._itemsizes = itemsizes  # of the layout's tensors
+        self._itemsizes = itemsizes  # bytes an element of each of the layout's tensors
         self._before = regions
-        self._spans: list[Allocation] = []  # all that were asked for, in order of address
+        self._spans: list[Allocation] = []  # the allocations that were looked up, in order of address
         self.regions: dict[int, tuple[Allocation, Handle]] = {}
 
     def pieces(self, box: Box, what: str) -> list[Piece]:

@@ -18,8 +18,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class Released:
-    """Which memory of an engine is released: it sleeps from the first tag that is released until the last one is back. `backed_up`: whether
-    SGLang keeps a copy of weights that it releases."""
+    """Keeps which memory of an engine is released. The engine sleeps from the first tag that is released until the last one is back.
+    `backed_up`: whether SGLang keeps a copy of weights that it releases."""
 
     def __init__(self, backed_up: bool) -> None:
         self._backed_up = backed_up
@@ -58,7 +58,8 @@ class Controls:
         self._run = run
         self._cache = cache
         self._weights_went = False
-        self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None  # what releases the memory, and gets it back
+        # SGLang's own functions that release the memory, and get it back.
+        self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
     def pause(self, mode: str) -> None:

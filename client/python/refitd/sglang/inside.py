@@ -58,7 +58,8 @@ def _resume(original: Any, manager: Any, *arguments: Any) -> Any:
 
 # ---- evidence: what changes between loading and the end of post-processing ----
 
-_loading: list[Any] = []  # of the model that is being loaded: snapshots and formats
+# While a model is being loaded, this list has the snapshots of its modules and the formats of their parameters; else it is empty.
+_loading: list[Any] = []
 
 
 def _load_model(original: Any, loader: Any, **options: Any) -> Any:

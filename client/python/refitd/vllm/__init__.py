@@ -42,7 +42,7 @@ _backend: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def set_backend(backend: Any) -> None:
-    """For the backend, when vLLM makes it."""
+    """Notes the backend. The backend calls this when vLLM makes it."""
     global _backend
     _backend = weakref.ref(backend)
 

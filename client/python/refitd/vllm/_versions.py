@@ -248,8 +248,8 @@ def finish(engine: Any, version: int) -> list[Coroutine[Any, Any, Any]]:
 
 
 async def pause(engine: Any, mode: str) -> None:
-    """As `pause_generation` of an asynchronous engine, without the 20 ms that it sleeps afterwards, which it says no caller needs to
-    be right."""
+    """Does what `pause_generation` of an asynchronous engine does, without the 20 ms that vLLM sleeps afterwards. vLLM's source says that no
+    caller needs this sleep to be right."""
     core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
     if core is None:
         await engine.pause_generation(mode=mode, clear_cache=False)

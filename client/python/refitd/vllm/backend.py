@@ -30,7 +30,7 @@ from .settings import Settings
 
 @dataclass
 class RefitdInitInfo(WeightTransferInitInfo):
-    """What `init_transfer_engine` is told; the fields of `settings.Settings`, where "" leaves the environment's value. `drivers`: ranks
+    """The argument of `init_transfer_engine`: the fields of `settings.Settings`, where "" leaves the environment's value. `drivers`: ranks
     without weights that the instance has beside the workers'. `workers`: how many workers' ranks the instance has; 0: what their own
     configuration says. `dirty`: whether the weights are not one whole version."""
 

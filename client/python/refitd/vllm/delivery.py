@@ -91,7 +91,7 @@ class _Held:
 
 
 def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any, inside: Any = _versions) -> Delivery:
-    """Decides, and makes the arena. The model keeps its values. `inside`: the module with what is known of the engine's inside.
+    """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with what is known of the engine's inside.
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
     """
@@ -227,7 +227,10 @@ def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
 
 
 def _beyond_loading(captured: Any, module_of: dict[str, int], modules: set[int]) -> dict[str, str]:
-    """What is not supported, without tensors that the loader only casts and whose modules are processed: there the loader runs."""
+    """The unsupported tensors, with the reasons.
+
+    A tensor that the loader only casts is left out if its modules are processed: there the loader runs.
+    """
     return {
         name: why
         for name, why in captured.unsupported.items()
@@ -277,6 +280,11 @@ def _conclude(
     device: Any,
     inside: Any,
 ) -> Delivery:
+    """Makes the Delivery from what decide() found; refuses a model of which something can't be delivered.
+
+    `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the tensors that the
+    arena must have. `why`: by parameter, why its module can't be written in place.
+    """
     module_of = {entry.name: id(entry.module) for entry in held}
     _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
     _refuse(
@@ -295,25 +303,12 @@ def _conclude(
     processed.update({name: "is made of other parameters by its attention layer" for name in made_later if name not in processed})
     rest = [entry for entry in held if entry.name not in direct_names and entry.name not in processed]
     _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
-    padded, unfilled = [], {}
-    for entry in held:
-        if entry.name in captured.unfilled:
-            if inside.is_vocabulary(entry.module):
-                padded.append(entry.name)
-            else:
-                unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
-    _refuse(unfilled, "parameters are filled in part only")
+    padded = _padded(held, captured, inside)
     specs = {spec.name: spec for spec in manifest}
     packing = _prepacked(model, held, captured, prepacked)
     total = sum(prod(specs[name].shape) * _dtypes.DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
-    if total > arena_bytes:
-        first = next(iter(processed))
-        raise FailedPrecondition(
-            f"{len(processed)} parameters must be processed after loading, which takes an arena of {total} bytes, and arena_bytes is "
-            f"{arena_bytes}: '{first}' {processed[first]}",
-            culprit=f"parameter '{first}'",
-        )
+    _check_room(total, arena_bytes, processed)
     arena = _make_arena([specs[name] for name in sorted(names)], device)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
@@ -332,6 +327,31 @@ def _conclude(
     )
     made.boxes = _boxes(made, captured, direct, held, device)
     return made
+
+
+def _padded(held: Sequence[_Held], captured: Any, inside: Any) -> list[str]:
+    """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
+    padded, unfilled = [], {}
+    for entry in held:
+        if entry.name in captured.unfilled:
+            if inside.is_vocabulary(entry.module):
+                padded.append(entry.name)
+            else:
+                unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
+    _refuse(unfilled, "parameters are filled in part only")
+    return padded
+
+
+def _check_room(total: int, arena_bytes: int, processed: dict[str, str]) -> None:
+    """Refuses an arena of `total` bytes if that is more than the limit `arena_bytes`."""
+    if total <= arena_bytes:
+        return
+    first = next(iter(processed))
+    raise FailedPrecondition(
+        f"{len(processed)} parameters must be processed after loading, which takes an arena of {total} bytes, and arena_bytes is "
+        f"{arena_bytes}: '{first}' {processed[first]}",
+        culprit=f"parameter '{first}'",
+    )
 
 
 def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[int]) -> list[Prepacked]:
@@ -369,6 +389,7 @@ def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
 
 
 def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
+    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
     from .. import regions
     from ..capture import _boxes_in
     from ..shards import collect

@@ -79,7 +79,7 @@ class Driver:
         self._world_size = world_size
         self._index = index
         self._drivers = drivers
-        self._lock = threading.RLock()  # of the machine and of what it calls for
+        self._lock = threading.RLock()  # guards the machine, and is held while its actions are carried out
         self._closed = threading.Event()
         self._member: Engine | None = None
         self._prepare: Prepare | None = None
@@ -282,7 +282,7 @@ class Driver:
             coordinator=settings.coordinator,
             device="host",
             dirty=dirty,
-            fill=False,  # as its ranks
+            fill=False,  # like the workers' ranks
             wait_seconds=ATTACH_SECONDS,
             reattach_seconds=settings.reattach_seconds,
             client="vllm driver",
@@ -401,7 +401,7 @@ class Follower:
 
     @classmethod
     def of(cls, driver: Driver) -> Follower:
-        """Of an offline engine of another kind."""
+        """Makes a Follower of an offline engine that is no vllm.LLM, by its driver."""
         made = cls.__new__(cls)
         made._begin(driver, launched.Alone())
         return made
@@ -454,7 +454,7 @@ class Follower:
 
 
 class OfflineControls:
-    """Of a vllm.LLM, which generates only while `generate` runs: while it is paused, it takes no request (P2)."""
+    """The calls to a vllm.LLM, which generates only while `generate` runs: so pausing it means that it takes no request (P2)."""
 
     def __init__(self, llm: Any, processes: launched.Alone) -> None:
         self._llm = llm

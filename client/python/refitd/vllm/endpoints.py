@@ -74,7 +74,7 @@ def check_api_servers(config: Any) -> None:
 
 
 class ServerControls:
-    """Of vLLM's asynchronous engine, called from the driver's thread."""
+    """The calls to vLLM's asynchronous engine, which the driver's thread makes."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine

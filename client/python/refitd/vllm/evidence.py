@@ -55,7 +55,7 @@ class Snapshot:
 
 
 def changes(module: Any, before: Snapshot) -> list[str]:
-    """What post-processing did to the module that may keep its kernel from reading what a loader writes later; in words."""
+    """Says in words what post-processing did to the module that may keep its kernel from reading what a loader writes later."""
     after = Snapshot.of(module)
     found = []
     for name in sorted(before.tensors.keys() | after.tensors.keys()):

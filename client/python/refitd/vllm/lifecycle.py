@@ -122,9 +122,9 @@ class Lifecycle:
         self._updating: int | None = None
         self._paused = False  # whether all that was asked for of Pause and Resume ends with a Pause that was carried out
         self._generates = clean
-        self._pause_is_last = False  # of Pause and Resume, in the order in which they were asked for
+        self._pause_is_last = False  # whether the last of all Pause and Resume that were asked for is a Pause
         self._pauses = 0  # asked for and not answered
-        self._register_is_last = False  # of Register and Unregister
+        self._register_is_last = False  # whether the last of all Register and Unregister that were asked for is a Register
         self._registers = 0  # asked for and not answered
         self._aborted = False  # the update was aborted before the engine was paused
         self._sleep: int | None = None  # asked for during an update
@@ -159,7 +159,7 @@ class Lifecycle:
 
     def prepare(self, version: int) -> list[Action]:
         if not self.attached and self.state not in (State.ASLEEP, State.ENDED):
-            return []  # of a lease that is being given up
+            return []  # Prepare came by a lease that is being given up
         self._announced.add(version)
         if self.state in (State.ASLEEP, State.ENDED):
             return [Refuse(version, f"the engine is {self.state.value}")]

@@ -14,9 +14,10 @@ from ..events import Aborted, Committed, Lost, Prepare
 from .delivery import Delivery
 from .settings import Settings
 
-# How long `take` waits for Prepare: the driver calls it when Prepare has come; a trainer that drives by calls makes them first.
+# How long `take` waits for Prepare by default. A trainer that calls the engine itself does so before it begins the update; the driver calls
+# when Prepare has come, and names a shorter time.
 PREPARE_SECONDS = 120.0
-# The longest that an update lasts beyond what Prepare said remains; the daemon ends it earlier.
+# A rank waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
 

@@ -1,4 +1,4 @@
-"""What the adapter is told: by init info, and by the environment where init info says nothing."""
+"""The adapter's settings: those of init info, and of the environment where init info says nothing."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MAX_VERSIONS = 16
 
 
 class TokenVersions:
-    """Of one engine client, whose outputs it watches. For the event loop's thread."""
+    """The versions of the tokens that one engine client yields, whose outputs this object watches. For the event loop's thread."""
 
     def __init__(self, engine: Any) -> None:
         from prometheus_client import Counter
