@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import threading
 import types
@@ -401,10 +402,9 @@ class Workers:
 
 @pytest.mark.skipif(not REAL, reason="needs a checkout of NeMo-RL on PYTHONPATH, and Ray")
 @pytest.mark.parametrize("release", [False, True])
-def test_nemo_rls_own_synchronizer_and_configuration_drive_it(daemon, tmp_path, release):
-    import os
-
+def test_nemo_rls_own_synchronizer_and_configuration_drive_it(daemon, tmp_path, release, monkeypatch):
     ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in test_verl.py
     configured = importlib.import_module("nemo_rl.weight_sync.checkpoint_engine_config").checkpoint_engine_refit_config
     theirs = importlib.import_module("nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer").CheckpointEngineWeightSynchronizer
     name = "refitd.nemo_rl:Transport"

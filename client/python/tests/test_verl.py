@@ -17,7 +17,13 @@ import pytest
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is in the environment 2.11.0-rl", allow_module_level=True)
-ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_ENGINE_DEVICE": "cuda"}
+# Ray's workers give way to all other processes unless they are told not to, and on a busy machine reach the tests' deadlines.
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "RAY_worker_niceness": "0",
+}
 os.environ.update(ENVIRONMENT)
 
 import ray  # noqa: E402
