@@ -32,7 +32,8 @@ class Error(Exception):
 
     `status`: the gRPC status.
     `culprit`: who or what caused the failure, as far as the message names it: "tensor 'w'", "parameter 'w'",
-    "module 'm'", "trainer rank 3", "engine a rank 0", "instance a", "daemon at PATH", or the name of an argument or file; else None.
+    "module 'm'", "trainer rank 3", "engine a rank 0", "instance a", "process 1" (of a launcher's), "daemon at PATH", or the name of an
+    argument or file; else None.
     `dirty`: of the end of an update: True where weights of engines may be torn, so that these engines serve nothing until the next
     commit; False where every engine still holds the version before. None where the message does not tell: it is not about an
     update's end, or the answer was lost, and then engines may be dirty.

@@ -11,7 +11,7 @@ from refitd.vllm import delivery, manifest
 
 PACKAGE = Path(refitd.__file__).parent
 # A formatted culprit begins with one of these. Names of arguments, options and files stand alone, as plain expressions.
-FORM = re.compile(r"(tensor|parameter|module) '|(trainer|engine|actor) rank ")
+FORM = re.compile(r"(tensor|parameter|module) '|(trainer|engine|actor) rank |process ")
 
 
 class CulpritsTest(unittest.TestCase):
