@@ -33,8 +33,7 @@ struct Updating : TestGroup {
   explicit Updating(bool staged) {
     trainer = AttachTrainer();
     engine = staged ? Staged("i", kModel) : Registered("i", kModel);
-    Begin(trainer, 1);
-    ReadyAll();
+    Open(trainer, 1);
   }
   MemberId trainer;
   MemberId engine;

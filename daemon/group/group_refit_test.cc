@@ -396,8 +396,7 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
   SECTION("pushed under one name or both") {
     const bool one = GENERATE(false, true);
     g.tensor_count = GENERATE(0, 2);
-    g.Begin(trainer, 1);
-    g.ReadyAll();
+    g.Open(trainer, 1);
     g.Push(trainer, 1, 0, one ? std::vector<TensorSpec>{both[0]} : both);
     g.FinishAll();
     const CallId commit = g.Commit(trainer, 1, 1);
@@ -405,8 +404,7 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     CHECK(g.Code(commit) == StatusCode::kOk);
   }
   SECTION("pushed under the name that has no memory alone: the other is missed") {
-    g.Begin(trainer, 1);
-    g.ReadyAll();
+    g.Open(trainer, 1);
     g.Push(trainer, 1, 0, {both[1]});
     g.FinishAll();
     const CallId commit = g.Commit(trainer, 1, 1);
@@ -414,8 +412,7 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     CHECK_THAT(g.Text(commit), Contains("tensor 'embed' of instance x was never pushed"));
   }
   SECTION("of another shape is refused") {
-    g.Begin(trainer, 1);
-    g.ReadyAll();
+    g.Open(trainer, 1);
     const CallId push = g.Push(trainer, 1, 0, {Bytes("head", 9)});
     CHECK(g.Code(push) == StatusCode::kFailedPrecondition);
   }

@@ -198,13 +198,10 @@ TEST_CASE("tensors without an element need not be pushed, and may be") {
   const bool pushed = GENERATE(false, true);
   g.tensor_count = GENERATE(0, 1, 2);
   if (pushed && g.tensor_count == 1) return;
-  g.Begin(trainer, 1);
-  g.ReadyAll();
+  g.Open(trainer, 1);
   g.Push(trainer, 1, 0, pushed ? model : std::vector<TensorSpec>{model[0]});
   g.Settle();
-  const CallId commit = g.Commit(trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(trainer, 1, 1)) == kOk);
 }
 
 // Commit compares counts: a refused bucket must leave them as they were (P1).
@@ -213,8 +210,7 @@ TEST_CASE("the tensors of a refused bucket count as never pushed") {
   const std::vector<TensorSpec> model = {Bytes("a", 8), Bytes("b", 8), Bytes("c", 8)};
   g.Registered("r", model);
   const MemberId t = g.AttachTrainer();
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   g.Push(t, 1, 0, {model[0]});
   // The first half of "b", all of "c", and "a" once more.
   BucketDraft twice = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2], model[0]});
@@ -236,9 +232,7 @@ TEST_CASE("the tensors of a refused bucket count as never pushed") {
   half.seq = 2;
   g.Push(half);
   g.Settle();
-  const CallId commit = g.Commit(t, 1, 3);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(t, 1, 3)) == kOk);
 }
 
 TEST_CASE("verification off or transfer commits without reading back") {
@@ -249,8 +243,7 @@ TEST_CASE("verification off or transfer commits without reading back") {
   e.member = t;
   e.version = Version(1);
   e.verification = GENERATE(Verification::kOff, Verification::kTransfer);
-  g.Begin(e);
-  g.ReadyAll();
+  g.Open(e);
   g.Push(t, 1, 0, kModel);
   CHECK(g.running[0].transfer.verification == *e.verification);
   g.FinishAll();
@@ -264,8 +257,7 @@ TEST_CASE(
   const std::vector<TensorSpec> big = {Bytes("big", 10'000), Bytes("small", 10)};
   const MemberId t = g.AttachTrainer();
   g.Staged("s", big);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, big);
   CHECK(g.running.size() == 2);  // both slots are being filled
   g.Finish(1);
@@ -288,18 +280,9 @@ TEST_CASE(
 
 TEST_CASE("updates follow each other with growing versions") {
   OneToOne g;
-  g.Push(g.trainer, 1, 0, kModel);
-  g.Settle();
-  g.Commit(g.trainer, 1, 1);
-  g.Settle();
+  g.PushAndCommit(g.trainer, 1, kModel);
   for (int64_t version = 2; version < 5; ++version) {
-    g.Begin(g.trainer, version);
-    g.ReadyAll();
-    g.Push(g.trainer, version, 0, kModel);
-    g.Settle();
-    const CallId commit = g.Commit(g.trainer, version, 1);
-    g.Settle();
-    CHECK(g.Code(commit) == kOk);
+    g.Install(g.trainer, version, kModel);
     CHECK(g.Instance("r").version == Version(version));
   }
 }
@@ -327,8 +310,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   run({t0, t1}, 1);
   // The trainers' running update is lost with them.
   g.Begin(t0, 2);
-  g.Begin(t1, 2);
-  g.ReadyAll();
+  g.Open(t1, 2);
   g.Push(t0, 2, 0, kModel);
   g.Lose(t0);
   const absl::Status refused = g.refused[g.AttachTrainer(0, 3)];
@@ -350,8 +332,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   const CallId first = g.Begin(u0, 2);
   g.Begin(u1, 2);
   CHECK(g.Answer(first) == nullptr);
-  g.Begin(u2, 2);
-  g.ReadyAll();
+  g.Open(u2, 2);
   CHECK(g.Get<BeginReply>(first).leasable_slots == 1);
   g.Abort(u0, 2);
   run({u0, u1, u2}, 3);
@@ -624,8 +605,7 @@ TEST_CASE("staged engines without a manifest need Begin's tensor count") {
   CHECK(g.Code(untold) == kPrecondition);
   CHECK_THAT(g.Text(untold), Contains("tensor_count"));
   g.tensor_count = 2;
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   g.Push(t, 1, 0, {kModel[0]});
   g.Settle();
   const CallId early = g.Commit(t, 1, 1);
@@ -723,8 +703,7 @@ TEST_CASE("buckets before Begin, after Commit and of another version are refused
   CHECK(g.Code(g.Push(t0, 1, 0, kModel)) == kPrecondition);
   g.Begin(t0, 1);
   CHECK(g.Code(g.Push(t0, 1, 0, kModel)) == kPrecondition);
-  g.Begin(t1, 1);
-  g.ReadyAll();
+  g.Open(t1, 1);
   CHECK(g.Code(g.Push(t0, 2, 0, kModel)) == kPrecondition);
   g.Push(t0, 1, 0, kModel);
   g.FinishAll();
@@ -760,9 +739,7 @@ TEST_CASE("repeated and far seqs are refused; early ones wait for their turn") {
   const CallId less = g.Commit(g.trainer, 1, 1);
   CHECK(g.Code(less) == kPrecondition);
   CHECK_THAT(g.Text(less), Contains("2 buckets were pushed"));
-  const CallId commit = g.Commit(g.trainer, 1, 2);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 2)) == kOk);
 }
 
 TEST_CASE("the number of unanswered buckets of a rank is limited") {
@@ -818,9 +795,7 @@ TEST_CASE("overlapping elements are refused by name, disjoint ranges add up") {
   c.ranges[0] = {0, 600, 400};
   g.Push(c);
   g.FinishAll();
-  const CallId commit = g.Commit(g.trainer, 1, 2);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 2)) == kOk);
 }
 
 TEST_CASE("tensors without elements are pushed once, where they are") {
@@ -828,15 +803,12 @@ TEST_CASE("tensors without elements are pushed once, where they are") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
   g.Registered("r", model);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   g.Push(t, 1, 0, {model[0]});
   g.FinishAll();
   g.Push(t, 1, 1, {model[1]});
   CHECK(g.Code(g.Push(t, 1, 2, {model[1]})) == kAlreadyExists);
-  const CallId commit = g.Commit(t, 1, 2);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(t, 1, 2)) == kOk);
 }
 
 TEST_CASE("engine-only tensors are neither needed nor taken") {
@@ -845,15 +817,12 @@ TEST_CASE("engine-only tensors are neither needed nor taken") {
   TestGroup g(spec);
   const MemberId t = g.AttachTrainer();
   g.Registered("r", {kModel[0], Bytes("rotary", 64)});
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, {Bytes("rotary", 64)});
   CHECK(g.Code(push) == kPrecondition);
   g.Push(t, 1, 0, {kModel[0]});
   g.FinishAll();
-  const CallId commit = g.Commit(t, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(t, 1, 1)) == kOk);
 }
 
 TEST_CASE("a missing tensor withdraws the last commit only, and names tensor and instance") {
@@ -862,8 +831,7 @@ TEST_CASE("a missing tensor withdraws the last commit only, and names tensor and
   const MemberId t1 = g.AttachTrainer(1, 2);
   g.Registered("r", kModel);
   g.Begin(t0, 1);
-  g.Begin(t1, 1);
-  g.ReadyAll();
+  g.Open(t1, 1);
   g.Push(t0, 1, 0, {kModel[0]});
   g.FinishAll();
   const CallId c0 = g.Commit(t0, 1, 1);
@@ -899,9 +867,7 @@ TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot"
   CHECK(g.parts[0].slot == lease.grant);
   CHECK(g.parts[0].content->byte_offsets == std::vector<int64_t>{0, 1024});
   CHECK(g.parts[0].content->bytes == 1524);
-  const CallId commit = g.Commit(g.trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 1)) == kOk);
   CHECK(g.FreeSlots() == 4);
 }
 
@@ -992,8 +958,7 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
   e.version = Version(1);
   e.broadcast = BroadcastMethod::kChain;
   e.slots_on_devices = true;
-  g.Begin(e);
-  g.ReadyAll();
+  g.Open(e);
   const CallId push = g.Push(trainer, 1, 0, big);
   REQUIRE(g.running.size() == 2);
   g.Finish(1);  // the part's slot is free although the part before still runs
@@ -1002,9 +967,7 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
   CHECK(g.running[1].transfer.part == PartSeq(2));
   g.FinishAll();
   CHECK(g.Code(push) == kOk);
-  const CallId commit = g.Commit(trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(trainer, 1, 1)) == kOk);
   CHECK(g.FreeSlots() == 2);
   const UpdateStatistics statistics = g.group.Statistics();
   REQUIRE(statistics.buckets.size() == 1);
@@ -1037,8 +1000,7 @@ TEST_CASE("a broadcast to staged engines too hands them its slot") {
   e.version = Version(1);
   e.broadcast = BroadcastMethod::kChain;
   e.slots_on_devices = true;
-  g.Begin(e);
-  g.ReadyAll();
+  g.Open(e);
   g.Push(trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.staged.size() == 1);
@@ -1046,9 +1008,7 @@ TEST_CASE("a broadcast to staged engines too hands them its slot") {
   g.FinishAll();
   REQUIRE(g.parts.size() == 1);
   CHECK(g.FreeSlots() == 3);
-  const CallId commit = g.Commit(trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(trainer, 1, 1)) == kOk);
   CHECK(g.FreeSlots() == 4);
 }
 
@@ -1069,8 +1029,7 @@ TEST_CASE("ranks agree about the method, and all of them need slots for kAuto to
   CHECK_THAT(g.Text(other), Contains("broadcast") && Contains("chain") && Contains("auto"));
   e.broadcast = BroadcastMethod::kAuto;
   e.slots_on_devices = GENERATE(false, true);
-  g.Begin(e);
-  g.ReadyAll();
+  g.Open(e);
   g.Push(t1, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.fill_slot.has_value() == e.slots_on_devices);
@@ -1146,8 +1105,7 @@ struct InParts : TestGroup {
     whole = Registered("r", Eight());
     tp0 = Registered("tp", Eight(), 0, 2);
     tp1 = Registered("tp", Eight(), 1, 2);
-    Begin(trainer, 1);
-    ReadyAll();
+    Open(trainer, 1);
     push = Push(trainer, 1, 0, Eight());
     REQUIRE(running.size() == 4);
   }
@@ -1201,8 +1159,7 @@ std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimit
   TestGroup g(TestGroup::DefaultSpec(), limits);
   const MemberId trainer = g.AttachTrainer();
   g.Registered("r", tensors);
-  g.Begin(trainer, 1);
-  g.ReadyAll();
+  g.Open(trainer, 1);
   BucketDraft bucket = g.MakeBucket(trainer, 1, 0, tensors);
   for (TensorRange& range : bucket.ranges) {
     if (pushed_of_each >= 0) range.count = std::min(range.count, pushed_of_each);
@@ -1273,14 +1230,11 @@ TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until
   CHECK(g.Code(g.push) == kAborted);
   CHECK(g.Instance("tp").state == "dirty");
   // Elements of the aborted update count for nothing.
-  g.Begin(g.trainer, 1);
-  g.ReadyAll();
+  g.Open(g.trainer, 1);
   CHECK_THAT(g.Text(g.Commit(g.trainer, 1, 0)), Contains("'t0'"));
   g.Push(g.trainer, 1, 0, Eight());
   g.FinishAll();
-  const CallId commit = g.Commit(g.trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 1)) == kOk);
   CHECK(g.Instance("tp").state == "clean");
 }
 
@@ -1290,8 +1244,7 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
   const MemberId t = g.AttachTrainer();
   g.Registered("r", model);
   const MemberId s = g.Staged("s", model);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   g.Push(t, 1, 0, model);
   REQUIRE(g.running.size() == 2);
   CHECK(g.running[0].transfer.fill_slot.has_value());
@@ -1309,9 +1262,7 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
     CHECK(content.bytes == carried);
   }
   g.Settle();
-  const CallId commit = g.Commit(t, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(t, 1, 1)) == kOk);
   CHECK(g.Instance("r").state == "clean");
   CHECK(g.FreeSlots() == 2);
 }
@@ -1392,9 +1343,7 @@ TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for
   bad.slot.reset();
   CHECK(g.Answer(g.Push(bad)) == nullptr);
   g.FinishAll();
-  const CallId commit = g.Commit(g.trainer, 1, 2);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 2)) == kOk);
 }
 
 TEST_CASE("the statistics of the last buckets are kept until the next update, and no more") {
@@ -1492,8 +1441,7 @@ TEST_CASE("a lease that is not submitted in time aborts the update, and stays it
   CHECK_THAT(g.Text(push), Contains("trainer rank 0") && Contains("did not submit leased slot"));
   CHECK(g.FreeSlots() == 3);  // the rank may still be packing
   CHECK(g.group.NextDeadline() == std::nullopt);
-  g.Begin(g.trainer, 1);
-  g.ReadyAll();
+  g.Open(g.trainer, 1);
   CHECK(g.FreeSlots() == 3);
   CHECK(g.Code(g.Release(g.trainer, lease.grant)) == kOk);
   CHECK(g.FreeSlots() == 4);
@@ -1510,8 +1458,7 @@ TEST_CASE("a lease that outlives its update is no reason to give up the next one
   g.Settle();
   REQUIRE(g.Code(first) == kOk);
   CHECK(g.group.NextDeadline() == std::nullopt);
-  g.Begin(g.trainer, 2);
-  g.ReadyAll();
+  g.Open(g.trainer, 2);
   g.Advance(seconds(6));
   CHECK(g.FreeSlots() == 3);
   BucketDraft b = g.MakeBucket(g.trainer, 2, 0, {kModel[0]});
@@ -1519,9 +1466,7 @@ TEST_CASE("a lease that outlives its update is no reason to give up the next one
   g.Push(b);
   g.Push(g.trainer, 2, 1, {kModel[1]});
   g.Settle();
-  const CallId second = g.Commit(g.trainer, 2, 2);
-  g.Settle();
-  CHECK(g.Code(second) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 2, 2)) == kOk);
   CHECK(g.FreeSlots() == 4);
 }
 
@@ -1566,8 +1511,7 @@ TEST_CASE("with evict_late an engine that never acknowledges loses its instance 
   e.member = t;
   e.version = Version(1);
   e.evict_late = true;
-  g.Begin(e);
-  g.ReadyAll();
+  g.Open(e);
   g.Push(t, 1, 0, kModel);
   g.FinishAll();
   const CallId commit = g.Commit(t, 1, 1);
@@ -1588,8 +1532,7 @@ TEST_CASE("parts without staged engines left need no slots any more") {
   const MemberId t = g.AttachTrainer();
   g.Registered("r", big);
   const MemberId s = g.Staged("s", big);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, big);
   CHECK(g.running.size() == 2);
   g.Lose(s);
@@ -1609,8 +1552,7 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   g.Registered("r", kModel);
   const MemberId tp0 = g.Registered("tp", kModel, 0, 2);
   const MemberId tp1 = g.Registered("tp", kModel, 1, 2);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   g.Push(t, 1, 0, {kModel[0]});
   g.Lose(tp1);
   // A copy still writes to both ranks of the instance.
@@ -1634,12 +1576,7 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   CHECK(g.Instance("tp").state == "forming_dirty");
   g.Registered("tp", kModel, 1, 2);
   CHECK(g.Instance("tp").state == "dirty");
-  g.Begin(t, 2);
-  g.ReadyAll();
-  g.Push(t, 2, 0, kModel);
-  g.FinishAll();
-  g.Commit(t, 2, 1);
-  g.Settle();
+  g.Install(t, 2, kModel);
   CHECK(g.Instance("tp").version == Version(2));
 }
 
@@ -1688,9 +1625,7 @@ TEST_CASE("a commit that waits for a bucket fails with it, and the update stays 
   CHECK_THAT(g.Text(commit), Contains("seq 1 was refused") && Contains("'a'"));
   g.Push(g.trainer, 1, 1, {kModel[1]});
   g.Settle();
-  const CallId later = g.Commit(g.trainer, 1, 2);
-  g.Settle();
-  CHECK(g.Code(later) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 2)) == kOk);
 }
 
 TEST_CASE("a commit that waits is refused where its buckets cover too little, or are too many") {
@@ -1719,9 +1654,7 @@ TEST_CASE("a commit that waits for buckets goes with its last caller") {
   g.Push(g.trainer, 1, 1, {kModel[1]});  // more than the rank announced
   g.FinishAll();
   CHECK_FALSE(g.verifying.has_value());
-  const CallId commit = g.Commit(g.trainer, 1, 2);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Settled(g.Commit(g.trainer, 1, 2)) == kOk);
 }
 
 TEST_CASE("a commit that waits ends with the update: idle limit, death, abort") {
@@ -1753,8 +1686,7 @@ TEST_CASE("an engine that dies while it is read back is released when that ended
   const MemberId dies = g.Registered("a", kModel);
   const bool survivor = GENERATE(true, false);
   if (survivor) g.Registered("b", kModel);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   g.Push(t, 1, 0, kModel);
   g.FinishAll();
   const CallId commit = g.Commit(t, 1, 1);
@@ -1779,8 +1711,7 @@ TEST_CASE("the loss of a trainer rank aborts, after the copies that read its mem
   const MemberId t1 = g.AttachTrainer(1, 2);
   g.Registered("r", kModel);
   g.Begin(t0, 1);
-  g.Begin(t1, 1);
-  g.ReadyAll();
+  g.Open(t1, 1);
   const CallId p0 = g.Push(t0, 1, 0, {kModel[0]});
   const CallId p1 = g.Push(t1, 1, 0, {kModel[1]});
   const CallId early = g.Push(t1, 1, 2, {});
@@ -1803,8 +1734,7 @@ TEST_CASE("the loss of a trainer rank aborts, after the copies that read its mem
   const MemberId again = g.AttachTrainer(1, 2);
   CHECK(g.welcome.contains(again));
   const CallId b0 = g.Begin(t0, 1);
-  g.Begin(again, 1);
-  g.ReadyAll();
+  g.Open(again, 1);
   CHECK(g.Code(b0) == kOk);
 }
 
@@ -1969,11 +1899,7 @@ TEST_CASE("a draining group ends its update and opens no other") {
   g.Do(DrainEvent{});
   g.Do(DrainEvent{});
   CHECK(g.draining.size() == 2);
-  g.Push(g.trainer, 1, 0, kModel);
-  g.Settle();
-  const CallId commit = g.Commit(g.trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  g.PushAndCommit(g.trainer, 1, kModel);
   CHECK(g.Code(g.Begin(g.trainer, 2)) == kUnavailable);
   g.Staged("late");
   CHECK(g.draining.size() == 3);
@@ -1986,13 +1912,7 @@ TEST_CASE("an engine that reports an absurd version holds up no Begin") {
       AttachHolding(&g, "a", 0, 1, INT64_MAX, GENERATE(uint64_t{0}, uint64_t{0x55}));
   CHECK(g.Instance("a").version == Version(INT64_MAX));
   // Any version is greater than none: this is the first of an incarnation.
-  g.Begin(trainer, 1);
-  g.ReadyAll();
-  g.Push(trainer, 1, 0, kModel);
-  g.Settle();
-  const CallId commit = g.Commit(trainer, 1, 1);
-  g.Settle();
-  CHECK(g.Code(commit) == kOk);
+  g.Install(trainer, 1, kModel);
   CHECK(g.Instance("a").version == Version(1));
   CHECK(g.Instance("a").origin == 7);
   CHECK(g.group.version() == Version(1));
@@ -2047,12 +1967,7 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   g.Registered("late", kModel);
   CHECK(standing("late") == Standing::kEmpty);
   const MemberId trainer = g.AttachTrainer();
-  g.Begin(trainer, 1);
-  g.ReadyAll();
-  g.Push(trainer, 1, 0, kModel);
-  g.Settle();
-  g.Commit(trainer, 1, 1);
-  g.Settle();
+  g.Install(trainer, 1, kModel);
   for (const char* const name : {"first", "second", "late"}) {
     CAPTURE(name);
     CHECK(standing(name) == Standing::kClean);
@@ -2065,10 +1980,7 @@ TEST_CASE("replacing a group marks every instance dirty and starts versions anew
   g.Do(ReplaceGroup{refused, 8});
   CHECK(g.Code(refused) == kPrecondition);
   CHECK(g.group.incarnation() == 7);
-  g.Push(g.trainer, 5, 0, kModel);
-  g.Settle();
-  g.Commit(g.trainer, 5, 1);
-  g.Settle();
+  g.PushAndCommit(g.trainer, 5, kModel);
   const CallId call = g.NewCall();
   g.Do(ReplaceGroup{call, 8});
   g.dirty.insert("r");
@@ -2080,12 +1992,7 @@ TEST_CASE("replacing a group marks every instance dirty and starts versions anew
   AttachHolding(&g, "old", 0, 1, 5, 7);
   CHECK(g.group.version() == std::nullopt);  // the version is of an earlier incarnation
   CHECK(g.Instance("old").origin == 7);
-  g.Begin(g.trainer, 1);
-  g.ReadyAll();
-  g.Push(g.trainer, 1, 0, kModel);
-  g.Settle();
-  g.Commit(g.trainer, 1, 1);
-  g.Settle();
+  g.Install(g.trainer, 1, kModel);
   CHECK(g.Instance("r").version == Version(1));
 }
 
@@ -2182,10 +2089,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   const UpdateId first = g.prepares.back().update;
   const MemberId engine = g.prepares.back().member;
   const std::string name = g.engines.at(engine).instance;
-  g.Push(g.trainer, 1, 0, kModel);
-  g.Settle();
-  g.Commit(g.trainer, 1, 1);
-  g.Settle();
+  g.PushAndCommit(g.trainer, 1, kModel);
   REQUIRE(g.Instance(name).state == "clean");
   g.Do(EngineFailed{engine, UpdateId(77), "another update"});  // no effect
   CHECK(g.Instance(name).state == "clean");
@@ -2204,12 +2108,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   g.Abort(g.trainer, 2);           // nothing was written, so the instance stays dirty
   REQUIRE(g.aborted.size() == 2);  // each checked against `dirty`
   CHECK(g.Instance(name).state == "dirty");
-  g.Begin(g.trainer, 3);
-  g.ReadyAll();
-  g.Push(g.trainer, 3, 0, kModel);
-  g.Settle();
-  g.Commit(g.trainer, 3, 1);
-  g.Settle();
+  g.Install(g.trainer, 3, kModel);
   CHECK(g.Instance(name).state == "clean");
   g.Do(EngineFailed{engine, first, "late"});  // of an earlier update: no effect
   CHECK(g.Instance(name).state == "clean");
@@ -2221,8 +2120,7 @@ TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
       Bytes("huge", (kMaxPartsPerBucket + 1) * g.group.spec().slot_bytes)};
   const MemberId t = g.AttachTrainer();
   g.Staged("s", huge);
-  g.Begin(t, 1);
-  g.ReadyAll();
+  g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, huge);
   CHECK(g.Code(push) == kExhausted);
   CHECK_THAT(g.Text(push), Contains("huge"));
@@ -2234,8 +2132,7 @@ TEST_CASE("an instance that nothing touched stayed paused while another's copy r
   const MemberId busy = g.Registered("busy", kModel);
   const MemberId quiet =
       g.Staged("quiet", kModel);  // the rank is handed nothing before the copy has ended
-  g.Begin(trainer, 1);
-  g.ReadyAll();
+  g.Open(trainer, 1);
   g.Push(trainer, 1, 0, {kModel[0]});
   const CallId abort = g.Abort(trainer, 1);
   CHECK(g.aborted.empty());

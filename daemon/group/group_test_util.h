@@ -152,6 +152,15 @@ class TestGroup {
     Do(e);
     return e.call;
   }
+  // Begins an update and answers Ready for its engines, so that it is open for data.
+  void Open(BeginEvent e) {
+    Begin(std::move(e));
+    ReadyAll();
+  }
+  void Open(MemberId member, int64_t version) {
+    Begin(member, version);
+    ReadyAll();
+  }
   static BucketDraft MakeBucket(MemberId member, int64_t version, int64_t seq,
                                 const std::vector<TensorSpec>& tensors) {
     BucketDraft draft;
@@ -176,6 +185,17 @@ class TestGroup {
     const CallId call = NewCall();
     Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets, false});
     return call;
+  }
+  // Pushes the whole model in one bucket to the open update and commits it.
+  void PushAndCommit(MemberId member, int64_t version, const std::vector<TensorSpec>& model) {
+    Push(member, version, 0, model);
+    Settle();
+    CHECK(Settled(Commit(member, version, 1)) == absl::StatusCode::kOk);
+  }
+  // Takes the engines to the version: an update of one trainer, from Begin to Commit.
+  void Install(MemberId member, int64_t version, const std::vector<TensorSpec>& model) {
+    Open(member, version);
+    PushAndCommit(member, version, model);
   }
   // Commits while buckets are on their way.
   CallId CommitAhead(MemberId member, int64_t version, int64_t buckets) {
@@ -333,6 +353,11 @@ class TestGroup {
         }
       }
     }
+  }
+  // The code of a call's answer, once nothing is left to answer.
+  absl::StatusCode Settled(CallId call) {
+    Settle();
+    return Code(call);
   }
   void Advance(Duration by) {
     now += by;
