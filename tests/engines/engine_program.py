@@ -38,7 +38,7 @@ class Program:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(model=model, enforce_eager=True, max_model_len=512, max_num_seqs=8, seed=0, **options["llm"])
+        self.llm = LLM(model=model, max_model_len=512, max_num_seqs=8, seed=0, **options["llm"])
         self.weights: Any = None
         if options["follow"] is not None:
             import refitd.vllm
@@ -93,14 +93,21 @@ class Program:
         return list(self.llm.collective_rpc(status_of))
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this process that are its own, without what it shares with the daemon; and how many tensors it has."""
+        """Bytes of this process that are its own, without what it shares with the daemon; those on its GPU; and how many tensors it has."""
         with open("/proc/self/status") as file:
             lines = dict(line.split(":", 1) for line in file)
         import torch
 
         gc.collect()
         tensors = sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-        return {"bytes": int(lines["RssAnon"].split()[0]) * 1024, "tensors": tensors}
+        return {"bytes": int(lines["RssAnon"].split()[0]) * 1024, "gpu_bytes": torch.cuda.memory_allocated(), "tensors": tensors}
+
+    def sleep_mode_memory(self) -> dict[str, int]:
+        """Bytes that are free on the GPU, and those that vLLM's allocator of sleep mode has mapped while it is awake."""
+        import torch
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return {"free": torch.cuda.mem_get_info()[0], "allocated": CuMemAllocator.get_instance().get_current_usage()}
 
 
 def answer(what: dict[str, Any]) -> None:

@@ -17,9 +17,14 @@ from typing import Any
 
 import models
 import refitd
+import torch
 from refitd import testing
 from server import Server
-from support import CheckpointTrainer
+from support import VLLM_ON_GPU, CheckpointTrainer
+
+# Where all weights are, for torch and for refitd: None is torch's current GPU.
+DEVICE = "cuda" if VLLM_ON_GPU else "host"
+REFITD_DEVICE = None if VLLM_ON_GPU else "host"
 
 # The sizes of Qwen3-0.6B.
 models.ARCHITECTURES["qwen3-0.6b"] = (
@@ -31,12 +36,18 @@ models.ARCHITECTURES["qwen3-0.6b"] = (
 )  # fmt: skip
 
 
+def empty_like(tensors: dict[str, Any]) -> dict[str, Any]:
+    if VLLM_ON_GPU:
+        return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    return {name: refitd.empty(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
 class Bare:
     """An engine of refitd's that does nothing but take versions."""
 
     def __init__(self, socket: str, tensors: dict[str, Any]) -> None:
-        self.engine = refitd.Engine("bare", instance="bare-0", socket=socket, device="host")
-        self.engine.register({name: refitd.empty(tuple(t.shape), t.dtype) for name, t in tensors.items()})
+        self.engine = refitd.Engine("bare", instance="bare-0", socket=socket, device=REFITD_DEVICE)
+        self.engine.register(empty_like(tensors))
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -49,8 +60,9 @@ def measure(layers: int, updates: int) -> dict[str, Any]:
     models.ARCHITECTURES["qwen3-0.6b"][1]["num_hidden_layers"] = layers
     with tempfile.TemporaryDirectory(prefix="refitd-figures-") as folder, testing.daemon() as daemon:
         checkpoint = models.make("qwen3-0.6b", Path(folder), 1)
-        trainer = CheckpointTrainer(daemon.socket, checkpoint)
-        bare_trainer = refitd.Trainer("bare", rank=0, world_size=1, socket=daemon.socket, device="host")
+        trainer = CheckpointTrainer(daemon.socket, checkpoint, DEVICE)
+        trainer.fill(checkpoint)
+        bare_trainer = refitd.Trainer("bare", rank=0, world_size=1, socket=daemon.socket, device=REFITD_DEVICE)
         bare_trainer.register(trainer.tensors)
         bare = Bare(daemon.socket, trainer.tensors)
         with Server(checkpoint, Path(folder) / "server.log", daemon.socket, OMP_NUM_THREADS=str(os.cpu_count())) as server:

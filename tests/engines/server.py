@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import CALL_SECONDS, ENVIRONMENT, GROUP, START_SECONDS, die_with_parent
+from support import CALL_SECONDS, ENVIRONMENT, GROUP, START_SECONDS, VLLM_GPU_OPTIONS, VLLM_ON_GPU, die_with_parent
 
 
 def free_port() -> int:
@@ -43,9 +43,16 @@ class Server:
     def command(self, model: Path) -> list[str]:
         return [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
-            "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
-            "--load-format", "refitd", "--weight-transfer-config", '{"backend": "refitd"}',
+            "--port", str(self.port), "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8",
+            "--load-format", "refitd", "--weight-transfer-config", '{"backend": "refitd"}', *self.device_options(),
         ]  # fmt: skip
+
+    @staticmethod
+    def device_options() -> list[str]:
+        if not VLLM_ON_GPU:
+            return ["--enforce-eager"]
+        options: Any = ((f"--{name.replace('_', '-')}", value) for name, value in VLLM_GPU_OPTIONS.items())
+        return ["--enable-sleep-mode", *(part for name, value in options for part in (name, json.dumps(value)))]
 
     def start(self) -> None:
         with open(self.log, "ab") as file:

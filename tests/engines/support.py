@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -13,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import refitd
+import torch
 from refitd.vllm.manifest import write_manifest
 from safetensors.torch import load_file
 
@@ -30,6 +33,15 @@ CALL_SECONDS = 600.0
 LOOK_SECONDS = 1.0
 # The group of all tests; each has a daemon of its own.
 GROUP = "engines"
+
+# Whether the vLLM that is installed runs on GPUs.
+VLLM_ON_GPU = any("cpu" not in found.version for found in metadata.distributions(name="vllm"))
+# Engines of several tests share a GPU's memory, and run models by CUDA graphs.
+VLLM_GPU_OPTIONS: dict[str, Any] = {
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 64 << 20,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
+}
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -47,6 +59,14 @@ ENVIRONMENT = {
 def die_with_parent() -> None:
     """For a child before it becomes the program: whatever ends the tests ends the engine."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+# What an engine that is to sleep needs besides; on a CPU it needs nothing.
+SLEEPS: dict[str, Any] = {"enable_sleep_mode": True} if VLLM_ON_GPU else {}
+
+
+def need_gpus(count: int) -> None:
+    """Skips the test where vLLM is one for GPUs and there are fewer."""
+    if VLLM_ON_GPU and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
 
 
 class EngineFailed(Exception):
@@ -91,6 +111,8 @@ class EngineProcess:
             llm.setdefault("distributed_executor_backend", "uni")
         else:
             llm["tensor_parallel_size"] = tp
+        for name, value in (VLLM_GPU_OPTIONS if VLLM_ON_GPU else {"enforce_eager": True}).items():
+            llm.setdefault(name, value)
         if follows:
             llm.setdefault("load_format", "refitd")
             llm["weight_transfer_config"] = {"backend": "refitd"}
@@ -238,10 +260,15 @@ class TrainerProcess(EngineProcess):
 class CheckpointTrainer:
     """A trainer of one rank that sends checkpoints as versions."""
 
-    def __init__(self, socket: str, first: Path, **options: Any) -> None:
+    def __init__(self, socket: str, first: Path, device: str = "host", **options: Any) -> None:
+        """`device`: where its tensors are, "host" or "cuda"."""
         loaded = load_file(first / "model.safetensors")
-        self.tensors = {name: refitd.empty(tuple(t.shape), t.dtype) for name, t in loaded.items()}
-        self.trainer = refitd.Trainer(GROUP, rank=0, world_size=1, socket=socket, device="host", **options)
+        if device == "host":
+            self.tensors = {name: refitd.empty(tuple(t.shape), t.dtype) for name, t in loaded.items()}
+        else:
+            self.tensors = {name: torch.empty_like(t, device=device) for name, t in loaded.items()}
+        on = "host" if device == "host" else None
+        self.trainer = refitd.Trainer(GROUP, rank=0, world_size=1, socket=socket, device=on, **options)
         self.trainer.register(self.tensors)
 
     def fill(self, checkpoint: Path) -> None:
@@ -317,15 +344,18 @@ def check_five_versions(
     dtype: str = "bfloat16",
     each: Callable[[EngineProcess, int], None] = lambda engine, version: None,
     live: dict[str, Any] | None = None,
+    trainer_device: str = "host",
     **llm: Any,
 ) -> dict[str, Any]:
     """After each of five versions the live engine has the parameters, buffers and greedy tokens of an engine that loaded the
-    checkpoint itself. `each`: checks more after a version. `live`: options of the live engine alone. Returns its first rank's delivery.
+    checkpoint itself. `each`: checks more after a version. `live`: options of the live engine alone. `trainer_device`: as of
+    CheckpointTrainer. Returns its first rank's delivery.
     """
+    need_gpus(llm.get("tp", 1))
     checkpoints = {seed: models.make(name, folder, seed, dtype) for seed in (1, 2)}
     expected = {seed: fresh(kind, checkpoint, tmp_path, dtype=dtype, **llm) for seed, checkpoint in checkpoints.items()}
     assert expected[1][0] != expected[2][0], "the two checkpoints give the same tokens: the test could not fail"
-    trainer = CheckpointTrainer(daemon.socket, checkpoints[1])
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[1], trainer_device)
     try:
         with kind(checkpoints[1], tmp_path / "live.log", follow=following(daemon), dtype=dtype, **llm, **(live or {})) as engine:
             engine.started()
@@ -342,7 +372,10 @@ def check_five_versions(
         delivery = rank["delivery"]
         listed = {*delivery["direct"], *delivery["processed"], *delivery["constant"]}
         assert listed == set(parameters), "a parameter or buffer is in no list"
-    return dict(ranks[0]["delivery"])
+    found = dict(ranks[0]["delivery"])
+    processed = {re.sub(r"layers\.\d+", "layers.N", parameter): why for parameter, why in found["processed"].items()}
+    print(f"{name}, {dtype}: {len(found['direct'])} direct, {len(found['processed'])} processed {processed}, arena of {found['arena_bytes']} bytes")
+    return found
 
 
 def check_refused(kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, **options: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from orders import check_random_orders
-from support import EngineFailed, EngineProcess, following
+from support import SLEEPS, EngineFailed, EngineProcess, following
 
 
 class InProcess:
@@ -22,7 +22,7 @@ class InProcess:
         self._engine: Any = None
 
     def start(self) -> None:
-        self._engine = EngineProcess(self._model, self._log, follow=following(self._daemon), follows_between_calls=True, dtype="bfloat16")
+        self._engine = EngineProcess(self._model, self._log, follow=following(self._daemon), follows_between_calls=True, dtype="bfloat16", **SLEEPS)
         self._engine.started()
 
     def kill(self, process: str) -> None:

@@ -16,7 +16,7 @@ import vllm
 from refitd import testing
 from refitd.vllm.tokens import MAX_VERSIONS
 from server import Load, Server, percentile
-from support import CALL_SECONDS, CheckpointTrainer, Sending
+from support import CALL_SECONDS, CheckpointTrainer, Sending, need_gpus
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM has no endpoint plugins")
@@ -156,6 +156,7 @@ def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: 
 
 def test_data_parallel_ranks_of_one_server_take_each_version_together(checkpoints: list[Path], tmp_path: Path) -> None:
     """Whichever of two replicas answers, the text is that of the version which the answer tells."""
+    need_gpus(2)
     texts: dict[int, str] = {}
     with testing.daemon() as daemon:
         trainer = CheckpointTrainer(daemon.socket, checkpoints[0])

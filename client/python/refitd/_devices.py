@@ -46,6 +46,17 @@ def current_or_host() -> str:
     return next((name for kind in KINDS if (name := kind.current(used=False)) is not None), HOST)
 
 
+def any_of(torch_type: str) -> str:
+    """The name of a device of the kind with this type in torch: the current one where this process has used one, else the first that it
+    sees. "host" for "cpu". Raises InvalidArgument for a type that no kind has."""
+    if torch_type == "cpu":
+        return HOST
+    for kind in KINDS:
+        if kind.torch_type == torch_type:
+            return kind.current(used=True) or kind.first()
+    raise InvalidArgument(f"device type '{torch_type}': 'cpu' and {', '.join(repr(kind.torch_type) for kind in KINDS)} are possible", culprit="device")
+
+
 def thread_devices() -> Callable[[], None]:
     """A function that makes this thread's current devices and streams those of the thread that calls it."""
     setters = [setter for kind in KINDS if (setter := kind.thread_device()) is not None]

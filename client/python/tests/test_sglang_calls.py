@@ -82,7 +82,7 @@ class OfflineEngine(unittest.TestCase):
         self.addCleanup(modules.stop)
         self.engine = Offline()
         self.controls = OfflineControls(self.engine, "reset")
-        self.driver = Driver(self.controls, Settings(group="g", instance="i"), world_size=1, clean=True, patient=False)
+        self.driver = Driver(self.controls, Settings(group="g", instance="i"), world_size=1, clean=True, device="cpu", patient=False)
         self.driver._attach = lambda dirty: None  # there is no daemon
         self.controls.stand_before_sleep(self.driver)
         self.driver.start()

@@ -86,7 +86,7 @@ class Launched(DaemonTest):
         def make(controls):
             process = Process(controls.index, self.together)
             follower = Follower.__new__(Follower)
-            driver = Driver(controls, settings, world_size=WORLD, clean=True, patient=False, index=process.index, drivers=process.count)
+            driver = Driver(controls, settings, world_size=WORLD, clean=True, device="cpu", patient=False, index=process.index, drivers=process.count)
             try:
                 follower._begin(driver, process)
             except BaseException:

@@ -8,9 +8,10 @@ import ctypes
 import os
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import Structure, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _abi
@@ -32,32 +33,53 @@ if TYPE_CHECKING:
 # cuda.h
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+class _Location(Structure):
+    """CUmemLocation."""
+
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class _Properties(Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = [("type", c_int), ("handle_types", c_int), ("location", _Location), ("windows", c_void_p), ("flags", c_ubyte * 8)]
+
+
+class _Access(Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = [("location", _Location), ("flags", c_int)]
 
 
 def device_uuid(index: int) -> str:
     """The UUID ("GPU-...") of the GPU that torch numbers `index`."""
     import torch
 
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    found = str(torch.cuda.get_device_properties(index).uuid)
+    return found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
 
 
 _indices: dict[str, int] = {}
 _uuids: dict[int, str] = {}  # by torch's number of the GPU; kept, since asking torch for each of many tensors takes long
 
 
-def device_index(uuid: str) -> int:
+def device_index(name: str) -> int:
     """torch's number of the GPU with this UUID. Raises InvalidArgument where this process does not see it."""
-    found = _indices.get(uuid)
+    found = _indices.get(name)
     if found is not None:
         return found
     import torch
 
     for index in range(torch.cuda.device_count()):
         _indices[device_uuid(index)] = index
-    if uuid not in _indices:
-        raise InvalidArgument(f"device: {uuid} is none of this process's GPUs: {', '.join(_indices) or 'it sees none'}", culprit="device")
-    return _indices[uuid]
+    if name not in _indices:
+        raise InvalidArgument(f"device: {name} is none of this process's GPUs: {', '.join(_indices) or 'it sees none'}", culprit="device")
+    return _indices[name]
 
 
 class CudaMemory(DeviceMemory):
@@ -151,6 +173,14 @@ class Driver:
         finally:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
+    def uuid(self, index: int) -> str:
+        """The UUID of device `index`, as device_uuid() gives it. Makes no context."""
+        device, raw = c_int(), (c_ubyte * 16)()
+        self._call("cuInit", c_uint(0))
+        self._call("cuDeviceGet", byref(device), c_int(index))
+        self._call("cuDeviceGetUuid_v2", byref(raw), device)
+        return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+
     def allocation(self, pointer: int) -> Allocation:
         """The allocation that `pointer` is in. Raises FailedPrecondition where it is memory of no GPU, or freed."""
         base, nbytes, legacy = c_uint64(), c_size_t(), c_int()
@@ -173,6 +203,58 @@ class Driver:
         finally:
             self._call("cuMemRelease", handle)
         return descriptor.value
+
+    def exports(self, base: int) -> bool:
+        """Whether export(base) works: the memory's maker must have asked for it."""
+        try:
+            os.close(self.export(base))
+        except FailedPrecondition:
+            return False
+        return True
+
+    def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
+        """Puts memory that can be exported in the place of the memory of cuMemCreate with `handle`, which is mapped at `base` whole, and
+        which its maker did not mean for export. Address and bytes stay. Returns the handle of the new memory; the old one is released.
+
+        Device `index` is current, and nothing uses the memory meanwhile. For a moment both memories exist. Raises FailedPrecondition, and
+        the old memory is in its place then.
+        """
+        made, aside = c_uint64(), c_uint64()
+        size = c_size_t(nbytes)
+        wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, index))
+        self._call("cuMemCreate", byref(made), size, byref(wanted), c_uint64(0))
+        try:
+            self._call("cuMemAddressReserve", byref(aside), size, c_size_t(0), c_uint64(0), c_uint64(0))
+            try:
+                self._map(index, aside.value, nbytes, made.value)
+                try:
+                    self._call("cuMemcpyDtoD_v2", aside, c_uint64(base), size)
+                    self._call("cuCtxSynchronize")
+                finally:
+                    self._call("cuMemUnmap", aside, size)
+            finally:
+                self._call("cuMemAddressFree", aside, size)
+            self._call("cuMemUnmap", c_uint64(base), size)
+            try:
+                self._map(index, base, nbytes, made.value)
+            except FailedPrecondition:
+                self._map(index, base, nbytes, handle)
+                raise
+        except FailedPrecondition:
+            self._call("cuMemRelease", made)
+            raise
+        self._call("cuMemRelease", c_uint64(handle))
+        return made.value
+
+    def _map(self, index: int, base: int, nbytes: int, handle: int) -> None:
+        """Maps the memory with `handle` at an address that is reserved, for device `index`."""
+        self._call("cuMemMap", c_uint64(base), c_size_t(nbytes), c_size_t(0), c_uint64(handle), c_uint64(0))
+        try:
+            access = _Access(_Location(_ON_DEVICE, index), _READ_WRITE)
+            self._call("cuMemSetAccess", c_uint64(base), c_size_t(nbytes), byref(access), c_size_t(1))
+        except FailedPrecondition:
+            self._call("cuMemUnmap", c_uint64(base), c_size_t(nbytes))
+            raise
 
 
 _driver: Driver | None = None
@@ -302,6 +384,9 @@ class CudaKind(DeviceKind):
             return None
         return device_uuid(torch.cuda.current_device())
 
+    def first(self) -> str:
+        return driver().uuid(0)
+
     def thread_device(self) -> Callable[[], None] | None:
         import torch
 
@@ -334,10 +419,10 @@ class CudaKind(DeviceKind):
         check_moved: Callable[[], None] | None,
     ) -> CudaMemory:
         index = device.index or 0
-        uuid = _uuids.get(index)
-        if uuid is None:
-            uuid = _uuids[index] = device_uuid(index)
-        return CudaMemory(uuid, pointer, nbytes, index, owner, label, pointer_now, check_moved)
+        name = _uuids.get(index)
+        if name is None:
+            name = _uuids[index] = device_uuid(index)
+        return CudaMemory(name, pointer, nbytes, index, owner, label, pointer_now, check_moved)
 
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
         return CudaBytes(pointer, nbytes, owner, device_index(device))

@@ -212,6 +212,6 @@ def follow(engine: Any, options: dict[str, Any]) -> Follower:
     settings = Settings.of(options)
     controls = OfflineControls(engine, settings.cache)
     clean = starts_clean(arguments)
-    driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, patient=False)
+    driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, device=arguments.device, patient=False)
     controls.stand_before_sleep(driver)
     return Follower.of(driver)

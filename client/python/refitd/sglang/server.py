@@ -50,7 +50,7 @@ def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: 
             controls = Controls(manager, run, settings.cache)
             if not clean:
                 await controls._pause("abort")  # no request may meet random weights; the server takes requests only after this block
-            driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean)
+            driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, device=arguments.device)
             setattr(manager, SLEEP, Sleep(driver, controls, Released(keeps_weights(arguments))))
             drivers.append(driver)
             threading.Thread(target=driver.serve, name="refitd-driver", daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -215,6 +216,17 @@ def is_vocabulary(layer: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     return isinstance(layer, VocabParallelEmbedding)
+
+
+def weights_of_sleep_mode() -> list[tuple[int, int, int, int]]:
+    """The allocations of weights that vLLM's allocator of sleep mode has mapped on NVIDIA's GPUs: of each the device's number, bytes, address,
+    and where the driver's handle is kept, a CUmemGenericAllocationHandle. [] without sleep mode."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = None if module is None else module.CuMemAllocator.instance
+    if allocator is None:
+        return []
+    found = (data for data in allocator.pointer_to_data.values() if data.tag == "weights" and not getattr(data, "is_asleep", False))
+    return [data.handle for data in found if isinstance(data.handle[3], int)]  # a list on AMD's GPUs
 
 
 def current_config(vllm_config: Any) -> Any:

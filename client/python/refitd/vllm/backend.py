@@ -14,6 +14,7 @@ launcher each process has a driver.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -24,7 +25,7 @@ from . import _versions, evidence, set_backend
 from .delivery import Delivery, decide
 from .launched import by_external_launcher
 from .manifest import read_manifest
-from .rank import PREPARE_SECONDS, Rank, keep_memory, tensors_of
+from .rank import PREPARE_SECONDS, Rank, keep_memory, synchronise, tensors_of
 from .settings import Settings
 
 
@@ -89,8 +90,19 @@ class RefitdBackend(WeightTransferEngine):
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
+        if self.device.type == "cuda":
+            self._make_exportable()
         rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
+
+    def _make_exportable(self) -> None:
+        from .sleep_memory import make_exportable
+
+        self.rank.detach()  # no daemon has the old memory
+        synchronise(self.device)
+        made = make_exportable()
+        if made:
+            logging.getLogger("vllm.refitd").info("refitd: %d bytes of weights in memory of sleep mode can be written by the daemon now", made)
 
     def _decide(self, settings: Settings) -> Delivery:
         if self._vllm_config is None:

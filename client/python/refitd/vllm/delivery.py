@@ -201,9 +201,12 @@ def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], 
                 continue  # post-processing made it: no loader fills it
             loaded[entry.name] = found
         onto = {entry.name: entry.tensor for entry in held if entry.name in loaded}
-        # Parameters that post-processing removed: loaders fill them, and their modules are processed.
+        # Parameters that post-processing removed: loaders fill them, and their modules are processed. Attention layers remove their scales
+        # once they keep them elsewhere; where the checkpoint has any, the tensor is refused as one that is copied to no parameter.
         known = {id(tensor) for tensor in loaded.values()}
         for prefix, module in model.named_modules():
+            if inside.is_attention(module):
+                continue
             for name, tensor in module._parameters.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor is not None and id(tensor) not in known and full not in loaded and not inside.is_tied(model, module, name):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from .. import _devices
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from ..events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
@@ -63,13 +64,15 @@ class Driver:
         *,
         world_size: int,
         clean: bool,
+        device: str,
         patient: bool = True,
         index: int = 0,
         drivers: int = 1,
     ) -> None:
-        """`world_size`: of the workers' ranks. `index`: of this driver among the instance's `drivers`. `clean`: whether the engine started from a checkpoint. `patient`: whether attaching is
-        tried again after any error, which `status` then tells; else it is for as long as daemon and group are not there, and at most
-        for settings.wait_seconds. Attaches nothing yet."""
+        """`world_size`: of the workers' ranks. `index`: of this driver among the instance's `drivers`. `clean`: whether the engine started
+        from a checkpoint. `device`: the type in torch of the device with the engine's weights. `patient`: whether attaching is tried again
+        after any error, which `status` then tells; else it is for as long as daemon and group are not there, and at most for
+        settings.wait_seconds. Attaches nothing yet."""
         self.settings = settings.checked()
         self.machine = Lifecycle(pause=settings.pause, reset_caches=settings.cache == "reset", clean=clean)
         self.last_pause_seconds: float | None = None
@@ -79,6 +82,7 @@ class Driver:
         self._world_size = world_size
         self._index = index
         self._drivers = drivers
+        self._device = device
         self._lock = threading.RLock()  # guards the machine, and is held while its actions are carried out
         self._closed = threading.Event()
         self._member: Engine | None = None
@@ -280,7 +284,8 @@ class Driver:
             world_size=self._world_size + self._drivers,
             socket=settings.socket,
             coordinator=settings.coordinator,
-            device="host",
+            # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
+            device=_devices.any_of(self._device),
             dirty=dirty,
             fill=False,  # like the workers' ranks
             wait_seconds=ATTACH_SECONDS,
@@ -392,6 +397,7 @@ class Follower:
             Settings.of(options),
             world_size=world_size_of(config),
             clean=starts_clean(config),
+            device=device_of(config),
             patient=False,
             index=processes.index,
             drivers=processes.count,
@@ -548,6 +554,11 @@ def world_size_of(config: Any) -> int:
     if getattr(parallel, "data_parallel_external_lb", False) or getattr(parallel, "data_parallel_hybrid_lb", False):
         return int(parallel.world_size)
     return int(parallel.data_parallel_size * parallel.world_size)
+
+
+def device_of(config: Any) -> str:
+    """The type in torch of the device that vLLM runs on."""
+    return str(config.device_config.device_type)
 
 
 def starts_clean(config: Any) -> bool:

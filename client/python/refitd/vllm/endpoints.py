@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 
 from ..errors import FailedPrecondition
 from . import _versions
-from .driver import LEAVE, Driver, check_backend, starts_clean, update_info, world_size_of
+from .driver import LEAVE, Driver, check_backend, device_of, starts_clean, update_info, world_size_of
 from .routes import add_routes, refusal
 from .settings import Settings
 from .tokens import AddTokenVersions, TokenVersions
@@ -55,7 +55,7 @@ class Endpoints:
         if not settings.instance:
             settings = Settings.of({"instance": f"{socket.gethostname()}-{os.getpid()}"})
         controls = ServerControls(engine_client, asyncio.get_running_loop())
-        self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config))
+        self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config))
         self.versions = TokenVersions(engine_client)
         state.refitd_driver = self.driver
         if not starts_clean(config):
