@@ -34,10 +34,17 @@ def status_of(worker: Any) -> dict[str, Any]:
     return status
 
 
+def _step(token: int, found: dict[int, Any]) -> list[Any]:
+    first, second = sorted((entry.logprob for entry in found.values()), reverse=True)[:2]
+    return [token, found[token].logprob, first - second]
+
+
 class Program:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        self._on_gpu = current_platform.is_cuda()
         self.llm = LLM(model=model, max_model_len=512, max_num_seqs=8, seed=0, **options["llm"])
         self.weights: Any = None
         if options["follow"] is not None:
@@ -48,17 +55,21 @@ class Program:
     def between_calls(self) -> None:
         self.weights.poll(FOLLOW_SECONDS)
 
-    def generate(self) -> list[list[int]]:
+    def generate(self) -> list[list[Any]]:
+        """For each of the prompts what support.Tokens has."""
         return self._tokens(PROMPTS)
 
-    def generate_one_by_one(self) -> list[list[int]]:
+    def generate_one_by_one(self) -> list[list[Any]]:
         return [self._tokens([prompt])[0] for prompt in PROMPTS]
 
-    def _tokens(self, prompts: list[str]) -> list[list[int]]:
+    def _tokens(self, prompts: list[str]) -> list[list[Any]]:
         from vllm import SamplingParams
 
-        how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, how, use_tqdm=False)]
+        how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2 if self._on_gpu else None)
+        outputs = [out.outputs[0] for out in self.llm.generate(prompts, how, use_tqdm=False)]
+        if not self._on_gpu:
+            return [list(output.token_ids) for output in outputs]
+        return [[_step(token, found) for token, found in zip(output.token_ids, output.logprobs)] for output in outputs]
 
     def wait(self, version: int, seconds: float) -> int:
         return int(self.weights.wait(version, seconds))

@@ -49,7 +49,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-lite": (
         "DeepseekV2",
         dict(
-            num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, head_dim=64,
+            num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, head_dim=64,
             n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1,
             n_group=1, topk_group=1,
         ),

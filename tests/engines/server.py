@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import CALL_SECONDS, ENVIRONMENT, GROUP, START_SECONDS, VLLM_GPU_OPTIONS, VLLM_ON_GPU, die_with_parent
+from support import CALL_SECONDS, ENVIRONMENT, GROUP, START_SECONDS, VLLM_GPU_OPTIONS, VLLM_ON_GPU, Tokens, die_with_parent
 
 
 def free_port() -> int:
@@ -123,6 +123,20 @@ class Server:
         """Text, and the version when the answer began. Raises OSError for any other status than 200."""
         choice, version = self.choice(prompt, tokens)
         return choice["text"], version
+
+    def answer(self, prompt: str, tokens: int = 8) -> tuple[list[Any], int]:
+        """What support.Tokens has for one prompt, and the version when the answer began."""
+        choice, version = self.choice(prompt, tokens, return_token_ids=True, **({"logprobs": 2} if VLLM_ON_GPU else {}))
+        if not VLLM_ON_GPU:
+            return choice["token_ids"], version
+        found = choice["logprobs"]
+        leads = [max(top.values()) - min(top.values()) for top in found["top_logprobs"]]
+        return [list(step) for step in zip(choice["token_ids"], found["token_logprobs"], leads)], version
+
+    def check_answer(self, prompt: str, expected: Tokens, version: int) -> None:
+        """The server answers as an engine with these weights does, and tells the version."""
+        answer, told = self.answer(prompt)
+        assert told == version and expected.include([answer]), (answer, told, version)
 
     def choice(self, prompt: str, tokens: int = 8, **more: Any) -> tuple[dict[str, Any], int]:
         """Does what complete() does, and returns all that the server tells of the one choice. `more`: further fields of the request."""

@@ -59,6 +59,10 @@ ENVIRONMENT = {
 def die_with_parent() -> None:
     """For a child before it becomes the program: whatever ends the tests ends the engine."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+# Equal weights do not always give equal tokens on a GPU, where rounding depends on the requests beside a request and on kernels that are
+# chosen by trials; without refitd the first call of an engine with a tiny Mixtral gave other tokens than its 29 later calls. By so much a
+# token's log probability may differ there.
+TOLERANCE = 0.25
 # What an engine that is to sleep needs besides; on a CPU it needs nothing.
 SLEEPS: dict[str, Any] = {"enable_sleep_mode": True} if VLLM_ON_GPU else {}
 
@@ -316,7 +320,41 @@ def following(daemon: Any, **options: Any) -> dict[str, Any]:
     return {"group": GROUP, "instance": "engine-0", "socket": daemon.socket, **options}
 
 
-def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, *, generate: str = "generate", **llm: Any) -> tuple[Any, Any]:
+class Tokens:
+    """What an engine with the weights of one checkpoint answers to each of the prompts: token by token, on a GPU with the token's log
+    probability and how much greater it is than that of the runner-up."""
+
+    def __init__(self, answers: list[list[Any]]) -> None:
+        self._answers = answers
+
+    def include(self, answers: list[list[Any]]) -> bool:
+        """Whether an engine with these weights may answer so: with equal tokens; on a GPU, equal up to one that rounding decides."""
+        return len(answers) == len(self._answers) and all(map(_may_equal, answers, self._answers))
+
+    def differ_from(self, other: Tokens) -> bool:
+        """Whether the other weights answer otherwise. A test can't fail else."""
+        return not self.include(other._answers)
+
+
+def _may_equal(found: list[Any], expected: list[Any]) -> bool:
+    if not VLLM_ON_GPU:
+        return found == expected
+    for (token, probability, ahead), (other, its_probability, its_lead) in zip(found, expected):
+        if abs(probability - its_probability) > TOLERANCE:
+            return False
+        if token != other:
+            return max(ahead, its_lead) <= TOLERANCE  # the answers go apart here
+    return len(found) == len(expected)
+
+
+def differing(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
+    """The names of parameters that are not the same on some rank; `found` and `expected` have those of each rank."""
+    assert len(found) == len(expected)
+    names = {name for a, b in zip(found, expected) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+    return sorted(names)
+
+
+def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, *, generate: str = "generate", **llm: Any) -> tuple[Tokens, Any]:
     """Tokens and parameters of an engine that loaded the checkpoint itself. `generate`: the call that gives the tokens. Raises
     FreshFailed."""
     with kind(checkpoint, tmp_path / "fresh.log", follow=None, **llm) as engine:
@@ -324,7 +362,7 @@ def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, *, genera
             engine.started()
         except EngineFailed as error:
             raise FreshFailed(str(error)) from error
-        return engine.call(generate), engine.call("parameters")
+        return Tokens(engine.call(generate)), engine.call("parameters")
 
 
 def update(engine: EngineProcess, trainer: CheckpointTrainer, version: int, checkpoint: Path) -> None:
@@ -332,6 +370,12 @@ def update(engine: EngineProcess, trainer: CheckpointTrainer, version: int, chec
     sending = Sending(trainer, version, checkpoint)
     assert engine.call("wait", version, 120) == version
     assert sending.result().instances[0].committed
+
+
+def check_holds(engine: EngineProcess, expected: tuple[Tokens, Any], version: int) -> None:
+    """The engine has the parameters and gives the tokens of an engine that loaded the checkpoint itself; `expected` is of fresh()."""
+    assert not differing(engine.call("parameters"), expected[1]), f"version {version}"
+    assert expected[0].include(engine.call("generate")), f"version {version}"
 
 
 def check_five_versions(
@@ -354,15 +398,14 @@ def check_five_versions(
     need_gpus(llm.get("tp", 1))
     checkpoints = {seed: models.make(name, folder, seed, dtype) for seed in (1, 2)}
     expected = {seed: fresh(kind, checkpoint, tmp_path, dtype=dtype, **llm) for seed, checkpoint in checkpoints.items()}
-    assert expected[1][0] != expected[2][0], "the two checkpoints give the same tokens: the test could not fail"
+    assert expected[1][0].differ_from(expected[2][0]), "the two checkpoints give the same tokens: the test could not fail"
     trainer = CheckpointTrainer(daemon.socket, checkpoints[1], trainer_device)
     try:
         with kind(checkpoints[1], tmp_path / "live.log", follow=following(daemon), dtype=dtype, **llm, **(live or {})) as engine:
             engine.started()
             for version, seed in enumerate((2, 1, 2, 2, 1), 1):
                 update(engine, trainer, version, checkpoints[seed])
-                assert engine.call("parameters") == expected[seed][1], f"version {version}"
-                assert engine.call("generate") == expected[seed][0], f"version {version}"
+                check_holds(engine, expected[seed], version)
                 each(engine, version)
             ranks: list[dict[str, Any]] = engine.call("status")
     finally:

@@ -16,7 +16,7 @@ import torch
 import vllm
 from safetensors.torch import load_file
 from support import (
-    SLEEPS, VLLM_ON_GPU, CheckpointTrainer, EngineFailed, EngineProcess, LaunchedProcesses, Sending, check_refused, following, fresh, manifest_of, need_gpus, update,
+    SLEEPS, VLLM_ON_GPU, CheckpointTrainer, EngineFailed, EngineProcess, LaunchedProcesses, Sending, Tokens, check_holds, check_refused, following, fresh, manifest_of, need_gpus, update,
 )  # fmt: skip
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
@@ -86,12 +86,15 @@ def test_launched_processes_that_ask_at_different_times_take_each_version_togeth
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     choose = random.Random(SEED)
     trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
-    tokens: dict[int, Any] = {}
+    tokens: dict[int, Tokens] = {}
     try:
         with LaunchedProcesses(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engines:
             engines.started()
-            update(engines, trainer, 1, checkpoints[1 % 2])
-            for version in range(2, 12):
+            for version in (1, 2):
+                update(engines, trainer, version, checkpoints[version % 2])
+                tokens[version % 2] = Tokens(engines.call("generate"))
+            assert tokens[0].differ_from(tokens[1]), "the two checkpoints give the same tokens: the test could not fail"
+            for version in range(3, 13):
                 sending = Sending(trainer, version, checkpoints[version % 2])
                 held = version - 1
                 while held < version:
@@ -101,12 +104,10 @@ def test_launched_processes_that_ask_at_different_times_take_each_version_togeth
                     states = [process.result() for process in engines.processes]
                     assert states[0] == {**states[1], "last_pause_seconds": states[0]["last_pause_seconds"]}, version
                     held = states[0]["version"]
-                    now = engines.call("generate")
-                    assert now == tokens.setdefault(held % 2, now), version
+                    assert tokens[held % 2].include(engines.call("generate")), version
                 assert sending.result().instances[0].committed, version
     finally:
         trainer.close()
-    assert tokens[0] != tokens[1], "the two checkpoints give the same tokens: the test could not fail"
 
 
 @pytest.mark.parametrize("name", models.QUANTISED)
@@ -136,7 +137,7 @@ def test_driven_by_the_trainers_calls(folder: Path, daemon: Any, tmp_path: Path)
                 sending = Sending(trainer, version, checkpoint)
                 engine.call("take", version)
                 sending.result()
-            assert (engine.call("generate"), engine.call("parameters")) == expected
+            check_holds(engine, expected, 2)
     finally:
         trainer.close()
 
@@ -172,7 +173,7 @@ def test_stale_prefix_cache_after_an_update(folder: Path, daemon: Any, tmp_path:
             for version, checkpoint in enumerate(checkpoints, 1):
                 update(engine, trainer, version, checkpoint)
                 tokens = [engine.call("generate") for _ in range(2)]  # the second finds blocks of the first
-            assert tokens == [expected, expected]
+            assert all(expected.include(answers) for answers in tokens), tokens
     finally:
         trainer.close()
 
@@ -191,26 +192,26 @@ def test_random_weights_generated_from_after_sleep_of_level_2(folder: Path, daem
             tokens = []
             for version, checkpoint in enumerate(checkpoints, 1):
                 update(engine, trainer, version, checkpoint)
-                tokens.append(engine.call("generate"))
-            assert tokens[0] != tokens[1], "the two checkpoints give the same tokens: the test could not fail"
+                tokens.append(Tokens(engine.call("generate")))
+            assert tokens[0].differ_from(tokens[1]), "the two checkpoints give the same tokens: the test could not fail"
             for level in (1, 2):
                 engine.call("sleep", level)
                 with pytest.raises(EngineFailed, match=refused):
                     engine.call("generate")
                 engine.call("wake_up")
                 if level == 1:
-                    assert engine.call("generate") == tokens[1]
+                    assert tokens[1].include(engine.call("generate"))
             with pytest.raises(EngineFailed, match=refused):
                 engine.call("generate")
             update(engine, trainer, 3, checkpoints[0])
-            assert engine.call("generate") == tokens[0]
+            assert tokens[0].include(engine.call("generate"))
     finally:
         trainer.close()
 
 
 def test_memory_growing_per_update(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """Over 200 updates neither the engine's memory nor the number of its tensors grows, where modules are processed."""
-    name, dtype = ("qwen3-fp8", "bfloat16") if VLLM_ON_GPU else ("qwen3-moe", "float32")
+    name, dtype = ("qwen3-awq", "bfloat16") if VLLM_ON_GPU else ("qwen3-moe", "float32")
     checkpoints = [models.make(name, folder, seed, dtype) for seed in (1, 2)]
     size = (checkpoints[0] / "model.safetensors").stat().st_size
     trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
@@ -238,7 +239,7 @@ def test_failed_update_then_serving(folder: Path, daemon: Any, tmp_path: Path) -
     with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engine:
         engine.started()
         update(engine, trainer, 1, checkpoints[0])
-        before = engine.call("generate"), engine.call("parameters")
+        before = Tokens(engine.call("generate")), engine.call("parameters")
         engine.begin("poll", 120.0)
         begun = trainer.trainer.update(2)  # and never ended
         trainer.close()
@@ -247,7 +248,7 @@ def test_failed_update_then_serving(folder: Path, daemon: Any, tmp_path: Path) -
         assert status["version"] == 1
         assert status["ready"] == (status["state"] == "serving")
         if status["ready"]:
-            assert (engine.call("generate"), engine.call("parameters")) == before
+            check_holds(engine, before, 1)
         trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         update(engine, trainer, 3, checkpoints[1])
         trainer.close()
@@ -258,7 +259,7 @@ def test_200_random_orders(folder: Path, daemon: Any, tmp_path: Path) -> None:
     checkpoints = {seed: models.make("qwen3", folder, seed) for seed in (1, 2)}
     choose = random.Random(SEED)
     trainer = CheckpointTrainer(daemon.socket, checkpoints[1])
-    tokens: dict[int, Any] = {}
+    tokens: dict[int, Tokens] = {}
     held, version = 0, 0
     with EngineProcess(checkpoints[1], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engine:
         engine.started()
@@ -277,7 +278,8 @@ def test_200_random_orders(folder: Path, daemon: Any, tmp_path: Path) -> None:
                 engine.result()
             status = engine.call("poll", 0.0)
             assert status["state"] == "serving", (what, status)
-            now = engine.call("generate")
-            assert now == tokens.setdefault(held, now), what
+            if held not in tokens:
+                tokens[held] = Tokens(engine.call("generate"))
+            assert tokens[held].include(engine.call("generate")), what
     trainer.close()
-    assert tokens[1] != tokens[2]
+    assert tokens[1].differ_from(tokens[2])

@@ -53,11 +53,11 @@ class ServerSubject:
         code, found, _ = self._server.get("/refitd/ready")
         return None if found is None else {**found, "ready": code == 200}
 
-    def tokens(self) -> tuple[list[list[int]], int]:
-        answers = [self._server.choice(prompt, TOKENS, return_token_ids=True) for prompt in PROMPTS]
+    def tokens(self) -> tuple[list[list[Any]], int]:
+        answers = [self._server.answer(prompt, TOKENS) for prompt in PROMPTS]
         versions = {version for _, version in answers}
         assert len(versions) == 1, versions
-        return [choice["token_ids"] for choice, _ in answers], versions.pop()
+        return [answer for answer, _ in answers], versions.pop()
 
     def gives_no_token(self) -> bool:
         before = self._server.tokens_by_engine()

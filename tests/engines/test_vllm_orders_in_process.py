@@ -32,7 +32,7 @@ class InProcess:
         found: dict[str, Any] = self._engine.call("poll", 0.0)
         return found
 
-    def tokens(self) -> tuple[list[list[int]], int]:
+    def tokens(self) -> tuple[list[list[Any]], int]:
         return self._engine.call("generate_one_by_one"), self._engine.call("poll", 0.0)["version"]
 
     def gives_no_token(self) -> bool:

@@ -92,6 +92,8 @@ class RefitdBackend(WeightTransferEngine):
         settings = init_info.settings()
         if self.device.type == "cuda":
             self._make_exportable()
+        if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
+            self._zero_padding(self.rank.delivery)
         rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
