@@ -86,6 +86,12 @@ class DeviceKind(abc.ABC):
         """
 
     @abc.abstractmethod
+    def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
+        """Lets other processes open the memory that the driver knows by `handle`, which is mapped whole at `base` on device `index`. Address
+        and bytes stay; nothing uses the memory meanwhile. Returns the handle of what is there then: `handle` itself where the memory could be
+        opened already. Raises FailedPrecondition; the memory is as it was then."""
+
+    @abc.abstractmethod
     def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:
         """New memory on the device, which is freed with the last reference."""
 

@@ -46,15 +46,21 @@ def current_or_host() -> str:
     return next((name for kind in KINDS if (name := kind.current(used=False)) is not None), HOST)
 
 
-def any_of(torch_type: str) -> str:
-    """The name of a device of the kind with this type in torch: the current one where this process has used one, else the first that it
-    sees. "host" for "cpu". Raises InvalidArgument for a type that no kind has."""
+def kind_of_type(torch_type: str) -> DeviceKind | None:
+    """The kind of device with this type in torch; None: the host. Raises InvalidArgument for a type that no kind has."""
     if torch_type == "cpu":
-        return HOST
+        return None
     for kind in KINDS:
         if kind.torch_type == torch_type:
-            return kind.current(used=True) or kind.first()
+            return kind
     raise InvalidArgument(f"device type '{torch_type}': 'cpu' and {', '.join(repr(kind.torch_type) for kind in KINDS)} are possible", culprit="device")
+
+
+def any_of(torch_type: str) -> str:
+    """The name of a device of the kind with this type in torch: the current one where this process has used one, else the first that it
+    sees; "host" for the host. Raises InvalidArgument for a type that no kind has."""
+    kind = kind_of_type(torch_type)
+    return HOST if kind is None else kind.current(used=True) or kind.first()
 
 
 def thread_devices() -> Callable[[], None]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import Structure, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,7 +243,8 @@ class Driver:
         except FailedPrecondition:
             self._call("cuMemRelease", made)
             raise
-        self._call("cuMemRelease", c_uint64(handle))
+        with suppress(FailedPrecondition):  # the new memory is in its place, whatever becomes of the old
+            self._call("cuMemRelease", c_uint64(handle))
         return made.value
 
     def _map(self, index: int, base: int, nbytes: int, handle: int) -> None:
@@ -426,6 +427,10 @@ class CudaKind(DeviceKind):
 
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
         return CudaBytes(pointer, nbytes, owner, device_index(device))
+
+    def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
+        with driver().current(index):
+            return handle if driver().exports(base) else driver().make_exportable(index, base, nbytes, handle)
 
     def new_bytes(self, device: str, nbytes: int) -> CudaBytes:
         import torch

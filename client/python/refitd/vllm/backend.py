@@ -27,6 +27,7 @@ from .launched import by_external_launcher
 from .manifest import read_manifest
 from .rank import PREPARE_SECONDS, Rank, keep_memory, synchronise, tensors_of
 from .settings import Settings
+from .sleep_memory import make_exportable
 
 
 @dataclass
@@ -90,19 +91,16 @@ class RefitdBackend(WeightTransferEngine):
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
-        if self.device.type == "cuda":
-            self._make_exportable()
+        self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
             self._zero_padding(self.rank.delivery)
         rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
     def _make_exportable(self) -> None:
-        from .sleep_memory import make_exportable
-
         self.rank.detach()  # no daemon has the old memory
         synchronise(self.device)
-        made = make_exportable()
+        made = make_exportable(self.device.type)
         if made:
             logging.getLogger("vllm.refitd").info("refitd: %d bytes of weights in memory of sleep mode can be written by the daemon now", made)
 

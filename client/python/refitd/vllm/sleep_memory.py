@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from ctypes import c_uint64
 
-from ..cuda import driver
+from .. import _devices
 from . import _versions
 
 
-def make_exportable() -> int:
+def make_exportable(device_type: str) -> int:
     """Makes all weights in memory of vLLM's sleep mode exportable; they keep their addresses and bytes. Returns how many bytes were
-    not exportable before. Nothing may run on the GPU meanwhile.
+    not exportable before. Nothing may run on the device meanwhile. `device_type`: of the weights' device in torch.
 
-    Raises FailedPrecondition where the GPU lacks the memory for a second copy of the largest allocation.
+    Raises FailedPrecondition where the device lacks the memory for a second copy of the largest allocation.
     """
+    kind = _devices.kind_of_type(device_type)
+    if kind is None:
+        return 0
     changed = 0
     for index, nbytes, base, where in _versions.weights_of_sleep_mode():
         handle = c_uint64.from_address(where)  # vLLM's allocator takes it from there when it unmaps
-        with driver().current(index):
-            if driver().exports(base):
-                continue
-            handle.value = driver().make_exportable(index, base, nbytes, handle.value)
-        changed += nbytes
+        made = kind.make_exportable(index, base, nbytes, handle.value)
+        changed += nbytes if made != handle.value else 0
+        handle.value = made
     return changed
