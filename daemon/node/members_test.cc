@@ -270,5 +270,17 @@ TEST_CASE("a rank that comes while an update is opened gets slots, or goes witho
   prepare(-1);
 }
 
+TEST_CASE("a trainer rank that comes while an update is opened is let in without slots") {
+  DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
+  const Attached first = parts.AttachTrainerOnGpu("g", 0, 0, 2);
+  {
+    const Turn turn(parts.state().turns);
+    ++parts.state().groups.Find("g")->preparing_begins;
+  }
+  const Attached second = parts.AttachTrainerOnGpu("g", 1, 1, 2);
+  CHECK(second.inbox->welcomed());
+  CHECK_FALSE(HasPool(&parts, 1));
+}
+
 }  // namespace
 }  // namespace refitd

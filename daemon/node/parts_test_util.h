@@ -131,10 +131,11 @@ class Answer {
   const std::shared_ptr<Kept> kept_ = std::make_shared<Kept>();
 };
 
-inline GroupSpec Spec(int slots = 2) {
+inline GroupSpec Spec(int slots = 2, int trainer_ranks = 1) {
   GroupSpec spec;
   spec.slot_bytes = kSlotBytes;
   spec.slots = slots;
+  spec.trainer_ranks = trainer_ranks;
   return spec;
 }
 
@@ -239,6 +240,11 @@ class DaemonParts {
   Attached Attach(Arrival arrival, const std::string& group, std::optional<GroupSpec> spec = Spec(),
                   const DaemonParts* at = nullptr, Duration wait = kPatience,
                   std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>());
+  // Attaches a trainer rank whose memory is on that GPU (FakeMemory).
+  Attached AttachTrainerOnGpu(const std::string& group, int ordinal, int rank = 0,
+                              int world_size = 1) {
+    return Attach(OnGpu(Trainer(rank, world_size), ordinal), group, Spec(2, world_size));
+  }
   // The same arrival of a member whose memory is on that GPU (FakeMemory).
   static Arrival OnGpu(Arrival arrival, int ordinal);
 

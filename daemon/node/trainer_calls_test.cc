@@ -408,8 +408,10 @@ class Broadcasting : public Transport {
 
 // A trainer on GPU-0, and engine ranks on other GPUs, whose tensor "w" lies in a block.
 struct Gpus {
-  explicit Gpus(std::unique_ptr<Transport> transport = std::make_unique<Broadcasting>())
-      : parts("a", WithGpus(memory), DaemonInsides{.transport = std::move(transport)}) {}
+  // `trainers`: how many trainer ranks the group has, of which this is the first.
+  explicit Gpus(int trainers = 1)
+      : parts("a", WithGpus(memory), DaemonInsides{.transport = std::make_unique<Broadcasting>()}),
+        trainer(parts.AttachTrainerOnGpu("g", 0, 0, trainers)) {}
   Attached AttachEngine(const std::string& instance, int ordinal) {
     const Attached engine = parts.Attach(
         DaemonParts::OnGpu(DaemonParts::Engine(instance, DeliveryMode::kRegistered), ordinal), "g");
@@ -428,12 +430,15 @@ struct Gpus {
     return std::string(kBlockHandleBytes, static_cast<char>('a' + ordinal));
   }
   Answer Begin(BroadcastMethod broadcast = BroadcastMethod::kAuto, int64_t version = 1) {
+    return Begin(trainer, broadcast, version);
+  }
+  Answer Begin(const Attached& by, BroadcastMethod broadcast, int64_t version = 1) {
     BeginEvent begin;
     begin.version = Version(version);
     begin.tensor_count = 1;
     begin.duration = kPatience;
     begin.broadcast = broadcast;
-    return parts.Call(trainer, begin);
+    return parts.Call(by, begin);
   }
   // Attaches an engine rank on GPU-1, and opens an update that moves bytes without a broadcast.
   void OpenDirect() {
@@ -482,7 +487,7 @@ struct Gpus {
   const std::vector<std::string> names = {"GPU-0", "GPU-1", "GPU-2", "GPU-3"};
   std::shared_ptr<FakeMemory> memory = std::make_shared<FakeMemory>();
   DaemonParts parts;
-  Attached trainer = parts.Attach(DaemonParts::OnGpu(DaemonParts::Trainer(), 0), "g");
+  Attached trainer;
 };
 
 TEST_CASE("a push by handles writes into the engine's GPU, and is closed when it is answered") {
@@ -631,6 +636,26 @@ TEST_CASE(
   for (const Attached& engine : engines) gpus.parts.Ready(engine);
   CHECK(begun.status().ok());
   CHECK_FALSE(gpus.WantsPools());
+}
+
+TEST_CASE("a broadcast is refused where a rank without slots came while the update was opened") {
+  Gpus gpus(2);
+  const Attached second = gpus.parts.AttachTrainerOnGpu("g", 0, 1, 2);
+  const std::vector<Attached> engines = {gpus.AttachEngine("i", 1), gpus.AttachEngine("j", 2)};
+  const Answer first = gpus.Begin(BroadcastMethod::kChain);
+  REQUIRE(Eventually([&gpus] { return gpus.PreparingBegins() == 0; }));
+  gpus.parts.AwaitRegionsThread();
+  gpus.memory->can_make = absl::ResourceExhaustedError("too little memory is free");
+  const Attached late = gpus.parts.Attach(
+      DaemonParts::OnGpu(DaemonParts::Engine("k", DeliveryMode::kRegistered), 3), "g");
+  REQUIRE(Eventually([&late] { return late.inbox->welcomed(); }));
+  CHECK_FALSE(gpus.HasPool(3));
+  gpus.memory->can_make = absl::OkStatus();
+  const Answer refused = gpus.Begin(second, BroadcastMethod::kChain);
+  for (const Answer& answer : {first, refused}) {
+    CHECK(answer.status().code() == absl::StatusCode::kResourceExhausted);
+    CHECK_THAT(Message(answer.status()), Contains("the GPU of engine k rank 0 has none"));
+  }
 }
 
 }  // namespace
