@@ -204,6 +204,10 @@ class AnyOfTest(unittest.TestCase):
         self.assertEqual(_devices.any_of("cpu"), "host")
         with mock.patch.object(cuda, "driver", MadeUpDriver), mock.patch.object(cuda.KIND, "current", lambda used: None):
             self.assertEqual(_devices.any_of("cuda"), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f")
+            blind = MadeUpDriver()
+            blind.fails_at = 1
+            with mock.patch.object(cuda, "driver", lambda: blind), self.assertRaisesRegex(refitd.FailedPrecondition, "sees no GPU.*cuDeviceGet"):
+                _devices.any_of("cuda")
         with mock.patch.object(cuda.KIND, "current", lambda used: "GPU-1"):
             self.assertEqual(_devices.any_of("cuda"), "GPU-1")
         with self.assertRaisesRegex(refitd.InvalidArgument, "device type 'xpu': 'cpu' and 'cuda' are possible"):

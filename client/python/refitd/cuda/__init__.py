@@ -386,7 +386,10 @@ class CudaKind(DeviceKind):
         return device_uuid(torch.cuda.current_device())
 
     def first(self) -> str:
-        return driver().uuid(0)
+        try:
+            return driver().uuid(0)
+        except FailedPrecondition as error:
+            raise FailedPrecondition(f"device: this process sees no GPU (CUDA_VISIBLE_DEVICES?): {error}", culprit="device") from error
 
     def thread_device(self) -> Callable[[], None] | None:
         import torch
