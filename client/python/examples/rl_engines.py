@@ -166,10 +166,13 @@ class TorchControl:
 # ---- vLLM ----
 
 
-def vllm_is_there():
-    """Tells whether vLLM can be imported, and finds refitd's plugin."""
+def why_no_vllm():
+    """Says why vLLM's server can't follow the trainer here; None where it can: from 0.26 on it takes plugins with routes of their own."""
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    return importlib.util.find_spec("vllm") is not None and "refitd" in plugins.names
+    if importlib.util.find_spec("vllm") is None or "refitd" not in plugins.names:
+        return "vLLM and refitd's plugin are not installed both"
+    version = importlib.metadata.version("vllm")
+    return None if [int(part) for part in version.split(".")[:2]] >= [0, 26] else f"vLLM {version} is older than 0.26"
 
 
 def qwen3_config():

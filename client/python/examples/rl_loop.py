@@ -25,7 +25,7 @@ from statistics import mean, median
 
 import torch
 import torch.distributed as dist
-from rl_engines import KINDS, LENGTH, SECONDS, START_SECONDS, SYMBOLS, log_probabilities, vllm_is_there
+from rl_engines import KINDS, LENGTH, SECONDS, START_SECONDS, SYMBOLS, log_probabilities, why_no_vllm
 from tiny_model import DTYPE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -240,8 +240,11 @@ def parse():
     options = parser.parse_args()
     if options.ranks < 1 or PROMPTS % options.ranks:
         parser.error(f"--ranks: {options.ranks} does not divide {PROMPTS}")
+    why = why_no_vllm()
     if options.engine == "auto":
-        options.engine = "vllm" if vllm_is_there() else "torch"
+        options.engine = "vllm" if why is None else "torch"
+    elif options.engine == "vllm" and why is not None:
+        parser.error(f"--engine vllm: {why}")
     return options
 
 
