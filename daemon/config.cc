@@ -90,8 +90,9 @@ constexpr std::array kSettings = {
     Setting{"advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
     Setting{"peers-listen", "peers.listen",
             "listeners for links alone, HOST:PORT[,...]; empty: listen.tcp takes links"},
-    Setting{"peers-identity", "peers.identity",
-            "who other daemons are, such as spiffe://DOMAIN/refitd/*; empty: any"},
+    Setting{
+        "peers-identity", "peers.identity",
+        "who other daemons are, such as spiffe://DOMAIN/refitd/*; empty: who a rule names PEER"},
     Setting{"data-interface", "peers.interface",
             "network interface of the data plane: trusted where that is not encrypted"},
     Setting{"data-unencrypted", "data.unencrypted",

@@ -117,7 +117,7 @@ struct PeersConfig {
   Duration silence = kDefaultSilence;
   Duration wire = kDefaultWireLimit;
   std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
-  std::string identity;             // a pattern (CheckIdentityPattern); empty: any
+  std::string identity;  // a pattern (CheckIdentityPattern); empty: only rules let daemons join
   // How long the readiness that was known last counts without the coordinator; 0: not at all.
   Duration readiness = kDefaultReadiness;
   Duration failover = kDefaultFailover;  // until a candidate that does not answer is gone

@@ -6,6 +6,7 @@
 #include <catch2/catch.hpp>
 #include <cstdio>
 #include <fstream>
+#include <sstream>
 
 #include "daemon/config.pb.h"
 #include "daemon/test_util.h"
@@ -387,6 +388,24 @@ TEST_CASE("Every field of the file but those of rules has a flag") {
     INFO(field);
     CHECK_THAT(help, Catch::Contains("(" + field + ")"));
   }
+}
+
+TEST_CASE("the help said that an empty peers.identity admits any peer") {
+  const std::string help = Load({"--help"})->print.value();
+  const size_t at = help.find("--peers-identity");
+  REQUIRE(at != std::string::npos);
+  std::istringstream words(help.substr(at, help.find("--data-interface") - at));
+  std::string said;
+  for (std::string word; words >> word;) said += word + " ";
+  CHECK_THAT(said, Catch::Contains("empty: who a rule names PEER"));
+
+  const auto loaded = Load({"--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r"});
+  REQUIRE(loaded.ok());
+  const auto policy = Policy::Make(PolicySettingsOf(loaded->config));
+  REQUIRE(policy.ok());
+  Principal daemon;
+  daemon.certificate = "spiffe://prod/refitd/a";
+  CHECK(absl::IsPermissionDenied((*policy)->Check(daemon, {Role::kPeer}, "g", "")));
 }
 
 TEST_CASE("The example configuration says the defaults") {

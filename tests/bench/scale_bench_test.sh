@@ -32,3 +32,13 @@ joined daemon: RegisterLayout
 joined daemon: Prepare
 joined daemon: part's header
 END
+
+# --json prints one object a line, with the fields that every benchmark has, and nothing else.
+"$1" --quick --json --data refit | python3 -c '
+import json, sys
+rows = [json.loads(line) for line in sys.stdin]
+assert "refit, 2 instances: Refit call" in [row["case"] for row in rows], rows
+for row in rows:
+    assert row["bench"] == "scale" and row["unit"] == "ms" and row["value"] >= 0, row
+    assert row["goal"] > 0 and isinstance(row["reached"], bool) and row["events"] > 0, row
+'

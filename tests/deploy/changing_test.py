@@ -93,5 +93,29 @@ class ChangingTest(unittest.TestCase):
         self.assertEqual(sorted(rows), files_that_name("cuda|nccl|gpu"))
 
 
+class PromisesTest(unittest.TestCase):
+    """What pages and lists promise to somebody who installs the package."""
+
+    def test_pages_promised_an_install_from_an_index_that_has_no_package(self):
+        promised = []
+        for top in ("README.md", "docs", "client/python", "tools", "tests", "deploy"):
+            top = os.path.join(TREE, top)
+            files = [top] if os.path.isfile(top) else [
+                os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
+            for path in files:
+                if path.endswith((".md", ".py")) and os.path.basename(path) != "changing_test.py":
+                    with open(path) as file:
+                        promised += [path for _ in re.findall(r"pip install ['\"]?refitd\b(?!-)", file.read())]
+        self.assertEqual(promised, [])
+
+    def test_the_list_of_trainers_frameworks_was_of_one_python(self):
+        """A wheel that is built for each Python has a hash for each of 3.11 to 3.13, any other one hash."""
+        with open(os.path.join(TREE, "tools/torch/2.11.0-trainers.txt")) as file:
+            hashes = {line.split("==")[0]: line.count("--hash=sha256:") for line in file}
+        built_for_each = {name for name, count in hashes.items() if count == 3}
+        self.assertLessEqual({"torch", "numpy", "pandas", "pyarrow", "megatron-core"}, built_for_each)
+        self.assertEqual({count for count in hashes.values()}, {1, 3})
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -4,6 +4,7 @@ The engines are client/examples/engine_example: each computes what every version
 """
 
 import subprocess
+import sys
 import unittest
 
 import grpc
@@ -86,6 +87,15 @@ class StubTrainerTest(unittest.TestCase):
                 refused.exception.code(), (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
             )
             trainer.detach()
+
+    def test_generated_stubs_and_the_installed_package_collided(self):
+        """Both are named refitd: whichever folder came first on sys.path, one of them was not found."""
+        for path in ("client/python:proto", "proto:client/python"):
+            program = "import refitd, refitd.v1.trainer_pb2_grpc as stubs; print(refitd.Trainer, stubs.TrainerStub)"
+            done = subprocess.run(
+                [sys.executable, "-c", program], env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=SECONDS,
+                check=False)
+            self.assertEqual(done.returncode, 0, done.stderr)
 
 
 if __name__ == "__main__":

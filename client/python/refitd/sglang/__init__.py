@@ -1,4 +1,4 @@
-"""SGLang takes new weights from refitd, with no patch of SGLang: `pip install refitd[sglang]`.
+"""SGLang takes new weights from refitd, by hooks of SGLang's own plugin entry point (docs/sglang.md).
 
     REFITD_GROUP=policy python -m sglang.launch_server --model-path MODEL --load-format dummy
 

@@ -1,4 +1,4 @@
-"""vLLM takes new weights from refitd, with no patch of vLLM: `pip install refitd[vllm]`.
+"""vLLM takes new weights from refitd. docs/vllm.md lists the functions of vLLM that this package replaces in its processes.
 
     REFITD_GROUP=policy VLLM_PLUGINS=refitd vllm serve MODEL --load-format refitd \\
         --weight-transfer-config '{"backend": "refitd"}'
