@@ -363,6 +363,12 @@ absl::Status CheckTcpAddress(std::string_view field, const std::string& address)
   return absl::OkStatus();
 }
 
+// Whether an address that CheckTcpAddress took is one of this host alone.
+bool IsLoopback(std::string_view address) {
+  return address.starts_with("localhost:") || address.starts_with("127.") ||
+         address.starts_with("[::1]:");
+}
+
 // P9: TCP needs TLS, or `insecure`, which must be set explicitly.
 absl::Status CheckGrpcOverTcp(std::string_view field,
                               const google::protobuf::RepeatedPtrField<std::string>& addresses,
@@ -836,6 +842,27 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
   return line;
 }
 
+// Why daemons of other nodes are taken to have a part in this daemon's groups; empty: they have
+// none.
+std::string WhyLinked(const Config& config) {
+  const std::vector<std::string>& links =
+      config.peers.listen.empty() ? config.listen.tcp : config.peers.listen;
+  const auto beyond = std::find_if_not(links.begin(), links.end(), IsLoopback);
+  if (beyond != links.end()) return fmt::format("links are taken on {}", *beyond);
+  if (!links.empty() || config.peers.identity.empty()) return "";
+  return fmt::format("other daemons are {} (peers.identity)", config.peers.identity);
+}
+
+std::vector<std::string> WarningsOf(const Config& config) {
+  if (config.peers.interface != kLoopbackInterface) return {};
+  const std::string why = WhyLinked(config);
+  if (why.empty()) return {};
+  return {
+      fmt::format("{}, but the data plane is on loopback (peers.interface is \"{}\"): no "
+                  "weights can move to or from other nodes. Name the interface that they reach",
+                  why, kLoopbackInterface)};
+}
+
 }  // namespace
 
 absl::StatusOr<Config> ConfigOf(const RefitdConfig& settings) {
@@ -873,6 +900,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
         Apply(kSettings[i], line.values[i], std::string("--") + kSettings[i].name, &config));
   }
   REFITD_ASSIGN_OR_RETURN(invocation.config, ConfigOf(config));
+  invocation.warnings = WarningsOf(invocation.config);
   if (line.validate) invocation.print = FormatConfig(invocation.config);
   return invocation;
 }

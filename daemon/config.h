@@ -61,6 +61,7 @@ inline constexpr size_t kMaxCudaLibraryBytes = 4095;   // a path
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
 inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 bytes of a socket's address, less ".fds.new"
 inline constexpr int kMaxTcpListeners = 16;
+inline constexpr char kLoopbackInterface[] = "lo";
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
 // The shortest limit of silence that can be set; pings are sent four times within the limit.
@@ -112,8 +113,8 @@ struct MetricsConfig {
 };
 
 struct PeersConfig {
-  std::string advertise;         // HOST:PORT; empty: the address that the daemon listens on
-  std::string interface = "lo";  // of the data plane; trusted (P9)
+  std::string advertise;  // HOST:PORT; empty: the address that the daemon listens on
+  std::string interface = kLoopbackInterface;  // of the data plane; trusted (P9)
   Duration silence = kDefaultSilence;
   Duration wire = kDefaultWireLimit;
   std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
@@ -173,6 +174,8 @@ struct Config {
 struct Invocation {
   Config config;
   std::string source;  // the file read; empty: none
+  // Settings that are valid and can't serve what they seem to be for, a sentence each.
+  std::vector<std::string> warnings;
   // Set by --validate, --version and --help: print it on stdout and exit with kExitOk.
   std::optional<std::string> print;
 };

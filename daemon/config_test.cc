@@ -355,6 +355,28 @@ TEST_CASE("Validate prints the settings in force, and they load again as the sam
   CHECK(second->config == first->config);
 }
 
+TEST_CASE(
+    "validate said nothing where links came from other nodes and the data plane was loopback") {
+  const auto warned = [](const std::vector<std::string>& flags) {
+    const auto loaded = Load(With(kTls, flags));
+    REQUIRE(loaded.ok());
+    return loaded->warnings;
+  };
+  for (const char* links :
+       {"--listen-tcp=0.0.0.0:1", "--peers-listen=[::]:1", "--peers-listen=127.0.0.1:1,10.0.0.1:1",
+        "--peers-identity=spiffe://prod/refitd/*"}) {
+    INFO(links);
+    REQUIRE(warned({links}).size() == 1);
+    CHECK_THAT(warned({links}).front(), Catch::Contains("the data plane is on loopback"));
+    CHECK(warned({links, "--data-interface=eth0"}).empty());
+  }
+  // One host, no other daemons, or members alone over TCP.
+  CHECK(warned({}).empty());
+  CHECK(warned({"--listen-tcp=127.0.0.1:1", "--peers-identity=dns:a"}).empty());
+  CHECK(warned({"--listen-tcp=localhost:1,[::1]:1"}).empty());
+  CHECK(warned({"--listen-tcp=0.0.0.0:1", "--peers-listen=127.0.0.1:2"}).empty());
+}
+
 TEST_CASE("Validate refuses what running would refuse") {
   RequireInvalid(Load({"--validate", "--slots=1"}), "staging.slots");
 }

@@ -653,6 +653,7 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
 int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()> reload) {
   const Config& config = invocation.config;
   if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+  for (const std::string& warning : invocation.warnings) LogWarning("{}", warning);
 
   // Changes the environment, so it must come before any thread.
   LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
@@ -736,6 +737,9 @@ int main(int argc, char** argv) {
     return refitd::kExitUsage;
   }
   if (invocation->print.has_value()) {
+    for (const std::string& warning : invocation->warnings) {
+      std::fprintf(stderr, "refitd: warning: %s\n", warning.c_str());
+    }
     std::fputs(invocation->print->c_str(), stdout);
     return refitd::kExitOk;
   }

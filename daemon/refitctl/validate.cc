@@ -22,6 +22,8 @@ Command AddValidate(CommandApp app, const GlobalOptions&) {
             text +=
                 "  the owner of a group, its first trainer's identity, may also be its engine and "
                 "operator\n";
+            for (const std::string& warning : loaded->warnings)
+              text += "Warning: " + warning + "\n";
             Print(text);
             return static_cast<int>(kExitOk);
           }};

@@ -29,7 +29,7 @@ put 755 "$binaries/daemon/refitctl/refitctl" /usr/bin/refitctl
 put 644 "$source/deploy/systemd/refitd.service" /usr/lib/systemd/system/refitd.service
 put 644 "$source/deploy/systemd/sysusers.conf" /usr/lib/sysusers.d/refitd.conf
 put 644 "$source/deploy/systemd/tmpfiles.conf" /usr/lib/tmpfiles.d/refitd.conf
-for example in gpu.conf cluster.conf logrotate.conf; do
+for example in gpu.conf cluster.conf cluster.textproto logrotate.conf; do
   put 644 "$source/deploy/systemd/$example" "/usr/share/doc/refitd/examples/$example"
 done
 put 644 "$source/deploy/refitd.textproto" /usr/share/doc/refitd/examples/refitd.textproto

@@ -43,12 +43,17 @@ def stages():
     return found
 
 
+def stage_named(name):
+    (found,) = [stage for stage in stages() if stage[0][1].endswith(" AS " + name)]
+    return found
+
+
 def values(stage, name):
     return [value for n, value in stage if n == name]
 
 
 def runtime_packages():
-    (install,) = [v for v in values(stages()[-1], "RUN") if "apt-get install" in v]
+    (install,) = [v for v in values(stage_named("runtime"), "RUN") if "apt-get install" in v]
     words = install.partition("apt-get install")[2].partition("&&")[0].split()
     return {word for word in words if not word.startswith("-")}
 
@@ -106,8 +111,7 @@ class ContainerTest(unittest.TestCase):
             self.assertTrue(any(fnmatch.fnmatch(never, p) for p in ignored), never)
 
     def test_what_it_takes_from_the_build_was_put_there(self):
-        build, runtime = stages()
-        self.assertRegex(build[0][1], r" AS build$")
+        build, runtime = stage_named("build"), stage_named("runtime")
         put = set(re.findall(r"install -D -m 755 \S+ (/out/\S+)", " ".join(values(build, "RUN"))))
         (taken,) = [v for v in values(runtime, "COPY") if "--from=build" in v]
         self.assertEqual(set(taken.split()[1:-1]), put)
@@ -120,6 +124,8 @@ class ContainerTest(unittest.TestCase):
         for stage in stages():
             image = stage[0][1].split()[0]
             image = re.sub(r"\$\{(\w+)\}", lambda match: defaults[match.group(1)], image)
+            if image == "runtime":
+                continue
             tag = image.rpartition("/")[2].partition(":")[2]
             self.assertRegex(tag, r"^12(-slim)?$", image)  # the release whose packages are named below
 
@@ -137,8 +143,22 @@ class ContainerTest(unittest.TestCase):
             for path, package in packages_of(libraries(binary).values()).items():
                 self.assertIn(package, brought, path)
 
+    def test_the_image_for_gpus_had_no_nccl(self):
+        """It has NCCL where the daemon looks, pinned by its hash, and the image without --target is the one without."""
+        self.assertEqual([stage[0][1] for stage in stages()][-2:], ["runtime AS gpu", "runtime AS host"])
+        self.assertEqual(len(stage_named("host")), 1)
+        (copied,) = values(stage_named("gpu"), "COPY")
+        self.assertEqual(copied.split(), ["--from=nccl", "/nccl", "/usr/local/lib/python3/dist-packages"])
+        (install,) = [v for v in values(stage_named("nccl"), "RUN") if "pip install" in v]
+        self.assertIn("--require-hashes --target /nccl --requirement /nccl.txt", install)
+        self.assertIn("deploy/container/nccl.txt /nccl.txt", values(stage_named("nccl"), "COPY"))
+        with open("deploy/container/nccl.txt") as file:
+            (pinned,) = file.read().splitlines()
+        version = re.fullmatch(r"nvidia-nccl-cu\d+==(\d+)\.(\d+)\.(\d+) --hash=sha256:[0-9a-f]{64}", pinned)
+        self.assertGreaterEqual(tuple(map(int, version.groups())), (2, 28, 7))  # which symmetric memory needs
+
     def test_it_does_not_run_as_root(self):
-        runtime = stages()[-1]
+        runtime = stage_named("runtime")
         (user,) = values(runtime, "USER")
         self.assertRegex(user, r"^[1-9]\d*:[1-9]\d*$")
         names = [name for name, _ in runtime]
@@ -148,7 +168,7 @@ class ContainerTest(unittest.TestCase):
         self.assertIn("--uid %s --gid %s" % (uid, gid), made)
 
     def test_its_command_serves_and_its_check_finds_that(self):
-        runtime = stages()[-1]
+        runtime = stage_named("runtime")
         (entry,), (arguments,), (check,) = (values(runtime, n) for n in ("ENTRYPOINT", "CMD", "HEALTHCHECK"))
         command = json.loads(entry) + json.loads(arguments)
         (config,) = [v for v in values(runtime, "COPY") if "--from" not in v]

@@ -111,8 +111,15 @@ KINDS = {
             "policyTypes": STRINGS,
             "ingress": [{
                 "from": [{"namespaceSelector": LABEL_SELECTOR, "podSelector": LABEL_SELECTOR}],
-                "ports": [{"protocol": STRING, "port": PORT}],
+                "ports": [{"protocol": STRING, "port": PORT, "endPort": INT}],
             }],
+        },
+    },
+    ("v1", "Service"): {
+        "spec": {
+            "clusterIP": STRING,
+            "selector": MAP,
+            "ports": [{"name": STRING, "port": INT, "targetPort": PORT, "protocol": STRING}],
         },
     },
     # cert-manager's API reference, "Issuer" and "Certificate".

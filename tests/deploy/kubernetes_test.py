@@ -163,7 +163,7 @@ def check_ports(resources):
     for policy in of_kind(resources, "NetworkPolicy"):
         for rule in policy["spec"]["ingress"]:
             for port in rule["ports"]:
-                if port["port"] not in every and port["port"] not in every.values():
+                if "endPort" not in port and port["port"] not in every and port["port"] not in every.values():
                     yield "network policy: no port %s" % port["port"]
     annotations = workload(resources)["spec"]["template"]["metadata"]["annotations"]
     scraped = annotations.get("prometheus.io/port")
@@ -290,9 +290,11 @@ def check_configuration(resources):
     if tcp and not of_kind(resources, "NetworkPolicy"):
         yield "the control plane listens on %s and no network policy guards it" % tcp
 
-    links = settings.get("peers", [{}])[0].get("listen", [])
+    links = [a for a in settings.get("peers", [{}])[0].get("listen", []) if not a.startswith("127.0.0.1:")]
     if links != (["0.0.0.0:%d" % ports["links"]] if "links" in ports else []):
         yield "links are taken on %s, their port is %s" % (links, ports.get("links"))
+    if links:
+        yield from check_nodes(settings, ports, resources)
     yield from check_tls(spec, daemon, settings, resources)
 
     drain = int(textproto.get(settings, "limits.max_duration_ms")) / 1000 + CLOSING_SECONDS
@@ -301,6 +303,36 @@ def check_configuration(resources):
     pools = int(textproto.get(settings, "staging.max_pool_bytes"))
     if quantity(daemon["resources"].get("limits", {}).get("memory", 0)) < pools + OWN_BYTES:
         yield "pools of %d bytes don't fit into the memory limit" % pools
+
+
+def check_nodes(settings, ports, resources):
+    """Daemons of several nodes find each other, and the policies let their links and weights through."""
+    data = int(textproto.get(settings, "data.port"))
+    if data != ports.get("data"):
+        yield "the data plane is on port %d, the pod's is %s" % (data, ports.get("data"))
+    labels = workload(resources)["spec"]["template"]["metadata"]["labels"]
+    opened = set()
+    for policy in of_kind(resources, "NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            if any(matches(source.get("podSelector"), labels) for source in rule["from"]):
+                opened |= {port["port"] for port in rule["ports"]}
+    for name in ("links", "data"):
+        if name not in opened:
+            yield "no network policy lets the other daemons in at port %s" % name
+    services = of_kind(resources, "Service")
+    if len(services) != 1:
+        yield "%d services name a coordinator" % len(services)
+        return
+    service = services[0]["spec"]
+    own = {key: value for key, value in service["selector"].items() if labels.get(key) == value}
+    if len(own) != len(service["selector"]) - 1:
+        yield "the coordinator's service selects %s: the daemons' labels and one that an operator gives" % service["selector"]
+    if [(p["port"], p["targetPort"]) for p in service["ports"]] != [(ports["links"], "links")]:
+        yield "the coordinator's service is at %s, links are at %s" % (service["ports"], ports["links"])
+
+
+def matches(selector, labels):
+    return selector is not None and selector["matchLabels"].items() <= labels.items()
 
 
 CHECKS = (check_names, check_selectors, check_references, check_volumes, check_ports, check_images,
@@ -320,6 +352,9 @@ class KubernetesTest(unittest.TestCase):
 
     def test_every_kustomization_is_rendered_by_some_variant(self):
         rendered = {folder for folder, _ in VARIANTS.values()} | {c for _, cs in VARIANTS.values() for c in cs}
+        for component in set(rendered):
+            inner = kustomize.load(os.path.join(ROOT, component, "kustomization.yaml")).get("components", [])
+            rendered |= {os.path.normpath(os.path.join(component, name)) for name in inner}
         there = {os.path.relpath(folder, ROOT) for folder, _, files in os.walk(ROOT) if "kustomization.yaml" in files}
         self.assertEqual(there, rendered)
 
@@ -355,6 +390,7 @@ class KubernetesTest(unittest.TestCase):
             with self.subTest(variant):
                 resources = render(variant)
                 environment = {e["name"]: e["value"] for e in container(resources, "refitd")["env"]}
+                self.assertRegex(container(resources, "refitd")["image"], ":.*-gpu$")  # the image with NCCL
                 self.assertEqual(pod(resources)["runtimeClassName"], "nvidia")
                 self.assertEqual(environment["NVIDIA_VISIBLE_DEVICES"], "all")
 
@@ -493,10 +529,44 @@ class PlantedTest(unittest.TestCase):
     def test_a_control_plane_open_to_the_network(self):
         def plant(r):
             data = of_kind(r, "ConfigMap")[0]["data"]
-            data["refitd.textproto"] = data["refitd.textproto"].replace("listen {", 'listen { tcp: "0.0.0.0:7070" insecure: true', 1)
+            data["refitd.textproto"] = data["refitd.textproto"].replace(
+                "listen {", 'peers { interface: "eth0" }\nlisten { tcp: "0.0.0.0:7070" insecure: true', 1)
         self.assert_found(plant, "the control plane listens on")
         self.assert_found(lambda r: r.remove(of_kind(r, "NetworkPolicy")[0]), "no network policy guards it",
                           "base with probes of gRPC")
+
+    def change_settings(self, old, new):
+        def plant(r):
+            for each in of_kind(r, "ConfigMap"):
+                text = each["data"].get("refitd.textproto", "")
+                each["data"]["refitd.textproto"] = text.replace(old, new)
+        return plant
+
+    def test_daemons_of_several_nodes_had_their_data_plane_on_loopback(self):
+        for variant in ("base with cert-manager", "base with SPIRE"):
+            self.assert_found(self.change_settings('interface: "eth0"', ""), "the data plane is on loopback", variant)
+
+    def test_no_policy_let_weights_through(self):
+        def plant(r):
+            of_kind(r, "NetworkPolicy")[0]["spec"]["ingress"][2]["ports"].pop()
+        self.assert_found(plant, "no network policy lets the other daemons in at port data", "base with cert-manager")
+        self.assert_found(self.change_settings("port: 7413", ""), "the data plane is on port 0", "base with cert-manager")
+
+    def test_no_name_led_to_a_coordinator(self):
+        self.assert_found(lambda r: r.remove(of_kind(r, "Service")[0]), "0 services name a coordinator",
+                          "base with cert-manager")
+        self.assert_found(lambda r: of_kind(r, "Service")[0]["spec"]["selector"].popitem(),
+                          "and one that an operator gives", "base with cert-manager")
+        self.assert_found(lambda r: of_kind(r, "Service")[0]["spec"]["ports"][0].update(port=7411),
+                          "links are at 7412", "base with SPIRE")
+
+    def test_nccl_is_let_through_between_daemons_on_gpus_and_nowhere_else(self):
+        for variant in VARIANTS:
+            wide = [p for p in of_kind(render(variant), "NetworkPolicy") if p["metadata"]["name"] == "refitd-nccl"]
+            self.assertEqual(len(wide), 1 if variant.startswith("gpu") else 0, variant)
+            for policy in wide:
+                (rule,) = policy["spec"]["ingress"]
+                self.assertEqual(rule["from"], [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "refitd"}}}])
 
     def test_a_secret_that_nobody_makes(self):
         self.assert_found(lambda r: r.remove([c for c in of_kind(r, "Certificate") if c["metadata"]["name"] == "refitd"][0]),

@@ -10,10 +10,12 @@ import time
 import unittest
 import urllib.request
 
+import kustomize
 import yaml
 
 DASHBOARD = "deploy/grafana/refitd.json"
 RULES = "deploy/prometheus/alerts.yml"
+SCRAPE = "deploy/prometheus/kubernetes.yml"
 RULES_TEST = "deploy/prometheus/alerts_test.yml"
 OPERATIONS = "docs/operations.md"
 REFITD = "daemon/refitd"
@@ -161,6 +163,48 @@ class RulesTest(unittest.TestCase):
         self.assertEqual(wrong_names('refitd_slots{stat="free"}'), ["stat"])
         self.assertEqual(wrong_names("sum by (grp) (refitd_slots)"), ["grp"])
         self.assertEqual(wrong_names('sum by (group, le) (rate(refitd_update_seconds_bucket{group="a"}[5m]))'), [])
+
+
+class ScrapeTest(unittest.TestCase):
+    """deploy/prometheus/kubernetes.yml finds the daemons of deploy/kubernetes, as the job that the alerts ask for."""
+
+    def setUp(self):
+        with open(SCRAPE) as file:
+            (self.job,) = yaml.safe_load(file)["scrape_configs"]
+
+    def target(self, resources, name, port):
+        """The labels of a container's port after relabelling; None: it is no target."""
+        (workload,) = [r for r in resources if r["kind"] in ("DaemonSet", "Deployment")]
+        spec = workload["spec"]["template"]["spec"]
+        init = name in [c["name"] for c in spec.get("initContainers", [])]
+        labels = {"__meta_kubernetes_pod_container_name": name, "__meta_kubernetes_pod_container_port_name": port,
+                  "__meta_kubernetes_pod_container_init": str(init).lower(), "__meta_kubernetes_pod_name": "pod",
+                  "__meta_kubernetes_pod_node_name": "node", "job": self.job["job_name"], "instance": "address"}
+        for rule in self.job["relabel_configs"]:
+            value = ";".join(labels[label] for label in rule["source_labels"])
+            match = re.fullmatch(rule.get("regex", "(.*)"), value)
+            if rule.get("action") == "keep" and match is None:
+                return None
+            if "target_label" in rule and match is not None:
+                labels[rule["target_label"]] = match.expand(rule.get("replacement", "$1").replace("$1", r"\1"))
+        return labels["job"], labels["instance"]
+
+    def test_promtool_takes_it(self):
+        # The distribution's promtool is built without the discovery of Kubernetes, so a fixed target stands for that.
+        self.assertEqual(self.job.pop("kubernetes_sd_configs"), [{"role": "pod"}])
+        self.job["static_configs"] = [{"targets": ["10.0.0.1:9464"]}]
+        with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+            yaml.safe_dump({"scrape_configs": [self.job]}, file)
+            file.flush()
+            done = promtool("check", "config", file.name)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_the_job_that_alerts_ask_for_was_nowhere(self):
+        base, sidecar = (kustomize.render(os.path.join("deploy/kubernetes", name)) for name in ("base", "sidecar"))
+        self.assertEqual(self.target(base, "refitd", "metrics"), ("refitd", "node"))
+        self.assertIsNone(self.target(base, "refitd", "links"))
+        self.assertEqual(self.target(sidecar, "refitd", "metrics"), ("refitd-sidecar", "pod"))
+        self.assertIsNone(self.target(sidecar, "engine", "metrics"))
 
 
 class DashboardTest(unittest.TestCase):

@@ -106,6 +106,11 @@ class UnitTest(FolderTest):
             (line,) = [line.split() for line in file if not line.startswith("#")]
         self.assertEqual(line, ["d", sockets, unit["RuntimeDirectoryMode"][0], unit["User"][0], unit["Group"][0], "-"])
 
+    def test_the_settings_for_several_nodes_are_taken_without_a_warning(self):
+        config = textproto.validate(os.path.join(FOLDER, "cluster.textproto"))
+        self.assertNotEqual(textproto.get(config, "peers.interface"), "lo")
+        self.assertNotEqual(textproto.get(config, "data.port"), "0")
+
     def test_a_bad_configuration_is_not_tried_again(self):
         unit = settings_of(UNIT)
         self.assertEqual((unit["Restart"], unit["RestartPreventExitStatus"]), (["on-failure"], ["2"]))
@@ -127,6 +132,7 @@ class InstallTest(FolderTest):
         "usr/lib/sysusers.d/refitd.conf": 0o644,
         "usr/lib/tmpfiles.d/refitd.conf": 0o644,
         "usr/share/doc/refitd/examples/cluster.conf": 0o644,
+        "usr/share/doc/refitd/examples/cluster.textproto": 0o644,
         "usr/share/doc/refitd/examples/gpu.conf": 0o644,
         "usr/share/doc/refitd/examples/logrotate.conf": 0o644,
         "usr/share/doc/refitd/examples/refitd.textproto": 0o644,

@@ -36,11 +36,13 @@ def parse(text):
 
 
 def validate(path):
-    """The settings in force with the file at `path`. Raises AssertionError with refitd's own words."""
+    """The settings in force with the file at `path`. Raises AssertionError with refitd's own words, also for a warning."""
     done = subprocess.run(
         [REFITD, "--config", path, "--validate"], env={}, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode != 0:
         raise AssertionError("refitd --validate ended with %d: %s" % (done.returncode, done.stderr))
+    if done.stderr:
+        raise AssertionError(done.stderr)
     return parse(done.stdout)
 
 
