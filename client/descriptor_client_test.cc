@@ -110,8 +110,8 @@ TEST_CASE("a socket that is not there is named") {
 
 TEST_CASE("text is made valid UTF-8 and cut at a character") {
   CHECK(CleanText("plain", 10) == "plain");
-  CHECK(CleanText("plain", 3) == "pla");
-  CHECK(CleanText("\xC3\xA9\xC3\xA9", 3) == "\xC3\xA9");
+  CHECK(CleanText("plain", 4) == "...n");
+  CHECK(CleanText("\xC3\xA9\xC3\xA9\xC3\xA9", 5) == "...\xC3\xA9");
   CHECK(CleanText("a\xFF\xC3", 10) == "a??");
   CHECK(CleanText("\xED\xA0\x80", 10) == "???");
   CHECK(CleanText("\xC0\x80", 10) == "??");
