@@ -178,13 +178,12 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
     return Error(absl::StatusCode::kInvalidArgument, "call_margin of {} ms must be greater than 0",
                  options.call_margin.count());
   }
-  // The daemon checks each address of a list. A text without a comma is one address.
-  const bool list = options.coordinator.find(',') != std::string::npos;
-  const size_t most = list ? kMaxCandidates * (kMaxCoordinatorBytes + 1) : kMaxCoordinatorBytes;
-  if (options.coordinator.size() > most || !Printable(options.coordinator)) {
+  // The daemon checks the rest of the address.
+  if (options.coordinator.size() > kMaxCoordinatorBytes || !Printable(options.coordinator)) {
     return Error(absl::StatusCode::kInvalidArgument,
-                 "coordinator must be at most {} printable characters, not {} bytes \"{}\"", most,
-                 options.coordinator.size(), CleanText(options.coordinator, kMaxCoordinatorBytes));
+                 "coordinator must be at most {} printable characters, not {} bytes \"{}\"",
+                 kMaxCoordinatorBytes, options.coordinator.size(),
+                 CleanText(options.coordinator, kMaxCoordinatorBytes));
   }
   if (options.device.size() > kMaxDeviceBytes || !Printable(options.device)) {
     return Error(absl::StatusCode::kInvalidArgument,

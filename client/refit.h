@@ -157,9 +157,8 @@ typedef struct refit_connect_options {
   /* Added to an update's remaining time as the deadline of its calls. 0: 5,000. */
   int64_t call_margin_ms;
   const char* client; /* free text for status pages; NULL: none */
-  /* "host:port" of the daemon that holds the group. NULL: the daemon at `socket`. Up to 8, in order
-   * and separated by commas, are the group's candidates: when the daemon that holds the group is
-   * lost, the next one makes the group again. Every member names the same list. */
+  /* "host:port" of the daemon that holds the group. NULL: the daemon at `socket`. It is one name,
+   * which that daemon resolves anew whenever it joins the group. */
   const char* coordinator;
   /* Not 0: when the lease is lost because the daemon went away, the member attaches again, and
    * tries for this long to find a daemon at the socket. Regions and the registered layout stay.

@@ -59,11 +59,10 @@ struct ConnectOptions {
   std::string socket{};  // path of the daemon's unix socket; empty: REFITD_SOCKET or kDefaultSocket
   std::string group{};
   std::optional<GroupSpec> spec{};  // absent: wait for the group
-  // "host:port" of the daemon that holds the group; empty: the daemon at `socket`. Several, in
-  // order and separated by commas ("a:7411,b:7411"), are the group's candidates: when the daemon
-  // that holds the group is lost, the next one makes the group again. Every member of the group
-  // names the same list, of at most kMaxCandidates addresses of kMaxCoordinatorBytes each. A daemon
-  // that serves no other node refuses any address (FAILED_PRECONDITION).
+  // "host:port" of the daemon that holds the group, its coordinator; empty: the daemon at `socket`.
+  // It is one name, which the daemon at `socket` resolves anew whenever it joins the group: whoever
+  // answers to it then makes the group again from what members bring. A daemon that serves no other
+  // node refuses any address (FAILED_PRECONDITION).
   std::string coordinator{};
   // How long attaching may wait: for the daemon's socket to answer and, without a spec, for the
   // group to be created. With `reattach`, attaching is also tried again for this long while the
@@ -103,7 +102,6 @@ struct ConnectOptions {
 
 inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons accept one ping a second
 inline constexpr size_t kMaxCoordinatorBytes = 262;             // a host name, a colon, a port
-inline constexpr size_t kMaxCandidates = 8;
 
 // A whole block that this process allocated with cudaMalloc on ConnectOptions::device, named by
 // what cudaIpcGetMemHandle gives for any address in it. Offsets count from the block's base.

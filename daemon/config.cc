@@ -101,8 +101,6 @@ constexpr std::array kSettings = {
     Setting{"data-streams", "data.streams",
             "connections of the data plane between two daemons; 0: the daemon chooses"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
-    Setting{"failover-ms", "peers.failover_ms",
-            "a candidate for coordinator that does not answer for so long is gone"},
     Setting{"relay-slow-ms", "peers.relay_slow_ms",
             "updates leave a daemon that holds them back for longer to fills; 0: none"},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
@@ -533,8 +531,6 @@ absl::Status CheckPeers(const RefitdConfig& config) {
                                     ToMillis(kMaxLimitDuration)));
   REFITD_RETURN_IF_ERROR(
       CheckRange("peers.readiness_ms", peers.readiness_ms(), 0, ToMillis(kMaxLimitDuration)));
-  REFITD_RETURN_IF_ERROR(CheckRange("peers.failover_ms", peers.failover_ms(), ToMillis(kMinSilence),
-                                    ToMillis(kMaxFailover)));
   REFITD_RETURN_IF_ERROR(
       CheckRange("peers.relay_slow_ms", peers.relay_slow_ms(), 0, ToMillis(kMaxLimitDuration)));
   return CheckDuration("peers.wire_ms", peers.wire_ms());
@@ -696,7 +692,6 @@ Config FromProto(const RefitdConfig& in) {
                              .listen = {in.peers().listen().begin(), in.peers().listen().end()},
                              .identity = in.peers().identity(),
                              .readiness = std::chrono::milliseconds(in.peers().readiness_ms()),
-                             .failover = std::chrono::milliseconds(in.peers().failover_ms()),
                              .relay_slow = std::chrono::milliseconds(in.peers().relay_slow_ms())};
   config.data = DataConfig{.unencrypted = in.data().unencrypted(),
                            .port = static_cast<uint16_t>(in.data().port()),
@@ -745,7 +740,6 @@ RefitdConfig ToProto(const Config& config) {
   for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
   out.mutable_peers()->set_identity(config.peers.identity);
   out.mutable_peers()->set_readiness_ms(ToMillis(config.peers.readiness));
-  out.mutable_peers()->set_failover_ms(ToMillis(config.peers.failover));
   out.mutable_peers()->set_relay_slow_ms(ToMillis(config.peers.relay_slow));
   out.mutable_data()->set_unencrypted(config.data.unencrypted);
   out.mutable_data()->set_port(config.data.port);

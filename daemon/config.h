@@ -66,9 +66,6 @@ inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
 // The shortest limit of silence that can be set; pings are sent four times within the limit.
 inline constexpr Duration kMinSilence = std::chrono::milliseconds(100);
-// The longest limit after which a candidate is gone. A daemon that asks a candidate to make a group
-// waits for as long.
-inline constexpr Duration kMaxFailover = std::chrono::minutes(10);
 
 struct ListenConfig {
   std::string unix_path = "/run/refitd/refitd.sock";
@@ -121,7 +118,6 @@ struct PeersConfig {
   std::string identity;  // a pattern (CheckIdentityPattern); empty: only rules let daemons join
   // How long the readiness that was known last counts without the coordinator; 0: not at all.
   Duration readiness = kDefaultReadiness;
-  Duration failover = kDefaultFailover;  // until a candidate that does not answer is gone
   Duration relay_slow{};  // a daemon that holds updates back for longer is slow; 0: none is
   bool operator==(const PeersConfig&) const = default;
 };

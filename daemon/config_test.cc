@@ -47,13 +47,10 @@ TEST_CASE("Without file, variables and flags every setting has its documented de
   CHECK(loaded->config == expected);
 }
 
-TEST_CASE("By default a lost coordinator is noticed and passed over within 10 s") {
+TEST_CASE("By default a lost coordinator is noticed within 6 s") {
   const auto loaded = Load({});
   REQUIRE(loaded.ok());
-  // Each of two probes may run into its limit.
-  const auto probes = 2 * std::chrono::seconds(1);
-  const PeersConfig& peers = loaded->config.peers;
-  CHECK(peers.silence + peers.failover + probes < std::chrono::seconds(10));
+  CHECK(loaded->config.peers.silence <= std::chrono::seconds(6));
 }
 
 TEST_CASE("Flags win over variables and variables over the file") {
@@ -196,8 +193,6 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--advertise=:7", "peers.advertise");
   refused("--data-interface=a/b", "peers.interface is \"a/b\"");
   refused("--peer-silence-ms=99", "peers.silence_ms");
-  refused("--failover-ms=99", "peers.failover_ms");
-  refused("--failover-ms=600001", "peers.failover_ms");
   refused("--wire-ms=0", "peers.wire_ms");
   refused("--relay-slow-ms=-1", "peers.relay_slow_ms is -1");
   refused("--readiness-ms=-1", "peers.readiness_ms is -1");

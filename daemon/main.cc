@@ -81,7 +81,6 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   // A daemon that updates leave out gets its versions by fills.
   if (config.fills) options.peers.slow = config.peers.relay_slow;
   options.keep_readiness = config.peers.readiness;
-  options.failover = config.peers.failover;
   options.group.default_duration = config.limits.default_duration;
   options.group.max_duration = config.limits.max_duration;
   options.group.ready_limit = config.limits.ready;
@@ -282,23 +281,6 @@ PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates
         }
         return PeerLink::Dial(std::move(dial), std::move(callbacks));
       };
-}
-
-// The function by which this daemon probes candidates (P9); null: it may probe none.
-PeerProber MakeProber(const Config& config, const CertificateStore* certificates) {
-  if (certificates == nullptr && !config.listen.insecure) return nullptr;
-  return [certificates, identity = config.peers.identity](ProbeDial dial, ProbeAnswer answer) {
-    if (certificates == nullptr) {
-      dial.credentials = grpc::InsecureChannelCredentials();
-    } else {
-      const auto refused = [address = dial.address](const std::string& why) {
-        LogOfStrangers(
-            fmt::format("TLS: candidate {} is refused: {} (peers.identity)", address, why));
-      };
-      dial.credentials = TlsChannel(*certificates->Current(), identity, refused);
-    }
-    return StartProbe(std::move(dial), std::move(answer));
-  };
 }
 
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
@@ -685,7 +667,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.devices);
   LogInfo("cuda: {}", options.devices.detail);
   Daemon daemon(std::move(options), std::move(transport), processes->get(), std::move(wire),
-                MakeDialer(config, certificates->get()), MakeProber(config, certificates->get()));
+                MakeDialer(config, certificates->get()));
 
   PeerTable peers;
   Identities& identities = daemon.identities();

@@ -14,7 +14,6 @@ namespace refitd {
 inline constexpr Duration kDefaultSilence = std::chrono::seconds(5);
 inline constexpr Duration kDefaultWireLimit = std::chrono::seconds(30);
 inline constexpr Duration kDefaultReadiness = std::chrono::minutes(10);
-inline constexpr Duration kDefaultFailover = std::chrono::seconds(2);
 
 }  // namespace refitd
 

@@ -67,6 +67,28 @@ inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_v
   return absl::OkStatus();
 }
 
+inline constexpr size_t kMaxCoordinatorBytes = 262;  // a host name, a colon, a port
+
+// OK: the text is empty, or one address "HOST:PORT". Several addresses are refused by name: who
+// coordinates a group is whoever answers to one name.
+inline absl::Status CheckCoordinator(std::string_view text, std::string_view field) {
+  if (text.empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckLine(text, kMaxCoordinatorBytes, field));
+  if (text.find(',') != std::string_view::npos) {
+    return Invalid(
+        "{}: '{}' names several daemons: name one HOST:PORT, which is resolved anew whenever a "
+        "daemon joins",
+        field, text);
+  }
+  const size_t colon = text.rfind(':');
+  const std::string_view port = colon == std::string_view::npos ? "" : text.substr(colon + 1);
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      port.find_first_not_of("0123456789") == std::string_view::npos;
+  const bool plain = text.find_first_of("/ ") == std::string_view::npos;
+  if (colon != std::string_view::npos && colon > 0 && digits && plain) return absl::OkStatus();
+  return Invalid("{}: '{}' is not HOST:PORT", field, text);
+}
+
 }  // namespace refitd
 
 #endif  // REFITD_DAEMON_CHECKS_FIELDS_H_

@@ -119,7 +119,6 @@ struct Follower::Impl {
   const FollowerOptions options;
   State state = State::kJoining;
   absl::Status lost;
-  bool lost_coordinator = false;  // after joining, while members were here
   uint64_t incarnation = 0;
   GroupSpec spec;
   std::optional<Version> version;
@@ -328,7 +327,6 @@ void Follower::Impl::Lose(const absl::Status& status) {
   if (state == State::kLost) return;
   const bool joined = state == State::kJoined;
   state = State::kLost;
-  lost_coordinator = joined && !members.empty();
   const std::string loss = fmt::format("the coordinator at {} {}: {}", options.coordinator_address,
                                        joined ? "is lost" : "could not be joined", Message(status));
   const std::string what = fmt::format("group {}: {}", options.name, loss);
@@ -621,8 +619,6 @@ PastUpdate Follower::Past(Version version) const {
   }
   return {};
 }
-
-bool Follower::lost_coordinator() const { return impl_->lost_coordinator; }
 
 bool Follower::finished() const {
   return impl_->state == Impl::State::kLost && impl_->worker.quiet() && impl_->calls.empty();

@@ -68,8 +68,6 @@ class Follower : public GroupMachine {
   // Whether the link is lost and no bytes of this group move any more. The caller may then destroy
   // the follower.
   bool finished() const;
-  // Whether the coordinator was lost while members of this daemon were in the group.
-  bool lost_coordinator() const;
 
  private:
   struct Impl;

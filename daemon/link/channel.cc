@@ -12,6 +12,9 @@ namespace {
 
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 1000;
+// A channel that can't connect resolves its name anew, at most so often. (A new channel always
+// resolves it.) gRPC's own 30 s would be too long for a name that was pointed elsewhere.
+constexpr int kResolveMs = 1000;
 // Keepalive is on only because gRPC then sets TCP_USER_TIMEOUT as well. The interval is long
 // because a server takes pings that come more often than every 5 minutes for an attack.
 constexpr int kKeepaliveMs = 600'000;
@@ -30,6 +33,7 @@ std::shared_ptr<grpc::Channel> MakePeerChannel(
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, static_cast<int>(ToMillis(kPeerUserTimeout)));
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
+  arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, kResolveMs);
   arguments.SetMaxReceiveMessageSize(static_cast<int>(message_bytes));
   arguments.SetMaxSendMessageSize(-1);  // checked against the other side's limit
   return grpc::CreateCustomChannel("dns:///" + address, credentials, arguments);

@@ -11,7 +11,8 @@
 
 namespace refitd {
 
-// A channel with a connection of its own. `message_bytes`: the largest message that it takes.
+// A channel with a connection of its own, which resolves the address anew. `message_bytes`: the
+// largest message that it takes.
 std::shared_ptr<grpc::Channel> MakePeerChannel(
     const std::string& address, const std::shared_ptr<grpc::ChannelCredentials>& credentials,
     int64_t message_bytes = 64 << 10);

@@ -22,19 +22,8 @@ struct PeerGreeting {
   Protocol protocol = kProtocol;  // the highest version that both daemons speak
   bool newer = false;             // the daemon speaks versions that this build does not know
   int64_t message_bytes = 0;      // the largest message that the daemon takes
-  // The group's candidates as the daemon's members name them; empty: they name one coordinator.
-  std::string candidates{};
-  uint64_t known_incarnation = 0;  // the greatest of the group that the daemon knows of
-  Duration searched{};             // for how long the daemon has searched for a coordinator
-  uint64_t dial = 0;               // the number of the link among those of its process; 0: not told
-};
-
-// A daemon's question whether this daemon coordinates a group, checked.
-struct PeerQuestion {
-  std::string group;
-  uint64_t incarnation = 0;  // with which the asking daemon coordinates it; 0: it does not
-  std::string daemon_id;
-  std::string boot_id;  // kBootIdBytes
+  uint64_t dial = 0;              // the number of the link among those of its process; 0: not told
+  std::string coordinator{};      // this daemon, as the other one's members name it
 };
 
 }  // namespace refitd

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "daemon/checks/bucket.h"
-#include "daemon/checks/candidates.h"
+#include "daemon/checks/fields.h"
 #include "daemon/link/values.h"
 #include "transport/base/status.h"
 
@@ -99,10 +99,8 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
   if (hello.boot_id().size() != kBootIdBytes) {
     return Invalid("hello.boot_id has {} bytes, not {}", hello.boot_id().size(), kBootIdBytes);
   }
-  REFITD_RETURN_IF_ERROR(CheckCandidates(hello.candidates(), "hello.candidates"));
-  REFITD_ASSIGN_OR_RETURN(const Duration searched,
-                          MillisOf(hello.searched_ms(), "hello.searched_ms"));
   REFITD_RETURN_IF_ERROR(CheckMessageBytes(hello.message_bytes(), "hello.message_bytes"));
+  REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator(), "hello.coordinator"));
   return PeerGreeting{.group = hello.group(),
                       .spec = hello.has_spec() ? std::optional(SpecOf(hello.spec())) : std::nullopt,
                       .wait = wait,
@@ -111,22 +109,8 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
                       .protocol = agreed.protocol,
                       .newer = agreed.newer,
                       .message_bytes = hello.message_bytes(),
-                      .candidates = hello.candidates(),
-                      .known_incarnation = hello.known_incarnation(),
-                      .searched = searched,
-                      .dial = hello.dial()};
-}
-
-absl::StatusOr<PeerQuestion> QuestionOf(const v1::PeerProbe& probe) {
-  REFITD_RETURN_IF_ERROR(CheckName(probe.group(), "group"));
-  REFITD_RETURN_IF_ERROR(CheckName(probe.daemon_id(), "daemon_id"));
-  if (probe.boot_id().size() != kBootIdBytes) {
-    return Invalid("boot_id has {} bytes, not {}", probe.boot_id().size(), kBootIdBytes);
-  }
-  return PeerQuestion{.group = probe.group(),
-                      .incarnation = probe.incarnation(),
-                      .daemon_id = probe.daemon_id(),
-                      .boot_id = probe.boot_id()};
+                      .dial = hello.dial(),
+                      .coordinator = hello.coordinator()};
 }
 
 v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes) {

@@ -18,9 +18,6 @@ namespace refitd {
 // protocol version; the status names both sides'. INVALID_ARGUMENT names field and value.
 absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message);
 
-// The question that the probe asks. INVALID_ARGUMENT names field and value.
-absl::StatusOr<PeerQuestion> QuestionOf(const v1::PeerProbe& probe);
-
 // `message_bytes`: the largest message that this daemon takes.
 v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes);
 

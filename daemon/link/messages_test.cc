@@ -850,22 +850,6 @@ TEST_CASE("A malformed hello is refused with field and value") {
   CHECK_THAT(error("hello { " + good + "message_bytes: 65536 }"), Contains("boot_id has 0 bytes"));
   CHECK_THAT(error("hello { " + good + "boot_id: '0123456789abcdef' }"),
              Contains("hello.message_bytes is 0"));
-  CHECK(error("hello { " + good + rest + "candidates: 'a:1,b:1' searched_ms: 5 }").empty());
-  CHECK_THAT(error("hello { " + good + rest + "candidates: 'a:1,b' }"),
-             Contains("hello.candidates: 'b' is not HOST:PORT"));
-  CHECK_THAT(error("hello { " + good + rest + "searched_ms: -1 }"), Contains("hello.searched_ms"));
-}
-
-TEST_CASE("A malformed probe is refused with field and value") {
-  const auto error = [](const std::string& text) {
-    v1::PeerProbe probe;
-    REQUIRE(google::protobuf::TextFormat::ParseFromString(text, &probe));
-    return Message(QuestionOf(probe).status());
-  };
-  CHECK(error("group: 'g' daemon_id: 'd' boot_id: '0123456789abcdef'").empty());
-  CHECK_THAT(error("daemon_id: 'd' boot_id: '0123456789abcdef'"), Contains("group has 0"));
-  CHECK_THAT(error("group: 'g' boot_id: '0123456789abcdef'"), Contains("daemon_id has 0"));
-  CHECK_THAT(error("group: 'g' daemon_id: 'd' boot_id: 'x'"), Contains("boot_id has 1 bytes"));
 }
 
 // ---- sizes ----

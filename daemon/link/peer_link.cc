@@ -53,16 +53,14 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     hello->set_daemon_id(dial_.daemon_id);
     hello->set_boot_id(dial_.boot_id);
     hello->set_message_bytes(dial_.limits.message_bytes);
-    hello->set_candidates(dial_.candidates);
-    hello->set_known_incarnation(dial_.known_incarnation);
-    hello->set_searched_ms(ToMillis(dial_.searched));
     hello->set_dial(dial_.number);
+    hello->set_coordinator(dial_.address);
 
     MutexLock lock(&mutex_);
     self_ = shared_from_this();
     stub_ = v1::Peer::NewStub(
         MakePeerChannel(dial_.address, dial_.credentials, dial_.limits.message_bytes));
-    context_.set_wait_for_ready(dial_.wait > Duration(0) && dial_.candidates.empty());
+    context_.set_wait_for_ready(dial_.wait > Duration(0));
     stub_->async()->Link(&context_, this);
     AddHold();  // Writes start outside of gRPC's callbacks. The hold goes when `ended_` is set.
     StartRead(&answer_);

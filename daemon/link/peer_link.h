@@ -65,13 +65,7 @@ struct PeerDial {
   std::string boot_id;  // kBootIdBytes
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   PeerLinkLimits limits;
-  // The group's candidates as members name them ("a:1,b:1"). If they are given, the link fails at
-  // once where no coordinator listens, and `wait` holds for the group even with a spec. Empty:
-  // there is one coordinator.
-  std::string candidates{};
-  uint64_t known_incarnation = 0;  // the greatest of the group that this daemon knows of
-  Duration searched{};             // for how long this daemon has searched for a coordinator
-  uint64_t number = 0;             // of the links that this process dialled, counted up from 1
+  uint64_t number = 0;  // of the links that this process dialled, counted up from 1
 };
 
 struct PeerLinkCallbacks {
@@ -158,8 +152,6 @@ class PeerAcceptor {
                      std::shared_ptr<PeerSession> session) = 0;
   virtual void Report(uint64_t session, PeerReport report) = 0;
   virtual void Gone(uint64_t session, std::string reason) = 0;
-  // The incarnation with which this daemon coordinates the group; 0: it does not.
-  virtual absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) = 0;
 };
 
 }  // namespace refitd

@@ -24,7 +24,6 @@
 
 #include "absl/base/thread_annotations.h"
 #include "daemon/link/hello.h"
-#include "daemon/link/probe.h"
 #include "daemon/process/process_stats.h"
 #include "daemon/services/peer_service.h"
 #include "daemon/test_util.h"
@@ -104,17 +103,11 @@ class Coordinator : public PeerAcceptor {
   }
   void Report(uint64_t /*session*/, PeerReport report) override { reports.Add(std::move(report)); }
   void Gone(uint64_t session, std::string reason) override { gone.Add({session, reason}); }
-  absl::StatusOr<uint64_t> Probe(const PeerQuestion& probe) override {
-    probes.Add(probe);
-    if (!accepts_) return absl::UnavailableError("it drains");
-    return Up().incarnation;
-  }
 
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
   int port() const { return port_; }
 
   Log<PeerGreeting> hellos;
-  Log<PeerQuestion> probes;
   Log<std::shared_ptr<PeerSession>> sessions;
   Log<PeerReport> reports;
   Log<std::pair<uint64_t, std::string>> gone;
@@ -884,100 +877,12 @@ TEST_CASE("Both ends of a link's connection have a TCP_USER_TIMEOUT") {
   CHECK(ends == 2);
 }
 
-// ---- probes ----
-
-ProbeDial ProbeOf(const std::string& address) {
-  return {.address = address,
-          .group = "policy",
-          .incarnation = 9,
-          .daemon_id = "node-1",
-          .boot_id = "0123456789abcdef",
-          .credentials = grpc::InsecureChannelCredentials()};
-}
-
-TEST_CASE("a probe brings the group's incarnation, and tells this daemon's") {
-  Coordinator coordinator;
-  Log<absl::StatusOr<uint64_t>> answers;
-  StartProbe(ProbeOf(coordinator.address()),
-             [&](absl::StatusOr<uint64_t> answer) { answers.Add(std::move(answer)); });
-  const auto answer = answers.Next();
-  INFO(answer.status());
-  REQUIRE(answer.ok());
-  CHECK(*answer == Up().incarnation);
-  const PeerQuestion probe = coordinator.probes.Next();
-  CHECK(probe.group == "policy");
-  CHECK(probe.incarnation == 9);
-  CHECK(probe.daemon_id == "node-1");
-  CHECK(probe.boot_id == "0123456789abcdef");
-  CHECK(coordinator.hellos.size() == 0);  // nothing joined
-}
-
-TEST_CASE("a probe ends with the reason why there is no answer (P4)") {
-  Coordinator coordinator(/*accepts=*/false);
-  Log<absl::StatusOr<uint64_t>> answers;
-  const auto add = [&](absl::StatusOr<uint64_t> answer) { answers.Add(std::move(answer)); };
-  SECTION("it drains") {
-    StartProbe(ProbeOf(coordinator.address()), add);
-    CHECK(absl::IsUnavailable(answers.Next().status()));
-  }
-  SECTION("nobody listens") {
-    StartProbe(ProbeOf("127.0.0.1:1"), add);
-    CHECK(absl::IsUnavailable(answers.Next().status()));
-  }
-  SECTION("malformed (P10)") {
-    ProbeDial dial = ProbeOf(coordinator.address());
-    dial.boot_id = "short";
-    StartProbe(std::move(dial), add);
-    const absl::Status refused = answers.Next().status();
-    CHECK(absl::IsInvalidArgument(refused));
-    CHECK_THAT(Message(refused), Catch::Contains("boot_id has 5 bytes"));
-  }
-  SECTION("it is ended") {
-    const auto end = StartProbe(ProbeOf("192.0.2.1:1"), add);
-    end();
-    CHECK_FALSE(answers.Next().ok());
-  }
-}
-
-TEST_CASE("a daemon of a release without probes answers that it coordinates nothing") {
-  struct Before final : v1::Peer::Service {};  // every RPC is UNIMPLEMENTED
-  Before service;
-  int port = 0;
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
-  builder.RegisterService(&service);
-  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  Log<absl::StatusOr<uint64_t>> answers;
-  StartProbe(ProbeOf(fmt::format("127.0.0.1:{}", port)),
-             [&](absl::StatusOr<uint64_t> answer) { answers.Add(std::move(answer)); });
-  const auto answer = answers.Next();
-  server->Shutdown(std::chrono::system_clock::now());
-  INFO(answer.status());
-  REQUIRE(answer.ok());
-  CHECK(*answer == 0);
-}
-
-TEST_CASE("a hello names the candidates, what is known, for how long was searched, and the dial") {
+TEST_CASE("a hello names the dial") {
   Coordinator coordinator;
   PeerDial dial = DialTo(coordinator.address());
-  dial.candidates = "a:1,b:1";
-  dial.known_incarnation = 5;
-  dial.searched = std::chrono::milliseconds(1'500);
   dial.number = 7;
   const Joined joined(std::move(dial));
-  const PeerGreeting hello = coordinator.hellos.Next();
-  CHECK(hello.candidates == "a:1,b:1");
-  CHECK(hello.known_incarnation == 5);
-  CHECK(hello.searched == std::chrono::milliseconds(1'500));
-  CHECK(hello.dial == 7);
-}
-
-TEST_CASE("a candidate that does not listen is not waited for") {
-  PeerDial dial = DialTo("127.0.0.1:1");
-  dial.candidates = "127.0.0.1:1,127.0.0.1:2";
-  dial.wait = std::chrono::minutes(5);
-  const Joined joined(std::move(dial));
-  CHECK(absl::IsUnavailable(joined.logs->lost.Next()));
+  CHECK(coordinator.hellos.Next().dial == 7);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "daemon/checks/candidates.h"
 #include "daemon/node/group_spec.h"
 #include "transport/base/status.h"
 
@@ -56,7 +55,7 @@ void Arrivals::Attach(Arrival arrival, Turn& turn) {
   } else if (group != nullptr && !group->join.joining) {
     GroupEvent attached = AttachedEvent(&arrival);
     members_.Enter(std::move(arrival.record), group, std::move(attached), turn);
-  } else if (group == nullptr && arrival.wait == Duration(0) && !HasSeveral(coordinator)) {
+  } else if (group == nullptr && arrival.wait == Duration(0)) {
     arrival.record.End(NoGroup(name));
   } else {
     const bool brings = group != nullptr && arrival.spec.has_value() && !group->join.dialled_spec;
@@ -87,7 +86,6 @@ absl::StatusOr<GroupRecord*> Arrivals::GroupFor(const Arrival& arrival,
                                                 const std::string& coordinator, bool* created,
                                                 Turn& turn) {
   const MemberRecord& record = arrival.record;
-  if (HasSeveral(coordinator)) return CandidatesGroup(arrival);
   if (!coordinator.empty()) {
     REFITD_RETURN_IF_ERROR(CheckSpans(arrival));
     return joining_.Follow(record.group, coordinator, arrival.spec, IdentityOf(record.peer), turn);
@@ -100,22 +98,6 @@ absl::StatusOr<GroupRecord*> Arrivals::GroupFor(const Arrival& arrival,
   }
   GroupRecord* const group = state_.groups.Find(record.group);
   if (group != nullptr && group->follower != nullptr) return Followed(*group);
-  if (group != nullptr && group->given_up) return GivenUp(*group);
-  return group;
-}
-
-absl::StatusOr<GroupRecord*> Arrivals::CandidatesGroup(const Arrival& arrival) {
-  const std::string& named = arrival.coordinator;
-  REFITD_RETURN_IF_ERROR(joining_.CheckCanJoin(named));
-  REFITD_RETURN_IF_ERROR(CheckSpans(arrival));
-  if (arrival.spec.has_value()) {
-    REFITD_RETURN_IF_ERROR(CheckSpec(*arrival.spec, state_.spec_limits).status());
-  }
-  GroupRecord* const group = state_.groups.Find(arrival.record.group);
-  if (group == nullptr || group->going()) return nullptr;
-  // Members under other lists of candidates are refused when the group is joined.
-  if (group->join.joining) return group->join.named == named ? group : nullptr;
-  REFITD_RETURN_IF_ERROR(joining_.CheckCandidates(group, named, arrival.spec));
   return group;
 }
 

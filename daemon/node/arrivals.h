@@ -63,10 +63,6 @@ class Arrivals {
   absl::StatusOr<GroupRecord*> GroupFor(const Arrival& arrival, const std::string& coordinator,
                                         bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The same for a member that names several candidates. Null: the search for the group's
-  // coordinator goes on.
-  absl::StatusOr<GroupRecord*> CandidatesGroup(const Arrival& arrival)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // OK: the member's memory can be reached from another daemon.
   absl::Status CheckSpans(const Arrival& arrival) const;
   // The GPU that the member's hello names, by ordinal; none: host.

@@ -136,8 +136,7 @@ TEST_CASE("a member counts against the limits of its identity, which also made t
   CHECK(attach("dns:b", "h").inbox->welcomed());
 }
 
-TEST_CASE(
-    "a group that this daemon joined, or gave up, takes no member that names no coordinator") {
+TEST_CASE("a group that this daemon joined takes no member that names no coordinator") {
   DaemonParts a("a");
   DaemonParts b("b");
   REQUIRE(a.AttachTrainer("g").inbox->welcomed());
@@ -145,35 +144,6 @@ TEST_CASE(
   REQUIRE(Eventually([&engine] { return engine.inbox->welcomed(); }));
   CHECK_THAT(Message(b.AttachEngine("g", "j", std::nullopt).inbox->Ended()),
              Contains("is coordinated by " + a.address() + ": name it as coordinator"));
-  {
-    const Turn turn(a.state().turns);
-    a.state().groups.Find("g")->given_up = true;
-  }
-  CHECK_THAT(Message(a.AttachEngine("g", "k", std::nullopt).inbox->Ended()),
-             Contains("was given up for another candidate's"));
-}
-
-TEST_CASE("a member that names candidates enters a group which one of them, this daemon, has") {
-  DaemonParts parts;
-  parts.daemon().SetListeners({"tcp:10.0.0.1:7000"});
-  REQUIRE(parts.AttachTrainer("g").inbox->welcomed());
-  const auto attach = [&parts](const std::string& instance, const std::string& candidates,
-                               const std::optional<GroupSpec>& spec = {}) {
-    Arrival arrival = DaemonParts::Engine(instance, DeliveryMode::kStaged);
-    arrival.coordinator = candidates;
-    return parts.Attach(std::move(arrival), "g", spec);
-  };
-  CHECK_THAT(Message(attach("i", "10.0.0.8:7000,10.0.0.9:7000").inbox->Ended()),
-             Contains("coordinated by this daemon, which is none of them"));
-  CHECK_THAT(Message(attach("i", "10.0.0.1:7000,10.0.0.9:7000", Spec(3)).inbox->Ended()),
-             Contains("spec"));
-  GroupSpec malformed = Spec();
-  malformed.slot_bytes = 1;
-  CHECK_THAT(Message(attach("i", "10.0.0.1:7000,10.0.0.9:7000", malformed).inbox->Ended()),
-             Contains("spec.slot_bytes: 1"));
-  CHECK(attach("i", "10.0.0.1:7000,10.0.0.9:7000", Spec()).inbox->welcomed());
-  CHECK_THAT(Message(attach("j", "10.0.0.1:7000,10.0.0.8:7000").inbox->Ended()),
-             Contains("other members of group 'g' name '10.0.0.1:7000,10.0.0.9:7000'"));
 }
 
 TEST_CASE("a member on a GPU attaches over the unix socket, and its record says on which (P9)") {

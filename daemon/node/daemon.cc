@@ -33,7 +33,7 @@ DaemonOptions WithoutWire(DaemonOptions options) {
 }  // namespace
 
 Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
-               std::unique_ptr<Wire> wire, PeerDialer dialer, PeerProber prober)
+               std::unique_ptr<Wire> wire, PeerDialer dialer)
     : state_(WithoutWire(options), this, this) {
   DaemonState* const state = &state_;
   TurnHost* const host = this;
@@ -62,8 +62,6 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
   joining_ =
       std::make_unique<Joining>(state, std::move(dialer), identities, life_.get(), members_.get());
   joiners_ = std::make_unique<Joiners>(state, life_.get(), members_.get(), joining_.get(), slots);
-  succession_ = std::make_unique<Succession>(state, std::move(prober), life_.get(), members_.get(),
-                                             joining_.get(), joiners_.get());
   arrivals_ = std::make_unique<Arrivals>(state, identities, life_.get(), members_.get(),
                                          joining_.get(), joiners_.get(), data);
   regions_ = std::make_unique<Regions>(state, identities, members_.get(), slots, data);
@@ -88,7 +86,6 @@ Daemon::~Daemon() {
     Turn turn(this, &state_.mutex);
     EndLinks();
     joining_->AwaitLinks(&state_.mutex);
-    succession_->AwaitProbes(&state_.mutex);
   }
   data_plane_->StopThreads();
   state_.regions_thread->Stop();
@@ -111,7 +108,6 @@ TimePoint Daemon::NextWake() {
   wake = std::min(wake, state_.waiters.NextExpiry(Dialler::ExpiryOf(state_.groups)).value_or(wake));
   wake = std::min(wake, state_.peers.NextDeadline().value_or(wake));
   wake = std::min(wake, state_.readiness.NextDue().value_or(wake));
-  wake = std::min(wake, succession_->NextDeadline(DaemonState::Now()).value_or(wake));
   if (state_.groups.any_running()) {
     wake = std::min(wake, state_.watchers.NextDue().value_or(wake));
   }
@@ -123,7 +119,6 @@ void Daemon::Ring(Turn& turn, TimePoint now) {
   state_.peers.RefuseLate(now);
   joining_->RefuseLateMembers(now, turn);
   joining_->RedialIfDue(now);
-  succession_->Tick(now, turn);
   life_->DropExpired(now, turn);
   if (state_.readiness.NextDue().value_or(TimePoint::max()) <= now) state_.readiness.Look(now);
   if (!state_.watchers.empty()) state_.watchers.Progress(state_.groups.machines(), now);

@@ -18,7 +18,6 @@
 #include "daemon/node/dialler.h"
 #include "daemon/node/options.h"
 #include "daemon/node/state.h"
-#include "daemon/node/succession.h"
 #include "daemon/node/timer.h"
 #include "daemon/node/turn.h"
 #include "daemon/sockets/process_watch.h"
@@ -45,10 +44,9 @@ class TrainerCalls;
 class Daemon : private TurnHost, private TimerHost {
  public:
   // `processes` must outlive the daemon. Without `wire` and `dialer` the daemon serves only groups
-  // whose members are all its own; without `prober` it takes part in no group with candidates.
+  // whose members are all its own.
   Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
-         std::unique_ptr<Wire> wire = nullptr, PeerDialer dialer = nullptr,
-         PeerProber prober = nullptr);
+         std::unique_ptr<Wire> wire = nullptr, PeerDialer dialer = nullptr);
   // Ends the links and waits for their last callbacks.
   ~Daemon() override;
   Daemon(const Daemon&) = delete;
@@ -114,7 +112,6 @@ class Daemon : private TurnHost, private TimerHost {
   std::unique_ptr<Members> members_;
   std::unique_ptr<Joining> joining_;
   std::unique_ptr<Joiners> joiners_;
-  std::unique_ptr<Succession> succession_;
   std::unique_ptr<Arrivals> arrivals_;
   std::unique_ptr<Regions> regions_;
   std::unique_ptr<Layouts> layouts_;

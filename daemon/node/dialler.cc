@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "daemon/link/hello.h"
-#include "daemon/link/probe.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -26,7 +25,7 @@ constexpr Duration kTryGrace = PeerLinkLimits().join + kPeerEndLimit;
 void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   JoinRecord& join = group->join;
   REFITD_CHECK(join.joining && dial_ != nullptr);
-  Waiters::Wish wish = waiters.WishOf(group->name(), join.named, now);
+  Waiters::Wish wish = waiters.WishOf(group->name(), join.address, now);
   PeerDial dial;
   dial.address = join.address;
   dial.group = group->name();
@@ -36,13 +35,6 @@ void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   dial.spec = std::move(wish.spec);
   dial.wait = wish.wait;
   dial.number = ++dialled_;
-  if (group->has_candidates()) {
-    dial.candidates = join.named;
-    dial.known_incarnation = join.known;
-    dial.searched = join.searched;
-    // The candidate searches as well before it makes the group.
-    dial.wait = options_.failover + kProbeLimit;
-  }
   join.redial.reset();
   join.dialled_spec = dial.spec.has_value();
   join.dialled_until = now + dial.wait;
@@ -68,13 +60,14 @@ GroupRecord* Dialler::Current(const DialTry& of, Groups* groups) {
   return group != nullptr && group->join.dial == of.number ? group : nullptr;
 }
 
-// These members go on waiting after a failed try: if the group does not exist yet, or another
-// process with this daemon's id has just ended, every member whose own wait goes on; if a spec was
+// These members go on waiting after a failed try: if the group does not exist yet, another process
+// with this daemon's id has just ended, or the daemon that answers to the coordinator's name is not
+// the coordinator yet, every member whose own wait goes on; if a spec was
 // refused, the members that brought none.
 bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool goes_on,
                           TimePoint now, Waiters* waiters) {
   JoinRecord& join = group->join;
-  const bool pause = absl::IsAlreadyExists(status);
+  const bool pause = absl::IsAlreadyExists(status) || absl::IsUnavailable(status);
   const bool of_spec =
       join.dialled_spec && (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status));
   const bool of_time = pause || absl::IsNotFound(status);
@@ -82,7 +75,7 @@ bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool g
                              fmt::format("group {}: the coordinator at {} could not be joined: {}",
                                          group->name(), join.address, Message(status)));
   const bool waited_for = waiters->Refuse(
-      group->name(), join.named,
+      group->name(), join.address,
       [&](const Waiters::OfGroup& w) {
         return goes_on &&
                ((of_spec && !w.spec.has_value()) || (of_time && w.waits && w.deadline > now));
@@ -103,26 +96,6 @@ bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool g
   join.refusal = refusal;
   join.redial = now + kRejoinPause;
   return true;
-}
-
-void Dialler::LeaveCandidate(GroupRecord* group, const absl::Status& status, bool goes_on,
-                             Waiters* waiters) {
-  JoinRecord& join = group->join;
-  REFITD_CHECK(join.joining && group->has_candidates());
-  // Another try would fail as well: neither the spec nor the rights of this daemon change.
-  const bool for_good = absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
-                        absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status) ||
-                        absl::IsResourceExhausted(status);
-  LogInfo("group {}: the candidate at {} did not take this daemon in: {}", group->name(),
-          join.address, Message(status));
-  const absl::Status refusal(status.code(),
-                             fmt::format("group {}: the candidate at {} could not be joined: {}",
-                                         group->name(), join.address, Message(status)));
-  waiters->Refuse(
-      group->name(), join.named,
-      [&](const Waiters::OfGroup& /*member*/) { return goes_on && !for_good; }, refusal);
-  if (join.link != nullptr) join.link->Close();
-  join.link.reset();
 }
 
 void Dialler::RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now) {

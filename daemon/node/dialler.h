@@ -56,8 +56,6 @@ class Dialler {
     std::string daemon_id;
     std::string boot_id;
     int64_t message_bytes = int64_t{8} << 20;
-    // How long a try waits at a candidate for the group.
-    Duration failover = kDefaultFailover;
   };
   // `dial` null: this daemon joins no others.
   Dialler(Options options, PeerDialer dial, DialHost* host, Mutex* mutex)
@@ -65,15 +63,9 @@ class Dialler {
 
   bool can_join() const { return dial_ != nullptr; }
 
-  // Begins a try to join, for the members that wait. Ends the try before it. If the group has
-  // candidates, the try is for the candidate at JoinRecord::address, and tells it what this daemon
-  // knows of the group.
+  // Begins a try to join, for the members that wait. Ends the try before it. The
+  // coordinator's name is resolved anew.
   void Dial(GroupRecord* group, const Waiters& waiters, TimePoint now);
-  // Handles a failed try to join a candidate. If another candidate, or the same one later, may take
-  // this daemon in, the members go on waiting and the search for a coordinator goes on; else they
-  // are refused. The group's record goes in either case.
-  static void LeaveCandidate(GroupRecord* group, const absl::Status& status, bool goes_on,
-                             Waiters* waiters);
   // The group's record if this is the group's newest try, else null.
   static GroupRecord* Current(const DialTry& of, Groups* groups);
   // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
@@ -85,8 +77,7 @@ class Dialler {
   void RedialIfDue(const Groups& groups, const Waiters& waiters, TimePoint now);
 
   // The time at which a member that waits for its group is refused, unless an event decides before
-  // (P4). While the candidates are searched for a coordinator, no try runs, and the member's own
-  // deadline counts. `groups` must outlive the result.
+  // (P4). `groups` must outlive the result.
   static Waiters::Expiry ExpiryOf(const Groups& groups);
   // The reason for which a member is refused that has waited for as long as it may.
   static absl::Status LateStatus(const Waiters::OfGroup& member, const Groups& groups);

@@ -45,10 +45,6 @@ struct World : DialHost {
   void LinkIsLost(const DialTry& of, absl::Status /*status*/) override { heard.push_back(of); }
 
   std::shared_ptr<Sink> Wait(int wait_s, std::optional<GroupSpec> spec = {}) {
-    return WaitUnder("b:1", wait_s, std::move(spec));
-  }
-  std::shared_ptr<Sink> WaitUnder(const std::string& coordinator, int wait_s,
-                                  std::optional<GroupSpec> spec = {}) {
     auto sink = std::make_shared<Sink>();
     MemberRecord record;
     record.id = MemberId(++members);
@@ -56,7 +52,7 @@ struct World : DialHost {
     record.engine = true;
     record.sink = sink;
     waiters.Wait(Waiters::OfGroup{std::move(record), EngineAttached{}, kNow + seconds(wait_s),
-                                  wait_s > 0, coordinator, std::move(spec)});
+                                  wait_s > 0, "b:1", std::move(spec)});
     return sink;
   }
   bool Fail(const absl::Status& status, bool goes_on = true, TimePoint now = kNow) {
@@ -196,56 +192,6 @@ TEST_CASE("the last link's report ends the wait for links") {
   MutexLock lock(&world.mutex);
   world.dialler.AwaitLinks(&world.mutex);
   CHECK(world.heard.size() == 1);
-}
-
-// ---- candidates ----
-
-TEST_CASE("a try at a candidate says what this daemon knows, and waits for its search") {
-  World world;
-  world.group->join.named = "b:1,c:1";
-  world.group->join.known = 7;
-  world.group->join.searched = seconds(2);
-  world.WaitUnder("b:1,c:1", 0);
-  world.dialler.Dial(world.group, world.waiters, kNow);
-  REQUIRE(world.dials.size() == 1);
-  const PeerDial& dial = world.dials[0].dial;
-  CHECK(dial.address == "b:1");
-  CHECK(dial.candidates == "b:1,c:1");
-  CHECK(dial.known_incarnation == 7);
-  CHECK(dial.searched == seconds(2));
-  CHECK(dial.wait > Dialler::Options().failover);
-}
-
-TEST_CASE("after a failed try at a candidate members wait on, unless no try would help") {
-  World world;
-  world.group->join.named = "b:1,c:1";
-  const auto member = world.WaitUnder("b:1,c:1", 5);
-  world.dialler.Dial(world.group, world.waiters, kNow);
-  SECTION("it is gone") {
-    Dialler::LeaveCandidate(world.group, absl::UnavailableError("refused"), true, &world.waiters);
-    CHECK_FALSE(member->end.has_value());
-  }
-  SECTION("the daemon stops") {
-    Dialler::LeaveCandidate(world.group, absl::UnavailableError("refused"), false, &world.waiters);
-    CHECK(member->end.has_value());
-  }
-  SECTION("it refuses the spec") {
-    Dialler::LeaveCandidate(world.group, absl::FailedPreconditionError("spec"), true,
-                            &world.waiters);
-    REQUIRE(member->end.has_value());
-    CHECK(absl::IsFailedPrecondition(*member->end));
-    CHECK_THAT(std::string(member->end->message()), Contains("b:1") && Contains("spec"));
-  }
-}
-
-TEST_CASE("while the candidates are searched, a member's own deadline counts (P4)") {
-  World world;
-  world.WaitUnder("x:1,y:1", 5);
-  const std::unique_ptr<GroupRecord> gone = world.groups.Remove("g");
-  CHECK(world.waiters.NextExpiry(Dialler::ExpiryOf(world.groups)) == kNow + seconds(5));
-  const auto late = world.waiters.TakeLate(kNow + seconds(5), Dialler::ExpiryOf(world.groups));
-  REQUIRE(late.size() == 1);
-  CHECK(absl::IsNotFound(Dialler::LateStatus(late[0], world.groups)));
 }
 
 }  // namespace

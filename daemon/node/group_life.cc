@@ -22,15 +22,10 @@ absl::Status Followed(const GroupRecord& group) {
                group.join.address);
 }
 
-absl::Status GivenUp(const GroupRecord& group) {
-  return Error(absl::StatusCode::kUnavailable,
-               "group '{}' was given up for another candidate's: attach again", group.name());
-}
-
 absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const GroupSpec& wish,
                                              std::optional<int> trainers,
-                                             const std::string& creator, bool* created, Turn& turn,
-                                             const Candidacy& candidacy) {
+                                             const std::string& creator, bool* created,
+                                             Turn& turn) {
   *created = false;
   REFITD_ASSIGN_OR_RETURN(GroupSpec spec, CheckSpec(wish, state_.spec_limits));
   if (trainers.value_or(spec.trainer_ranks) != spec.trainer_ranks) {
@@ -40,19 +35,16 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
   }
   if (GroupRecord* found = state_.groups.Find(name); found != nullptr) {
     if (found->follower != nullptr) return Followed(*found);
-    if (found->given_up) return GivenUp(*found);
     REFITD_RETURN_IF_ERROR(CheckEqualSpec(name, found->machine->spec(), spec));
     return found;
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
   REFITD_RETURN_IF_ERROR(identities_.AdmitGroup(creator, spec.slots * spec.slot_bytes));
   REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, turn));
-  const Groups::Remembered last = state_.groups.Recall(name, DaemonState::Now());
-  const uint64_t known = std::max(candidacy.known, last.incarnation);
   CoordinatorOptions coordinator;
   coordinator.name = name;
   coordinator.daemon_id = state_.options.daemon_id;
-  coordinator.incarnation = NewIncarnation(known);
+  coordinator.incarnation = NewIncarnation();
   coordinator.spec = std::move(spec);
   coordinator.limits = state_.options.group;
   coordinator.peer_limits = state_.options.peers;
@@ -66,8 +58,6 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
   };
   GroupRecord* const group = state_.groups.Coordinate(std::move(coordinator), DaemonState::Now());
   group->creator = creator;
-  group->candidates = candidacy.candidates;
-  if (!group->candidates.empty()) group->owner = last.owner;
   LogInfo("group {}: created", name);
   state_.timer.Wake();
   *created = true;
@@ -127,9 +117,6 @@ void GroupLife::DropExpired(TimePoint now, Turn& turn) {
 
 void GroupLife::DropFollower(const std::string& name, Turn& turn) {
   std::shared_ptr<GroupRecord> record = state_.groups.Remove(name);
-  if (record->has_candidates() && record->follower->lost_coordinator()) {
-    state_.groups.Remember(*record, 0, DaemonState::Now());
-  }
   data_plane_.CloseAll(record->id);
   LogInfo("group {}: left its coordinator at {}", name, record->join.address);
   state_.readiness.Changed(name, DaemonState::Now());

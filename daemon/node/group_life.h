@@ -26,15 +26,6 @@ absl::Status NoGroup(const std::string& name);
 // FAILED_PRECONDITION: the call is for the daemon that coordinates the group.
 absl::Status Followed(const GroupRecord& group);
 
-// UNAVAILABLE: this daemon has given the group up for another candidate's.
-absl::Status GivenUp(const GroupRecord& group);
-
-// The properties of a group that has several candidates and is made by one of them.
-struct Candidacy {
-  std::string candidates;  // as members name them; empty: the group has no candidates
-  uint64_t known = 0;      // the greatest incarnation of the group that is known of
-};
-
 class GroupLife {
  public:
   GroupLife(DaemonState* state, const Identities* identities, DataPlane* data_plane)
@@ -45,7 +36,7 @@ class GroupLife {
   // the identity that asks; empty: another daemon, which has no limits of its own.
   absl::StatusOr<GroupRecord*> Make(const std::string& name, const GroupSpec& wish,
                                     std::optional<int> trainers, const std::string& creator,
-                                    bool* created, Turn& turn, const Candidacy& candidacy = {})
+                                    bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Drops the groups that must give way (Groups::RoomFor). RESOURCE_EXHAUSTED: there is not enough
   // room.

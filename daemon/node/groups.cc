@@ -82,7 +82,6 @@ GroupRecord* Groups::Follow(FollowerOptions options) {
   const std::string name = options.name;
   auto record = std::make_unique<GroupRecord>();
   record->join.address = options.coordinator_address;
-  record->join.named = options.coordinator_address;
   record->join.joining = true;
   auto machine = std::make_unique<Follower>(std::move(options));
   record->follower = machine.get();
@@ -151,29 +150,13 @@ bool Groups::NoteEmpty(GroupRecord* group, TimePoint now) {
   return true;
 }
 
-void Groups::Remember(const GroupRecord& group, uint64_t known, TimePoint now) {
-  const uint64_t greatest = std::max(known, group.machine->incarnation());
-  remembered_[group.name()] = {greatest, group.owner, now + limits_.idle};
-  if (remembered_.size() <= kMaxRemembered) return;
-  remembered_.erase(std::min_element(
-      remembered_.begin(), remembered_.end(),
-      [](const auto& a, const auto& b) { return a.second.until < b.second.until; }));
-}
-
-Groups::Remembered Groups::Recall(const std::string& name, TimePoint now) const {
-  const auto it = remembered_.find(name);
-  return it == remembered_.end() || it->second.until <= now ? Remembered{} : it->second;
-}
-
 std::vector<std::string> Groups::Expired(TimePoint now) {
   std::vector<std::string> expired;
   for (const auto& [name, group] : groups_) {
     if (!group->empty_since.has_value()) continue;
-    if (!group->given_up && now - *group->empty_since < limits_.idle) continue;
+    if (now - *group->empty_since < limits_.idle) continue;
     if (Empty(*group)) {
       expired.push_back(name);
-    } else if (group->given_up) {
-      group->empty_since.reset();  // NoteEmpty sets it again
     } else {
       group->empty_since = now;  // a member is about to enter
     }
@@ -189,9 +172,7 @@ std::optional<TimePoint> Groups::NextDeadline() const {
   for (const auto& [name, group] : groups_) {
     consider(group->machine->NextDeadline());
     consider(group->join.redial);
-    if (group->empty_since.has_value()) {
-      consider(*group->empty_since + (group->given_up ? Duration(0) : limits_.idle));
-    }
+    if (group->empty_since.has_value()) consider(*group->empty_since + limits_.idle);
   }
   return next;
 }
@@ -214,8 +195,7 @@ void Groups::CheckInvariants() const {
     REFITD_CHECK(coordinates != (group->follower != nullptr));
     REFITD_CHECK(coordinates == group->machine->is_coordinator());
     REFITD_CHECK(coordinates == group->join.address.empty());
-    REFITD_CHECK(coordinates == group->join.named.empty());
-    REFITD_CHECK(coordinates || (group->candidates.empty() && !group->given_up));
+    REFITD_CHECK(coordinates || group->named.empty());
     REFITD_CHECK(!group->join.redial.has_value() || group->join.joining);
     REFITD_CHECK(!coordinates || (!group->join.joining && group->join.link == nullptr));
     REFITD_CHECK(!group->empty_since.has_value() || coordinates);

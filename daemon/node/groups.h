@@ -35,14 +35,7 @@ namespace refitd {
 
 // A follower's way to its coordinator.
 struct JoinRecord {
-  std::string address;  // the coordinator's
-  // The text by which members name the coordinator: `address`, or the group's candidates, of which
-  // `address` is one. Members wait under this text.
-  std::string named;
-  // For a group with candidates: how long this daemon had searched for a coordinator when it began
-  // to join, and the greatest incarnation that it knew then.
-  Duration searched{};
-  uint64_t known = 0;
+  std::string address;             // the coordinator's, as members name it
   std::shared_ptr<PeerLink> link;  // null: lost, or waiting to redial
   // The coordinator has not accepted this daemon yet. At least one member waits until it does, and
   // tries to join follow each other as long as a member waits.
@@ -85,15 +78,9 @@ struct GroupRecord {
     std::string request_id;
   };
   Opener opener;
-  // The candidates that the members of a group of this coordinator name. Empty: they name one
-  // coordinator, or none.
-  std::string candidates;
-  // Another candidate coordinates the group with a greater incarnation. So this daemon's group
-  // takes no members any more, and is dropped once it is empty.
-  bool given_up = false;
-  // The incarnation, greater than the group's, with which another candidate probed this daemon; 0:
-  // none did.
-  uint64_t outbid = 0;
+  // The name by which this daemon's members call their coordinator, and under which this daemon
+  // reached itself; empty: they name this daemon directly.
+  std::string named;
   // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
   std::string replace_request;
   uint64_t replace_incarnation = 0;
@@ -102,10 +89,6 @@ struct GroupRecord {
   bool wants_pools() const {
     return preparing_begins > 0 || (broadcasts && machine->update_running());
   }
-  bool has_candidates() const { return !candidates.empty() || join.named != join.address; }
-  // Whether the group takes no members any more and is dropped once nothing of it is left: it was
-  // given up, or its coordinator is lost.
-  bool going() const { return given_up || (follower != nullptr && !join.joining && !join.link); }
   int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   // Makes the staging slots in host memory, unless they are there.
   absl::Status EnsureHostPool() { return pools.EnsureHost(name(), pool_bytes()); }
@@ -149,21 +132,6 @@ class Groups {
   // result is destroyed, which must not happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
-  // A group with candidates whose coordinator this daemon lost, as it is remembered: the group that
-  // another candidate makes has a greater incarnation and the same owner (P9).
-  struct Remembered {
-    uint64_t incarnation = 0;
-    std::string owner;
-    TimePoint until;
-  };
-  static constexpr size_t kMaxRemembered = 1024;
-  // Remembers the group for Limits::idle. `known`: the greatest incarnation of the group that this
-  // daemon knows of beside the group's own. If kMaxRemembered groups are remembered, forgets the
-  // one whose time ends first.
-  void Remember(const GroupRecord& group, uint64_t known, TimePoint now);
-  // Empty: nothing is remembered of it.
-  Remembered Recall(const std::string& name, TimePoint now) const;
-
   // Names the empty groups that must be dropped so that the group `name` may exist with a pool of
   // `spec` beside the others; those that have been empty for longest come first. `spec` null: the
   // pool's size is not known yet. RESOURCE_EXHAUSTED: dropping all empty groups would not make
@@ -197,7 +165,6 @@ class Groups {
   const Peers* const peers_;
   const Waiters* const waiters_;
   std::map<std::string, std::unique_ptr<GroupRecord>> groups_;
-  std::map<std::string, Remembered> remembered_;
   uint64_t next_ = 1;
 };
 

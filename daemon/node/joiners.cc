@@ -4,8 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "daemon/checks/candidates.h"
-#include "daemon/node/coordinator_search.h"
 #include "daemon/node/group_spec.h"
 #include "transport/base/status.h"
 
@@ -14,16 +12,14 @@ namespace refitd {
 absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
   const std::string group = peer->hello.group;
   if (peer->hello.boot_id == state_.boot_id) {
-    return absl::FailedPreconditionError(
-        "boot_id: the daemon joins itself: members must name it as it listens, or as its "
-        "`advertise` says");
+    CoordinateOwn(peer->hello, turn);
+    return absl::FailedPreconditionError("boot_id: the daemon joins itself");
   }
   if (state_.draining) return absl::UnavailableError("the daemon is draining");
   REFITD_RETURN_IF_ERROR(state_.peers.CheckLatest(peer->hello));
   peer->deadline = DaemonState::Now() + peer->hello.wait;
-  if (HasSeveral(peer->hello.candidates)) {
-    REFITD_RETURN_IF_ERROR(TakeCandidatesHello(*peer));
-  } else if (peer->hello.spec.has_value()) {
+  REFITD_RETURN_IF_ERROR(CheckNotFollowing(peer->hello));
+  if (peer->hello.spec.has_value()) {
     REFITD_RETURN_IF_ERROR(
         life_.Make(group, *peer->hello.spec, std::nullopt, /*creator=*/"", created, turn).status());
   }
@@ -33,26 +29,48 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   return state_.peers.AdmitWaiting();
 }
 
-absl::Status Joiners::TakeCandidatesHello(const Peers::Waiting& peer) {
-  const std::string& candidates = peer.hello.candidates;
-  if (peer.hello.spec.has_value()) {
-    REFITD_RETURN_IF_ERROR(CheckSpec(*peer.hello.spec, state_.spec_limits).status());
+absl::Status Joiners::CheckNotFollowing(const PeerGreeting& hello) const {
+  const GroupRecord* const group = state_.groups.Find(hello.group);
+  if (group == nullptr || group->follower == nullptr) return absl::OkStatus();
+  const JoinRecord& join = group->join;
+  const bool linked = !join.joining && join.link != nullptr;
+  if (linked && join.address != hello.coordinator) return Followed(*group);
+  return Error(absl::StatusCode::kUnavailable,
+               "group '{}': {}, under the same name, and does not coordinate it yet", hello.group,
+               linked         ? "this daemon is linked to another one"
+               : join.joining ? "this daemon joins it"
+                              : "this daemon leaves another one");
+}
+
+void Joiners::CoordinateOwn(const PeerGreeting& hello, Turn& turn) {
+  GroupRecord* const joining = state_.groups.Find(hello.group);
+  if (joining == nullptr || !joining->join.joining) return;
+  const std::string named = joining->join.address;
+  const std::string creator = joining->creator;
+  std::vector<Waiters::OfGroup> waiting = state_.waiters.TakeAll(hello.group, named);
+  joining_.Leave(joining, turn);
+  for (Waiters::OfGroup& w : waiting) {
+    const std::optional<GroupSpec> spec = std::exchange(w.spec, std::nullopt);
+    if (!spec.has_value()) continue;
+    bool created = false;
+    const auto* const trainer = std::get_if<TrainerAttached>(&w.attached);
+    const auto trainers =
+        trainer == nullptr ? std::nullopt : std::optional(trainer->identity.world_size);
+    const auto made = life_.Make(hello.group, *spec, trainers, creator, &created, turn);
+    if (!made.ok()) w.record.End(made.status());
   }
-  if (!joining_.OwnPlace(SplitCandidates(candidates)).has_value()) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "candidates: '{}': none is this daemon: members must name it as it listens, or as "
-                 "its `advertise` says",
-                 candidates);
+  const bool made = state_.groups.Find(hello.group) != nullptr;
+  for (Waiters::OfGroup& w : waiting) {
+    if (w.record.sink == nullptr) continue;
+    w.coordinator.clear();
+    w.named = named;
+    if (made || w.waits) {
+      state_.waiters.Wait(std::move(w));
+    } else {
+      w.record.End(NoGroup(hello.group));
+    }
   }
-  GroupRecord* const group = state_.groups.Find(peer.hello.group);
-  if (group == nullptr) return absl::OkStatus();
-  // The joining daemon then searches for the coordinator again.
-  if (group->given_up) return GivenUp(*group);
-  if (group->coordinator == nullptr) {
-    return Error(absl::StatusCode::kUnavailable, "group '{}' is coordinated by {}", group->name(),
-                 group->join.address);
-  }
-  return joining_.CheckCandidates(group, candidates, peer.hello.spec);
+  if (made) AdmitWaiting(hello.group, turn);
 }
 
 void Joiners::Hello(PeerGreeting hello, std::string peer_address,
@@ -86,7 +104,6 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   GroupRecord* group = state_.groups.Find(name);
   REFITD_CHECK(group != nullptr);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
-  if (group->given_up) return peer.session->End(GivenUp(*group));
   if (absl::Status status =
           group->coordinator->CanJoin(peer.hello.daemon_id, peer.hello.boot_id, peer.address);
       !status.ok()) {
@@ -105,6 +122,10 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   up.coordinator_id = state_.options.daemon_id;
   up.protocol = peer.hello.protocol;
   peer.session->Accept(up);
+  // A daemon of the group reached this one under that name, so members here may name it as well.
+  if (!joining_.CoordinatorOf(peer.hello.coordinator).empty()) {
+    group->named = peer.hello.coordinator;
+  }
   const NodeId node = state_.peers.Join(peer.hello, std::move(peer.session));
   turn.Handle(
       name, NodeJoined{node, peer.hello.daemon_id, peer.address, up.protocol, peer.hello.boot_id});
@@ -112,27 +133,11 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
 
 void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {
   for (Waiters::OfGroup& w : state_.waiters.TakeAll(group, "")) {
-    members_.Enter(std::move(w.record), state_.groups.Find(group), std::move(w.attached), turn);
+    GroupRecord* const made = state_.groups.Find(group);
+    if (!w.named.empty()) made->named = w.named;
+    members_.Enter(std::move(w.record), made, std::move(w.attached), turn);
   }
   for (Peers::Waiting& peer : state_.peers.TakeWaiting(group)) Admit(std::move(peer), turn);
-}
-
-absl::StatusOr<uint64_t> Joiners::Probe(const PeerQuestion& question) {
-  const Turn turn(state_.turns);
-  if (question.boot_id == state_.boot_id) {
-    return absl::FailedPreconditionError(
-        "boot_id: the daemon probes itself: members must name it as it listens, or as its "
-        "`advertise` says");
-  }
-  if (state_.draining) return absl::UnavailableError("the daemon is draining");
-  GroupRecord* const group = state_.groups.Find(question.group);
-  if (group == nullptr || group->coordinator == nullptr || group->given_up) return 0;
-  const uint64_t own = group->machine->incarnation();
-  if (!group->candidates.empty() && GivesWay(own, question.incarnation)) {
-    group->outbid = std::max(group->outbid, question.incarnation);
-    state_.timer.Wake();
-  }
-  return own;
 }
 
 void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {

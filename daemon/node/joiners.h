@@ -22,7 +22,7 @@ namespace refitd {
 
 class Joiners : public PeerAcceptor {
  public:
-  Joiners(DaemonState* state, GroupLife* life, Members* members, const Joining* joining,
+  Joiners(DaemonState* state, GroupLife* life, Members* members, Joining* joining,
           const DeviceSlots* slots)
       : state_(*state),
         life_(*life),
@@ -34,7 +34,6 @@ class Joiners : public PeerAcceptor {
              std::shared_ptr<PeerSession> session) override;
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
-  absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) override;
 
   // Called when the group was made: lets in the members and daemons that waited for the group.
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
@@ -43,12 +42,16 @@ class Joiners : public PeerAcceptor {
   // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
   absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // OK: this daemon does not follow another one in the group. UNAVAILABLE: it will not, or may come
+  // to coordinate the group itself, as when the coordinator's name was pointed here.
+  absl::Status CheckNotFollowing(const PeerGreeting& hello) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // This daemon reached itself: it is the one that answers to the coordinator's name, so the group
+  // lives here, and the members that waited for that name enter it.
+  void CoordinateOwn(const PeerGreeting& hello, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Whether this daemon and the joining one can keep the group's bytes encrypted, if the group's
   // spec demands that.
   absl::Status CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const;
-  // The same for a group with candidates, which this daemon makes only after a search (Succession).
-  absl::Status TakeCandidatesHello(const Peers::Waiting& peer)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // If the group knows a layout that equals the reported layout, makes the report share the known
   // object. The two are compared without the mutex, since the time for that grows with the number
@@ -58,7 +61,7 @@ class Joiners : public PeerAcceptor {
   DaemonState& state_;
   GroupLife& life_;
   Members& members_;
-  const Joining& joining_;
+  Joining& joining_;
   const DeviceSlots& device_slots_;
 };
 

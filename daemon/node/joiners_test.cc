@@ -97,6 +97,61 @@ TEST_CASE("a link that was given up does not displace its successor by a late he
   CHECK(world.nodes() == 2);
 }
 
+TEST_CASE("a daemon that answers to its coordinator's name itself coordinates the group") {
+  // The daemon does not know that it listens there, as behind a name of DNS.
+  DaemonParts a("a");
+  const Attached waits = a.AttachEngine("g", "i", std::nullopt, &a);
+  const Attached trainer = a.AttachTrainer("g", Spec(), &a);
+  REQUIRE(Eventually([&] { return waits.inbox->welcomed() && trainer.inbox->welcomed(); }));
+  REQUIRE(a.AttachEngine("g", "j", std::nullopt, &a).inbox->welcomed());
+  REQUIRE(a.AttachEngine("g", "k", std::nullopt).inbox->welcomed());
+  CHECK(a.operators().Group("g")->machine.coordinator_address.empty());
+  CHECK(a.operators().Group("g")->machine.nodes.size() == 1);
+  CHECK_THAT(Message(a.AttachTrainer("h", Spec(2, 2), &a).inbox->Ended()),
+             Contains("world_size: 1 is not the spec's trainer_ranks 2"));
+  const Attached nobody = a.AttachEngine("none", "i", std::nullopt, &a, Duration(0));
+  CHECK(nobody.inbox->Ended().code() == absl::StatusCode::kNotFound);
+}
+
+TEST_CASE("a daemon whose coordinator's name was pointed at it is joined once it knows that") {
+  DaemonParts a("a");
+  const Attached waits = a.AttachEngine("g", "i", std::nullopt, &a);
+  REQUIRE(Eventually([&] { return !a.Has("g"); }));  // it has found itself, and knows no spec yet
+  PeerGreeting hello = World::Greeting();
+  hello.coordinator = a.address();
+  hello.spec = Spec();
+  hello.wait = kPatience;
+  const auto session = std::make_shared<KeptSession>(1001);
+  a.joiners().Hello(hello, "10.0.0.2:7000", session);
+  CHECK(session->accepted.has_value());
+  REQUIRE(waits.inbox->welcomed());
+  // Members here may name the coordinator as the others do.
+  CHECK(a.AttachEngine("g", "j", std::nullopt, &a).inbox->welcomed());
+}
+
+TEST_CASE("a daemon that follows another under the same name asks to try again") {
+  DaemonParts a("a");
+  DaemonParts b("b");
+  const Attached engine = b.AttachEngine("g", "i", Spec(), &a);
+  REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
+  const auto session = std::make_shared<KeptSession>(1000);
+  PeerGreeting hello = World::Greeting("c");
+  hello.coordinator = a.address();
+  b.joiners().Hello(hello, "10.0.0.3:7000", session);
+  CHECK(absl::IsUnavailable(session->ends.back()));
+}
+
+TEST_CASE("a coordinator's name is resolved anew once its group has no member here") {
+  DaemonParts a("a");
+  const Attached first = a.AttachTrainer("g", Spec(), &a);
+  REQUIRE(Eventually([&] { return first.inbox->welcomed(); }));
+  a.arrivals().Detached(first.id);
+  REQUIRE(a.Has("g"));
+  const Attached again = a.AttachTrainer("g", Spec(), &a);
+  REQUIRE(Eventually([&] { return again.inbox->welcomed(); }));
+  CHECK(again.inbox->welcome().incarnation != first.inbox->welcome().incarnation);
+}
+
 TEST_CASE("a daemon does not join itself, nor one that drains") {
   World world;
   PeerGreeting hello = World::Greeting();

@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "daemon/checks/candidates.h"
 #include "daemon/node/group_spec.h"
 #include "transport/base/status.h"
 
@@ -18,8 +17,7 @@ Joining::Joining(DaemonState* state, PeerDialer dial, const Identities* identiti
       members_(*members),
       dialler_({.daemon_id = state_.options.daemon_id,
                 .boot_id = state_.boot_id,
-                .message_bytes = state_.options.message_bytes,
-                .failover = state_.options.failover},
+                .message_bytes = state_.options.message_bytes},
                std::move(dial), this, &state_.mutex) {}
 
 std::string Joining::CoordinatorOf(const std::string& address) const {
@@ -54,44 +52,6 @@ absl::Status Joining::CheckJoined(const GroupRecord& group, const std::string& n
                group.name(), named);
 }
 
-std::optional<size_t> Joining::OwnPlace(const std::vector<std::string>& addresses) const {
-  for (size_t i = 0; i < addresses.size(); ++i) {
-    if (CoordinatorOf(addresses[i]).empty()) return i;
-  }
-  return std::nullopt;
-}
-
-absl::Status Joining::CheckCandidates(GroupRecord* group, const std::string& named,
-                                      const std::optional<GroupSpec>& spec) const {
-  REFITD_CHECK(!group->join.joining && !group->going());
-  const bool coordinates = group->coordinator != nullptr;
-  const std::vector<std::string> addresses = SplitCandidates(named);
-  const bool one_of_them = coordinates ? OwnPlace(addresses).has_value()
-                                       : std::find(addresses.begin(), addresses.end(),
-                                                   group->join.address) != addresses.end();
-  if (!one_of_them) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "coordinator: '{}', but group '{}' is coordinated by {}, which is none of them",
-                 named, group->name(), coordinates ? "this daemon" : group->join.address);
-  }
-  const std::string& named_before = coordinates ? group->candidates : group->join.named;
-  // The members that came first may have named the coordinator alone, which leaves the candidates
-  // open.
-  const bool left_open = named_before.empty() || named_before == group->join.address;
-  if (!left_open && named_before != named) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "coordinator: '{}', but other members of group '{}' name '{}'", named,
-                 group->name(), named_before);
-  }
-  if (!coordinates) return CheckJoined(*group, named, spec);
-  if (spec.has_value()) {
-    REFITD_RETURN_IF_ERROR(
-        CheckSameSpec(group->name(), *spec, group->machine->spec(), state_.spec_limits));
-  }
-  group->candidates = named;
-  return absl::OkStatus();
-}
-
 absl::StatusOr<GroupRecord*> Joining::Follow(const std::string& name, const std::string& address,
                                              const std::optional<GroupSpec>& spec,
                                              const std::string& creator, Turn& turn) {
@@ -99,18 +59,20 @@ absl::StatusOr<GroupRecord*> Joining::Follow(const std::string& name, const std:
   if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec, state_.spec_limits).status());
   GroupRecord* const found = state_.groups.Find(name);
   if (found == nullptr) return Make(name, address, creator, turn);
+  if (found->coordinator != nullptr && found->named == address) {
+    if (!state_.groups.Empty(*found)) return found;
+    life_.Drop(name, "given up: it has no member, and its coordinator's name is resolved anew",
+               turn);
+    return Make(name, address, creator, turn);
+  }
   if (found->follower == nullptr) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}', but group '{}' is coordinated by this daemon", address, name);
   }
-  // A member that names the coordinator alone enters a group of several candidates once it is
-  // joined.
-  const bool same =
-      found->join.named == address || (!found->join.joining && found->join.address == address);
-  if (!same) {
+  if (found->join.address != address) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
-                 found->join.named);
+                 found->join.address);
   }
   if (!found->join.joining) REFITD_RETURN_IF_ERROR(CheckJoined(*found, address, spec));
   return found;
@@ -129,18 +91,6 @@ absl::StatusOr<GroupRecord*> Joining::Make(const std::string& name, const std::s
   GroupRecord* const group = state_.groups.Follow(std::move(options));
   group->creator = creator;
   return group;
-}
-
-absl::Status Joining::FollowCandidate(const std::string& name, const Found& found,
-                                      const std::string& creator, Turn& turn) {
-  const Groups::Remembered last = state_.groups.Recall(name, DaemonState::Now());
-  REFITD_ASSIGN_OR_RETURN(GroupRecord* const group, Make(name, found.address, creator, turn));
-  group->owner = last.owner;
-  group->join.named = found.named;
-  group->join.searched = found.searched;
-  group->join.known = std::max(found.known, last.incarnation);
-  Dial(group);
-  return absl::OkStatus();
 }
 
 void Joining::LinkIsUp(const DialTry& of, const LinkUp& up) {
@@ -164,7 +114,7 @@ void Joining::TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn) {
   REFITD_CHECK(group->join.joining);
   const std::string name = group->name();
   group->join.joining = false;
-  std::vector<Waiters::OfGroup> admitted = state_.waiters.TakeAll(name, group->join.named);
+  std::vector<Waiters::OfGroup> admitted = state_.waiters.TakeAll(name, group->join.address);
   turn.Handle(name, up);
   for (Waiters::OfGroup& w : admitted) {
     GroupRecord* joined = state_.groups.Find(name);
@@ -221,10 +171,6 @@ void Joining::LinkIsLost(const DialTry& of, absl::Status status) {
 
 void Joining::Failed(GroupRecord* group, const absl::Status& status, Turn& turn) {
   const bool goes_on = !state_.draining && !state_.stopping;
-  if (group->has_candidates()) {
-    Dialler::LeaveCandidate(group, status, goes_on, &state_.waiters);
-    return Stop(group, status, turn);
-  }
   if (!dialler_.TakeFailure(group, status, goes_on, DaemonState::Now(), &state_.waiters)) {
     return Stop(group, status, turn);
   }
@@ -239,10 +185,14 @@ void Joining::Stop(GroupRecord* group, const absl::Status& status, Turn& turn) {
   turn.Handle(name, LinkLost{status});  // drops the group, which has no member
 }
 
+void Joining::Leave(GroupRecord* group, Turn& turn) {
+  Stop(group, absl::CancelledError("this daemon answers to that name itself"), turn);
+}
+
 void Joining::StopIfUnwanted(const std::string& name, Turn& turn) {
   GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr || !group->join.joining) return;
-  const bool wanted = state_.waiters.Any(name, group->join.named);
+  const bool wanted = state_.waiters.Any(name, group->join.address);
   if (!wanted) Stop(group, absl::CancelledError("no member waits for it"), turn);
 }
 

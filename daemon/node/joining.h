@@ -30,36 +30,19 @@ class Joining : private DialHost {
   // The coordinator that a member names; empty: this daemon.
   std::string CoordinatorOf(const std::string& address) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The group that the daemon at `address` coordinates, joined or being joined. `creator`: the
-  // identity that asks.
+  // The group that the daemon at `address` coordinates, joined or being joined; or a group of this
+  // daemon, which has found that it answers to `address` itself. Such a group without a member is
+  // given up, so that the name is resolved anew. `creator`: the identity that asks.
   absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
                                       const std::optional<GroupSpec>& spec,
                                       const std::string& creator, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // A candidate that the search found, and what the search knows.
-  struct Found {
-    std::string address;
-    std::string named;  // the candidates
-    Duration searched{};
-    uint64_t known = 0;
-  };
-  // Begins to join the group at a candidate. No such group may be here.
-  absl::Status FollowCandidate(const std::string& name, const Found& found,
-                               const std::string& creator, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // The place of this daemon among the addresses; nullopt: it has none.
-  std::optional<size_t> OwnPlace(const std::vector<std::string>& addresses) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // OK: a member or daemon that names these candidates may enter the group. The group must exist
-  // here and not be joining its coordinator. If this daemon coordinates the group, the candidates
-  // become the group's.
-  absl::Status CheckCandidates(GroupRecord* group, const std::string& named,
-                               const std::optional<GroupSpec>& spec) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // FAILED_PRECONDITION: this daemon joins no others.
   absl::Status CheckCanJoin(const std::string& named) const;
   // Begins a try to join, for the members that wait.
   void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Stops joining the group, for which no member waits any more.
+  void Leave(GroupRecord* group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Stops joining the group if no member waits for that any more.
   void StopIfUnwanted(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 

@@ -42,7 +42,7 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
                                             const std::string& identity, Turn& turn) {
   if (!request_id.empty() && request_id == group->replace_request)
     return group->replace_incarnation;
-  const uint64_t incarnation = NewIncarnation(group->machine->incarnation());
+  const uint64_t incarnation = NewIncarnation();
   const std::string name = group->name();
   turn.Handle(name, ReplaceGroup{state_.NewCall(), incarnation});
   if (group->machine->incarnation() != incarnation) {
@@ -97,10 +97,7 @@ void Operators::AbortUpdate(CallId call, const std::string& group, std::string r
 // ---- what there is to see ----
 
 GroupDetails Operators::DetailsOf(const GroupRecord& record) const {
-  GroupDetails details{record.machine->View(DaemonState::Now()), std::nullopt, {}};
-  if (record.has_candidates()) {
-    details.candidates = record.follower != nullptr ? record.join.named : record.candidates;
-  }
+  GroupDetails details{record.machine->View(DaemonState::Now()), std::nullopt};
   const std::optional<EpochId> epoch = details.machine.epoch;
   if (epoch.has_value()) details.moved = data_plane_.StatsOf(record, *epoch);
   return details;

@@ -29,7 +29,6 @@ namespace refitd {
 struct GroupDetails {
   MachineView machine;
   std::optional<WireStats> moved;  // by the current epoch, if it is open here
-  std::string candidates{};        // as members name them, if they name several
 };
 
 // The state of a member that operators see.

@@ -40,8 +40,6 @@ struct DaemonOptions {
   PeerLimits peers;
   // How long the readiness that was known last counts without the coordinator; 0: not at all.
   Duration keep_readiness = kDefaultReadiness;
-  // A candidate that does not answer for so long is gone: the next one makes the group.
-  Duration failover = kDefaultFailover;
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
   int64_t max_pool_bytes = int64_t{16} << 30;  // staging slots of all groups, on each device

@@ -38,9 +38,6 @@ class DaemonParts::Door : public PeerAcceptor {
   void Gone(uint64_t session, std::string reason) override {
     joiners_.Gone(session, std::move(reason));
   }
-  absl::StatusOr<uint64_t> Probe(const PeerQuestion& question) override {
-    return joiners_.Probe(question);
-  }
 
  private:
   PeerAcceptor& joiners_;

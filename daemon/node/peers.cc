@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <set>
 
-#include "daemon/checks/candidates.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -48,22 +47,6 @@ std::vector<Peers::Waiting> Peers::TakeWaiting(const std::string& group) {
   }
   waiting_ = std::move(kept);
   return taken;
-}
-
-bool Peers::AnyWaiting(const std::string& group, const std::string& candidates) const {
-  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& peer) {
-    return peer.hello.group == group && peer.hello.candidates == candidates;
-  });
-}
-
-void Peers::RefuseOthers(const std::string& group, const std::string& named,
-                         const std::function<absl::Status(const std::string& other)>& refusal) {
-  std::erase_if(waiting_, [&](const Waiting& peer) {
-    const std::string& other = peer.hello.candidates;
-    if (peer.hello.group != group || !HasSeveral(other) || other == named) return false;
-    peer.session->End(refusal(other));
-    return true;
-  });
 }
 
 void Peers::RefuseLate(TimePoint now) {

@@ -58,13 +58,7 @@ class Peers {
   void ForgetEarlier(const Waiting& peer);
   // Daemons that wait for the group, in the order in which they came.
   std::vector<Waiting> TakeWaiting(const std::string& group);
-  // Whether a daemon waits for the group under this list of candidates.
-  bool AnyWaiting(const std::string& group, const std::string& candidates) const;
   const std::vector<Waiting>& waiting() const { return waiting_; }
-  // Refuses the daemons that wait for the group under another list of candidates than `named`.
-  // `refusal(list)` gives the status for a daemon under that list.
-  void RefuseOthers(const std::string& group, const std::string& named,
-                    const std::function<absl::Status(const std::string& other)>& refusal);
   void RefuseLate(TimePoint now);
   void RefuseAllWaiting(const absl::Status& status);
   // The first deadline of a waiting daemon; nullopt: none waits.

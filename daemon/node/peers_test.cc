@@ -40,39 +40,6 @@ TEST_CASE("daemons that wait are taken in the order in which they came, each gro
   CHECK(peers.TakeWaiting("b").size() == 1);
 }
 
-TEST_CASE("daemons wait for a group under a list of candidates, and under no other") {
-  Peers peers;
-  const auto listed = std::make_shared<KeptSession>(1);
-  const auto plain = std::make_shared<KeptSession>(2);
-  Peers::Waiting of_list = Waits(listed, "a", "x");
-  of_list.hello.candidates = "b:1,c:1";
-  peers.Wait(Waits(plain, "a", "y"));
-  CHECK_FALSE(peers.AnyWaiting("a", "b:1,c:1"));
-  peers.Wait(std::move(of_list));
-  CHECK(peers.AnyWaiting("a", "b:1,c:1"));
-  CHECK_FALSE(peers.AnyWaiting("b", "b:1,c:1"));
-  const auto refusal = [](const std::string& other) { return absl::AbortedError(other); };
-  peers.RefuseOthers("a", "b:1,c:1", refusal);
-  CHECK(listed->ends.empty());
-  peers.RefuseOthers("a", "c:1,b:1", refusal);
-  REQUIRE(listed->ends.size() == 1);
-  CHECK(listed->ends[0].message() == "b:1,c:1");
-  CHECK(plain->ends.empty());
-  CHECK_FALSE(peers.AnyWaiting("a", "b:1,c:1"));
-}
-
-TEST_CASE("a list of candidates ends the daemons that wait for its own group alone") {
-  Peers peers;
-  const auto session = std::make_shared<KeptSession>(1);
-  Peers::Waiting waits = Waits(session, "a", "x");
-  waits.hello.candidates = "b:1,c:1";
-  peers.Wait(std::move(waits));
-  peers.RefuseOthers("b", "c:1,b:1",
-                     [](const std::string& other) { return absl::AbortedError(other); });
-  CHECK(session->ends.empty());
-  CHECK(peers.AnyWaiting("a", "b:1,c:1"));
-}
-
 TEST_CASE("the nodes of a group are those that have joined it") {
   Peers peers;
   CHECK(peers.NodesOf("a").empty());

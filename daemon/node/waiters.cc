@@ -4,7 +4,6 @@
 #include <set>
 #include <utility>
 
-#include "daemon/checks/candidates.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -91,17 +90,6 @@ std::optional<Waiters::OfSlots> Waiters::TakeOfSlots(MemberId member) {
   OfSlots taken = std::move(it->second);
   of_slots_.erase(it);
   return taken;
-}
-
-void Waiters::RefuseOthers(const std::string& group, const std::string& named,
-                           const std::function<absl::Status(const std::string& other)>& refusal) {
-  std::erase_if(of_group_, [&](OfGroup& w) {
-    if (w.record.group != group || !HasSeveral(w.coordinator) || w.coordinator == named) {
-      return false;
-    }
-    w.record.End(refusal(w.coordinator));
-    return true;
-  });
 }
 
 bool Waiters::AnyOfSlots(const std::string& group) const {

@@ -37,6 +37,7 @@ class Waiters {
     std::string coordinator;  // empty: this daemon
     // The spec with which the coordinator would make the group, if the member names a coordinator.
     std::optional<GroupSpec> spec;
+    std::string named{};  // the name under which this daemon reached itself (GroupRecord::named)
   };
   // An engine rank that waits until its group has slots on its GPU: to read parts there, or because
   // an update that is being opened broadcasts.
@@ -76,10 +77,6 @@ class Waiters {
   // hold. Returns whether a member stays.
   bool Refuse(const std::string& group, const std::string& coordinator,
               const std::function<bool(const OfGroup&)>& stays, const absl::Status& refusal);
-  // Refuses the members that wait for the group under another list of candidates than `named`.
-  // `refusal(list)` gives the status for a member under that list.
-  void RefuseOthers(const std::string& group, const std::string& named,
-                    const std::function<absl::Status(const std::string& other)>& refusal);
   // The time at which a member is refused.
   using Expiry = std::function<TimePoint(const OfGroup&)>;
   std::optional<TimePoint> NextExpiry(const Expiry& expiry) const;

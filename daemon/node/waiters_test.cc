@@ -111,21 +111,6 @@ TEST_CASE("members that a failed try concerns end with its refusal; the others s
   CHECK(world.waiters.Any("g", "c:1"));
 }
 
-TEST_CASE("members that name other candidates than the group's end; those of one address stay") {
-  World world;
-  world.Wait("g", "a:1,b:1", 5);
-  world.Wait("g", "b:1,a:1", 5);
-  world.Wait("g", "b:1", 5);
-  world.Wait("h", "b:1,a:1", 5);
-  world.waiters.RefuseOthers("g", "a:1,b:1", [](const std::string& other) {
-    return absl::FailedPreconditionError(other);
-  });
-  CHECK(world.ended() == 1);
-  REQUIRE(world.sinks[1]->ends.size() == 1);
-  CHECK(world.sinks[1]->ends[0] == absl::FailedPreconditionError("b:1,a:1"));
-  CHECK(world.waiters.size() == 3);
-}
-
 TEST_CASE("each member is late by its own time (P4)") {
   World world;
   world.Wait("g", "", 5);

@@ -49,7 +49,6 @@ enum class Rpc : uint8_t {
   kOperatorGetUpdateStatistics,
   kOperatorCheckAccess,
   kPeerLink,
-  kPeerProbe,
   kHealthCheck,
   kHealthCheckInstance,  // Check with the name of an instance
   kHealthWatch,
@@ -147,7 +146,6 @@ inline constexpr std::array kRpcs = {
              RpcScope::kGroup,
              {Role::kOperatorRead}},
     RpcEntry{Rpc::kPeerLink, "refitd.v1.Peer/Link", RpcScope::kGroup, {Role::kPeer}},
-    RpcEntry{Rpc::kPeerProbe, "refitd.v1.Peer/Probe", RpcScope::kGroup, {Role::kPeer}},
     RpcEntry{Rpc::kHealthCheck, "grpc.health.v1.Health/Check", RpcScope::kKnown, {}},
     RpcEntry{Rpc::kHealthCheckInstance,
              "grpc.health.v1.Health/Check",

@@ -334,8 +334,7 @@ Command AddEngine(CommandApp app, const GlobalOptions& global) {
           "so that the process can be killed in mid-update or continued late")
       .InRange(int64_t{0}, INT64_MAX);
   sub.Add("--coordinator", &options->coordinator,
-          "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
-          "(default: the one at --socket)");
+          "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
   sub.Add("--reattach", &options->reattach_seconds,
           "When the daemon goes away, attach again for so many seconds (default 0: end)")
       .InRange(0.0, 86'400.0);

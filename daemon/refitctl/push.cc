@@ -617,8 +617,7 @@ Command AddPush(CommandApp app, const GlobalOptions& global) {
           "(its staging), inline")
       .OneOf({"region", "slot", "inline"});
   sub.Add("--coordinator", &options->coordinator,
-          "HOST:PORT[,...] of the daemon that holds the group, or of its candidates in order "
-          "(default: the one at --socket)");
+          "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
   sub.AddFlag("--progress", &options->progress, "Show a progress bar on stderr");
   return {sub, [&global, options] { return RunPush(global, *options); }};
 }

@@ -110,7 +110,6 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
     text += fmt::format("  coordinator: {}\n  link: {}\n",
                         group.coordinator().empty() ? "this daemon" : group.coordinator(),
                         RenderLink(group));
-    if (!group.candidates().empty()) text += fmt::format("  candidates: {}\n", group.candidates());
     text += RenderGroupNodes(group);
   }
   if (group.instances_size() > 0) text += RenderInstances(group);

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "daemon/checks/bucket.h"
-#include "daemon/checks/candidates.h"
 #include "daemon/checks/fields.h"
 #include "daemon/link/hello.h"
 #include "proto/convert.h"
@@ -29,7 +28,7 @@ absl::Status CheckHello(const Hello& hello) {
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
-  REFITD_RETURN_IF_ERROR(CheckCandidates(hello.coordinator(), "coordinator"));
+  REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator(), "coordinator"));
   if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
     return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
                  hello.world_size(), kMaxEngineRanks);

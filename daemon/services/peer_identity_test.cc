@@ -99,7 +99,6 @@ class Coordinator : public PeerAcceptor {
     if (const auto* opened = std::get_if<EpochOpened>(&report)) taken_.push_back(opened->address);
   }
   void Gone(uint64_t /*session*/, std::string /*reason*/) override {}
-  absl::StatusOr<uint64_t> Probe(const PeerQuestion& /*question*/) override { return 0; }
 
   // Sends the command over the last link that came up.
   void Say(PeerCommand command) {

@@ -382,33 +382,4 @@ grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* PeerService::Link(
   return new LinkReactor(acceptor_, message_bytes_, door_, context);
 }
 
-absl::Status PeerService::Answer(const grpc::CallbackServerContext& context,
-                                 const v1::PeerProbe& request, v1::PeerProbed* response) const {
-  if (TcpAddress(context.peer()).empty()) {
-    return Error(StatusCode::kPermissionDenied,
-                 "daemons probe over TCP, not over a socket for clients");
-  }
-  LinkCaller caller;
-  if (door_ != nullptr) {
-    REFITD_ASSIGN_OR_RETURN(caller, door_(context));
-  }
-  REFITD_ASSIGN_OR_RETURN(const PeerQuestion question, QuestionOf(request));
-  if (caller.enter != nullptr) REFITD_RETURN_IF_ERROR(caller.enter(question.group));
-  REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, acceptor_->Probe(question));
-  response->set_incarnation(incarnation);
-  return absl::OkStatus();
-}
-
-grpc::ServerUnaryReactor* PeerService::Probe(grpc::CallbackServerContext* context,
-                                             const v1::PeerProbe* request,
-                                             v1::PeerProbed* response) noexcept {
-  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  const absl::Status status = Answer(*context, *request, response);
-  reactor->Finish(status.ok()
-                      ? grpc::Status::OK
-                      : grpc::Status(static_cast<grpc::StatusCode>(status.code()),
-                                     std::string(Shorten(Message(status), kMaxPeerTextBytes))));
-  return reactor;
-}
-
 }  // namespace refitd

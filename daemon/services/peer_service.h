@@ -40,15 +40,8 @@ class PeerService final : public v1::Peer::CallbackService {
 
   grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* Link(
       grpc::CallbackServerContext* context) noexcept override;
-  // A probe takes the same right as a link to the group (P9).
-  grpc::ServerUnaryReactor* Probe(grpc::CallbackServerContext* context,
-                                  const v1::PeerProbe* request,
-                                  v1::PeerProbed* response) noexcept override;
 
  private:
-  absl::Status Answer(const grpc::CallbackServerContext& context, const v1::PeerProbe& request,
-                      v1::PeerProbed* response) const;
-
   PeerAcceptor* const acceptor_;
   const int64_t message_bytes_;
   const LinkDoor door_;

@@ -116,7 +116,6 @@ v1::GroupStatus ToProto(const GroupDetails& details) {
   status.set_updates_aborted(view.aborted);
   status.set_chain_daemons(static_cast<int>(view.chain_daemons));
   status.set_coordinator(machine.coordinator_address);
-  status.set_candidates(details.candidates);
   for (const NodeView& node : machine.nodes) Show(node, status.add_nodes());
   if (machine.epoch.has_value()) {
     status.set_epoch(machine.epoch->value());

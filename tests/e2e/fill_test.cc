@@ -32,7 +32,6 @@ struct Place {
   int rows = 64;
   int columns = 64;
   int64_t slot_bytes = 4096;
-  bool candidates = false;  // b is the next candidate for the coordinator
 };
 
 std::vector<std::string> FlagsOf(const Place& place, const std::string& id, size_t node) {
@@ -58,7 +57,7 @@ struct Fleet {
     client::ConnectOptions connect;
     connect.socket = c.socket();
     connect.group = "g";
-    connect.coordinator = named();
+    connect.coordinator = a.address();
     connect.reattach = kDeadline;
     client::ConnectOptions with_spec = connect;
     with_spec.spec = client::GroupSpec{
@@ -68,18 +67,13 @@ struct Fleet {
     two = std::make_unique<Rank>(connect, "two", client::Delivery::kRegistered, model);
   }
 
-  // The coordinator as the members name it.
-  std::string named() const {
-    return place.candidates ? a.address() + "," + b.address() : a.address();
-  }
-
   // An engine process that is attached and registered.
   std::unique_ptr<MemberProcess> Start(const Daemon& daemon, const std::string& instance,
                                        bool answers, bool fill = true) {
     auto process = std::make_unique<MemberProcess>(
         daemon, "engine",
         std::vector<std::string>{
-            "instance=" + instance, "coordinator=" + named(), "instances=2",
+            "instance=" + instance, "coordinator=" + a.address(), "instances=2",
             fmt::format("slot_bytes={}", place.slot_bytes), fmt::format("slots={}", kSlots),
             fmt::format("matrices={}", kMatrices), fmt::format("rows={}", place.rows),
             fmt::format("columns={}", place.columns), fmt::format("auto={}", answers ? 1 : 0),
@@ -231,9 +225,7 @@ std::string MakeSlowLinks(const Star& net) {
     return;                                                       \
   }
 
-Place On(const Star& net, bool candidates = false) {
-  return {&net, 1024, 256, 64 << 10, candidates};
-}
+Place On(const Star& net) { return {&net, 1024, 256, 64 << 10}; }
 
 // Installs a version over fast links, and has a fill move bytes over slow ones.
 void OpenSlowFill(Fleet* f) {
@@ -292,9 +284,7 @@ TEST_CASE("a newcomer that dies while bytes cross to it costs the newcomer only"
 
 TEST_CASE("the coordinator's death while a fill's bytes cross leaves the newcomer in doubt only") {
   SLOW_LINKS_OR_RETURN(net);
-  const bool comes_back = GENERATE(true, false);
-  CAPTURE(comes_back);
-  Fleet f(On(net, /*candidates=*/!comes_back));
+  Fleet f(On(net));
   OpenSlowFill(&f);
   f.a.Kill();
   CHECK_THAT(f.newcomer->Do("believe 1"), StartsWith("ok doubt gone"));
@@ -302,7 +292,7 @@ TEST_CASE("the coordinator's death while a fill's bytes cross leaves the newcome
   REQUIRE(f.two->Await([](const Rank::Seen& s) { return s.losses == 1; }));
   CHECK(f.two->seen().lost_weights == Weights::kGood);
   net.Fast();
-  if (comes_back) f.a.Restart();
+  f.a.Restart();
   // A giver comes back with its version, and yet nobody gives a version that the new group has not
   // verified.
   REQUIRE(f.two->Await([](const Rank::Seen& s) { return s.reattached == 1; }));
@@ -314,7 +304,7 @@ TEST_CASE("the coordinator's death while a fill's bytes cross leaves the newcome
     REQUIRE_ANSWER(*engine, fmt::format("believe {}", f.version),
                    fmt::format("ok good {}", f.version));
   }
-  CHECK((comes_back ? f.a : f.b).Group("g").version() == f.version);
+  CHECK(f.a.Group("g").version() == f.version);
 }
 
 TEST_CASE("a client that does not take part in fills is not filled and does not give") {

@@ -85,7 +85,6 @@ const std::map<std::string, Expected>& Table() {
        {{"owner", "reader", "writer"}, {"reader", "writer"}}},
       {"refitd.v1.Operator/CheckAccess", {{"owner", "reader", "writer"}, {"reader", "writer"}}},
       {"refitd.v1.Peer/Link", {{"peer"}, {"peer"}}},
-      {"refitd.v1.Peer/Probe", {{"peer"}, {"peer"}}},
       {"grpc.health.v1.Health/Check", {kKnown, kKnown}},
       {"grpc.health.v1.Health/Watch", {kKnown, kKnown}},
       {"grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", {kKnown, kKnown}},
@@ -328,19 +327,11 @@ TEST_CASE("a daemon links to the groups that its rules name, and asks about no o
     const grpc::Slice slice(message.SerializeAsString());
     return CallOnce(channel, "refitd.v1.Peer/Link", grpc::ByteBuffer(&slice, 1));
   };
-  const auto probing = [&](const std::string& group) {
-    v1::PeerProbe probe;
-    probe.set_group(group);
-    probe.set_daemon_id("p");
-    probe.set_boot_id(std::string(16, 'b'));
-    const grpc::Slice slice(probe.SerializeAsString());
-    return CallOnce(channel, "refitd.v1.Peer/Probe", grpc::ByteBuffer(&slice, 1));
-  };
-  for (const grpc::Status& let : {linking("llama-8b"), probing("llama-8b")}) {
+  for (const grpc::Status& let : {linking("llama-8b")}) {
     INFO(let.error_message());
     CHECK(let.ok());
   }
-  for (const grpc::Status& refused : {linking("secret"), probing("secret")}) {
+  for (const grpc::Status& refused : {linking("secret")}) {
     CHECK(refused.error_code() == grpc::StatusCode::PERMISSION_DENIED);
     CHECK_THAT(refused.error_message(), Contains("secret"));
   }

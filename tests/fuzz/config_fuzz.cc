@@ -68,7 +68,6 @@ constexpr std::array kSettings = {"listen-unix",
                                   "data-port",
                                   "data-streams",
                                   "peer-silence-ms",
-                                  "failover-ms",
                                   "relay-slow-ms",
                                   "wire-ms",
                                   "default-verification"};

@@ -75,8 +75,8 @@ class Trainer(Member):
         refused, and so are GPUs over several daemons). With `create=False` the group must be made by someone else.
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
-        the group; None: this one. Up to 8 in order ("a:7411,b:7411", the same in every member): when the daemon that has the group is
-        lost, the next one makes it again (with `reattach_seconds`). `device`: where the weights are, a GPU's UUID ("GPU-...") or "host";
+        the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
+        weights are, a GPU's UUID ("GPU-...") or "host";
         None: the current GPU where torch has used CUDA in this process, else host memory. `reattach_seconds`: how long to try to attach
         again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
         lost (30).
