@@ -133,6 +133,7 @@ class DeviceLoss {
   static void EndProcess() {
     std::this_thread::sleep_for(kLostLimit);
     LogError("ended {} s after the GPUs were lost: work on them had not ended", kLostLimit.count());
+    FlushLog();
     _exit(kExitFailure);
   }
 
@@ -226,9 +227,11 @@ void TakeGrpcLog() {
   gpr_set_log_function([](gpr_log_func_args* line) {
     const std::string text = fmt::format("gRPC: {}", line->message);
     // gRPC ends the process after this line, so no limit may leave it out.
-    if (std::string_view(line->message).starts_with("assertion failed"))
-      return LogError("{}", text);
-    LogOfStrangers(text);
+    if (!std::string_view(line->message).starts_with("assertion failed")) {
+      return LogOfStrangers(text);
+    }
+    LogError("{}", text);
+    FlushLog();
   });
 }
 
@@ -652,16 +655,16 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
 
 int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()> reload) {
   const Config& config = invocation.config;
-  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
-  for (const std::string& warning : invocation.warnings) LogWarning("{}", warning);
-
-  // Changes the environment, so it must come before any thread.
-  LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
+  // These change the environment, so they must come before any thread.
+  const NcclEnvironment nccl = CleanNcclEnvironment(config.peers.interface);
   RequireTls13();
   TurnOffTlsResumption();
-  TakeGrpcLog();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
+  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+  for (const std::string& warning : invocation.warnings) LogWarning("{}", warning);
+  LogNcclEnvironment(nccl);
+  TakeGrpcLog();
 
   absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
   if (!processes.ok()) return Fail(processes.status());
@@ -743,5 +746,9 @@ int main(int argc, char** argv) {
     std::fputs(invocation->print->c_str(), stdout);
     return refitd::kExitOk;
   }
-  return refitd::Run(*invocation, [argc, argv] { return refitd::LoadConfig(argc, argv, environ); });
+  const int code =
+      refitd::Run(*invocation, [argc, argv] { return refitd::LoadConfig(argc, argv, environ); });
+  // A log that takes no lines must not hold up the end (P4).
+  if (!refitd::FlushLog()) _exit(code);
+  return code;
 }

@@ -217,6 +217,7 @@ TEST_CASE("the audit log has a line for each call that begins an update or ends 
   AbortEvent abort;
   abort.version = Version(1);
   CHECK(world.parts.Call(world.trainer, abort).status().ok());
+  REQUIRE(audit->Flush());
   std::ifstream file(path);
   const std::string lines{std::istreambuf_iterator<char>(file), {}};
   CHECK_THAT(lines, Contains("refitd.v1.Trainer/Begin") && Contains("refitd.v1.Trainer/Abort"));
