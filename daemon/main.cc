@@ -30,6 +30,7 @@
 #include "daemon/node/regions.h"
 #include "daemon/policy/policy_store.h"
 #include "daemon/process/audit_log.h"
+#include "daemon/process/last_words.h"
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
 #include "daemon/process/service_manager.h"
@@ -96,6 +97,8 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.default_slots = config.staging.slots;
   options.max_pool_bytes = config.staging.max_pool_bytes;
   options.max_region_bytes = config.limits.max_region_bytes;
+  if (config.limits.mapped_bytes > 0) options.max_mapped_bytes = config.limits.mapped_bytes;
+  if (config.limits.held_bytes > 0) options.max_held_bytes = config.limits.held_bytes;
   options.inline_bytes = config.limits.inline_bytes;
   options.message_bytes = config.limits.message_bytes;
   options.max_groups = config.limits.max_groups;
@@ -734,6 +737,7 @@ int main(int argc, char** argv) {
   // Debian builds Abseil with its deadlock detector, which takes a process-wide lock at each lock
   // and unlock in gRPC. That would cost a fifth of the instructions of an update.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+  refitd::InstallLastWords();
   absl::StatusOr<refitd::Invocation> invocation = refitd::LoadConfig(argc, argv, environ);
   if (!invocation.ok()) {
     std::fprintf(stderr, "refitd: %s\n", refitd::Message(invocation.status()).c_str());

@@ -23,6 +23,7 @@
 #include "daemon/node/calls.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/groups.h"
+#include "daemon/node/host_mappings.h"
 #include "daemon/node/leases.h"
 #include "daemon/node/memory.h"
 #include "daemon/node/options.h"
@@ -33,6 +34,7 @@
 #include "daemon/node/turn.h"
 #include "daemon/node/waiters.h"
 #include "daemon/node/watchers.h"
+#include "daemon/policy/byte_ledger.h"
 #include "transport/base/mutex.h"
 
 namespace refitd {
@@ -53,6 +55,11 @@ struct DaemonState {
   const SpecLimits spec_limits;
   const std::string boot_id;
   const TimePoint started = Now();
+
+  // Thread-safe; used with and without a turn.
+  ByteLedger mapped;
+  ByteLedger held;
+  HostMappings mappings;
 
   std::atomic<uint64_t> next_call{1};
   std::atomic<uint64_t> next_member{1};

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "daemon/process/last_words.h"
 #include "transport/base/status.h"
 #include "transport/tls/grpc_credentials.h"
 
@@ -108,6 +109,7 @@ absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follow
 }
 
 absl::StatusOr<Peer> Door::Admit(const grpc::ServerContextBase& context, const Asked& asked) const {
+  NoteWork(EntryOf(asked.rpc).method.data());  // a literal
   absl::StatusOr<Peer> peer = Recognise(context);
   if (!peer.ok()) {
     Refused(asked, std::string(kUnknown), 0, peer.status());

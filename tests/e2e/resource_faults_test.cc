@@ -398,7 +398,7 @@ TEST_CASE("memory that can't be had is refused; what is there goes on") {
     CHECK_THAT(pool->message, Catch::Contains("mapping"));
     CHECK(large.trainer.LeaseSlot(1).status.error_code() != StatusCode::OK);
     // A sparse region takes only address space.
-    constexpr int64_t kHuge = int64_t{1} << 40;
+    constexpr int64_t kHuge = int64_t{1} << 30;
     SharedMemory memory;
     memory.fd = CreateSealedMemfd("huge", kHuge).value();
     const auto region = old.trainer.descriptors().Register(memory.fd.get(), kHuge);
