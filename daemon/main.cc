@@ -45,6 +45,7 @@
 #include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/certificate_store.h"
+#include "daemon/sockets/connection_guard.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
@@ -72,6 +73,8 @@ constexpr std::chrono::seconds kLostGrace{2};
 constexpr std::chrono::seconds kLostLimit{8};
 // How long a connection over TCP may take for its handshake (P4).
 constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
+// Calls of a connection at a time, beside unanswered buckets of one rank.
+constexpr int kOtherStreams = 256;
 
 DaemonOptions DaemonOptionsOf(const Config& config) {
   DaemonOptions options;
@@ -338,6 +341,9 @@ void StartServer(const Config& config, const std::vector<grpc::Service*>& servic
   // traffic.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // More than a rank's unanswered buckets (limits.outstanding_buckets) and its other calls.
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                             config.limits.outstanding_buckets + kOtherStreams);
   for (grpc::Service* service : services) builder.RegisterService(service);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
                              static_cast<int>(ToMillis(kHandshakeLimit)));
@@ -355,11 +361,12 @@ struct TcpLoops {
 
   // `kind`: "tcp" or "peers".
   absl::Status Listen(const std::string& kind, const std::vector<std::string>& addresses,
-                      const AcceptLoop::Serve& serve) {
+                      const AcceptLoop::Serve& serve, ConnectionGuard* guard) {
     for (const std::string& address : addresses) {
       REFITD_ASSIGN_OR_RETURN(std::vector<TcpListener> listeners, ListenTcp(address));
       for (TcpListener& listener : listeners) {
-        REFITD_ASSIGN_OR_RETURN(auto loop, AcceptLoop::CreateTcp(std::move(listener), serve));
+        REFITD_ASSIGN_OR_RETURN(auto loop,
+                                AcceptLoop::CreateTcp(std::move(listener), serve, guard));
         // Callers need the port in use, where port 0 was asked for.
         const std::string name = kind + ":" + loop->path();
         if (names.empty() || names.back() != name) names.push_back(name);
@@ -510,14 +517,16 @@ struct Sockets {
 // `peers` is told who is at the other end of each connection of the unix socket. The servers must
 // be started before the sockets.
 absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
-                    const Door* door, Daemon* daemon, Sockets* sockets) {
+                    const Door* door, ConnectionGuard* guard, Daemon* daemon, Sockets* sockets) {
   // The unix socket comes first: of two daemons with one path only one may start.
   REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
-                          AcceptLoop::Create({config.listen.unix_path, config.listen.unix_mode},
-                                             peers, [&servers](UniqueFd fd) {
-                                               grpc::AddInsecureChannelFromFd(
-                                                   servers.members.server.get(), fd.Release());
-                                             }));
+                          AcceptLoop::Create(
+                              {config.listen.unix_path, config.listen.unix_mode}, peers,
+                              [&servers](UniqueFd fd) {
+                                grpc::AddInsecureChannelFromFd(servers.members.server.get(),
+                                                               fd.Release());
+                              },
+                              guard));
   REFITD_ASSIGN_OR_RETURN(
       sockets->descriptors,
       DescriptorSocket::Create(
@@ -528,11 +537,14 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
   return absl::OkStatus();
 }
 
-absl::Status ListenOnTcp(const Config& config, const Servers& servers, Sockets* sockets) {
+absl::Status ListenOnTcp(const Config& config, const Servers& servers, ConnectionGuard* guard,
+                         Sockets* sockets) {
   REFITD_RETURN_IF_ERROR(sockets->tcp.Listen(
-      "tcp", config.listen.tcp, [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); }));
-  return sockets->tcp.Listen("peers", config.peers.listen,
-                             [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); });
+      "tcp", config.listen.tcp, [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); },
+      guard));
+  return sockets->tcp.Listen(
+      "peers", config.peers.listen, [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); },
+      guard);
 }
 
 // The addresses that callers can use, as "unix:PATH" and "tcp:HOST:PORT".
@@ -694,6 +706,9 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
                 MakeDialer(config, certificates->get()), MakeProber(config, certificates->get()));
 
   PeerTable peers;
+  ConnectionGuard guard([](const std::string& source, const std::string& why) {
+    LogOfStrangers(fmt::format("a connection of {} is ended: {}", source, why));
+  });
   Identities& identities = daemon.identities();
   const Door door(
       {.peers = &peers,
@@ -701,6 +716,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
        .owner = [&identities](const std::string& group) { return identities.OwnerOf(group); },
        .has_lease = [&identities](const std::string& who) { return identities.HasLease(who); },
        .audit = audit->get(),
+       .guard = &guard,
        .tls = *certificates != nullptr});
   Services services(config, &door, &daemon);
   Followed followed{certificates->get(), audit->get(), &policies, config, std::move(reload)};
@@ -708,11 +724,11 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
 
   Servers servers;
   Sockets sockets;
-  if (absl::Status status = Listen(config, &peers, servers, &door, &daemon, &sockets);
+  if (absl::Status status = Listen(config, &peers, servers, &door, &guard, &daemon, &sockets);
       !status.ok()) {
     return Fail(status);
   }
-  if (absl::Status status = ListenOnTcp(config, servers, &sockets); !status.ok()) {
+  if (absl::Status status = ListenOnTcp(config, servers, &guard, &sockets); !status.ok()) {
     LogError("can't listen on {}", Message(status));
     return kExitInUse;
   }
