@@ -333,6 +333,10 @@ TEST_CASE("The audit log and the limits of an identity are off by default, and c
   RequireInvalid(Load({"--audit-file=a"}), "audit.file is \"a\"");
   CHECK(Load({"--identity-pool-bytes=1GiB"})->config.limits.per_identity.pool_bytes == 1 << 30);
   RequireInvalid(Load({"--identity-groups=-1"}), "limits.per_identity.groups is -1");
+  CHECK(Load({"--mapped-bytes=1GiB"})->config.limits.mapped_bytes == 1 << 30);
+  CHECK(Load({"--identity-held-bytes=1MiB"})->config.limits.per_identity.held_bytes == 1 << 20);
+  RequireInvalid(Load({"--mapped-bytes=-1"}), "limits.mapped_bytes is -1");
+  RequireInvalid(Load({"--held-bytes=-1"}), "limits.held_bytes is -1");
 }
 
 TEST_CASE("Validate prints the settings in force, and they load again as the same") {

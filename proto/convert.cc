@@ -198,6 +198,20 @@ absl::StatusOr<std::string> CodedName(const v1::LayoutChunk& chunk, int i,
   return name;
 }
 
+// Beyond four dimensions, Dims allocates.
+int64_t HeapOf(const Dims& dims) {
+  return dims.size() <= 4 ? 0 : static_cast<int64_t>(dims.capacity() * sizeof(int64_t));
+}
+
+int64_t BytesOf(const TensorSpec& tensor) {
+  return static_cast<int64_t>(sizeof(tensor) + tensor.name.capacity()) + HeapOf(tensor.shape);
+}
+
+int64_t BytesOf(const Piece& piece) {
+  return static_cast<int64_t>(sizeof(piece)) + HeapOf(piece.box.offset) + HeapOf(piece.box.extent) +
+         HeapOf(piece.strides);
+}
+
 // The numbers of bytes that two names share at their start, and at the end of the rest.
 std::pair<size_t, size_t> Shared(std::string_view a, std::string_view b) {
   const size_t most = std::min(a.size(), b.size());
@@ -285,6 +299,13 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
                             TensorFromProto(std::move(name), chunk.dtypes(i), dims, "layout", i));
     if (back == 0) ++next_shape;
+    name_bytes_ += static_cast<int64_t>(tensor.name.size());
+    if (name_bytes_ > kMaxLayoutNameBytes) {
+      return Error(StatusCode::kResourceExhausted,
+                   "layout.{}: the names of the first {} tensors have more than {} bytes",
+                   names_field, layout_.tensors.size() + 1, kMaxLayoutNameBytes);
+    }
+    bytes_ += BytesOf(tensor);
     layout_.tensors.push_back(std::move(tensor));
   }
   return absl::OkStatus();
@@ -319,6 +340,7 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
       piece.strides.assign(stride, stride + rank);
       stride += rank;
     }
+    bytes_ += BytesOf(piece);
     layout_.pieces.push_back(std::move(piece));
   }
   return absl::OkStatus();

@@ -1,5 +1,6 @@
 #include "proto/convert.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cctype>
 #include <cstdint>
@@ -315,6 +316,30 @@ TEST_CASE("More tensors than the limit are refused across chunks") {
   const absl::Status status = decoder.Add(chunk);
   CHECK(status.code() == StatusCode::kResourceExhausted);
   CHECK_THAT(Message(status), Contains("262144"));
+}
+
+TEST_CASE("A few megabytes of coded names became a hundred times as much") {
+  LayoutDecoder decoder;
+  v1::LayoutChunk chunk;
+  absl::Status status;
+  int64_t wire = 0;
+  for (int i = 0; status.ok(); ++i) {
+    chunk.Clear();
+    for (int n = 0; n < 1024; ++n) {
+      const bool first = i == 0 && n == 0;
+      chunk.add_name_prefix(first ? 0 : 500);
+      chunk.add_name_middles(first ? std::string(512, 'n') : std::string(12, 'm'));
+      chunk.add_name_suffix(0);
+      chunk.add_dtypes(v1::DTYPE_INT8);
+      chunk.add_shapes();
+    }
+    wire += static_cast<int64_t>(chunk.ByteSizeLong());
+    status = decoder.Add(chunk);
+    CHECK(decoder.bytes() >= std::min((i + 1) * int64_t{1024 * 512}, kMaxLayoutNameBytes));
+  }
+  CHECK(status.code() == StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(status), Contains("layout.name_middles") && Contains("33554432"));
+  CHECK(wire < kMaxLayoutNameBytes / 10);
 }
 
 TEST_CASE("A manifest's errors name the field given") {

@@ -74,7 +74,7 @@ void Catalog::FindKinds() {
 
 // Looks only at names about which the table has seen ranks disagree.
 absl::Status Catalog::CheckAgreement() const {
-  for (const std::string& name : table_->mixed()) {
+  for (const std::string_view name : table_->mixed()) {
     const TensorTable::Uses* uses = table_->Find(name);
     const bool engine_only = table_->engine_only(name);
     std::map<ListId, const TensorSpec*> specs;
@@ -140,7 +140,7 @@ bool Catalog::UsesAllLists() const {
 // engine-only ones, are looked at.
 int64_t Catalog::CountWanted() const {
   auto count = static_cast<int64_t>(table_->tensors().size());
-  for (const std::string& name : table_->partly_unwanted()) {
+  for (const std::string_view name : table_->partly_unwanted()) {
     ++looked_at_;
     if (!WantedBy(used_, *table_->Find(name))) --count;
   }
@@ -182,12 +182,13 @@ void Catalog::AddLacking(const absl::flat_hash_set<std::string_view>& held,
 const std::vector<std::string>& Catalog::unwanted() const {
   if (unwanted_.has_value()) return *unwanted_;
   unwanted_.emplace();
-  for (const std::string& name : table_->partly_unwanted()) {
+  for (const std::string_view name : table_->partly_unwanted()) {
     const TensorTable::Uses& uses = *table_->Find(name);
     const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
       return use.list < used_.size() && used_[use.list];
     });
-    if (known && !table_->engine_only(name) && !WantedBy(used_, uses)) unwanted_->push_back(name);
+    if (known && !table_->engine_only(name) && !WantedBy(used_, uses))
+      unwanted_->emplace_back(name);
   }
   return *unwanted_;
 }

@@ -137,13 +137,11 @@ absl::Status Identities::AdmitUpdate(const MemberRecord& trainer, const std::str
 
 // ---- the audit log ----
 
-void Identities::Audit(const AuditEvent& event, Turn& turn) const {
-  if (state_.options.audit == nullptr) return;
-  state_.options.audit->Add(event);
-  turn.Last([audit = state_.options.audit] { audit->Write(); });
+void Identities::Audit(const AuditEvent& event) const {
+  if (state_.options.audit != nullptr) state_.options.audit->Record(event);
 }
 
-void Identities::AuditAttach(const MemberRecord& member, Turn& turn) const {
+void Identities::AuditAttach(const MemberRecord& member) const {
   Audit({.what = AuditWhat::kAttach,
          .identity = IdentityOf(member.peer),
          .pid = PidOf(member.peer),
@@ -152,8 +150,7 @@ void Identities::AuditAttach(const MemberRecord& member, Turn& turn) const {
          .subject = member.engine ? fmt::format("engine of instance {}, member {}", member.instance,
                                                 member.id.value())
                                   : fmt::format("trainer, member {}", member.id.value()),
-         .outcome = "OK"},
-        turn);
+         .outcome = "OK"});
 }
 
 ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& event,
@@ -173,7 +170,7 @@ ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& ev
   };
 }
 
-void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended, Turn& turn) const {
+void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended) const {
   Audit({.what = AuditWhat::kUpdate,
          .identity = group.opener.identity,
          .pid = group.opener.pid,
@@ -181,18 +178,16 @@ void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended,
          .version = ended.version.value(),
          .outcome = ended.outcome == Outcome::kCommitted ? "committed" : "aborted",
          .reason = ended.reason,
-         .request_id = group.opener.request_id},
-        turn);
+         .request_id = group.opener.request_id});
 }
 
-void Identities::AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const {
+void Identities::AuditEviction(const GroupRecord& group, const LogLine& line) const {
   Audit({.what = AuditWhat::kEvict,
          .group = group.name(),
          .subject = line.evicted,
          .version = line.version.value(),
          .outcome = "evicted",
-         .reason = line.text},
-        turn);
+         .reason = line.text});
 }
 
 }  // namespace refitd

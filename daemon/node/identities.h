@@ -54,11 +54,10 @@ class Identities {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   // ---- the audit log ----
-  void AuditAttach(const MemberRecord& member, Turn& turn) const
+  void AuditAttach(const MemberRecord& member) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void AuditUpdate(const GroupRecord& group, const UpdateEnded& ended) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  void AuditUpdate(const GroupRecord& group, const UpdateEnded& ended, Turn& turn) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  void AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const
+  void AuditEviction(const GroupRecord& group, const LogLine& line) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Returns a function that does what `reply` does, and tells the audit log how a Begin, Commit,
   // Refit or Abort was answered.
@@ -66,7 +65,7 @@ class Identities {
                         ReplyFunction reply) const;
 
  private:
-  void Audit(const AuditEvent& event, Turn& turn) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void Audit(const AuditEvent& event) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   DaemonState& state_;
 };

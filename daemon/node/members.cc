@@ -47,7 +47,7 @@ void Members::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   }
   record.incarnation = state_.groups.Of(record)->machine->incarnation();
   MemberRecord& m = *state_.leases.Add(std::move(record));
-  identities_.AuditAttach(m, turn);
+  identities_.AuditAttach(m);
   if (!m.peer.identity.empty()) {
     LogInfo("group {}: member {} attaches as {}", m.group, member.value(), m.peer.identity);
   }

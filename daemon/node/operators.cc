@@ -229,13 +229,14 @@ absl::StatusOr<Readiness> Operators::ReadinessOf(const std::string& group,
                instance, group);
 }
 
-absl::StatusOr<uint64_t> Operators::WatchInstance(const std::string& group,
+absl::StatusOr<uint64_t> Operators::WatchInstance(const std::string& identity,
+                                                  const std::string& group,
                                                   const std::string& instance,
                                                   std::shared_ptr<ReadinessSink> sink) {
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(
       const uint64_t id,
-      state_.readiness.Watch(group, instance, std::move(sink), DaemonState::Now()));
+      state_.readiness.Watch(identity, group, instance, std::move(sink), DaemonState::Now()));
   state_.timer.Wake();
   return id;
 }

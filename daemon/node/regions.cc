@@ -1,7 +1,5 @@
 #include "daemon/node/regions.h"
 
-#include <sys/stat.h>
-
 #include <chrono>
 #include <future>
 #include <map>
@@ -48,23 +46,18 @@ absl::StatusOr<RegionId> Regions::RegisterRegion(const Token& token, const PeerC
                  "region_kind: {}: this daemon maps sealed memfds and CUDA's VMM memory only",
                  static_cast<uint32_t>(kind));
   }
-  struct stat file {};
-  if (fstat(fd.get(), &file) != 0) return ErrnoError(errno, "looking at the descriptor");
   RegionRecord region;
-  region.identity = fmt::format("memfd {} {}", file.st_dev, file.st_ino);
+  REFITD_ASSIGN_OR_RETURN(region.identity, HostMappings::NameOf(fd));
   const std::string key(token.begin(), token.end());
   {
     const Turn turn(state_.turns);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, region.identity));
     if (member->engine) region.access = Access::kReadWrite;  // trainers' memory is only read
   }
-  // Mapping and filling page tables takes long, so it is done outside the mutex. Memory that its
-  // owner never touched is not filled here, since it would be charged to the daemon.
-  constexpr int64_t kStatBlockBytes = 512;
-  const bool allocated = file.st_blocks * kStatBlockBytes >= bytes;
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> mapping,
-                          HostRegion::Map(fd, bytes, region.access, allocated));
-  region.memory = {mapping->data(), mapping->bytes(), mapping};
+  // Mapping and filling page tables takes long, so it is done outside the mutex.
+  REFITD_ASSIGN_OR_RETURN(
+      region.memory,
+      state_.mappings.Map(fd, region.identity, bytes, region.access, IdentityOf(Peer{peer})));
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.memory.Add(member, std::move(region));

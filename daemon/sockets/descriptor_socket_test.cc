@@ -379,7 +379,7 @@ TEST_CASE_METHOD(Fixture, "Whom the daemon refuses is told so and closed, whatev
 }
 
 TEST_CASE_METHOD(Fixture, "Connections over the limit are told so and closed; others go on") {
-  options.max_connections = 2;
+  options.max_connections = 4;  // of which one user has at most half
   const auto socket = Start();
   Client first(path);
   auto second = std::make_unique<Client>(path);
@@ -389,6 +389,7 @@ TEST_CASE_METHOD(Fixture, "Connections over the limit are told so and closed; ot
   const auto reply = third.Receive();
   REQUIRE(reply.has_value());
   CHECK(reply->code == Code(absl::StatusCode::kResourceExhausted));
+  CHECK_THAT(reply->message, Catch::Contains("has 2 connections"));
   CHECK(third.Ended());
   CHECK(first.Ask(RegisterRequest(), {memfd.get()})->code == 0);
   second.reset();
