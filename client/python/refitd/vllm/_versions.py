@@ -260,7 +260,7 @@ def _alone(model: Any, vllm_config: Any, tokens: int) -> Iterator[None]:
         options["skip_compiled"] = True
     if vllm_config.parallel_config.data_parallel_size > 1:
         options["num_tokens_across_dp"] = torch.full((vllm_config.parallel_config.data_parallel_size,), tokens, dtype=torch.int32)
-    layers = [layer for layer in model.modules() if _mixes_tokens(layer)]
+    layers = [layer for layer in model.modules() if _mixes_tokens(layer) and hasattr(layer, "num_heads") and hasattr(layer, "head_size")]
     with current_config(vllm_config), set_forward_context(None, vllm_config, num_tokens=tokens, **options):
         context = get_forward_context()
         if hasattr(context, "all_moe_layers"):

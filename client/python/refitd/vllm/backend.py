@@ -181,11 +181,13 @@ class RefitdBackend(WeightTransferEngine):
 
     def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
         """Puts all of a checkpoint's tensors there as vLLM's own weight updates do; returns the modules that these pass over."""
-        wanted = {
-            name: layer
-            for name, layer in self.model.named_modules()
-            if getattr(layer, "quant_method", None) is not None and layer not in delivery.tied and any(True for _ in layer.parameters(recurse=False))
-        }
+        wanted: dict[str, Any] = {}
+        seen: set[int] = set()
+        for name, layer in self.model.named_modules():
+            own = {id(tensor) for tensor in layer._parameters.values() if tensor is not None} - seen
+            seen |= own
+            if own and getattr(layer, "quant_method", None) is not None:  # not those whose parameters are all another's
+                wanted[name] = layer
         with self._derived(delivery):
             return _versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
