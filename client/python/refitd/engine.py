@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from ctypes import byref
 from typing import Any
 
-from . import _abi, _devices, _gc
+from . import _abi, _bindings, _devices, _gc
 from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
 from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
 from ._native import Handle, check, refuse_fork, text
-from ._wait import interruptible
+from ._wait import ends_soon, interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from .events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
+from .memory import DeviceMemory
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
 SLICE_SECONDS = 0.1
@@ -77,7 +79,8 @@ class Engine(Member):
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
         weights are, a GPU's UUID ("GPU-...") or "host";
-        None: the current GPU where torch has used CUDA in this process, else host memory. `reattach_seconds`: how long to try to attach
+        None: the current GPU where torch has used CUDA in this process, else host memory until tensors on a GPU are registered, for which
+        the engine attaches anew there. `reattach_seconds`: how long to try to attach
         again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
         lost (30). `client`: free text for status pages.
 
@@ -92,6 +95,8 @@ class Engine(Member):
         self.label = f"engine rank {rank} of instance {instance}"
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
         self.device = _devices.current() if device is None else device
+        self._follows_memory = device is None  # whether the device is the first registered tensor's
+        self._bindings: _bindings.Bindings | None = None
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
@@ -116,6 +121,7 @@ class Engine(Member):
             group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
         ).structure()
         options.connect = ctypes.pointer(connect)
+        self._options = options, connect, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
 
     # ---- layout ----
@@ -128,18 +134,42 @@ class Engine(Member):
 
         Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
         disagrees, or an update runs; nothing has changed then.
+
+        A module's tensors are known by name, those that a loader fills likewise: where one has other memory when an update begins,
+        because it was replaced, `ready` refuses the update.
         """
+        module = layout if _bindings.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
             layout = collect(layout, rank=self.rank, **options)
         self.register_layout(layout.tensors, layout.boxes)
+        if module is not None:
+            self._bindings = _bindings.Bindings(module, getattr(layout, "parameter_names", None))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
         """Does what register() does, for plain records. Trainers may send a tensor without a box of this rank; it is not written (tied weights)."""
+        self._bindings = None
         with _gc.paused():
             check_tensors(tensors, self.label)
+            self._follow_memory(boxes)
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
+
+    def _follow_memory(self, boxes: Sequence[Box]) -> None:
+        """Attaches anew on the device of the first tensors that are registered, where no device was given and the host was taken: CUDA was
+        not used when this engine attached. An error leaves the engine closed."""
+        if not self._follows_memory:
+            return
+        device = next((box.memory.device_uuid for box in boxes if isinstance(box.memory, DeviceMemory)), None)
+        if device is not None and self._on_host:
+            options, connect, _ = self._options
+            interruptible(self._handle.close, cancel=ends_soon)
+            with self._lock:
+                self._known.clear()
+            self.device = device
+            connect.device = text(device)
+            self._attach(options)
+        self._follows_memory = False
 
     # ---- events ----
 
@@ -215,6 +245,7 @@ class Engine(Member):
         if kind == _abi.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == _abi.EVENT_COMMITTED:
+            self._mark_written()
             return Committed(raw.version, raw.incarnation)
         if kind == _abi.EVENT_ABORTED:
             return Aborted(raw.version, (raw.reason or b"").decode(errors="replace"), bool(raw.dirty))
@@ -225,6 +256,17 @@ class Engine(Member):
         if kind == _abi.EVENT_REATTACHED:
             return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
         return None  # an event of a later library
+
+    def _mark_written(self) -> None:
+        """The daemon wrote past torch: copies of weights that a module keeps by a tensor's version are stale from now on (P11)."""
+        with self._lock:
+            registration, bindings = self._registration, self._bindings
+        if registration is None or "torch" not in sys.modules:
+            return
+        written = [owner for box in registration.boxes if (owner := getattr(box.memory, "owner", None)) is not None]
+        if bindings is not None:
+            written += [tensor for _, tensor in _bindings.held_by(bindings.module)]
+        _bindings.mark_written(written)
 
     def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
@@ -268,14 +310,17 @@ class Engine(Member):
 
     def _check_unmoved(self, version: int) -> None:
         with self._lock:
-            registration = self._registration
-        if registration is None or not registration.moved():
-            return
-        first = registration.first_moved()
-        self.fail(version, f"{first} of {self.label} lies elsewhere than when it was registered")
-        raise FailedPrecondition(
-            f"{first} of {self.label} lies elsewhere than when it was registered: register the parameters again", culprit=first
-        )
+            registration, bindings = self._registration, self._bindings
+        if registration is not None and registration.moved():
+            first = registration.first_moved()
+            self._refuse(version, f"{first} of {self.label} lies elsewhere than when it was registered", first)
+        changed = {} if bindings is None else bindings.changed()
+        if changed:
+            self._refuse(version, *_bindings.describe(changed, self.label))
+
+    def _refuse(self, version: int, why: str, culprit: str) -> None:
+        self.fail(version, why)
+        raise FailedPrecondition(f"{why}: register the parameters again", culprit=culprit)
 
     def ack(self, part: Part) -> None:
         """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""

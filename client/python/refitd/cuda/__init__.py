@@ -385,6 +385,12 @@ class CudaKind(DeviceKind):
             return None
         return device_uuid(torch.cuda.current_device())
 
+    def name_of(self, device: Any) -> str:
+        index = device.index or 0
+        if index not in _uuids:
+            _uuids[index] = device_uuid(index)
+        return _uuids[index]
+
     def first(self) -> str:
         try:
             return driver().uuid(0)
@@ -422,11 +428,7 @@ class CudaKind(DeviceKind):
         pointer_now: Callable[[], int] | None,
         check_moved: Callable[[], None] | None,
     ) -> CudaMemory:
-        index = device.index or 0
-        name = _uuids.get(index)
-        if name is None:
-            name = _uuids[index] = device_uuid(index)
-        return CudaMemory(name, pointer, nbytes, index, owner, label, pointer_now, check_moved)
+        return CudaMemory(self.name_of(device), pointer, nbytes, device.index or 0, owner, label, pointer_now, check_moved)
 
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
         return CudaBytes(pointer, nbytes, owner, device_index(device))

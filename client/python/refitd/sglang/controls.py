@@ -193,9 +193,17 @@ class OfflineControls(Controls):
         engine.release_memory_occupation, engine.resume_memory_occupation = release, resume
 
 
+# SGLang's arguments that this adapter can't serve, and the value that each may have. The last move experts after they are registered, so
+# that new weights would get into other experts (P11).
+_ONLY = (
+    ("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None),
+    ("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial"), ("elastic_ep_backend", None),
+)  # fmt: skip
+
+
 def check(arguments: Any) -> None:
     """Raises FailedPrecondition that names the first of SGLang's arguments that this adapter can't serve."""
-    for name, allowed in (("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None)):
+    for name, allowed in _ONLY:
         value = getattr(arguments, name, allowed)
         if value != allowed and value:
             raise errors.FailedPrecondition(f"SGLang was started with {name}={value!r}, which is not supported", culprit=name)

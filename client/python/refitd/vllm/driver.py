@@ -303,6 +303,8 @@ class Driver:
                 "coordinator": settings.coordinator or "",
                 "manifest": settings.manifest or "",
                 "arena_bytes": settings.arena_bytes,
+                "proof": settings.proof,
+                "logits": settings.logits or "",
                 "wait_seconds": settings.wait_seconds,
                 "reattach_seconds": settings.reattach_seconds,
                 "drivers": self._drivers,
@@ -567,6 +569,10 @@ def starts_clean(config: Any) -> bool:
 
 
 def check_backend(config: Any) -> None:
+    """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
+    from . import _versions
+
+    _versions.check_experts_stay(config.parallel_config)
     transfer = config.weight_transfer_config
     if transfer is None or transfer.backend != "refitd":
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
