@@ -119,8 +119,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
           options_.daemon);
     }
     const absl::Status end = status();
-    return NamesDaemon(end) ? Prefixed(end, "{}", what)
-                            : Prefixed(end, "{}: the lease ended", what);
+    return SaysSo(end) ? Prefixed(end, "{}", what) : Prefixed(end, "{}: the lease ended", what);
   }
 
   // True if the lease has ended and no event is left.
@@ -154,9 +153,10 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   static constexpr int kCertainEndFactor = 5;
   static constexpr std::string_view kLeaseEnded = "the lease ended";
 
-  // Whether the end of the stream was put into the words of kLeaseEnded already.
-  static bool NamesDaemon(const absl::Status& end) {
-    return absl::IsUnavailable(end) || absl::IsDeadlineExceeded(end);
+  // Whether the words of such an end say that the lease ended: Finish puts them before the first
+  // two, and daemons end leases with the third.
+  static bool SaysSo(const absl::Status& end) {
+    return absl::IsUnavailable(end) || absl::IsDeadlineExceeded(end) || absl::IsAborted(end);
   }
 
   explicit AttachStream(Options options) : options_(std::move(options)) {

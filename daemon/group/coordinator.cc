@@ -90,12 +90,12 @@ Failure Coordinator::Impl::LossOf(NodeId node) const {
 }
 
 std::vector<NodeId> Coordinator::Impl::NodesNamed(const absl::Status& status) const {
-  std::vector<NodeId> named;
-  if (!epoch.has_value()) return named;
+  std::set<NodeId> named;  // a daemon may name a rank twice
+  if (!epoch.has_value()) return {};
   for (const int rank : FailureOf(status).ranks) {
-    if (static_cast<size_t>(rank) < epoch->ranks.size()) named.push_back(epoch->ranks[rank]);
+    if (static_cast<size_t>(rank) < epoch->ranks.size()) named.insert(epoch->ranks[rank]);
   }
-  return named;
+  return {named.begin(), named.end()};
 }
 
 Failure Coordinator::Impl::FailureOfNode(NodeId node, const absl::Status& status) const {

@@ -15,6 +15,18 @@ std::string Describe(const Failure& failure) {
   return "weights are dirty: instance " + group::Few(names);
 }
 
+// The failure with these suspects before its own: a rank says more than the daemon that reported
+// it.
+Failure ThenThose(std::vector<Suspect> first, Failure failure) {
+  const int64_t unnamed = failure.suspect_count - static_cast<int64_t>(failure.suspects.size());
+  const std::vector<Suspect> own = std::exchange(failure.suspects, {});
+  failure.suspect_count = 0;
+  for (Suspect& suspect : first) failure.Add(std::move(suspect));
+  for (const Suspect& suspect : own) failure.Add(suspect);
+  failure.suspect_count += unnamed;
+  return failure;
+}
+
 }  // namespace
 
 // ---- commit ----
@@ -258,16 +270,16 @@ void Group::Impl::On(const VerifyDone& e) {
     return;
   }
   std::vector<std::string> labels;
-  Failure failure = FailureOf(e.status);
+  std::vector<Suspect> ranks;
   for (const uint32_t d : e.failed_destinations) {
     if (d >= known.destinations().size()) continue;
     labels.push_back(known.label(d));
     const Member* member = Find(known.destinations()[d]);
-    if (member != nullptr) failure.Add(group::SuspectOf(*member));
+    if (member != nullptr) ranks.push_back(group::SuspectOf(*member));
   }
   Abandon({fmt::format("verification{}{}: {}", labels.empty() ? "" : " of ", group::Few(labels),
                        Message(e.status)),
-           GiveUpClass::kVerification, std::move(failure)});
+           GiveUpClass::kVerification, ThenThose(std::move(ranks), FailureOf(e.status))});
 }
 
 void Group::Impl::Decide() {
@@ -444,13 +456,14 @@ group::GiveUp Group::Impl::FailedMove(std::string_view what, const absl::Status&
   const auto d = static_cast<size_t>(std::max(failed_destination, 0));
   const bool to_known = failed_destination >= 0 && d < known.destinations().size();
   const bool lost = status.code() == absl::StatusCode::kDataLoss;
-  Failure failure = FailureOf(status);
+  std::vector<Suspect> ranks;
   const Member* member = to_known ? Find(known.destinations()[d]) : nullptr;
-  if (member != nullptr) failure.Add(group::SuspectOf(*member));
+  if (member != nullptr) ranks.push_back(group::SuspectOf(*member));
   return {fmt::format("{} of {}{}{}: {}", lost ? "verification" : "transfer", what,
                       to_known ? " to " : "", to_known ? known.label(static_cast<uint32_t>(d)) : "",
                       Message(status)),
-          lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer, std::move(failure)};
+          lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer,
+          ThenThose(std::move(ranks), FailureOf(status))};
 }
 
 void Group::Impl::Abandon(GiveUp why) {
