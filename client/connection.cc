@@ -97,8 +97,10 @@ absl::Status Probe(const Target& target, TimePoint deadline) {
 
 absl::Status NoDaemon(const Target& target, const absl::Status& why) {
   if (!why.ok() && !absl::IsUnavailable(why)) return why;
-  return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
-               why.ok() ? "it takes connections and says nothing" : Message(why));
+  return SuspectDaemon(
+      Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
+            why.ok() ? "it takes connections and says nothing" : Message(why)),
+      target.name);
 }
 
 absl::Status WaitConnected(grpc::Channel* channel, const Target& target, TimePoint deadline,
@@ -251,8 +253,9 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
   REFITD_ASSIGN_OR_RETURN(const Target target, TargetOf(options));
   if (absl::Status why = Probe(target, deadline); !why.ok()) {
     if (Refused(why)) return why;
-    return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
-                 Message(why));
+    return SuspectDaemon(Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}",
+                               target.name, Message(why)),
+                         target.name);
   }
   auto channel = MakeChannel(target, options.silence);
   // This is UNAVAILABLE, so that the caller tries again: certificates that are being replaced will

@@ -13,6 +13,7 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "refitd/v1/engine.grpc.pb.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -233,8 +234,8 @@ absl::Status EngineImpl::Register(Layout layout) {
   const absl::Status end = session->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
   if (end.ok()) return status;
   if (!reattaches() || !DaemonGone(end)) return end;
-  return Error(absl::StatusCode::kUnavailable, "{}; register once more after Reattached",
-               Message(end));
+  return WithFailureOf(end, Error(absl::StatusCode::kUnavailable,
+                                  "{}; register once more after Reattached", Message(end)));
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
@@ -283,13 +284,17 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
                                           : session.connection->lease().incarnation();
     committed->incarnation = origin_;
     if (state_.weights() == Weights::kGood) return event;
+    Failure failure;
+    failure.version = committed->version.value();
+    failure.weights = WeightsLeft::kDirty;
     return Aborted{committed->version, "it was committed, but this rank had failed",
-                   /*dirty=*/true};
+                   /*dirty=*/true, failure};
   } else if (auto* aborted = std::get_if<Aborted>(&event)) {
     if (!state_.OnAborted(aborted->version, aborted->dirty)) return Nothing{};
     // A restarted daemon does not know what the daemon before it left in this memory; this rank
     // does (P2).
     aborted->dirty = aborted->dirty || state_.weights() != Weights::kGood;
+    if (aborted->dirty) aborted->failure.weights = WeightsLeft::kDirty;
   }
   return event;
 }
@@ -337,7 +342,7 @@ absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) 
   v1::EngineMessage message;
   message.mutable_failed()->set_version(version.value());
   message.mutable_failed()->set_update_id(EngineLease::ToProto(state_.update()));
-  message.mutable_failed()->set_reason(CleanText(reason, kMaxReasonBytes));
+  message.mutable_failed()->set_reason(CleanText(Escaped(reason), kMaxReasonBytes));
   return Send(state_.update(), std::move(message));
 }
 

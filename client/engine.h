@@ -50,6 +50,7 @@
 
 #include "client/types.h"
 #include "proto/delivery.h"
+#include "transport/base/failure.h"
 
 namespace refitd::client {
 
@@ -133,6 +134,7 @@ struct Aborted {
   Version version;
   std::string reason;
   bool dirty = false;  // this rank's instance has no version until the next commit
+  Failure failure{};
 };
 
 struct Draining {};

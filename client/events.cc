@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "proto/convert.h"
+#include "proto/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -101,7 +102,8 @@ Event DecodeEvent(const v1::EngineEvent& event) {
   }
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();
-    return Aborted{Version(aborted.version()), aborted.reason(), aborted.dirty()};
+    return Aborted{Version(aborted.version()), aborted.reason(), aborted.dirty(),
+                   FailureFromProto(aborted.failure()).value_or(Failure())};
   }
   if (event.has_draining()) return Draining{};
   return Nothing{};

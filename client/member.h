@@ -39,7 +39,7 @@ void SayHello(const ConnectOptions& connect, int rank, int world_size, TimePoint
   hello->set_world_size(world_size);
   hello->set_wait_ms(
       std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
-  hello->set_client(CleanText(connect.client, kMaxClientBytes));
+  hello->set_client(CleanText(Escaped(connect.client), kMaxClientBytes));
   hello->set_pid(::getpid());
   hello->mutable_device()->set_name(connect.device);
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "client/call.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -111,16 +112,16 @@ bool Reattacher::ComeBack(absl::Status why, const std::stop_token& stop) {
     if (stop.stop_requested()) return false;
     if (attached.ok()) return true;
     if (RefusedForGood(attached)) {
-      hooks_.give_up(Error(attached.code(), "attaching again to the daemon at {}: {}", daemon_,
-                           Message(attached)));
+      hooks_.give_up(Prefixed(attached, "attaching again to the daemon at {}", daemon_));
       return false;
     }
     const Duration pause = backoff.Next();
     if (After(pause) >= deadline) {
-      hooks_.give_up(Error(absl::StatusCode::kUnavailable,
-                           "the daemon at {} did not take this member back within {} ms "
-                           "(reattach): {}",
-                           daemon_, ToMillis(limit_), Message(attached)));
+      hooks_.give_up(SuspectDaemon(
+          Error(absl::StatusCode::kUnavailable,
+                "the daemon at {} did not take this member back within {} ms (reattach): {}",
+                daemon_, ToMillis(limit_), Message(attached)),
+          daemon_));
       return false;
     }
     if (!Sleep(pause, stop)) return false;

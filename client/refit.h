@@ -81,6 +81,59 @@ const char* refit_version(void);
 /* The message of this thread's last call that returned a status; "" if that call succeeded. Never
  * NULL. */
 const char* refit_last_error(void);
+
+/* Who is held to have caused a failure, or was waited for. */
+enum {
+  REFIT_ROLE_UNKNOWN = 0,
+  REFIT_ROLE_TRAINER = 1,
+  REFIT_ROLE_ENGINE = 2, /* an engine rank; without a rank: a whole instance */
+  REFIT_ROLE_DAEMON = 3,
+  REFIT_ROLE_OPERATOR = 4 /* somebody who called the daemon's service for operators */
+};
+typedef struct refit_suspect {
+  int32_t role; /* one of REFIT_ROLE_* */
+  int32_t rank; /* -1: none, or not known */
+  int64_t pid;  /* on the daemon's machine; 0: not known */
+  /* The daemon's id, else its address; of a member, the daemon that it is attached to. "": not
+   * known. */
+  const char* daemon;
+  const char* instance; /* an engine's, else "" */
+} refit_suspect;
+
+/* What the end of an update left of the weights that engines hold. */
+enum {
+  REFIT_WEIGHTS_LEFT_UNKNOWN = 0, /* the failure is not of an update's end, or it is not known */
+  REFIT_WEIGHTS_LEFT_CLEAN = 1,   /* every engine still holds the version before */
+  REFIT_WEIGHTS_LEFT_DIRTY = 2    /* an engine has no version until the next commit */
+};
+
+/* What is known of a failure, as data: programs decide by this and by the status, never by the
+ * text, which is for people, holds what members said, and may be cut. */
+typedef struct refit_failure {
+  size_t struct_size;
+  int32_t status;       /* a refit_status; REFIT_OK: there is no failure */
+  int32_t weights_left; /* one of REFIT_WEIGHTS_LEFT_* */
+  const char* what;     /* refit_last_error() */
+  const refit_suspect* suspects;
+  int64_t suspects_named; /* entries of suspects, the likeliest first */
+  int64_t suspect_count;  /* with those that are not named */
+  const char* const* dirty_instances;
+  int64_t dirty_named;    /* entries of dirty_instances */
+  int64_t dirty_count;    /* with those that are not named */
+  const char* tensor;     /* the first that the failure is about; "": none */
+  const char* field;      /* the field or argument that was refused; "": none */
+  int64_t version;        /* -1: none */
+  int32_t may_be_retried; /* 1: what failed may pass, and the same call may succeed later */
+} refit_failure;
+#define REFIT_FAILURE_INIT \
+  { .struct_size = sizeof(refit_failure) }
+/* Tells the failure of this thread's last call that returned a status. Three calls that succeed
+ * tell of a failure as well: refit_trainer_get_update of an update that was aborted,
+ * refit_update_outcome and refit_trainer_outcome of an instance that was not committed, and
+ * refit_engine_next that gave ABORTED. In the callback of refit_update_push_async it is the push's.
+ * Pointers stay valid until the next other call on the same thread. Changes neither this failure
+ * nor refit_last_error(). REFIT_INVALID_ARGUMENT: failure is NULL, or its struct_size is wrong. */
+refit_status refit_last_failure(refit_failure* failure);
 /* The name of a refit_status, such as "DEADLINE_EXCEEDED"; "UNKNOWN" for a number that is no
  * status. The string is static. */
 const char* refit_status_name(int32_t status);

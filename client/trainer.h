@@ -44,6 +44,7 @@
 #include <vector>
 
 #include "client/types.h"
+#include "transport/base/failure.h"
 #include "transport/transport.h"
 
 namespace refitd::client {
@@ -84,7 +85,8 @@ struct RefitOptions {
 struct InstanceOutcome {
   std::string instance;
   bool committed = false;
-  std::string reason;
+  std::string reason;  // why not, for people
+  Failure failure{};
 };
 
 // Totals of what all ranks of an update pushed by one method of broadcast.
@@ -193,7 +195,8 @@ struct UpdateOutcome {
   // kUnknown: the daemon never heard of the update, has forgotten it, or it belongs to an
   // incarnation that is gone, as every update from before a daemon's restart does.
   Kind kind = kUnknown;
-  std::string reason;
+  std::string reason;  // for people
+  Failure failure{};   // of an update that was aborted
 };
 
 // A trainer rank, attached to its daemon. Thread-safe. Destroying it detaches.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -29,7 +30,7 @@ std::string Quoted(std::string_view name) {
 }
 
 absl::Status Annotate(const absl::Status& status, std::string_view where) {
-  return Error(status.code(), "{}: {}", where, Message(status));
+  return Prefixed(status, "{}", where);
 }
 
 // Returns a shape in which no product of dimensions can overflow, not even a product that leaves
@@ -62,16 +63,20 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
   const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
   const auto type = DTypeFromProto(dtype);
   if (!type.ok()) {
-    return Annotate(type.status(),
-                    fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor()));
+    return AboutTensor(Annotate(type.status(), fmt::format("{}.dtypes[{}] = {} of {}", field, index,
+                                                           dtype, tensor())),
+                       name);
   }
   if (!dims.ok()) {
-    return Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor()));
+    return AboutTensor(
+        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())), name);
   }
   REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(*dims));
   if (count > kMaxTensorBytes / ElementBytes(*type)) {
-    return Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes",
-                 field, index, tensor(), ToString(*type, *dims), kMaxTensorBytes);
+    return AboutTensor(
+        Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes", field,
+              index, tensor(), ToString(*type, *dims), kMaxTensorBytes),
+        name);
   }
   TensorSpec spec{std::move(name), *type, *dims};
   if (absl::Status status = ValidateTensor(spec); !status.ok()) {
@@ -329,8 +334,9 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
     piece.box.extent.assign(box + rank, box + 2 * rank);
     box += 2 * rank;
     if (absl::Status status = ValidateBox(piece.box, tensor.shape); !status.ok()) {
-      return Annotate(
-          status, fmt::format("layout.piece_boxes of piece {}, tensor {}", i, Quoted(tensor.name)));
+      return AboutTensor(Annotate(status, fmt::format("layout.piece_boxes of piece {}, tensor {}",
+                                                      i, Quoted(tensor.name))),
+                         tensor.name);
     }
     piece.region = RegionId(chunk.piece_region(i));
     piece.byte_offset = chunk.piece_byte_offset(i);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/by_tensor.h"
 
@@ -56,9 +57,10 @@ absl::StatusOr<BoundPiece> BindPiece(const Layout& layout, const Piece& piece,
   REFITD_ASSIGN_OR_RETURN(const int64_t bytes, SpanBytes(piece, tensor.dtype));
   if (region == regions.end() || piece.byte_offset < 0 || bytes > region->second.bytes ||
       piece.byte_offset > region->second.bytes - bytes) {
-    return Error(absl::StatusCode::kInternal,
-                 "tensor {}: a piece of {} bytes at byte {} leaves region {}", tensor.name, bytes,
-                 piece.byte_offset, piece.region);
+    return AboutTensor(Error(absl::StatusCode::kInternal,
+                             "tensor {}: a piece of {} bytes at byte {} leaves region {}",
+                             tensor.name, bytes, piece.byte_offset, piece.region),
+                       tensor.name);
   }
   return BoundPiece{
       tensor.dtype, tensor.shape, piece.box, piece.strides, region->second.data + piece.byte_offset,
@@ -85,9 +87,11 @@ absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, u
       return PiecePair{&p, &q};
     }
   }
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "tensor {}: the layout in force does not have piece {} as the program does",
-               tensor.name, piece);
+  return AboutTensor(
+      Error(absl::StatusCode::kFailedPrecondition,
+            "tensor {}: the layout in force does not have piece {} as the program does",
+            tensor.name, piece),
+      tensor.name);
 }
 
 class Binder {
@@ -412,10 +416,12 @@ class Binder {
         return Holds(*piece, share.box);
       });
       if (holder == pieces.end()) {
-        return Error(absl::StatusCode::kFailedPrecondition,
-                     "tensor {}: source {} does not hold the box at [{}] of extent [{}]",
-                     tensor.name, share.source, fmt::join(share.box.offset, ", "),
-                     fmt::join(share.box.extent, ", "));
+        return AboutTensor(
+            Error(absl::StatusCode::kFailedPrecondition,
+                  "tensor {}: source {} does not hold the box at [{}] of extent [{}]", tensor.name,
+                  share.source, fmt::join(share.box.offset, ", "),
+                  fmt::join(share.box.extent, ", ")),
+            tensor.name);
       }
       REFITD_ASSIGN_OR_RETURN(BoundPiece piece,
                               BindPiece(layout, **holder, memory_.sources[member->second]));

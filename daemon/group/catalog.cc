@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::group {
@@ -15,9 +16,11 @@ bool Same(const TensorSpec& a, const TensorSpec& b) {
 
 absl::Status Disagree(const TensorSpec& tensor, std::string_view who, std::string_view verb,
                       const TensorSpec& known, std::string_view declared_by) {
-  return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
-               tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), declared_by,
-               ToString(known.dtype, known.shape));
+  return AboutTensor(
+      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
+            tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), declared_by,
+            ToString(known.dtype, known.shape)),
+      tensor.name);
 }
 
 }  // namespace
@@ -195,9 +198,11 @@ const std::vector<std::string>& Catalog::unwanted() const {
 
 absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const {
   if (table_->engine_only(tensor.name)) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "tensor '{}' is engine-only in the group's spec: trainers never push it",
-                 tensor.name);
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition,
+              "tensor '{}' is engine-only in the group's spec: trainers never push it",
+              tensor.name),
+        tensor.name);
   }
   static const TensorTable::Uses kNone;
   const TensorTable::Uses* found = table_->Find(tensor.name);
@@ -217,8 +222,9 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   if (std::find(knows.begin(), knows.end(), false) == knows.end()) return absl::OkStatus();
   for (uint32_t i = 0; i < instances_.size(); ++i) {
     if (open_[i] || evicted[i] || knows[kind_of_[i]]) continue;
-    return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}",
-                 tensor.name, instances_[i]);
+    return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                             "tensor '{}' is unknown to instance {}", tensor.name, instances_[i]),
+                       tensor.name);
   }
   return absl::OkStatus();
 }
@@ -244,8 +250,10 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   if (missing_uses == nullptr) return absl::OkStatus();
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
-  return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
-               missing, instances_[wanted_by]);
+  return AboutTensor(
+      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
+            missing, instances_[wanted_by]),
+      missing);
 }
 
 const Catalog::Rank* Catalog::OpenRank(const std::vector<bool>& evicted) const {

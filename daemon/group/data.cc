@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/failure.h"
 
 namespace refitd {
 namespace {
@@ -11,8 +12,9 @@ absl::Status Told(const group::EndedUpdate& ended) {
   if (ended.what.outcome == Outcome::kCommitted) {
     return Precondition("version {} is committed already", ended.version);
   }
-  return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", ended.version,
-               ended.what.reason);
+  return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                           ended.version, ended.what.reason),
+                     ended.what.failure);
 }
 
 // The content of a part that goes directly, without a slot.
@@ -51,8 +53,11 @@ absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& membe
   if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
   if (update == nullptr || FillRuns() || update->version != wanted) return NotOpen(wanted);
   if (update->state == UpdateState::kEnding) {
-    return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
-                 update->give_up.reason);
+    Failure failure = update->give_up.failure;
+    failure.version = wanted.value();
+    return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                             wanted, update->give_up.reason),
+                       failure);
   }
   const auto it = update->trainers.find(member.rank);
   if (member.state != MemberState::kReady || it == update->trainers.end()) {
@@ -173,8 +178,10 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
   for (const TensorSpec& tensor : bucket.tensors) {
     REFITD_RETURN_IF_ERROR(update->catalog->Check(tensor, update->evicted));
     if (Moves(tensor.name)) {
-      return Precondition(
-          "tensor '{}' comes with the registered layouts: list it in pushed_tensors to push it",
+      return AboutTensor(
+          Precondition(
+              "tensor '{}' comes with the registered layouts: list it in pushed_tensors to push it",
+              tensor.name),
           tensor.name);
     }
   }
@@ -249,13 +256,15 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
       CountPushed(known, 1);
     } else {
       if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
-        return Precondition("tensor '{}': the bucket has {}, but an earlier one had {}",
-                            tensor.name, ToString(tensor.dtype, tensor.shape),
-                            ToString(known.dtype, known.shape));
+        return AboutTensor(
+            Precondition("tensor '{}': the bucket has {}, but an earlier one had {}", tensor.name,
+                         ToString(tensor.dtype, tensor.shape), ToString(known.dtype, known.shape)),
+            tensor.name);
       }
       if (known.elements == 0) {
-        return Error(absl::StatusCode::kAlreadyExists, "tensor '{}' was pushed before",
-                     tensor.name);
+        return AboutTensor(
+            Error(absl::StatusCode::kAlreadyExists, "tensor '{}' was pushed before", tensor.name),
+            tensor.name);
       }
       taken->before.emplace_back(&tensor.name, known.covered);
     }
@@ -264,9 +273,10 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
     const bool fresh = known.covered.Add(range.start, range.start + range.count);
     CountPushed(known, 1);
     if (!fresh) {
-      return Error(absl::StatusCode::kAlreadyExists,
-                   "tensor '{}': elements of [{}, {}) were pushed before", tensor.name, range.start,
-                   range.start + range.count);
+      return AboutTensor(Error(absl::StatusCode::kAlreadyExists,
+                               "tensor '{}': elements of [{}, {}) were pushed before", tensor.name,
+                               range.start, range.start + range.count),
+                         tensor.name);
     }
   }
   const auto tensors = static_cast<int64_t>(update->pushed.size());
@@ -292,7 +302,8 @@ void Group::Impl::On(const BucketEvent& e) {
     // The rank's Commit would wait forever for the refused bucket, so it is refused as well.
     if (progress.ok() && seq >= (*progress)->next_seq && seq < (*progress)->announced.value_or(0) &&
         !(*progress)->early.contains(seq)) {
-      WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", seq, Message(status)));
+      WithdrawAnnounced(*progress, WithFailureOf(status, Precondition("seq {} was refused: {}", seq,
+                                                                      Message(status))));
     }
     Refuse(e.call, std::move(status));
     return;

@@ -327,12 +327,16 @@ void Follower::Impl::Lose(const absl::Status& status) {
   if (state == State::kLost) return;
   const bool joined = state == State::kJoined;
   state = State::kLost;
+  Failure failure = FailureOf(status);
+  failure.Add({SuspectRole::kDaemon, options.coordinator_address, "", std::nullopt, 0});
+  failure.may_be_retried = failure.may_be_retried || joined;
   const std::string loss = fmt::format("the coordinator at {} {}: {}", options.coordinator_address,
                                        joined ? "is lost" : "could not be joined", Message(status));
   const std::string what = fmt::format("group {}: {}", options.name, loss);
   // A refusal keeps its code. A broken link is UNAVAILABLE, whatever broke it.
   lost = absl::Status(joined ? absl::StatusCode::kUnavailable : status.code(), what);
   if (lost.ok()) lost = absl::UnavailableError(what);
+  lost = WithFailure(lost, failure);
   Do(GroupAction(LogLine{LogLine::kWarning, loss}));  // the log names the group
   worker.AbandonAll(now, Out());
   reports.clear();
@@ -471,7 +475,7 @@ void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
   // A fill has the version of an update that was committed, so it is not remembered.
-  if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
+  if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason, c.failure});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
 }

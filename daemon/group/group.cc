@@ -13,6 +13,29 @@ std::string Seconds(Duration duration) {
   return fmt::format("{:g} s", std::chrono::duration<double>(duration).count());
 }
 
+Suspect SuspectOf(const Member& member) {
+  return {member.engine ? SuspectRole::kEngine : SuspectRole::kTrainer, member.daemon,
+          member.instance, member.rank, member.pid};
+}
+
+bool MayPass(GiveUpClass kind) {
+  switch (kind) {
+    case GiveUpClass::kDeadline:
+    case GiveUpClass::kMemberLost:
+    case GiveUpClass::kPeerLost:
+    case GiveUpClass::kAborted:
+    case GiveUpClass::kOperator:
+    case GiveUpClass::kTransfer:
+    case GiveUpClass::kSlow:
+      return true;
+    case GiveUpClass::kNone:
+    case GiveUpClass::kVerification:
+    case GiveUpClass::kOther:
+      return false;
+  }
+  return false;
+}
+
 std::string Few(const std::vector<std::string>& names) {
   constexpr size_t kShown = 4;
   std::string text;
@@ -198,7 +221,7 @@ void Group::Impl::On(const Tick&) {
     const std::string reason =
         fmt::format("{} did not submit leased slot {} within its lease", Label(holder), grant.slot);
     Log(LogLine::kWarning, reason);
-    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline});
+    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline, Suspecting(holder)});
   }
   if (update != nullptr && update->state == UpdateState::kEnding) {
     if (now >= update->cleanup_deadline && !update->cleanup_logged) ReportOverdueCleanUp();
@@ -223,7 +246,7 @@ void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
   if (now >= update->deadline) {
     Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()),
-             GiveUpClass::kDeadline, kDeadline, kDeadline, kDeadline, kDeadline});
+             GiveUpClass::kDeadline, SuspectAwaited(), kDeadline, kDeadline, kDeadline, kDeadline});
     return;
   }
   if (update->state == UpdateState::kPreparing && now >= update->ready_deadline) {
@@ -233,7 +256,7 @@ void Group::Impl::TickUpdate() {
     const group::StagedReader& reader = update->readers.at(late->second);
     GiveUp why{fmt::format("{} did not acknowledge part {} within {}", Label(late->second),
                            reader.outstanding.front().part, group::Seconds(limits.ack_limit)),
-               GiveUpClass::kDeadline};
+               GiveUpClass::kDeadline, Suspecting(late->second)};
     if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
     FailEngine(reader.participant, why);
   }
@@ -241,7 +264,7 @@ void Group::Impl::TickUpdate() {
   if (const std::optional<TimePoint> idle = IdleDeadline(); idle.has_value() && *idle <= now) {
     Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
                          group::Seconds(limits.idle_limit), WaitedFor()),
-             GiveUpClass::kDeadline});
+             GiveUpClass::kDeadline, SuspectAwaited()});
   }
 }
 

@@ -12,8 +12,8 @@
 // transfer touches the member's memory), P8 (a lost member leaves nothing behind) and P10 (refused
 // events change nothing).
 //
-// Culprits are named "engine INSTANCE rank R", "trainer rank R", or "instance INSTANCE", with pid
-// where known.
+// Texts name members "engine INSTANCE rank R", "trainer rank R", or "instance INSTANCE", with pid
+// where known. What programs decide by stands beside each text as a Failure.
 #ifndef REFITD_DAEMON_GROUP_GROUP_H_
 #define REFITD_DAEMON_GROUP_GROUP_H_
 
@@ -33,6 +33,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/group/readiness.h"
 #include "proto/delivery.h"
+#include "transport/base/failure.h"
 #include "transport/base/ids.h"
 #include "transport/bucket.h"
 #include "transport/plan/layout.h"
@@ -229,6 +230,7 @@ struct InstanceOutcome {
   std::string instance;
   bool committed = false;
   std::string reason;
+  Failure failure{};  // of an instance that was not committed
 };
 
 struct BeginReply {
@@ -456,6 +458,7 @@ struct FailUpdate {
   UpdateId update;
   std::string reason;
   GiveUpClass kind = GiveUpClass::kPeerLost;
+  Failure failure{};
 };
 // Whether the data plane between the update's nodes is up: while it is not, no transfer is started.
 // Without this event it counts as up.
@@ -474,6 +477,7 @@ struct KeepNodesOut {
   GiveUpClass kind = GiveUpClass::kTransfer;
   // Only this update goes on without them; they take part in the next.
   bool for_now = false;
+  Failure failure{};  // beside each of these reasons
 };
 // Time has passed: the group does whatever is due. Sent at NextDeadline() or later.
 struct Tick {};
@@ -556,6 +560,7 @@ struct SendAborted {
   Version version;
   std::string reason;
   bool dirty = false;
+  Failure failure{};
 };
 struct SendDraining {
   MemberId member;
@@ -648,6 +653,7 @@ struct UpdateEnded {
   Version version;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  Failure failure;  // of an update that was aborted
   // How long each phase took; zero for a phase that was not reached.
   Duration prepare{};  // from Begin to every rank ready
   Duration data{};     // from there to the last Commit
@@ -726,6 +732,7 @@ struct UpdateView {
   std::string_view state;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  Failure failure;  // of an update that is given up, or was
   int64_t bytes = 0;
   int64_t total_bytes = 0;
   int64_t tensors = 0;
@@ -767,6 +774,7 @@ struct GroupView {
 struct PastUpdate {
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  Failure failure{};
 };
 
 // Not thread-safe.

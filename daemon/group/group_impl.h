@@ -57,6 +57,7 @@ struct Member {
   NodeId node;         // of the daemon that it is attached to
   bool relays = true;  // that daemon can forward along chains
   std::string label;   // for messages
+  std::string daemon;  // that daemon's id; empty: the coordinator's
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
@@ -127,6 +128,10 @@ constexpr bool IsDirty(InstanceState state) {
   return state == InstanceState::kFormingDirty || state == InstanceState::kDirty ||
          state == InstanceState::kDirtyPreparing || state == InstanceState::kDirtyReady;
 }
+// The member as failures name it.
+Suspect SuspectOf(const Member& member);
+// Whether the next update may succeed where one was given up for such a reason.
+bool MayPass(GiveUpClass kind);
 // Formats a duration, as in "1.5 s".
 std::string Seconds(Duration duration);
 // Formats a list that may be long, as in "a, b, c and 4 more".
@@ -240,6 +245,10 @@ struct Group::Impl {
   // The attached trainer rank of that id. Null: there is none, and the call was refused.
   Member* Trainer(MemberId id, CallId call);
   std::string Label(MemberId id) const;
+  // A failure whose suspect is that member.
+  Failure Suspecting(MemberId id) const;
+  // The failure of an update to `wanted` that was never opened, and whom that is due to.
+  Failure Unwritten(Version wanted, MemberId suspect) const;
   void Admit(Member member);
   absl::Status CheckTrainer(const TrainerIdentity& who) const;
   absl::Status CheckEngine(const EngineIdentity& identity) const;
@@ -287,6 +296,8 @@ struct Group::Impl {
   BeginReply MakeBeginReply() const;
   std::string WaitedForToAssemble() const;
   std::string WaitedForReady() const;
+  void SuspectMissing(Failure* failure) const;
+  void SuspectUnready(const Participant& participant, Failure* failure) const;
 
   // ---- data.cc ----
   // The progress of the rank in the running update, or why its data calls are refused. `wanted`:
@@ -424,19 +435,23 @@ struct Group::Impl {
   void TellQuiet();
   void TellGivenUp(Participant* participant);
   void ReportOverdueCleanUp();
-  void TellAborted(const Participant& participant, const std::string& reason);
+  void TellAborted(const Participant& participant, const std::string& reason,
+                   const Failure& failure);
   void InstallVersion();
   void TearDown();
-  std::string WeightsAfterGivingUp() const;
-  // `reason`: why the update was given up.
-  void AnswerAll(bool committed, const std::string& reason,
+  // What is known of the update that is given up, with what it leaves of the engines' weights.
+  Failure FailureAfterGivingUp() const;
+  // `reason` and `failure`: why the update was given up.
+  void AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   void LogEnd(Outcome outcome, const std::string& reason);
-  UpdateEnded Ended(Outcome outcome, const std::string& reason) const;
+  UpdateEnded Ended(Outcome outcome, const std::string& reason, const Failure& failure) const;
   std::optional<uint32_t> ParticipantOf(MemberId member) const;
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
   std::string WaitedFor() const;
+  // A failure whose suspects are those that WaitedFor names.
+  Failure SuspectAwaited() const;
 
   // Constant after construction, except the incarnation and the spec's trainer_ranks.
   const std::string name;

@@ -1215,6 +1215,29 @@ TEST_CASE("a part of a bucket that fails ends the update when the others have en
   CHECK(g.Instance("r").state == "dirty");
   CHECK(g.Instance("tp").state == "dirty");
   CHECK(g.aborted.size() == 4);
+  const Failure failure = FailureOf(g.Answer(g.push)->status);
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(NameOf(failure.suspects[0]) == "engine r rank 0");
+  CHECK(failure.weights == WeightsLeft::kDirty);
+  CHECK(failure.dirty_instances == std::vector<std::string>{"r", "tp"});
+  CHECK(failure.version == 1);
+  CHECK_FALSE(failure.may_be_retried);  // other bytes than were sent: that does not pass
+  CHECK(g.group.Past(Version(1)).failure == failure);
+  for (const SendAborted& told : g.aborted) CHECK(told.failure.version == 1);
+}
+
+TEST_CASE("a reason that calls weights whole made dirty engines read as whole") {
+  InParts g;
+  g.Finish(0);
+  const std::string reason = "loader died (weights are whole): tensor 'forged' of trainer rank 9";
+  g.Fail(g.whole, UpdateId(1), reason);
+  while (!g.running.empty()) g.Finish(0);
+  CHECK_THAT(g.Text(g.push), Contains(reason) && Contains("weights are dirty: instance"));
+  const Failure failure = FailureOf(g.Answer(g.push)->status);
+  CHECK(failure.weights == WeightsLeft::kDirty);
+  CHECK(failure.tensor.empty());
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].role == SuspectRole::kEngine);
 }
 
 TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until the next commit") {

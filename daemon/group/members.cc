@@ -60,6 +60,20 @@ std::string Group::Impl::Label(MemberId id) const {
   return member == nullptr ? fmt::format("member {}", id) : member->label;
 }
 
+Failure Group::Impl::Suspecting(MemberId id) const {
+  Failure failure;
+  if (const Member* member = Find(id); member != nullptr) failure.Add(group::SuspectOf(*member));
+  return failure;
+}
+
+Failure Group::Impl::Unwritten(Version wanted, MemberId suspect) const {
+  Failure failure = Suspecting(suspect);
+  failure.version = wanted.value();
+  failure.weights = WeightsLeft::kClean;
+  failure.may_be_retried = true;
+  return failure;
+}
+
 // After all trainers have left, trainers of another world size may attach. No update can run then,
 // since the loss of any of its trainer ranks gives it up.
 absl::Status Group::Impl::CheckTrainer(const TrainerIdentity& who) const {
@@ -74,7 +88,8 @@ absl::Status Group::Impl::CheckTrainer(const TrainerIdentity& who) const {
                  attached.size() == 1 ? "is" : "are");
   }
   if (const auto it = trainers.find(who.rank); it != trainers.end()) {
-    return Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second));
+    return WithFailure(Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second)),
+                       Suspecting(it->second));
   }
   return absl::OkStatus();
 }
@@ -97,6 +112,7 @@ void Group::Impl::On(const TrainerAttached& e) {
   member.pid = who.pid;
   member.node = who.node;
   member.relays = who.relays;
+  member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("trainer rank {}", who.rank), who);
   trainers[who.rank] = e.member;
   Admit(std::move(member));
@@ -140,7 +156,9 @@ absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
                  who.world_size, it->second.world_size, who.instance);
   }
   if (const auto rank = it->second.ranks.find(who.rank); rank != it->second.ranks.end()) {
-    return Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(rank->second));
+    return WithFailure(
+        Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(rank->second)),
+        Suspecting(rank->second));
   }
   return absl::OkStatus();
 }
@@ -160,6 +178,7 @@ void Group::Impl::On(const EngineAttached& e) {
   member.pid = who.pid;
   member.node = who.node;
   member.relays = who.relays;
+  member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   member.delivery = who.delivery;
   member.on_device = who.on_device;
@@ -328,8 +347,8 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
   if (update == nullptr) return;
   const std::optional<uint32_t> participant = ParticipantOf(member->id);
   if (participant.has_value() && !update->participants[*participant].evicted) {
-    Evict(*participant,
-          {fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
+    Evict(*participant, {fmt::format("{} was lost: {}", member->label, reason),
+                         GiveUpClass::kMemberLost, Suspecting(member->id)});
   }
 }
 
@@ -339,14 +358,16 @@ void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
     // A call that waits for the fill is lost too, as an update that the rank has begun would be: no
     // other rank can complete it.
     for (const Version wanted : DeferredOf(member->id)) {
-      RefuseDeferred(wanted, Error(absl::StatusCode::kAborted,
-                                   "the update to version {} is lost: {} was lost: {}", wanted,
-                                   member->label, reason));
+      RefuseDeferred(wanted, WithFailure(Error(absl::StatusCode::kAborted,
+                                               "the update to version {} is lost: {} was lost: {}",
+                                               wanted, member->label, reason),
+                                         Unwritten(wanted, member->id)));
     }
     return;
   }
   if (update == nullptr) return;
-  Abandon({fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
+  Abandon({fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost,
+           Suspecting(member->id)});
 }
 
 void Group::Impl::Touch(MemberId id, int by) {

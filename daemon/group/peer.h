@@ -91,7 +91,8 @@ struct PeerHeaderAck {
   UpdateId update;
   PartSeq part;
   uint64_t digest = 0;   // HeaderDigest of the header that came
-  std::string mismatch;  // names the first tensor that differs; empty: none
+  std::string mismatch;  // how the first tensor differs; empty: none does
+  std::string mismatch_tensor{};
 };
 // This node's share of a part has ended: the node neither reads, writes, sends nor receives it any
 // more.
@@ -312,6 +313,7 @@ struct PeerUpdateEnded {
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
   bool fill = false;  // not an update of the trainers: no answer to GetUpdate
+  Failure failure{};
 };
 struct PeerEpochConnect {
   EpochId epoch;

@@ -305,9 +305,9 @@ void Group::Impl::On(const CompareDone& e) {
   TouchSources(-1);
   if (update->state == UpdateState::kEnding) return;
   if (!e.status.ok()) {
-    Abandon({Message(e.status), e.status.code() == absl::StatusCode::kDataLoss
-                                    ? GiveUpClass::kVerification
-                                    : GiveUpClass::kTransfer});
+    const bool differ = e.status.code() == absl::StatusCode::kDataLoss;
+    Abandon({Message(e.status), differ ? GiveUpClass::kVerification : GiveUpClass::kTransfer,
+             FailureOf(e.status)});
     return;
   }
   update->compared = true;

@@ -78,6 +78,7 @@ struct Participant {
   bool evicted = false;
   bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
+  Failure failure;     // of the eviction
   int touching = 0;    // transfers and verifications that touch its memory
 };
 
@@ -107,6 +108,7 @@ struct PushedTensor {
 struct GiveUp {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kOther;
+  Failure failure{};
   absl::StatusCode begin_code = absl::StatusCode::kAborted;
   absl::StatusCode bucket_code = absl::StatusCode::kAborted;
   absl::StatusCode commit_code = absl::StatusCode::kAborted;

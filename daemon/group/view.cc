@@ -13,6 +13,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   view.state = Name(u.state);
   view.outcome = Outcome::kRunning;
   view.reason = u.give_up.reason;
+  view.failure = u.give_up.failure;
   view.bytes = u.moved_bytes;
   view.total_bytes = u.total_bytes;
   view.tensors = static_cast<int64_t>(u.pushed.size());

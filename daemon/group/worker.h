@@ -243,9 +243,10 @@ class Worker {
   void IndexDestinations(const PeerPrepare& command, const Output& out);
   Update* Find(UpdateId id);
   Update* FindLocal(UpdateId local);
-  std::string Disagreement(const Update& update, const PeerHeader& command) const;
-  static std::string WhyNotAgain(const Update& update, const PeerHeader& command);
-  void Announce(Update* update, const PeerHeader& command, const std::string& mismatch,
+  absl::Status Agrees(const Update& update, const PeerHeader& command) const;
+  absl::Status AgreesWithBucket(const PeerHeader& command) const;
+  static absl::Status MayComeAgain(const Update& update, const PeerHeader& command);
+  void Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                 const Output& out);
   std::shared_ptr<const PartContent> OfOwnBucket(const PeerHeader& command) const;
   std::vector<bool> Skip(const Update& update, const std::vector<bool>& skip) const;

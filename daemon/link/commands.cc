@@ -22,6 +22,7 @@ using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckIncarnation;
 using peer::CheckSize;
+using peer::FailureOfMessage;
 using peer::FlagsOf;
 using peer::IndicesOf;
 using peer::kEnvelopeBytes;
@@ -89,6 +90,7 @@ void PutPayload(const CommitReply& r, v1::PeerReply* message) {
     result->set_instance(outcome.instance);
     result->set_committed(outcome.committed);
     result->set_reason(TextToProto(outcome.reason));
+    SetFailure(outcome.failure, result);
   }
   out->set_bytes(r.bytes);
   out->set_elapsed_us(
@@ -195,6 +197,7 @@ void Put(const PeerUpdateEnded& v, v1::PeerAnswer* message) {
   out->set_version(v.version.value());
   out->set_outcome(static_cast<v1::UpdateOutcome>(v.outcome));
   out->set_reason(TextToProto(v.reason));
+  SetFailure(v.failure, out);
   out->set_fill(v.fill);
 }
 
@@ -316,7 +319,9 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
     const std::string field = fmt::format("reply.done.instances[{}]", i);
     REFITD_RETURN_IF_ERROR(CheckName(result.instance(), field + ".instance"));
     REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(result.reason(), field + ".reason"));
-    out.instances.push_back({result.instance(), result.committed(), std::move(reason)});
+    REFITD_ASSIGN_OR_RETURN(Failure failure, FailureOfMessage(result, field));
+    out.instances.push_back(
+        {result.instance(), result.committed(), std::move(reason), std::move(failure)});
   }
   REFITD_RETURN_IF_ERROR(NotNegative(message.bytes(), "reply.done.bytes"));
   out.bytes = message.bytes();
@@ -550,6 +555,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& message, const 
                                  v1::UPDATE_OUTCOME_ABORTED, "update_ended.outcome"));
   out.outcome = static_cast<Outcome>(message.outcome());
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "update_ended.reason"));
+  REFITD_ASSIGN_OR_RETURN(out.failure, FailureOfMessage(message, "update_ended"));
   out.fill = message.fill();
   return out;
 }

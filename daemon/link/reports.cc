@@ -31,6 +31,7 @@ using peer::MillisToProto;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
+using peer::RequestIdOf;
 using peer::SetBucket;
 using peer::SetSlot;
 using peer::SetStatusOf;
@@ -180,6 +181,7 @@ void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
   out->set_part(v.part.value());
   out->set_digest(v.digest);
   out->set_mismatch(TextToProto(v.mismatch));
+  out->set_mismatch_tensor(CleanText(v.mismatch_tensor, kMaxNameBytes));
 }
 
 void Put(const PeerPartDone& v, v1::PeerMessage* message) {
@@ -364,8 +366,7 @@ absl::StatusOr<AckEvent> ReportOf(const v1::PeerAck& message) {
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& message, const PeerBounds&) {
   BeginEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "begin.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "begin.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "begin.version"));
   REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "begin.duration_ms"));
   REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
@@ -397,8 +398,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerReleaseSlot& message, const Peer
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& message, const PeerBounds& bounds) {
   BucketEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "bucket.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "bucket.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "bucket.version"));
   REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(message, bounds, "bucket.slot"));
   out.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
@@ -408,8 +408,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& message, const PeerBound
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBounds&) {
   CommitEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "commit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "commit.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "commit.version"));
   REFITD_RETURN_IF_ERROR(NotNegative(message.bucket_count(), "commit.bucket_count"));
   out.bucket_count = message.bucket_count();
@@ -420,8 +419,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBound
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& message, const PeerBounds&) {
   RefitEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "refit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "refit.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "refit.version"));
   REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "refit.duration_ms"));
   REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
@@ -434,8 +432,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& message, const PeerBounds
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& message, const PeerBounds&) {
   AbortEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "abort.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "abort.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "abort.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "abort.reason", kMaxReasonBytes));
   out.update = UpdateId(message.update_id());
@@ -489,6 +486,8 @@ absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& message) {
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "header_ack.part"));
   out.digest = message.digest();
   REFITD_ASSIGN_OR_RETURN(out.mismatch, TextOf(message.mismatch(), "header_ack.mismatch"));
+  REFITD_ASSIGN_OR_RETURN(out.mismatch_tensor, TextOf(message.mismatch_tensor(),
+                                                      "header_ack.mismatch_tensor", kMaxNameBytes));
   return out;
 }
 

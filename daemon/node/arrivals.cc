@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "daemon/node/group_spec.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -119,7 +120,7 @@ absl::StatusOr<std::optional<int>> Arrivals::DeviceOf(const MemberRecord& record
   }
   const absl::StatusOr<int> ordinal = state_.options.devices.memory->DeviceOf(record.device);
   if (!ordinal.ok()) {
-    return Error(ordinal.status().code(), "device.name: {}", Message(ordinal.status()));
+    return Prefixed(ordinal.status(), "device.name");
   }
   // P9: this daemon opens handles with its own rights, so it must know whose they are.
   if (record.peer.credentials.has_value()) return *ordinal;

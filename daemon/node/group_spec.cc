@@ -34,7 +34,7 @@ absl::Status CheckUnwanted(const std::vector<std::string>& names) {
                  count - prefixes, prefixes, kMaxTensorsPerLayout, kMaxUnwantedPrefixes);
   }
   for (const std::string& name : names) {
-    REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.unwanted_tensors"));
+    REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, "spec.unwanted_tensors"));
     if (name.empty() || name.find('*') < name.size() - 1) {
       return Error(absl::StatusCode::kInvalidArgument,
                    "spec.unwanted_tensors: '{}' is neither a name nor a prefix with '*' at its end",
@@ -58,7 +58,7 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
   REFITD_RETURN_IF_ERROR(CheckField(static_cast<int64_t>(wish.engine_only_tensors.size()), 0,
                                     kMaxTensorsPerLayout, "engine_only_tensors"));
   for (const std::string& name : wish.engine_only_tensors) {
-    REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.engine_only_tensors"));
+    REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, "spec.engine_only_tensors"));
   }
   REFITD_RETURN_IF_ERROR(CheckUnwanted(wish.unwanted_tensors));
   REFITD_RETURN_IF_ERROR(CheckField(wish.max_lag, 0, kMaxLag, "max_lag"));

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -19,7 +20,7 @@ constexpr size_t kMaxUuidInMessage = 64;
 
 // The status with the name of its field in front.
 absl::Status In(std::string_view field, const absl::Status& status) {
-  return Error(status.code(), "{}: {}", field, Message(status));
+  return Prefixed(status, "{}", field);
 }
 
 }  // namespace

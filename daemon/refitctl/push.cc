@@ -85,7 +85,7 @@ class Progress {
     const int tenth = static_cast<int>(Fraction(bytes, total_).value_or(0) * 10);
     if (tenth <= shown_tenth_) return;
     shown_tenth_ = tenth;
-    fmt::print(stderr, "{}\n", line);
+    Tell(line);
   }
 
  private:
@@ -519,7 +519,7 @@ absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoin
   const absl::Status pushed = pusher.Push(options.mode, static_cast<int64_t>(options.bucket_bytes));
   if (!pushed.ok()) {
     // Report why pushing failed; aborting may well be refused, because the update is lost.
-    update->Abort(Message(pushed).substr(0, 256)).IgnoreError();
+    update->Abort(Message(pushed)).IgnoreError();
     return pushed;
   }
   REFITD_ASSIGN_OR_RETURN(client::CommitResult result, update->Commit());
@@ -541,8 +541,8 @@ absl::StatusOr<Summary> InstallCheckpoint(const GlobalOptions& global, const Pus
   summary.bytes = checkpoint.bytes();
   summary.refitted = why_push.empty();
   if (options.progress) {
-    fmt::print(stderr, "{} v{}: {}\n", options.group, version,
-               summary.refitted ? "refit" : fmt::format("push ({})", why_push));
+    Tell(fmt::format("{} v{}: {}", options.group, version,
+                     summary.refitted ? "refit" : fmt::format("push ({})", why_push)));
   }
   const auto start = Clock::now();
   if (summary.refitted) {

@@ -26,8 +26,8 @@ absl::Status CheckHello(const Hello& hello) {
   REFITD_RETURN_IF_ERROR(
       AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
-  REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
-  REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
+  REFITD_RETURN_IF_ERROR(CheckLine(hello.client(), kMaxClientBytes, "client"));
+  REFITD_RETURN_IF_ERROR(CheckLine(hello.device().name(), kMaxDeviceBytes, "device.name"));
   REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator(), "coordinator"));
   if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
     return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",

@@ -67,7 +67,7 @@ absl::StatusOr<v1::CreateGroupResponse> CreateGroupOf(Daemon* daemon,
                                                       const v1::CreateGroupRequest& request,
                                                       const std::string& identity) {
   REFITD_RETURN_IF_ERROR(CheckName(request.group(), "group"));
-  REFITD_RETURN_IF_ERROR(CheckText(request.request_id(), kMaxRequestIdBytes, "request_id"));
+  REFITD_RETURN_IF_ERROR(CheckLine(request.request_id(), kMaxRequestIdBytes, "request_id"));
   REFITD_ASSIGN_OR_RETURN(
       const Operators::Created made,
       daemon->operators().CreateGroup(request.group(), SpecOf(request.spec()), request.replace(),
@@ -108,8 +108,9 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
   return AnswerLater(
       daemon_, *door_, context, {Rpc::kOperatorAbortUpdate, request->group()},
       [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
-        daemon_->operators().AbortUpdate(call, request->group(),
-                                         std::string(Shorten(request->reason(), kMaxReasonBytes)),
+        const absl::Status line = CheckLine(request->reason(), kMaxReasonBytes, "reason");
+        if (!line.ok()) return reply(line, EmptyReply{});
+        daemon_->operators().AbortUpdate(call, request->group(), request->reason(),
                                          std::move(reply));
       },
       [](const ReplyPayload&) {});

@@ -7,7 +7,9 @@
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "proto/convert.h"
+#include "proto/failure.h"
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 
 namespace refitd {
 namespace {
@@ -172,7 +174,8 @@ v1::InstanceResult ToProto(const InstanceOutcome& outcome) {
   v1::InstanceResult result;
   result.set_instance(outcome.instance);
   result.set_committed(outcome.committed);
-  result.set_reason(outcome.reason);
+  result.set_reason(CleanText(outcome.reason, kMaxStatusTextBytes));
+  SetFailure(outcome.failure, &result);
   return result;
 }
 
@@ -183,7 +186,8 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_update_id(update.id.value());
   status.set_state(std::string(update.state));
   status.set_outcome(static_cast<v1::UpdateOutcome>(update.outcome));
-  status.set_reason(update.reason);
+  status.set_reason(CleanText(update.reason, kMaxStatusTextBytes));
+  SetFailure(update.failure, &status);
   status.set_bytes(update.bytes);
   status.set_total_bytes(update.total_bytes);
   status.set_tensors(update.tensors);
@@ -286,7 +290,8 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
   v1::GetUpdateResponse response;
   response.set_incarnation(past.incarnation);
   response.set_outcome(static_cast<v1::UpdateOutcome>(past.update.outcome));
-  response.set_reason(past.update.reason);
+  response.set_reason(CleanText(past.update.reason, kMaxStatusTextBytes));
+  SetFailure(past.update.failure, &response);
   return response;
 }
 

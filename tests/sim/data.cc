@@ -484,8 +484,9 @@ void World::On(int d, int g, const ConnectEpoch& a) {
     const auto it = ends_.find(id);
     const int rank = it == ends_.end() || nameless_ ? -1 : OutOfReach(it->second);
     if (nameless_ && it != ends_.end() && !it->second.answered) Count(Fault::kWireNameless);
-    AnswerEpoch(id, absl::DeadlineExceededError(
-                        rank < 0 ? "not all connected" : fmt::format("waited for rank {}", rank)));
+    absl::Status late = absl::DeadlineExceededError("not all connected");
+    if (rank >= 0) late = AboutRanks(std::move(late), {rank});
+    AnswerEpoch(id, std::move(late));
   });
   CompleteEpoch(id, now_ + a.timeout);
 }

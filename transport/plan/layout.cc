@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
 #include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
 #include "transport/plan/strided_bytes.h"
@@ -420,12 +421,16 @@ class MemoryOverlap {
                        ToString(piece.strides), piece.region, piece.byte_offset);
   }
 
+  absl::Status InPiece(uint32_t index, absl::Status status) const {
+    return AboutTensor(std::move(status), layout_.tensors[layout_.pieces[index].tensor].name);
+  }
+
   absl::Status Shared(PiecePair pair) const {
     if (pair.first == pair.second) {
-      return Invalid("{}: several elements share memory", Where(pair.first));
+      return InPiece(pair.first, Invalid("{}: several elements share memory", Where(pair.first)));
     }
-    return Invalid("{} shares memory with {}", Where(std::min(pair.first, pair.second)),
-                   Where(std::max(pair.first, pair.second)));
+    const auto [first, second] = std::minmax(pair.first, pair.second);
+    return InPiece(first, Invalid("{} shares memory with {}", Where(first), Where(second)));
   }
 
   absl::Status TooManyRuns(const Storage& storage) const {
@@ -481,7 +486,7 @@ absl::Status ValidateTensors(const std::vector<TensorSpec>& tensors) {
   for (const TensorSpec& tensor : tensors) {
     REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
     if (!names.insert(tensor.name).second) {
-      return Invalid("tensor {}: declared twice", tensor.name);
+      return AboutTensor(Invalid("tensor {}: declared twice", tensor.name), tensor.name);
     }
   }
   return absl::OkStatus();
@@ -503,11 +508,13 @@ absl::Status ValidateDisjointBoxes(const Layout& layout) {
     while (end < order.size() && tensor_of(order[end]) == tensor) ++end;
     const std::string& name = layout.tensors[tensor].name;
     const auto found = overlap.Find(absl::MakeSpan(order).subspan(begin, end - begin));
-    if (!found.ok()) return Invalid("tensor {}: {}", name, Message(found.status()));
+    if (!found.ok())
+      return AboutTensor(Invalid("tensor {}: {}", name, Message(found.status())), name);
     if (!found->has_value()) continue;
     const auto [a, b] = **found;
-    return Invalid("tensor {}: piece {} ({}) and piece {} ({}) overlap", name, a,
-                   ToString(layout.pieces[a].box), b, ToString(layout.pieces[b].box));
+    return AboutTensor(Invalid("tensor {}: piece {} ({}) and piece {} ({}) overlap", name, a,
+                               ToString(layout.pieces[a].box), b, ToString(layout.pieces[b].box)),
+                       name);
   }
   return absl::OkStatus();
 }
@@ -567,8 +574,9 @@ absl::Status ValidateTensor(const TensorSpec& tensor) {
   const auto name = [&tensor] { return Printable(tensor.name); };
   if (tensor.name.empty()) return Invalid("tensor name is empty");
   if (tensor.name.size() > static_cast<size_t>(kMaxNameBytes)) {
-    return Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
-                   tensor.name.size(), kMaxNameBytes);
+    return AboutTensor(Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
+                               tensor.name.size(), kMaxNameBytes),
+                       tensor.name);
   }
   // Most names are ASCII as a whole, so skip the ASCII characters first.
   const auto ascii = std::find_if_not(tensor.name.begin(), tensor.name.end(),
@@ -576,20 +584,24 @@ absl::Status ValidateTensor(const TensorSpec& tensor) {
   for (std::string_view rest(ascii, tensor.name.end()); !rest.empty();) {
     const size_t length = Utf8Length(rest);
     if (length == 0) {
-      return Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name(),
-                     tensor.name.size() - rest.size());
+      return AboutTensor(
+          Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name(),
+                  tensor.name.size() - rest.size()),
+          tensor.name);
     }
     rest.remove_prefix(length);
   }
   const auto dtype = static_cast<size_t>(tensor.dtype);
   if (dtype < 1 || dtype > std::size(kDTypes)) {
-    return Invalid("tensor {}: dtype {} is not known", name(), dtype);
+    return AboutTensor(Invalid("tensor {}: dtype {} is not known", name(), dtype), tensor.name);
   }
   const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
-  if (!count.ok()) return Invalid("tensor {}: {}", name(), Message(count.status()));
+  if (!count.ok())
+    return AboutTensor(Invalid("tensor {}: {}", name(), Message(count.status())), tensor.name);
   if (*count > kMaxTensorBytes / ElementBytes(tensor.dtype)) {
-    return Invalid("tensor {}: shape {} of {} has more than {} bytes", name(),
-                   ToString(tensor.shape), DTypeName(tensor.dtype), kMaxTensorBytes);
+    return AboutTensor(Invalid("tensor {}: shape {} of {} has more than {} bytes", name(),
+                               ToString(tensor.shape), DTypeName(tensor.dtype), kMaxTensorBytes),
+                       tensor.name);
   }
   return absl::OkStatus();
 }
@@ -761,7 +773,7 @@ absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_byte
     const TensorSpec& tensor = layout.tensors[piece.tensor];
     const absl::Status status = ValidatePiece(tensor, piece, region_bytes);
     if (!status.ok()) {
-      return Error(status.code(), "tensor {}: piece {}: {}", tensor.name, i, Message(status));
+      return AboutTensor(Prefixed(status, "tensor {}: piece {}", tensor.name, i), tensor.name);
     }
   }
   if (!destination) return absl::OkStatus();

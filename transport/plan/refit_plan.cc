@@ -11,6 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/block_scales.h"
 #include "transport/plan/boxes.h"
@@ -62,10 +63,12 @@ class ReplicaFinder {
       for (HeldBox& box : held) Add(t, std::move(box));
       if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
       if (work_.Over() || static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
-        return Error(absl::StatusCode::kResourceExhausted,
-                     "tensor {}: finding replicas so far needs over {} boxes or {} steps: use "
-                     "fewer and more regular pieces",
-                     tensors_[t].name, options_.max_routes, kMaxPlanSteps);
+        return AboutTensor(
+            Error(absl::StatusCode::kResourceExhausted,
+                  "tensor {}: finding replicas so far needs over {} boxes or {} steps: use "
+                  "fewer and more regular pieces",
+                  tensors_[t].name, options_.max_routes, kMaxPlanSteps),
+            tensors_[t].name);
       }
     }
     return std::move(replicas_);
@@ -192,13 +195,15 @@ absl::Status Differ(const RefitPlan& plan, const Replica& replica,
       ++others;
     }
   }
-  return Error(absl::StatusCode::kDataLoss,
-               "tensor {}: replicas differ in the box at [{}] of extent [{}]: {}{}, {} of {} ranks "
-               "({} and others) have {:016x}",
-               plan.routes.tensors[replica.tensor].name, fmt::join(replica.box.offset, ", "),
-               fmt::join(replica.box.extent, ", "), fmt::join(odd, ", "),
-               others == 0 ? "" : fmt::format(" and {} others differ, too", others), times(common),
-               holders.size(), with, common);
+  return AboutTensor(
+      Error(absl::StatusCode::kDataLoss,
+            "tensor {}: replicas differ in the box at [{}] of extent [{}]: {}{}, {} of {} ranks "
+            "({} and others) have {:016x}",
+            plan.routes.tensors[replica.tensor].name, fmt::join(replica.box.offset, ", "),
+            fmt::join(replica.box.extent, ", "), fmt::join(odd, ", "),
+            others == 0 ? "" : fmt::format(" and {} others differ, too", others), times(common),
+            holders.size(), with, common),
+      plan.routes.tensors[replica.tensor].name);
 }
 
 // Checks the scales of each distinct layout of the destinations that take part.
@@ -211,7 +216,7 @@ absl::Status CheckScales(const std::vector<RouteMember>& destinations,
         member.instance < options.skip_instance.size() && options.skip_instance[member.instance];
     if (layout == nullptr || skipped || !seen.insert(layout).second) continue;
     const absl::Status status = CheckFloat8Scales(*layout);
-    if (!status.ok()) return Error(status.code(), "{}: {}", member.label, Message(status));
+    if (!status.ok()) return Prefixed(status, "{}", member.label);
   }
   return absl::OkStatus();
 }
@@ -279,9 +284,11 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     for (const uint32_t source : plan->replicas.HoldersOf(replica)) {
       const uint32_t node = plan->routes.source_nodes[source];
       if (++shares[node] <= kMaxNodeShares) continue;
-      return Error(absl::StatusCode::kResourceExhausted,
-                   "tensor {}: the ranks on node {} hold more than {} boxes that others hold too",
-                   plan->routes.tensors[replica.tensor].name, node, kMaxNodeShares);
+      return AboutTensor(
+          Error(absl::StatusCode::kResourceExhausted,
+                "tensor {}: the ranks on node {} hold more than {} boxes that others hold too",
+                plan->routes.tensors[replica.tensor].name, node, kMaxNodeShares),
+          plan->routes.tensors[replica.tensor].name);
     }
   }
   return plan;

@@ -28,6 +28,10 @@ FILL_NEVER = 1
 # refit_begin_options.broadcast
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 
+# refit_failure.weights_left
+WEIGHTS_LEFT_CLEAN = 1
+WEIGHTS_LEFT_DIRTY = 2
+
 # refit_event.kind
 EVENT_NOTHING = 0
 EVENT_PREPARE = 1
@@ -205,6 +209,35 @@ class refit_event(ctypes.Structure):
     ]
 
 
+class refit_suspect(ctypes.Structure):
+    _fields_ = [
+        ("role", c_int32),
+        ("rank", c_int32),
+        ("pid", c_int64),
+        ("daemon", c_char_p),
+        ("instance", c_char_p),
+    ]
+
+
+class refit_failure(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("status", c_int32),
+        ("weights_left", c_int32),
+        ("what", c_char_p),
+        ("suspects", POINTER(refit_suspect)),
+        ("suspects_named", c_int64),
+        ("suspect_count", c_int64),
+        ("dirty_instances", POINTER(c_char_p)),
+        ("dirty_named", c_int64),
+        ("dirty_count", c_int64),
+        ("tensor", c_char_p),
+        ("field", c_char_p),
+        ("version", c_int64),
+        ("may_be_retried", c_int32),
+    ]
+
+
 class refit_python(ctypes.Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -234,6 +267,8 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     refit_engine_options,
     refit_view,
     refit_event,
+    refit_suspect,
+    refit_failure,
     refit_python,
 )
 
@@ -247,6 +282,7 @@ _STATUS = c_int
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_version": (c_char_p, ()),
     "refit_last_error": (c_char_p, ()),
+    "refit_last_failure": (_STATUS, (POINTER(refit_failure),)),
     "refit_status_name": (c_char_p, (c_int32,)),
     "refit_region_data": (c_void_p, (c_void_p,)),
     "refit_region_bytes": (c_int64, (c_void_p,)),

@@ -17,7 +17,7 @@ from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
 from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
-from ._native import Handle, check, refuse_fork, text
+from ._native import Handle, check, last_failure, refuse_fork, shown, text
 from ._wait import ends_soon, interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from .events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
@@ -248,11 +248,11 @@ class Engine(Member):
             self._mark_written()
             return Committed(raw.version, raw.incarnation)
         if kind == _abi.EVENT_ABORTED:
-            return Aborted(raw.version, (raw.reason or b"").decode(errors="replace"), bool(raw.dirty))
+            return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
         if kind == _abi.EVENT_DRAINING:
             return Draining()
         if kind == _abi.EVENT_LOST:
-            return Lost((raw.reason or b"").decode(errors="replace"), Weights(raw.weights))
+            return Lost(shown(raw.reason), Weights(raw.weights))
         if kind == _abi.EVENT_REATTACHED:
             return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
         return None  # an event of a later library

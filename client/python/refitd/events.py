@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import DTYPES
-from .errors import InvalidArgument
+from .errors import Failure, InvalidArgument
 
 if TYPE_CHECKING:
     import numpy
@@ -120,11 +120,15 @@ class Committed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """The update was lost. Resume on the version before, unless `dirty`: then stay paused until a Committed."""
+    """The update was lost. Resume on the version before, unless `dirty`: then stay paused until a Committed.
+
+    `reason` is for people; `failure` is what is known as data, of this rank's instance.
+    """
 
     version: int
     reason: str
     dirty: bool
+    failure: Failure = field(default=Failure(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,11 +20,11 @@ from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE
 from ._layout import TensorSpec
 from ._lists import check_name, check_tensors
-from ._native import Handle, check, error_of, text
+from ._native import Handle, check, error_of, last_failure, shown, text
 from ._sources import Source, copy_host, is_torch, source_of
 from ._tensors import Packer
 from ._wait import SLICE_SECONDS, ends_soon, interruptible
-from .errors import Error, FailedPrecondition, InvalidArgument, UpdateAborted
+from .errors import Error, FailedPrecondition, Failure, InvalidArgument, UpdateAborted
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -37,11 +37,12 @@ OUTCOMES = ("unknown", "running", "committed", "aborted")
 
 @dataclass(frozen=True)
 class InstanceOutcome:
-    """How an instance came out of an update; `reason` says why one that did not commit was evicted."""
+    """How an instance came out of an update; `reason` says to people why one that did not commit was evicted, `failure` as data."""
 
     instance: str
     committed: bool
     reason: str
+    failure: Failure = field(default=Failure(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,8 @@ def result_of(
         name, reason = ctypes.c_char_p(), ctypes.c_char_p()
         committed = ctypes.c_int32()
         check(ask(handle, i, byref(name), byref(committed), byref(reason)))
-        instances.append(
-            InstanceOutcome((name.value or b"").decode(), bool(committed.value), (reason.value or b"").decode(errors="replace"))
-        )
+        failure = Failure() if committed.value else last_failure()
+        instances.append(InstanceOutcome((name.value or b"").decode(), bool(committed.value), shown(reason.value), failure))
     pushed = {method: raw.pushed_bytes[i] for method, i in _abi.BROADCASTS.items() if raw.pushed_bytes[i]}
     return UpdateResult(
         raw.version, raw.bytes, raw.seconds, tuple(instances), pushed, raw.left_out_tensors, raw.left_out_bytes, staged_bytes, rebound
@@ -127,7 +127,7 @@ def _on_answer(key: int, status: int, message: bytes) -> None:
     if window is None:
         return
     if status != 0 and window.error is None:
-        window.error = error_of(status, message.decode(errors="replace"))
+        window.error = error_of(status, message.decode(errors="replace"), failure=last_failure())
     window.leave()
 
 

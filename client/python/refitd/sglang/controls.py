@@ -127,10 +127,10 @@ class Controls:
         success, message = self._run(self._manager.update_weights_from_tensor(asked, None))[:2]
         if success:
             # SGLang may add the answers of other schedulers to the first.
-            answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]
+            answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]  # texts: SGLang passes nothing else on
             return answers
         try:
-            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]
+            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]  # texts: as above
         except ValueError:
             raise errors.FailedPrecondition(f"SGLang refused: {message}") from None
         kind = getattr(errors, told["error"], None)
