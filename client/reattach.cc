@@ -40,7 +40,6 @@ bool RefusedForGood(const absl::Status& attempt) {
   switch (attempt.code()) {
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kFailedPrecondition:
-    case absl::StatusCode::kPermissionDenied:
     case absl::StatusCode::kUnimplemented:
     case absl::StatusCode::kOutOfRange:
       return true;
@@ -117,7 +116,8 @@ bool Reattacher::ComeBack(absl::Status why, const std::stop_token& stop) {
     }
     const Duration pause = backoff.Next();
     if (After(pause) >= deadline) {
-      hooks_.give_up(Error(absl::StatusCode::kUnavailable,
+      const bool denied = absl::IsPermissionDenied(attached);
+      hooks_.give_up(Error(denied ? attached.code() : absl::StatusCode::kUnavailable,
                            "the daemon at {} did not take this member back within {} ms "
                            "(reattach): {}",
                            daemon_, ToMillis(limit_), Message(attached)));
