@@ -14,6 +14,7 @@
 #include "proto/delivery.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/failure.h"
+#include "transport/base/identity.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -45,7 +46,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
       : Member(options.connect, /*engine=*/true, options.instance, options.rank),
         options_(options),
         state_(options.held_version, options.dirty),
-        origin_(options.held_origin) {}
+        origin_(options.held_origin),
+        owner_(options.held_owner) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -103,7 +105,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // mutex_ is held while an answer is queued, so that answers leave in the order in which the state
   // allowed them.
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
-  uint64_t origin_ ABSL_GUARDED_BY(mutex_);  // incarnation of state_'s version; 0: not known
+  uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
+  std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -131,6 +134,8 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
   }
+  hello->set_held_owner(options.held_owner);
+  hello->set_trainer_identity(options.trainer_identity);
   hello->set_dirty(options.dirty);
   hello->set_fill(options.fill && Fills(options.delivery));
   return message;
@@ -147,6 +152,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "held_version is {} and dirty is set: weights that hold a version are not dirty",
                  *options.held_version);
+  }
+  if (!options.trainer_identity.empty()) {
+    REFITD_RETURN_IF_ERROR(CheckOwnerPattern(options.trainer_identity, "trainer_identity"));
   }
   if (!options.manifest) return absl::OkStatus();
   if (!DeclaresManifest(options.delivery)) {
@@ -175,6 +183,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
     if (lease_ != nullptr) {
       options.held_version = state_.version();
       options.held_origin = origin_;
+      options.held_owner = owner_;
       options.dirty = state_.weights() != Weights::kGood;
     }
   }
@@ -283,6 +292,7 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     origin_ = committed->incarnation != 0 ? committed->incarnation
                                           : session.connection->lease().incarnation();
     committed->incarnation = origin_;
+    owner_ = committed->owner;
     if (state_.weights() == Weights::kGood) return event;
     Failure failure;
     failure.version = committed->version.value();

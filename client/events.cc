@@ -64,6 +64,7 @@ void ShowOne(const Committed& committed, std::vector<refit_view>*, refit_event* 
   shown->kind = REFIT_EVENT_COMMITTED;
   shown->version = committed.version.value();
   shown->incarnation = committed.incarnation;
+  shown->owner = committed.owner.c_str();
 }
 
 void ShowOne(const Aborted& aborted, std::vector<refit_view>*, refit_event* shown) {
@@ -98,7 +99,8 @@ Event DecodeEvent(const v1::EngineEvent& event) {
                    prepare.tensor_count()};
   }
   if (event.has_committed()) {
-    return Committed{Version(event.committed().version()), event.committed().incarnation()};
+    return Committed{Version(event.committed().version()), event.committed().incarnation(),
+                     event.committed().owner()};
   }
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();
@@ -153,6 +155,7 @@ void Show(const std::vector<TensorView>& tensors, std::vector<refit_view>* views
 refit_event Show(const Event& event, std::vector<refit_view>* views) {
   refit_event shown{};
   shown.reason = "";
+  shown.owner = "";
   std::visit([&](const auto& kind) { ShowOne(kind, views, &shown); }, event);
   return shown;
 }

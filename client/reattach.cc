@@ -41,7 +41,6 @@ bool RefusedForGood(const absl::Status& attempt) {
   switch (attempt.code()) {
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kFailedPrecondition:
-    case absl::StatusCode::kPermissionDenied:
     case absl::StatusCode::kUnimplemented:
     case absl::StatusCode::kOutOfRange:
       return true;
@@ -117,8 +116,9 @@ bool Reattacher::ComeBack(absl::Status why, const std::stop_token& stop) {
     }
     const Duration pause = backoff.Next();
     if (After(pause) >= deadline) {
+      const bool denied = absl::IsPermissionDenied(attached);
       hooks_.give_up(SuspectDaemon(
-          Error(absl::StatusCode::kUnavailable,
+          Error(denied ? attached.code() : absl::StatusCode::kUnavailable,
                 "the daemon at {} did not take this member back within {} ms (reattach): {}",
                 daemon_, ToMillis(limit_), Message(attached)),
           daemon_));

@@ -365,6 +365,8 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
   }
+  options.held_owner = Text(given.held_owner);
+  options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
   if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
     return Error(absl::StatusCode::kInvalidArgument, "fill is {}", given.fill);

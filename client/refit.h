@@ -546,6 +546,14 @@ typedef struct refit_engine_options {
    * unchanged. Choose REFIT_FILL_NEVER if that memory may change, or if events are not asked for
    * between updates. Callers that were compiled before this field existed take no part. */
   int32_t fill;
+  /* The refit_event.owner that came with the last version that was committed into this memory, also
+   * if it is dirty since; NULL: not known. A group that is made again belongs to that owner; a
+   * group that another identity owns refuses the rank (REFIT_PERMISSION_DENIED). */
+  const char* held_owner;
+  /* Whose weights the rank takes: "uid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/..." with
+   * a star for its last element, "dns:NAME" or "dns:*.DOMAIN". A group that another identity owns
+   * refuses the rank (REFIT_PERMISSION_DENIED). NULL: any owner's. */
+  const char* trainer_identity;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -616,6 +624,8 @@ typedef struct refit_event {
    * incarnations can't be compared. An engine that comes back in another process tells both
    * (refit_engine_options). */
   uint64_t incarnation;
+  const char*
+      owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

@@ -672,7 +672,11 @@ static_assert(static_cast<int>(Role::kTrainer) + 1 == RefitdConfig::Rule::TRAINE
 static_assert(static_cast<int>(Role::kPeer) + 1 == RefitdConfig::Rule::PEER);
 
 PolicyRule FromProto(const RefitdConfig::Rule& in) {
-  PolicyRule rule{.who = in.who(), .roles = {}, .group = in.group(), .any_owner = in.any_owner()};
+  PolicyRule rule{.who = in.who(),
+                  .roles = {},
+                  .group = in.group(),
+                  .any_owner = in.any_owner(),
+                  .owner = in.owner()};
   for (const int role : in.role()) rule.roles.push_back(static_cast<Role>(role - 1));
   return rule;
 }
@@ -684,6 +688,7 @@ void ToProto(const PolicyRule& rule, RefitdConfig::Rule* out) {
   }
   out->set_group(rule.group);
   out->set_any_owner(rule.any_owner);
+  out->set_owner(rule.owner);
 }
 
 // The enumerators of LogFormat and LogLevel follow the file's.

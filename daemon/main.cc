@@ -292,6 +292,20 @@ PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates
       };
 }
 
+// What the policy of the moment says of an identity as a group's owner. `policies` must outlive the
+// result.
+std::function<OwnerRule(const std::string&, const std::string&)> OwnerRuleOf(
+    const PolicyStore* policies) {
+  return [policies](const std::string& group, const std::string& identity) {
+    const std::shared_ptr<const Policy> policy = policies->Current();
+    if (!policy->NamesOwner(group)) return OwnerRule::kNone;
+    if (policy->NamesOwner(group, identity)) return OwnerRule::kNamed;
+    const absl::StatusOr<Principal> caller = ParsePrincipal(identity, "identity");
+    const bool exempt = caller.ok() && policy->MayJoinOthers(*caller, group);
+    return exempt ? OwnerRule::kExempt : OwnerRule::kOther;
+  };
+}
+
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
 
 // A gRPC server, and its way in for connections over TCP. It does not listen: accept loops hand it
@@ -672,6 +686,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   if (!audit.ok()) return Fail(audit.status());
   options.audit = audit->get();
   PolicyStore policies(*Policy::Make(PolicySettingsOf(config)));  // LoadConfig has checked it
+  options.owner_rule = OwnerRuleOf(&policies);
   const auto certificates = LoadOwnCertificates(config, audit->get());
   if (!certificates.ok()) {
     // The tool that issues the certificates may not have written them yet. The service manager

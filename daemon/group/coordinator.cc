@@ -38,7 +38,8 @@ std::string Seconds(Duration duration) {
 
 Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
     : options(std::move(coordinator_options)),
-      group(options.name, options.incarnation, options.spec, options.limits, options.next_update),
+      group(options.name, options.incarnation, options.spec, options.limits, options.next_update,
+            options.owner_rule),
       worker({.next_update = options.next_update,
               .layout =
                   [this](MemberId member) {
@@ -501,6 +502,10 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
     Feed(std::move(attached));
   } else {
     TrainerAttached attached{ours, std::get<TrainerIdentity>(r.identity)};
+    // Another daemon's rule does not count against a rule of this one (P9).
+    TrainerIdentity& who = attached.identity;
+    who.any_owner = who.any_owner && (options.owner_rule == nullptr ||
+                                      options.owner_rule(who.identity) != OwnerRule::kOther);
     attached.identity.node = id;
     attached.identity.daemon = daemon;
     attached.identity.relays = Speaks(id, Protocol::kV3);
@@ -695,6 +700,7 @@ bool Coordinator::Impl::ReplyToNode(Reply* reply) {
 }
 
 bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
+  layouts.erase(refusal->member);
   const auto it = remotes.find(refusal->member);
   if (it == remotes.end()) return false;
   const RemoteMember refused = it->second;
@@ -702,7 +708,6 @@ bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
     node->second.members.erase(refused.id);
   }
   remotes.erase(it);
-  layouts.erase(refusal->member);
   Send(refused.node, RefuseMember{refused.id, std::move(refusal->status)});
   return true;
 }
@@ -1773,6 +1778,14 @@ void Coordinator::Impl::TellJoined() {
   }
 }
 
+void Coordinator::Impl::TellOwner() {
+  for (auto& [id, node] : nodes) {
+    if (node.told_owner == group.owner()) continue;
+    node.told_owner = group.owner();
+    Send(id, PeerOwner{node.told_owner});
+  }
+}
+
 // ---- the wire locks ----
 
 void Coordinator::Impl::AskLocks() {
@@ -1839,6 +1852,7 @@ void Coordinator::Handle(MachineEvent& event, TimePoint now, MachineActions* act
   impl_->now = now;
   impl_->actions = actions;
   impl_->Handle(event);
+  impl_->TellOwner();
   impl_->TellReadiness();
   impl_->actions = nullptr;
   impl_->CheckState();
@@ -1864,6 +1878,7 @@ const std::string& Coordinator::name() const { return impl_->group.name(); }
 uint64_t Coordinator::incarnation() const { return impl_->group.incarnation(); }
 const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
 bool Coordinator::has_members() const { return impl_->group.has_members(); }
+const std::string& Coordinator::owner() const { return impl_->group.owner(); }
 bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
 bool Coordinator::fill_running() const { return impl_->group.fill_running(); }

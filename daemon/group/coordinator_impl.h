@@ -33,6 +33,7 @@ struct Node {
   TimePoint next_ping;
   uint64_t pings = 0;
   bool told_readiness = false;           // the node knows everything of Impl::book
+  std::string told_owner;                // what the daemon was told last of who owns the group
   std::map<MemberId, MemberId> members;  // the node's id of a member -> the coordinator's
 };
 struct KnownLayout {
@@ -379,6 +380,7 @@ struct Coordinator::Impl {
   void Fail(const std::string& reason, GiveUpClass kind, const Failure& failure = {});
 
   // ---- readiness ----
+  void TellOwner();
   void TellReadiness();
   void TellJoined();
 

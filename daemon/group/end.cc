@@ -559,6 +559,7 @@ void Group::Impl::InstallVersion() {
   if (FillRuns()) {
     failed_fills = 0;
   } else {
+    ownership.Committed();
     ++committed_updates;
     ForgetFailedFills();
   }
@@ -574,6 +575,7 @@ void Group::Impl::InstallVersion() {
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
+      NoteInstalled(*member);
       member->updated = member->verified = true;
       Step(&member->state, MemberTrigger::kOutcome);
       Do(SendCommitted{id, update->version});

@@ -49,18 +49,21 @@ std::string Few(const std::vector<std::string>& names) {
 }  // namespace group
 
 Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec group_spec,
-                  GroupLimits group_limits, std::function<UpdateId()> next)
+                  GroupLimits group_limits, std::function<UpdateId()> next,
+                  Ownership::Rule owner_rule)
     : name(std::move(group_name)),
       incarnation(first_incarnation),
       spec(std::move(group_spec)),
       limits(group_limits),
       next_update(std::move(next)),
+      ownership(name, std::move(owner_rule)),
       ledger(spec.slots),
       declared(std::make_shared<group::TensorTable>(spec.engine_only_tensors)) {}
 
 void Group::Impl::Pump() {
   GiveUpFillIfGiversChanged();
   PumpUpdate();
+  ExpelUnwelcome();
   TakeDeferred();
   OpenFillIfDue();
   ServeLeases();
@@ -281,7 +284,11 @@ void Group::Impl::On(const ReplaceGroup& e) {
     return;
   }
   state = *next;
+  committed_to.clear();
+  replaced.insert(incarnation);
+  if (replaced.size() > kRememberedIncarnations) replaced.erase(replaced.begin());
   incarnation = e.incarnation;
+  ownership.Replaced(e.by);
   had_version = had_version || version.has_value();
   version.reset();
   past.clear();
@@ -318,9 +325,9 @@ bool EqualButTrainers(GroupSpec a, const GroupSpec& b) {
 }
 
 Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
-             std::function<UpdateId()> next_update)
+             std::function<UpdateId()> next_update, Ownership::Rule owner_rule)
     : impl_(std::make_unique<Impl>(std::move(name), incarnation, std::move(spec), limits,
-                                   std::move(next_update))) {}
+                                   std::move(next_update), std::move(owner_rule))) {}
 
 Group::~Group() = default;
 
@@ -362,6 +369,7 @@ const std::string& Group::name() const { return impl_->name; }
 uint64_t Group::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Group::spec() const { return impl_->spec; }
 bool Group::has_members() const { return !impl_->members.empty(); }
+const std::string& Group::owner() const { return impl_->ownership.owner(); }
 bool Group::has_trainers() const { return !impl_->trainers.empty(); }
 bool Group::update_running() const { return impl_->update != nullptr; }
 std::optional<Version> Group::version() const { return impl_->version; }

@@ -31,6 +31,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/group/ownership.h"
 #include "daemon/group/readiness.h"
 #include "proto/delivery.h"
 #include "transport/base/failure.h"
@@ -75,8 +76,9 @@ inline constexpr int64_t kMaxLag = 1'000'000'000;
 // must stay up grow with their number, while from a few givers on a newcomer's own link is the
 // limit.
 inline constexpr int kMaxGivers = 8;
-inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
-inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
+inline constexpr int kRememberedUpdates = 64;          // outcomes kept for GetUpdate
+inline constexpr int kRememberedRequests = 256;        // finished request ids kept per member
+inline constexpr size_t kRememberedIncarnations = 16;  // that were replaced
 // Records of ended buckets that are kept, of the running update or else of the last update.
 inline constexpr int kRememberedBuckets = 4096;
 
@@ -149,6 +151,10 @@ struct TrainerIdentity {
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
   bool relays = true;    // that daemon agreed to a protocol version with chains
+  // Who it is, as the daemon that it is attached to found out; empty: not known.
+  std::string identity{};
+  // A rule of that daemon lets it in, whoever owns the group.
+  bool any_owner = false;
 };
 
 struct EngineIdentity {
@@ -175,6 +181,12 @@ struct EngineIdentity {
   // unchanged, so that it may be given to other instances; and the rank answers Prepare at any
   // time, so that it may be filled. False for clients and daemons that do not say so.
   bool fill = false;
+  // The pattern of identities whose weights the rank takes: it enters no group that another one
+  // owns. Empty: it takes those of any owner.
+  std::string trainer_identity{};
+  // The identity that owned the group when held_version, or the version before its weights became
+  // dirty, was committed; empty: the rank does not say.
+  std::string held_owner{};
 };
 
 // ---- how an update ends ----
@@ -449,6 +461,7 @@ struct OperatorAbort {
 struct ReplaceGroup {
   CallId call;
   uint64_t incarnation = 0;
+  std::string by{};  // the identity that asks for it
 };
 // SIGTERM came: no new update is opened; the running update ends or meets its deadline.
 struct DrainEvent {};
@@ -552,8 +565,9 @@ struct SendPart {
 struct SendCommitted {
   MemberId member;
   Version version;
-  // The group's incarnation. The member's own daemon sets it when it tells the member.
+  // The group's incarnation and owner. The member's own daemon sets them when it tells the member.
   uint64_t incarnation = 0;
+  std::string owner{};
 };
 struct SendAborted {
   MemberId member;
@@ -759,6 +773,7 @@ struct SlotView {
 struct GroupView {
   std::string name;
   uint64_t incarnation = 0;
+  std::string owner;  // the identity that owns it; empty: nobody does
   std::string_view state;
   GroupSpec spec;
   std::optional<Version> version;
@@ -781,8 +796,9 @@ struct PastUpdate {
 class Group {
  public:
   // `next_update` gives update ids that are unique in the daemon.
+  // `owner_rule`: what the daemon's policy says of an identity as the group's owner.
   Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
-        std::function<UpdateId()> next_update);
+        std::function<UpdateId()> next_update, Ownership::Rule owner_rule = nullptr);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -803,6 +819,8 @@ class Group {
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
+  // The identity that owns the group; empty: nobody does.
+  const std::string& owner() const;
   // Whether a trainer rank is attached to that node.
   bool TrainsOn(NodeId node) const;
   // Whether the running update can't do without that node: a trainer rank is attached to it, or a

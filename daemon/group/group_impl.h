@@ -43,7 +43,7 @@ namespace group {
 struct HeldVersion {
   Version version;
   uint64_t origin = 0;  // incarnation in which it was committed; 0: the rank did not tell
-  bool operator==(const HeldVersion&) const = default;
+  auto operator<=>(const HeldVersion&) const = default;
 };
 
 struct Member {
@@ -54,10 +54,15 @@ struct Member {
   int rank = 0;
   int world_size = 0;
   int pid = 0;
-  NodeId node;         // of the daemon that it is attached to
-  bool relays = true;  // that daemon can forward along chains
-  std::string label;   // for messages
-  std::string daemon;  // that daemon's id; empty: the coordinator's
+  NodeId node;             // of the daemon that it is attached to
+  bool relays = true;      // that daemon can forward along chains
+  std::string label;       // for messages
+  std::string daemon;      // that daemon's id; empty: the coordinator's
+  std::string identity;    // trainers
+  bool any_owner = false;  // trainers: may enter groups of any owner
+  // Trainers: another identity owns the group now. The rank's lease ends when no update runs.
+  bool unwelcome = false;
+  std::string takes_of;  // engines: the pattern of owners whose weights they take; empty: any
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
@@ -155,7 +160,7 @@ struct Group::Impl {
   using Update = group::Update;
 
   Impl(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
-       std::function<UpdateId()> next_update);
+       std::function<UpdateId()> next_update, Ownership::Rule owner_rule);
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
   ~Impl() {
@@ -251,6 +256,11 @@ struct Group::Impl {
   Failure Unwritten(Version wanted, MemberId suspect) const;
   void Admit(Member member);
   absl::Status CheckTrainer(const TrainerIdentity& who) const;
+  absl::Status CheckEnginesTake(const std::string& identity) const;
+  std::string ClaimOf(const EngineIdentity& who) const;
+  void FindUnwelcome();
+  absl::Status WhyUnwelcome(const Member& member) const;
+  void ExpelUnwelcome();
   absl::Status CheckEngine(const EngineIdentity& identity) const;
   void CompleteIfAllHere(Instance* instance);
   bool Complete(const Instance& instance) const;
@@ -258,6 +268,10 @@ struct Group::Impl {
   InstanceStanding StandingOf(const std::string& instance_name) const;
   // Called where the instance's state, ranks or version change.
   void NoteStanding(const std::string& instance_name) { restood.insert(instance_name); }
+  void FindLineage();
+  void NoteInstalled(const Member& member);
+  bool Believed(const EngineIdentity& who) const;
+  bool OfLineage(const group::HeldVersion& held) const;
   // Called when a rank brings a version that an earlier incarnation of the group committed.
   void NoteEarlierVersion();
   absl::Status CheckHeld(const EngineIdentity& who) const;
@@ -460,6 +474,9 @@ struct Group::Impl {
   const GroupLimits limits;
   const std::function<UpdateId()> next_update;
 
+  Ownership ownership;
+  // A trainer is attached that may not stay (Member::unwelcome).
+  bool any_unwelcome = false;
   GroupState state = GroupState::kIdle;
   std::optional<Version> version;  // last committed in this incarnation
   // A version was committed in an earlier incarnation: a rank brought it, or the group was
@@ -471,6 +488,15 @@ struct Group::Impl {
   // The names of instances, also of those that are gone, whose standing may have changed since
   // TakeStandings.
   std::set<std::string> restood;
+  // Of the versions of earlier incarnations that clean instances brought, the one that most of them
+  // hold; nullopt: there is none, or the group has committed a version itself.
+  std::optional<group::HeldVersion> lineage;
+  // The last version of this incarnation that was committed to each rank, also of instances that
+  // are gone, by instance and rank: what a rank that comes back says is compared with it. At most
+  // kMaxEngineRanks.
+  std::map<std::pair<std::string, int>, Version> committed_to;
+  // Incarnations of this group before it was replaced: what they committed is not to be served.
+  std::set<uint64_t> replaced;  // at most kRememberedIncarnations
   // Nodes with members that are kept out of updates, and why.
   std::map<NodeId, std::string> kept_out;
   SlotLedger ledger;

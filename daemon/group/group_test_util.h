@@ -81,6 +81,7 @@ class TestGroup {
 
   // ---- members ----
 
+  MemberId NewMember() { return MemberId(++members_); }
   MemberId AttachTrainer(int rank = 0, int world_size = 1) {
     const MemberId id(++members_);
     Do(TrainerAttached{id, {rank, world_size, 1000 + rank, NodeId(), ""}});

@@ -336,13 +336,18 @@ struct PeerIncarnation {
   uint64_t incarnation = 0;
 };
 
+// Who owns the group now.
+struct PeerOwner {
+  std::string owner;  // empty: nobody
+};
+
 // PeerReadiness (readiness.h) is a command as well.
 // The actions of Group among the commands are for members and calls of the joined daemon.
 using PeerCommand =
     std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, PeerSendPart,
                  MemberAction, PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
                  PeerUpdateEnded, OpenEpoch, PeerEpochConnect, CloseEpoch, PeerWireLock,
-                 PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness>;
+                 PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness, PeerOwner>;
 
 // A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
 // counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same

@@ -63,6 +63,7 @@ GroupView Group::View(TimePoint now) const {
   GroupView view;
   view.name = g.name;
   view.incarnation = g.incarnation;
+  view.owner = g.ownership.owner();
   view.state = Name(g.state);
   view.spec = g.spec;
   view.version = g.version;
@@ -111,6 +112,7 @@ GroupView Group::View(TimePoint now) const {
 }
 
 std::vector<InstanceStanding> Group::TakeStandings() {
+  if (!impl_->restood.empty()) impl_->FindLineage();
   std::vector<InstanceStanding> standings;
   for (const std::string& name : std::exchange(impl_->restood, {})) {
     standings.push_back(impl_->StandingOf(name));

@@ -12,6 +12,7 @@
 #include "daemon/link/member_actions.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 
@@ -240,8 +241,8 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
   if (v.version.has_value()) out->set_version(v.version->value());
   for (const InstanceStanding& standing : v.instances) {
     out->add_instances(standing.instance);
-    const bool empty = standing.standing == Standing::kEmpty;
-    const Standing told = empty ? Standing::kForming : standing.standing;
+    const bool known = static_cast<int>(standing.standing) < kWireStandings;
+    const Standing told = known ? standing.standing : Standing::kForming;
     out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(told) + 1));
     out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
   }
@@ -249,6 +250,10 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
 
 void Put(const PeerIncarnation& v, v1::PeerAnswer* message) {
   message->mutable_new_incarnation()->set_incarnation(v.incarnation);
+}
+
+void Put(const PeerOwner& v, v1::PeerAnswer* message) {
+  message->mutable_owner()->set_owner(TextToProto(v.owner, kMaxIdentityBytes));
 }
 
 // ---- commands: from the wire ----
@@ -619,6 +624,12 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
   return out;
 }
 
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerOwner& message, const PeerBounds&) {
+  PeerOwner out;
+  REFITD_ASSIGN_OR_RETURN(out.owner, TextOf(message.owner(), "owner.owner", kMaxIdentityBytes));
+  return out;
+}
+
 }  // namespace
 
 bool OfUnknownKind(const v1::PeerAnswer& answer) {
@@ -701,6 +712,8 @@ absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBo
       return CommandOf(answer.new_incarnation(), bounds);
     case v1::PeerAnswer::kReadiness:
       return CommandOf(answer.readiness(), bounds);
+    case v1::PeerAnswer::kOwner:
+      return CommandOf(answer.owner(), bounds);
     case v1::PeerAnswer::KIND_NOT_SET:
       return Invalid("kind is missing, or not known");
     default:

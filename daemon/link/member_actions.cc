@@ -36,6 +36,7 @@ template <typename Event>
 void Tell(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_version(v.version.value());
   event->mutable_committed()->set_incarnation(v.incarnation);
+  event->mutable_committed()->set_owner(v.owner);
 }
 
 // ---- aborted ----

@@ -41,8 +41,8 @@ FIELDS(TensorSpec, a, b, c)
 FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
-FIELDS(TrainerIdentity, a, b, c, d, e, f)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
+FIELDS(TrainerIdentity, a, b, c, d, e, f, g, h)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
 FIELDS(PeerAttach, a, b)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
@@ -100,17 +100,19 @@ FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
+FIELDS(PeerOwner, a)
 FIELDS(InstanceStanding, a, b, c)
 FIELDS(PeerReadiness, a, b, c)
 FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
-// All fields but the incarnation, which the member's own daemon sets.
+// All fields but incarnation and owner, which the member's own daemon sets.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
-  auto& [a, b, incarnation] = v;
+  auto& [a, b, incarnation, owner] = v;
   (void)incarnation;
+  (void)owner;
   return std::tie(a, b);
 }
 // All fields but slots_on_devices, which is never true for a joined daemon's ranks.
@@ -411,6 +413,7 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->daemon.clear();
   v->relays = true;
   v->on_device = false;  // known to the own daemon only
+  v->trainer_identity = Between(rng, 0, 1) == 0 ? "" : "spiffe://prod/trainer/*";
   if (!NeedsLayout(v->delivery)) v->fill = false;
 }
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }

@@ -57,6 +57,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     hello->set_message_bytes(dial_.limits.message_bytes);
     hello->set_dial(dial_.number);
     hello->set_coordinator(dial_.address);
+    hello->set_identity(dial_.identity);
+    hello->set_trainer(dial_.trainer);
 
     MutexLock lock(&mutex_);
     self_ = shared_from_this();

@@ -14,6 +14,7 @@
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "proto/delivery.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 
@@ -54,6 +55,8 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
     t->set_rank(trainer->rank);
     t->set_world_size(trainer->world_size);
     t->set_pid(trainer->pid);
+    t->set_identity(TextToProto(trainer->identity, kMaxIdentityBytes));
+    t->set_any_owner(trainer->any_owner);
     return;
   }
   const auto& engine = std::get<EngineIdentity>(v.identity);
@@ -67,6 +70,8 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_dirty(engine.dirty);
   e->set_held_origin(engine.held_origin);
   e->set_fill(engine.fill);
+  e->set_trainer_identity(engine.trainer_identity);
+  e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -299,6 +304,9 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
     trainer.rank = t.rank();
     trainer.world_size = t.world_size();
     trainer.pid = t.pid();
+    REFITD_ASSIGN_OR_RETURN(trainer.identity,
+                            TextOf(t.identity(), "attach.trainer.identity", kMaxIdentityBytes));
+    trainer.any_owner = t.any_owner();
     out.identity = trainer;
     return out;
   }
@@ -318,6 +326,13 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
   engine.fill = e.fill();
+  engine.trainer_identity = e.trainer_identity();
+  if (!engine.trainer_identity.empty()) {
+    REFITD_RETURN_IF_ERROR(
+        CheckOwnerPattern(engine.trainer_identity, "attach.engine.trainer_identity"));
+  }
+  REFITD_ASSIGN_OR_RETURN(engine.held_owner,
+                          TextOf(e.held_owner(), "attach.engine.held_owner", kMaxIdentityBytes));
   if (engine.fill && !Fills(engine.delivery)) {
     return Invalid("attach.engine.fill: only {} delivery takes part in fills",
                    DeliveriesWith(Fills));

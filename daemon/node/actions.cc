@@ -87,6 +87,7 @@ struct Actions::Performer {
   }
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     a.incarnation = group->machine->incarnation();
+    a.owner = group->machine->owner();
     Tell(a.member, a);
   }
   // The action itself is the news that the member is told.
@@ -143,7 +144,7 @@ struct Actions::Performer {
   }
   void operator()(WelcomeMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     MemberRecord* member = Find(a.member);
-    if (member != nullptr) own->members_.Welcome(group, member);
+    if (member != nullptr) own->members_.Welcome(group, member, turn);
   }
   void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     const TimePoint now = DaemonState::Now();

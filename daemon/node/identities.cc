@@ -49,7 +49,7 @@ std::optional<AuditEvent> AuditOf(const GroupEvent& event) {
 std::string Identities::OwnerOf(const std::string& group) {
   const Turn turn(state_.turns);
   const GroupRecord* const found = state_.groups.Find(group);
-  return found == nullptr ? "" : found->owner;
+  return found == nullptr ? "" : found->machine->owner();
 }
 
 bool Identities::HasLease(const std::string& identity) {
@@ -58,18 +58,10 @@ bool Identities::HasLease(const std::string& identity) {
                      [&](const auto& entry) { return Is(entry.second, identity); });
 }
 
-// The door has asked the policy before; here the group can't change owners any more.
-absl::Status Identities::TakeOwnership(GroupRecord* group, const MemberRecord& trainer) {
-  const std::string identity = IdentityOf(trainer.peer);
-  if (group->owner.empty()) group->owner = identity;
-  if (group->owner == identity || trainer.peer.any_owner) return absl::OkStatus();
-  return Error(absl::StatusCode::kPermissionDenied,
-               "{} may not be trainer of group '{}', which another identity owns", identity,
-               group->name());
-}
-
-void Identities::NoteReplaced(GroupRecord* group, const std::string& by) {
-  if (group->owner != by) group->owner.clear();
+bool Identities::MayMake(const std::string& group, const std::string& identity) const {
+  if (state_.options.owner_rule == nullptr) return true;
+  const OwnerRule rule = state_.options.owner_rule(group, identity);
+  return rule == OwnerRule::kNone || rule == OwnerRule::kNamed;
 }
 
 // ---- limits of each identity ----

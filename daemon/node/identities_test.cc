@@ -64,38 +64,7 @@ struct World : private TurnHost, private TimerHost {
   void Ring(Turn& /*turn*/, TimePoint /*now*/) override {}
 };
 
-// ---- owners ----
-
-TEST_CASE("The first trainer's identity owns the group, and others enter by a rule only") {
-  World world({});
-  {
-    const Turn turn(world.state.turns);
-    GroupRecord* const group = world.MakeGroup("g", "uid:1");
-    CHECK(Identities::TakeOwnership(group, world.Trainer(User(1))).ok());
-    CHECK(Identities::TakeOwnership(group, world.Trainer(User(1))).ok());
-    const absl::Status refused = Identities::TakeOwnership(group, world.Trainer(User(2)));
-    CHECK(refused.code() == absl::StatusCode::kPermissionDenied);
-    CHECK(std::string(refused.message()).find("uid:2") != std::string::npos);
-    Peer by_rule = User(2);
-    by_rule.any_owner = true;
-    CHECK(Identities::TakeOwnership(group, world.Trainer(by_rule)).ok());
-  }
-  CHECK(world.identities.OwnerOf("g") == "uid:1");
-  CHECK(world.identities.OwnerOf("other").empty());
-}
-
-TEST_CASE("A group that another identity replaces has no owner until a trainer attaches") {
-  World world({});
-  const Turn turn(world.state.turns);
-  GroupRecord* const group = world.MakeGroup("g", "uid:1");
-  CHECK(Identities::TakeOwnership(group, world.Trainer(User(1))).ok());
-  Identities::NoteReplaced(group, "uid:1");
-  CHECK(group->owner == "uid:1");
-  Identities::NoteReplaced(group, "uid:0");
-  CHECK(group->owner.empty());
-  CHECK(Identities::TakeOwnership(group, world.Trainer(User(2))).ok());
-  CHECK(group->owner == "uid:2");
-}
+// ---- leases ----
 
 TEST_CASE("An identity has a lease as long as one of its members is not lost") {
   World world({});

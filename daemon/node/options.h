@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -66,6 +67,9 @@ struct DaemonOptions {
   std::string clear_wire = kNotEncrypted;
   DaemonObserver* observer = nullptr;  // outlives the daemon; null: none
   IdentityLimits per_identity;
+  // What the policy of the moment says of an identity as a group's owner; thread-safe. Null: no
+  // rule names the owner of any group.
+  std::function<OwnerRule(const std::string& group, const std::string& identity)> owner_rule{};
   AuditLog* audit = nullptr;  // outlives the daemon; null: none
 };
 

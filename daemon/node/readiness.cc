@@ -87,6 +87,7 @@ void InstanceReadiness::Keep(const std::string& group, const Follower& follower,
   Kept& kept = kept_[group];
   kept.book = last->book;
   kept.max_lag = follower.spec().max_lag;
+  kept.incarnation = follower.incarnation();
   kept.until = now + keep_;
   for (const std::string& instance : last->here) kept.here[instance] = now;
 }
@@ -100,7 +101,8 @@ void InstanceReadiness::Arrived(const std::string& group, const EngineIdentity& 
   const auto known = kept.book.instances().find(engine.instance);
   if (known == kept.book.instances().end()) return;
   const std::optional<Version>& version = known->second.version;
-  const bool same = !version.has_value() || engine.held_version == version;
+  const bool same = !version.has_value() ||
+                    (engine.held_version == version && engine.held_origin == kept.incarnation);
   if (engine.dirty || !same) kept.book.Doubt(engine.instance);
   Changed(group, now);
 }

@@ -78,6 +78,7 @@ class InstanceReadiness {
   struct Kept {
     ReadinessBook book;
     int64_t max_lag = 0;
+    uint64_t incarnation = 0;
     TimePoint until;
     std::map<std::string, TimePoint> here;  // instances of this daemon: when a rank was seen last
   };

@@ -13,6 +13,7 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "proto/protocol.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -85,6 +86,12 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                  hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  if (!hello.trainer_identity().empty()) {
+    REFITD_RETURN_IF_ERROR(CheckOwnerPattern(hello.trainer_identity(), "trainer_identity"));
+  }
+  identity.trainer_identity = hello.trainer_identity();
+  REFITD_RETURN_IF_ERROR(CheckLine(hello.held_owner(), kMaxIdentityBytes, "held_owner"));
+  identity.held_owner = hello.held_owner();
   identity.fill = hello.fill();
   if (hello.fill() && !Fills(identity.delivery)) {
     return Error(absl::StatusCode::kInvalidArgument, "fill: only {} delivery takes part in fills",

@@ -97,6 +97,7 @@ v1::GroupStatus ToProto(const GroupDetails& details) {
   v1::GroupStatus status;
   status.set_name(view.name);
   status.set_incarnation(view.incarnation);
+  status.set_owner(view.owner);
   status.set_state(std::string(view.state));
   *status.mutable_spec() = SpecToProto(view.spec, /*lists=*/false);
   if (view.version.has_value()) status.set_version(view.version->value());

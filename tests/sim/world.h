@@ -75,12 +75,14 @@ enum class Bug : uint8_t {
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
   // The first thing that a daemon receives, and lacks, after a program went on is not written.
   kSkippedRound,
-  kWrongResume,   // a joined daemon is told to go on one round after the one that is lacking
-  kTornGiver,     // an engine loses some of its weights when a fill begins, and goes on giving
-  kStubbornFill,  // calls that open an update are held up while a fill runs
-  kBlindFill,     // a fill's read-back finds nothing
-  kSkippedPart,   // a joined daemon stores nothing of a part that is sent again
-  kTwiceStored,   // a joined daemon stores a part that is sent again twice
+  kWrongResume,     // a joined daemon is told to go on one round after the one that is lacking
+  kTornGiver,       // an engine loses some of its weights when a fill begins, and goes on giving
+  kStubbornFill,    // calls that open an update are held up while a fill runs
+  kBlindFill,       // a fill's read-back finds nothing
+  kSkippedPart,     // a joined daemon stores nothing of a part that is sent again
+  kTwiceStored,     // a joined daemon stores a part that is sent again twice
+  kTakeover,        // engines do not say whose version they hold: who comes first owns the group
+  kOwnerElsewhere,  // the coordinator does not know who a trainer at another daemon is
 };
 
 struct Options {
@@ -118,6 +120,7 @@ enum class Fault : uint8_t {
   // An answer of another kind than its call, or a report about an epoch that the daemon is not in.
   kWrongPayload,
   kWireNameless,  // the data plane fails and names nobody
+  kThief,         // a trainer of another identity attaches
   kCount
 };
 std::string_view FaultName(Fault fault);
@@ -225,6 +228,9 @@ struct Pool {
 
 // ---- processes ----
 
+// The identity of all trainers but thieves.
+inline constexpr char kOwner[] = "owner";
+
 struct Seat {  // a place for a process: which member should be attached where
   int g = 0;
   bool trainer = false;
@@ -264,6 +270,7 @@ struct Process {
   std::vector<int64_t> first;    // by tensor: first element held
   std::optional<Version> holds;  // the version that it believes to serve
   uint64_t origin = 0;           // incarnation in which `holds` was committed; 0: from a file
+  std::string owner;             // of the group when it committed the last version here
   bool torn = false;             // it lost a part of `holds` and hides that; for kTornGiver
   bool in_doubt = false;         // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
@@ -392,6 +399,7 @@ struct Daemon {
   WireLock lock;
   std::map<int, Machine> machines;  // by group
   std::map<MemberId, DaemonMember> members;
+  std::map<MemberId, int> thieves;  // their groups; not among `members`
   std::map<CallId, Call> calls;
   std::map<CallId, ReplyPayload> wrong_answers;  // planted
   std::map<CallId, std::shared_ptr<Source>> sources;
@@ -702,6 +710,13 @@ class World {
   void FreezeProcess(int pid, Duration how_long);
   void ThawProcess(int pid);
   void TryAttach(int pid);
+  // ---- thieves.cc ----
+  void SendThieves();
+  void SendThief(int d, int g);
+  void ThiefBegins(int d, MemberId member);
+  void CheckStolen(int g, const BeginReply& begun);
+  void ThiefLeaves(int d, MemberId member);
+  void ReplaceStolen(int g);
   void LoseLease(int pid, const std::string& why, Duration retry);
   void EndPack(int pid, SlotGrant grant);
   void Hear(int d, MemberId member, std::function<void(Process*)> what);

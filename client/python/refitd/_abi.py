@@ -184,6 +184,8 @@ class refit_engine_options(ctypes.Structure):
         ("dirty", c_int32),
         ("held_origin", c_uint64),
         ("fill", c_int32),
+        ("held_owner", c_char_p),
+        ("trainer_identity", c_char_p),
     ]
 
 
@@ -206,6 +208,7 @@ class refit_event(ctypes.Structure):
         ("reason", c_char_p),
         ("weights", c_int32),
         ("incarnation", c_uint64),
+        ("owner", c_char_p),
     ]
 
 

@@ -54,6 +54,8 @@ class Engine(Member):
         manifest: Sequence[TensorSpec | tuple[str, Any, Sequence[int]]] | None = None,
         held_version: int | None = None,
         held_incarnation: int | None = None,
+        held_owner: str | None = None,
+        trainer_identity: str | None = None,
         dirty: bool = False,
         fill: bool = True,
         socket: str | None = None,
@@ -69,7 +71,10 @@ class Engine(Member):
 
         `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
         `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
-        the memory holds, complete, from an earlier attachment (Committed told both). `dirty`: the memory may hold no whole version;
+        the memory holds, complete, from an earlier attachment (Committed told both). `held_owner`: Committed's owner of the last version
+        that was committed there, also where the memory is dirty since: a group that is made again belongs to that owner.
+        `trainer_identity`: whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
+        "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's. `dirty`: the memory may hold no whole version;
         where you don't know, say True. `fill`: without `staged`, the rank takes part in fills. If its instance lacks the group's version,
         it gets that version from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance
         holds the version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
@@ -85,7 +90,8 @@ class Engine(Member):
         lost (30). `client`: free text for status pages.
 
         Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
-        attached, InvalidArgument, FailedPrecondition where the group or another rank disagrees.
+        attached, PermissionDenied where another identity owns the group, InvalidArgument, FailedPrecondition where the group or another
+        rank disagrees.
         """
         super().__init__()
         refuse_fork()
@@ -108,6 +114,8 @@ class Engine(Member):
             delivery=_abi.DELIVERIES["staged" if staged else "registered"],
             dirty=int(dirty),
             fill=_abi.FILL_DEFAULT if fill else _abi.FILL_NEVER,
+            held_owner=text(held_owner),
+            trainer_identity=text(trainer_identity),
         )
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)
@@ -246,7 +254,7 @@ class Engine(Member):
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == _abi.EVENT_COMMITTED:
             self._mark_written()
-            return Committed(raw.version, raw.incarnation)
+            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"))
         if kind == _abi.EVENT_ABORTED:
             return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
         if kind == _abi.EVENT_DRAINING:

@@ -112,10 +112,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Committed:
-    """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other."""
+    """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other.
+    `owner`: the identity that owns the group, "" where nobody does."""
 
     version: int
     incarnation: int
+    owner: str = ""
 
 
 @dataclass(frozen=True)

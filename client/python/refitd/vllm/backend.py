@@ -44,6 +44,7 @@ class RefitdInitInfo(WeightTransferInitInfo):
     instance: str = ""
     socket: str = ""
     coordinator: str = ""
+    trainer_identity: str = ""
     manifest: str = ""
     arena_bytes: str | int = ""
     proof: str = ""

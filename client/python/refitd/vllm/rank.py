@@ -53,6 +53,7 @@ class Rank:
         self._member: Engine | None = None
         self._incarnation: int | None = None
         self._settings: Settings | None = None
+        self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
 
     def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool) -> None:
@@ -73,6 +74,8 @@ class Rank:
             world_size=world_size,
             socket=settings.socket,
             coordinator=settings.coordinator,
+            held_owner=self._owner,
+            trainer_identity=settings.trainer_identity,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
             # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
@@ -182,7 +185,7 @@ class Rank:
                 raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
         if isinstance(event, Committed):
             self._bring_in(member, event)
-            self.version, self._incarnation, self.clean = event.version, event.incarnation, True
+            self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "GOOD"
         self.clean = clean_before and not dirty
