@@ -41,13 +41,13 @@ using refitd::Version;
 
 struct refit_update {
   std::unique_ptr<client::Update> update;
-  std::vector<client::InstanceOutcome> outcomes;  // after a successful commit or refit
+  client::CommitResult result;  // of a successful commit or refit
 };
 
 struct refit_trainer {
   std::unique_ptr<client::Trainer> trainer;
   mutable refitd::Mutex mutex;
-  std::vector<client::InstanceOutcome> outcomes ABSL_GUARDED_BY(mutex);  // of the last refit
+  client::CommitResult result ABSL_GUARDED_BY(mutex);  // of the last refit
 };
 
 struct refit_engine {
@@ -188,9 +188,10 @@ absl::Status AddMemfd(Member* member, int descriptor, int64_t bytes, refit_regio
 }
 
 template <typename Member>
-absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_region** region) {
+absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t address,
+                        refit_region** region) {
   REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
-  return Give(member->AddCudaRegion(std::move(own), bytes), &refit_region::region, region);
+  return Give(member->AddCudaRegion(std::move(own), bytes, address), &refit_region::region, region);
 }
 
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
@@ -293,6 +294,15 @@ absl::Status GiveOutcome(const std::vector<client::InstanceOutcome>& outcomes, i
   if (instance != nullptr) *instance = outcome.instance.c_str();
   if (committed != nullptr) *committed = outcome.committed ? 1 : 0;
   if (reason != nullptr) *reason = outcome.reason.c_str();
+  return absl::OkStatus();
+}
+
+absl::Status GiveLeftOut(const std::vector<std::string>& names, int32_t index, const char** name) {
+  if (name == nullptr) return Null("name");
+  if (index < 0 || index >= static_cast<int32_t>(names.size())) {
+    return Error(absl::StatusCode::kOutOfRange, "name {} of {}", index, names.size());
+  }
+  *name = names[index].c_str();
   return absl::OkStatus();
 }
 
@@ -474,7 +484,16 @@ refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, 
   return Guarded([&] {
     if (trainer == nullptr) return Null("trainer");
     if (region == nullptr) return Null("region");
-    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, region);
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, 0, region);
+  });
+}
+
+refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, address, region);
   });
 }
 
@@ -548,7 +567,7 @@ refit_status refit_update_commit(refit_update* update, refit_commit_result* resu
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
     const absl::Status shown = Show(committed, result);
-    update->outcomes = std::move(committed.instances);
+    update->result = std::move(committed);
     return shown;
   });
 }
@@ -559,7 +578,7 @@ refit_status refit_update_refit(refit_update* update, refit_commit_result* resul
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Refit());
     const absl::Status shown = Show(committed, result);
-    update->outcomes = std::move(committed.instances);
+    update->result = std::move(committed);
     return shown;
   });
 }
@@ -568,7 +587,7 @@ refit_status refit_update_outcome(const refit_update* update, int32_t index, con
                                   int32_t* committed, const char** reason) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
-    return GiveOutcome(update->outcomes, index, instance, committed, reason);
+    return GiveOutcome(update->result.instances, index, instance, committed, reason);
   });
 }
 
@@ -594,7 +613,7 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, trainer->trainer->Refit(wanted));
     const absl::Status shown = Show(committed, result);
     refitd::MutexLock lock(&trainer->mutex);
-    trainer->outcomes = std::move(committed.instances);
+    trainer->result = std::move(committed);
     return shown;
   });
 }
@@ -604,7 +623,23 @@ refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
   return Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
     refitd::MutexLock lock(&trainer->mutex);
-    return GiveOutcome(trainer->outcomes, index, instance, committed, reason);
+    return GiveOutcome(trainer->result.instances, index, instance, committed, reason);
+  });
+}
+
+refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    return GiveLeftOut(update->result.left_out, index, name);
+  });
+}
+
+refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index,
+                                    const char** name) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    refitd::MutexLock lock(&trainer->mutex);
+    return GiveLeftOut(trainer->result.left_out, index, name);
   });
 }
 
@@ -654,7 +689,16 @@ refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int
   return Guarded([&] {
     if (engine == nullptr) return Null("engine");
     if (region == nullptr) return Null("region");
-    return AddCudaVmm(engine->engine.get(), descriptor, bytes, region);
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, 0, region);
+  });
+}
+
+refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, address, region);
   });
 }
 

@@ -563,6 +563,9 @@ void World::Heal() {
     }
   }
   for (GroupWorld& group : groups_) group.job.left = 0;
+  for (const std::unique_ptr<Process>& p : processes_) {
+    for (const std::shared_ptr<Shard>& shard : p->shards) shard->in_pid = 0;
+  }
   for (size_t d = 0; d < daemons_.size(); ++d) {
     Daemon& daemon = daemons_[d];
     if (daemon.frozen) Thaw(static_cast<int>(d), daemon.life);

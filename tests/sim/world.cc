@@ -34,9 +34,10 @@ std::string_view FaultName(Fault fault) {
       "operator abort",  "trainer abort",
       "engine failed",   "drain",
       "replace",         "call gone",
-      "replica differs", "only engines killed",
-      "wire one-sided",  "daemon mute",
-      "wrong payload",   "wire nameless"};
+      "replica differs", "overlap",
+      "only engines killed", "wire one-sided",
+      "daemon mute",     "wrong payload",
+      "wire nameless"};
   return kNames[static_cast<size_t>(fault)];
 }
 

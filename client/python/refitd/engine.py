@@ -6,8 +6,9 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any
 
 from . import _abi, _devices, _gc
@@ -128,17 +129,24 @@ class Engine(Member):
 
         Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
         disagrees, or an update runs; nothing has changed then.
+
+        Where two names are one memory (tied weights), a trainer may send either or both. The values of both are compared at every version:
+        an update whose values differ fails, naming both tensors; by refit before anything is written.
         """
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
             layout = collect(layout, rank=self.rank, **options)
-        self.register_layout(layout.tensors, layout.boxes)
+        self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
 
-    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
-        """Does what register() does, for plain records. Trainers may send a tensor without a box of this rank; it is not written (tied weights)."""
+    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
+        """Does what register() does, for plain records. `tied`: names without boxes whose memory is that of another name, and that name.
+
+        Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
+        """
         with _gc.paused():
             check_tensors(tensors, self.label)
+            boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
 
     # ---- events ----
@@ -296,6 +304,17 @@ class Engine(Member):
     def version(self) -> int | None:
         """The version installed here; None: none, or the weights are not good."""
         return self._ask_version("version")
+
+
+def _tied_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str]) -> Iterator[Box]:
+    """The boxes of the names in `tied`: the library knows by equal boxes that two names are one memory."""
+    numbers = {spec.name: i for i, spec in enumerate(tensors)}
+    for name, kept in tied.items():
+        number, of = numbers.get(name), numbers.get(kept)
+        if number is None or of is None:
+            continue
+        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[of].dtype, tuple(tensors[of].shape)):
+            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == of]
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
