@@ -335,6 +335,7 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     request.kind = DescriptorRequestKind::kRegisterRegion;
     request.region_kind = source.kind;
     request.bytes = source.bytes;
+    request.region_id = source.address;
     const Duration extra = source.on_device()
                                ? kDeviceLimit
                                : std::chrono::seconds(source.bytes / kPopulateBytesPerSecond);
@@ -484,7 +485,8 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddBlock(const std::string& han
   return Share(std::move(source), nullptr);
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, int64_t bytes) {
+absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, int64_t bytes,
+                                                             uint64_t address) {
   if (!exported.valid() || bytes <= 0) {
     return Error(absl::StatusCode::kInvalidArgument, "device memory of {} bytes with descriptor {}",
                  bytes, exported.get());
@@ -493,6 +495,7 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, 
   source.kind = RegionKind::kDevice;
   source.fd = std::move(exported);
   source.bytes = bytes;
+  source.address = address;
   return Share(std::move(source), nullptr);
 }
 

@@ -224,6 +224,7 @@ void EngineImpl::NoteEnd() const {
 // ---- the conversation ----
 
 absl::Status EngineImpl::Register(Layout layout) {
+  TieSharedTensors(&layout);
   std::shared_ptr<EngineLease> session;
   absl::Status status;
   {

@@ -137,8 +137,9 @@ class Member : public Interface {
                                                          int64_t bytes) final {
     return Share([&] { return regions_->AddBlock(handle, bytes); });
   }
-  absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes) final {
-    return Share([&] { return regions_->AddExported(std::move(exported), bytes); });
+  absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes,
+                                                          uint64_t address) final {
+    return Share([&] { return regions_->AddExported(std::move(exported), bytes, address); });
   }
 
   bool reattaches() const { return connect_.reattach.count() > 0; }

@@ -42,13 +42,13 @@ using refitd::Version;
 
 struct refit_update {
   std::unique_ptr<client::Update> update;
-  std::vector<client::InstanceOutcome> outcomes;  // after a successful commit or refit
+  client::CommitResult result;  // of a successful commit or refit
 };
 
 struct refit_trainer {
   std::unique_ptr<client::Trainer> trainer;
   mutable refitd::Mutex mutex;
-  std::vector<client::InstanceOutcome> outcomes ABSL_GUARDED_BY(mutex);  // of the last refit
+  client::CommitResult result ABSL_GUARDED_BY(mutex);  // of the last refit
 };
 
 struct refit_engine {
@@ -232,9 +232,10 @@ absl::Status AddMemfd(Member* member, int descriptor, int64_t bytes, refit_regio
 }
 
 template <typename Member>
-absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_region** region) {
+absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t address,
+                        refit_region** region) {
   REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
-  return Give(member->AddCudaRegion(std::move(own), bytes), &refit_region::region, region);
+  return Give(member->AddCudaRegion(std::move(own), bytes, address), &refit_region::region, region);
 }
 
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
@@ -342,6 +343,15 @@ absl::Status GiveOutcome(const std::vector<client::InstanceOutcome>& outcomes, i
 
 void NoteIfLost(const client::InstanceOutcome& outcome) {
   if (!outcome.committed) NoteOutcome(outcome.reason, outcome.failure);
+}
+
+absl::Status GiveLeftOut(const std::vector<std::string>& names, int32_t index, const char** name) {
+  if (name == nullptr) return Null("name");
+  if (index < 0 || index >= static_cast<int32_t>(names.size())) {
+    return Error(absl::StatusCode::kOutOfRange, "name {} of {}", index, names.size());
+  }
+  *name = names[index].c_str();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options* raw) {
@@ -532,7 +542,16 @@ refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, 
   return Guarded([&] {
     if (trainer == nullptr) return Null("trainer");
     if (region == nullptr) return Null("region");
-    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, region);
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, 0, region);
+  });
+}
+
+refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, address, region);
   });
 }
 
@@ -607,7 +626,7 @@ refit_status refit_update_commit(refit_update* update, refit_commit_result* resu
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
     const absl::Status shown = Show(committed, result);
-    update->outcomes = std::move(committed.instances);
+    update->result = std::move(committed);
     return shown;
   });
 }
@@ -618,7 +637,7 @@ refit_status refit_update_refit(refit_update* update, refit_commit_result* resul
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Refit());
     const absl::Status shown = Show(committed, result);
-    update->outcomes = std::move(committed.instances);
+    update->result = std::move(committed);
     return shown;
   });
 }
@@ -627,9 +646,9 @@ refit_status refit_update_outcome(const refit_update* update, int32_t index, con
                                   int32_t* committed, const char** reason) {
   const refit_status status = Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
-    return GiveOutcome(update->outcomes, index, instance, committed, reason);
+    return GiveOutcome(update->result.instances, index, instance, committed, reason);
   });
-  if (status == REFIT_OK) NoteIfLost(update->outcomes[static_cast<size_t>(index)]);
+  if (status == REFIT_OK) NoteIfLost(update->result.instances[static_cast<size_t>(index)]);
   return status;
 }
 
@@ -655,7 +674,7 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, trainer->trainer->Refit(wanted));
     const absl::Status shown = Show(committed, result);
     refitd::MutexLock lock(&trainer->mutex);
-    trainer->outcomes = std::move(committed.instances);
+    trainer->result = std::move(committed);
     return shown;
   });
 }
@@ -666,12 +685,29 @@ refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
   const refit_status status = Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
     refitd::MutexLock lock(&trainer->mutex);
-    REFITD_RETURN_IF_ERROR(GiveOutcome(trainer->outcomes, index, instance, committed, reason));
-    told = trainer->outcomes[static_cast<size_t>(index)];
+    REFITD_RETURN_IF_ERROR(
+        GiveOutcome(trainer->result.instances, index, instance, committed, reason));
+    told = trainer->result.instances[static_cast<size_t>(index)];
     return absl::OkStatus();
   });
   NoteIfLost(told);
   return status;
+}
+
+refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    return GiveLeftOut(update->result.left_out, index, name);
+  });
+}
+
+refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index,
+                                    const char** name) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    refitd::MutexLock lock(&trainer->mutex);
+    return GiveLeftOut(trainer->result.left_out, index, name);
+  });
 }
 
 refit_status refit_update_abort(refit_update* update, const char* reason) {
@@ -720,7 +756,16 @@ refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int
   return Guarded([&] {
     if (engine == nullptr) return Null("engine");
     if (region == nullptr) return Null("region");
-    return AddCudaVmm(engine->engine.get(), descriptor, bytes, region);
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, 0, region);
+  });
+}
+
+refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, address, region);
   });
 }
 

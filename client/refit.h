@@ -337,6 +337,11 @@ refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ip
  * as a POSIX descriptor. The caller keeps owning the descriptor. */
 refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, int64_t bytes,
                                         refit_region** region);
+/* The same; `address`: of the memory in this process. By it the daemon recognises memory of which a
+ * trainer and an engine of one process have different parts; otherwise it finds by digests, at the
+ * first version, whether an engine's tensors overlap with a trainer's. */
+refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                           uint64_t address, refit_region** region);
 
 enum {
   REFIT_VERIFICATION_DEFAULT = 0,
@@ -458,7 +463,8 @@ typedef struct refit_commit_result {
   /* Bytes of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not
    * counted. */
   int64_t pushed_bytes[5];
-  /* Tensors of trainers' layouts that no engine wants and a refit left out, and their bytes. */
+  /* Tensors that came and were written nowhere, because no engine wants them or their memory is
+   * another tensor's (tied weights), and their bytes. refit_update_left_out() tells their names. */
   int64_t left_out_tensors;
   int64_t left_out_bytes;
 } refit_commit_result;
@@ -472,6 +478,9 @@ refit_status refit_update_commit(refit_update* update, refit_commit_result* resu
  * the update. REFIT_OUT_OF_RANGE: no such instance. */
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
                                   int32_t* committed, const char** reason);
+/* Tells the name of the tensor `index` of those that were left out, sorted: of the first 64. The
+ * string lives as long as the update. REFIT_OUT_OF_RANGE: no such name. */
+refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name);
 refit_status refit_update_abort(refit_update* update, const char* reason);
 
 /* ---- trainer: shards that stay where they are ---- */
@@ -505,6 +514,8 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
  * until the trainer's next refit; call this on the thread that made the refit. */
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason);
+/* Does what refit_update_left_out() does, for the trainer's last successful refit. */
+refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index, const char** name);
 /* Refits within an update that was begun, in place of commit: waits for the pushes of the tensors
  * registered as pushed, then moves all other tensors. */
 refit_status refit_update_refit(refit_update* update, refit_commit_result* result);
@@ -572,10 +583,13 @@ refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_h
                                          int64_t bytes, refit_region** region);
 refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
                                        refit_region** region);
+refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region);
 
 /* Registers the parameters of this rank (registered delivery). Not allowed during an update. If two
- * tensors share their memory (tied weights), one has pieces and the other is in `tensors` without
- * any piece: trainers may push or refit the other, and nothing is written for it. The pieces'
+ * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit
+ * either or both, the memory is written once, and values that differ are refused. Trainers may also
+ * send a tensor that is in `tensors` without any piece; nothing is written for it. The pieces'
  * regions must stay until parameters are registered anew or the engine is freed. */
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,

@@ -510,6 +510,7 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   result.seconds = response.seconds();
   result.left_out_tensors = response.left_out_tensors();
   result.left_out_bytes = response.left_out_bytes();
+  result.left_out.assign(response.left_out().begin(), response.left_out().end());
   for (const v1::InstanceResult& instance : response.instances()) {
     result.instances.push_back({instance.instance(), instance.committed(), instance.reason(),
                                 FailureFromProto(instance.failure()).value_or(Failure())});

@@ -255,7 +255,8 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
 
   REFITD_RETURN_IF_ERROR(AddTensors(chunk));
   REFITD_RETURN_IF_ERROR(AddPieces(chunk));
-  return AddPushed(chunk);
+  REFITD_RETURN_IF_ERROR(AddPushed(chunk));
+  return AddTies(chunk);
 }
 
 absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
@@ -372,6 +373,28 @@ absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
   return absl::OkStatus();
 }
 
+// The tensors of ties must ascend, so there are at most as many as tensors.
+absl::Status LayoutDecoder::AddTies(const v1::LayoutChunk& chunk) {
+  REFITD_RETURN_IF_ERROR(CheckLength("layout", "tied_to", chunk.tied_to_size(), "tied_tensors",
+                                     chunk.tied_tensors_size()));
+  std::vector<Tie>& ties = layout_.ties;
+  for (int i = 0; i < chunk.tied_tensors_size(); ++i) {
+    const Tie tie{chunk.tied_tensors(i), chunk.tied_to(i)};
+    if (tie.tensor >= layout_.tensors.size() || tie.same_as >= layout_.tensors.size()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.tied_tensors[{}] is {}, tied to {}, where {} tensors were named", i,
+                   tie.tensor, tie.same_as, layout_.tensors.size());
+    }
+    if (!ties.empty() && tie.tensor <= ties.back().tensor) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.tied_tensors[{}] is {}, which comes after {}: they must ascend", i,
+                   tie.tensor, ties.back().tensor);
+    }
+    ties.push_back(tie);
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Layout> LayoutDecoder::Finish() && {
   if (!any_) {
     return Error(StatusCode::kInvalidArgument, "layout: the stream ended without a chunk");
@@ -412,6 +435,11 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
   }
   for (const uint32_t tensor : layout.pushed_tensors) {
     writer.Room(VarintBytes(tensor)).add_pushed_tensors(tensor);
+  }
+  for (const Tie& tie : layout.ties) {
+    v1::LayoutChunk& chunk = writer.Room(VarintBytes(tie.tensor) + VarintBytes(tie.same_as));
+    chunk.add_tied_tensors(tie.tensor);
+    chunk.add_tied_to(tie.same_as);
   }
   std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
   chunks.back().set_last(true);

@@ -36,6 +36,7 @@ class LayoutDecoder {
   absl::Status AddTensors(const v1::LayoutChunk& chunk);
   absl::Status AddPieces(const v1::LayoutChunk& chunk);
   absl::Status AddPushed(const v1::LayoutChunk& chunk);
+  absl::Status AddTies(const v1::LayoutChunk& chunk);
 
   Layout layout_;
   int64_t bytes_ = 0;

@@ -54,6 +54,7 @@ void CheckSame(const Layout& a, const Layout& b) {
   CHECK(a.pieces == b.pieces);
   CHECK(a.binding_generation == b.binding_generation);
   CHECK(a.pushed_tensors == b.pushed_tensors);
+  CHECK(a.ties == b.ties);
 }
 
 // One tensor "w" of float32 [4, 6], and one piece that is the whole tensor.
@@ -98,6 +99,17 @@ TEST_CASE("Strides travel where any piece is not dense") {
   const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), 60));
   REQUIRE(decoded.ok());
   CheckSame(*decoded, layout);
+}
+
+TEST_CASE("Ties travel, whatever the size of the chunks") {
+  Layout layout = SomeLayout(300);
+  for (uint32_t i = 1; i < 300; i += 3) layout.ties.push_back({i, i - 1});
+  for (const int64_t chunk_bytes : {1, 100, 1 << 20}) {
+    const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), chunk_bytes));
+    INFO(decoded.status());
+    REQUIRE(decoded.ok());
+    CheckSame(*decoded, layout);
+  }
 }
 
 TEST_CASE("Tensors that are pushed travel, whatever the size of the chunks") {
@@ -257,6 +269,19 @@ TEST_CASE("Malformed layout chunks are refused with field and value") {
        [](auto& c) {
          c.add_pushed_tensors(0);
          c.add_pushed_tensors(0);
+       }},
+      {"tied_to", "0", [](auto& c) { c.add_tied_tensors(0); }},
+      {"tied_tensors[0]", "1 tensors",
+       [](auto& c) {
+         c.add_tied_tensors(0);
+         c.add_tied_to(1);
+       }},
+      {"tied_tensors[1]", "0",
+       [](auto& c) {
+         for (int i = 0; i < 2; ++i) {
+           c.add_tied_tensors(0);
+           c.add_tied_to(0);
+         }
        }},
       {"names", "1", [](auto& c) { c.add_name_middles("w"); }},
       {"name_prefix", "1", [](auto& c) { c.add_name_prefix(1); }},

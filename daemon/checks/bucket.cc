@@ -199,6 +199,8 @@ absl::Status Placer::operator()(const std::vector<DeviceRef>& handles) {
     place.inline_data =
         block.data + handle.byte_offset + (packed() ? received.packing->offsets[i] : 0);
     place.keep_alive = block.keep_alive;
+    place.origin = block.origin;
+    place.origin.begin += place.inline_data - block.data;
     places->push_back(std::move(place));
   }
   return absl::OkStatus();

@@ -106,6 +106,9 @@ class Binder {
       case MoveStep::kCompare:
         REFITD_RETURN_IF_ERROR(BindCompare());
         break;
+      case MoveStep::kWitness:
+        REFITD_RETURN_IF_ERROR(BindWitness());
+        break;
       case MoveStep::kLocal:
         REFITD_RETURN_IF_ERROR(BindLocal());
         break;
@@ -353,6 +356,24 @@ class Binder {
     return absl::OkStatus();
   }
 
+  absl::Status BindWitness() {
+    Transfer& transfer = result_.transfer;
+    transfer.want_source_digests = true;
+    const std::vector<std::vector<RegionId>> unknown = UnknownSources(memory_.places);
+    for (size_t m = 0; m < program_.sources.size() && m < unknown.size(); ++m) {
+      const PlacedLayout& member = memory_.places[m];
+      for (const Piece& piece : member.layout->pieces) {
+        const auto& regions = unknown[m];
+        if (std::find(regions.begin(), regions.end(), piece.region) == regions.end()) continue;
+        REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
+                                BindPiece(*member.layout, piece, memory_.sources[m]));
+        bound.name = fmt::format("{} of {}", bound.name, member.label);
+        transfer.source.push_back(std::move(bound));
+      }
+    }
+    return absl::OkStatus();
+  }
+
   // Pieces of one layout, in order, by the plan's number of their tensor. Pieces of tensors that
   // the plan does not have are left out.
   using Holdings = ByTensor<const Piece*>;
@@ -466,6 +487,7 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
     REFITD_ASSIGN_OR_RETURN(found.destinations[i],
                             Regions(bound.destinations[i], *bound.destination_layouts[i], memory));
   }
+  if (start.step == MoveStep::kWitness) found.places = PlacesOf(bound, memory);
   if (UsesSlot(start.step)) {
     REFITD_ASSIGN_OR_RETURN(found.slot, memory.Slot(start.slot));
   }
@@ -475,7 +497,32 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
   return found;
 }
 
+std::string MemoryResolver::LabelOf(MemberId member) const {
+  return fmt::format("member {}", member);
+}
+
+PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout,
+                     bool destination, const MemoryResolver& memory) {
+  PlacedLayout placed{layout, {}, memory.LabelOf(member), destination};
+  const absl::StatusOr<std::map<RegionId, MemorySpan>> regions = Regions(member, *layout, memory);
+  if (!regions.ok()) return placed;
+  for (const auto& [id, span] : *regions) placed.origins.emplace(id, span.origin);
+  return placed;
+}
+
+std::vector<PlacedLayout> PlacesOf(const BoundProgram& bound, const MemoryResolver& memory) {
+  std::vector<PlacedLayout> places;
+  for (size_t i = 0; i < bound.sources.size(); ++i) {
+    places.push_back(PlaceOf(bound.sources[i], bound.source_layouts[i], false, memory));
+  }
+  for (size_t i = 0; i < bound.destinations.size(); ++i) {
+    places.push_back(PlaceOf(bound.destinations[i], bound.destination_layouts[i], true, memory));
+  }
+  return places;
+}
+
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory) {
+  REFITD_RETURN_IF_ERROR(CheckOverlap(memory.places));
   return Binder(start, memory).Run();
 }
 

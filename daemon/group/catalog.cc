@@ -55,8 +55,25 @@ void Catalog::AddRank(uint32_t index) {
   list_of_rank_.push_back(list);
   if (list == kNoList) return;
   if (used_.size() <= list) used_.resize(list + 1);
-  if (!used_[list] && rank.layout != nullptr) layouts_.push_back(rank.layout);
+  if (!used_[list] && rank.layout != nullptr) {
+    layouts_.push_back(rank.layout);
+    AddTies(rank);
+  }
   used_[list] = true;
+}
+
+void Catalog::AddTies(const Rank& rank) {
+  for (const Tie& tie : rank.layout->ties) {
+    const std::string& tensor = rank.layout->tensors[tie.tensor].name;
+    const std::string& same_as = rank.layout->tensors[tie.same_as].name;
+    const bool known = std::any_of(ties_.begin(), ties_.end(), [&](const TiedNames& t) {
+      return t.tensor == tensor && t.same_as == same_as;
+    });
+    if (known) continue;
+    ties_.push_back({tensor, same_as, rank.label});
+    tied_.insert(tensor);
+    tied_.insert(same_as);
+  }
 }
 
 void Catalog::FindKinds() {

@@ -869,6 +869,7 @@ PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const StartTransfer& a, con
   header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
   for (const TensorRange& range : a.content->ranges) header.bucket_ranges.push_back(range.tensor);
   header.broadcast = a.broadcast;
+  header.digests = a.want_source_digests;
   return header;
 }
 
@@ -1141,6 +1142,9 @@ void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
   done.bytes_written = std::move(part.bytes_written);
   done.failed_destination = part.failed_destination;
   done.broadcast = part.broadcast;
+  if (const auto root = part.digests.find(part.root); root != part.digests.end()) {
+    done.source_digests = root->second;
+  }
   Feed(done);
 }
 

@@ -184,8 +184,24 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
               tensor.name),
           tensor.name);
     }
+    REFITD_RETURN_IF_ERROR(CheckTiedBucket(tensor.name));
   }
   return CheckParts(bucket);
+}
+
+// Two names of one memory are compared where both are pushed, or both refitted.
+absl::Status Group::Impl::CheckTiedBucket(std::string_view tensor) const {
+  if (!update->catalog->IsTied(tensor) || !update->program.has_value()) return absl::OkStatus();
+  for (const group::TiedNames& tie : update->catalog->ties()) {
+    if (tie.tensor != tensor && tie.same_as != tensor) continue;
+    const std::string& other = tie.tensor == tensor ? tie.same_as : tie.tensor;
+    if (!InProgram(other)) continue;
+    return Precondition(
+        "tensor '{}' is one memory with tensor '{}' in {}, and is pushed, while the other comes "
+        "with the registered layouts: the two can't be compared; leave one of them out, or push both",
+        tensor, other, tie.rank);
+  }
+  return absl::OkStatus();
 }
 
 // Many ranges may name the same source bytes, so a small message could ask for any number of parts;
@@ -463,11 +479,54 @@ void Group::Impl::StartPart(Part* part) {
   start.skip_destination = update->skip_destination;
   start.verification = update->verification;
   start.touched = part->touched;
+  start.want_source_digests = AnyTied(*part->content);
   if (part->slot.has_value()) {
     for (const auto& [id, reader] : update->readers) start.staged.push_back(id);
     if (update->through_slots) start.broadcast = *update->broadcast;
   }
   Do(std::move(start));
+}
+
+bool Group::Impl::AnyTied(const PartContent& content) const {
+  if (update->catalog->ties().empty()) return false;
+  for (uint32_t i = 0; i < content.ranges.size(); ++i) {
+    if (update->catalog->IsTied(content.tensor(i).name)) return true;
+  }
+  return false;
+}
+
+void Group::Impl::AddTiedDigests(const PartContent& content, const std::vector<uint64_t>& digests) {
+  for (uint32_t i = 0; i < content.ranges.size(); ++i) {
+    const std::string& tensor = content.tensor(i).name;
+    if (!update->catalog->IsTied(tensor)) continue;
+    group::PushedTensor& pushed = update->pushed.at(tensor);
+    if (i < digests.size()) {
+      pushed.digest += digests[i];
+    } else {
+      pushed.digested = false;
+    }
+  }
+}
+
+// Two names of one memory must have come with the same values (P11).
+absl::Status Group::Impl::CheckTies() const {
+  for (const group::TiedNames& tie : update->catalog->ties()) {
+    const auto tensor = update->pushed.find(tie.tensor);
+    const auto same_as = update->pushed.find(tie.same_as);
+    if (tensor == update->pushed.end() || same_as == update->pushed.end()) continue;
+    if (!tensor->second.digested || !same_as->second.digested) {
+      return Precondition(
+          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, which "
+          "is of an earlier release, can't compare them: push only '{}'",
+          tie.tensor, tie.same_as, tie.rank, tie.same_as);
+    }
+    if (tensor->second.digest == same_as->second.digest) continue;
+    return Precondition(
+        "tensor '{}' and tensor '{}' are one memory in {}, and the pushed values of them differ: tie "
+        "them in the trainer too, or serve a model that keeps them apart",
+        tie.tensor, tie.same_as, tie.rank);
+  }
+  return absl::OkStatus();
 }
 
 // The first byte is about to be written: from here on a failure leaves the instance dirty (P2).
@@ -500,6 +559,7 @@ void Group::Impl::On(const TransferDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
+  if (AnyTied(*part.content)) AddTiedDigests(*part.content, e.source_digests);
   const int64_t bytes = part.content->CarriedBytes();
   update->moved_bytes += bytes;
   part.bucket->bytes_by_method[static_cast<size_t>(e.broadcast)] += bytes;

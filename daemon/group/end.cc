@@ -246,6 +246,11 @@ void Group::Impl::SettleIfDone() {
     Abandon({Message(written), GiveUpClass::kVerification, FailureOf(written)});
     return;
   }
+  if (const absl::Status tied = CheckTies(); !tied.ok()) {
+    GiveUp why{Message(tied), GiveUpClass::kVerification};
+    why.commit_code = tied.code();
+    return Abandon(std::move(why));
+  }
   if (update->readback != Readback::kRunning) return Decide();
   Step(&update->state, UpdateTrigger::kVerify);
   Changed();
@@ -678,6 +683,12 @@ void Group::Impl::LogEnd(Outcome outcome, const std::string& reason) {
   }
   Log(LogLine::kInfo, fmt::format("update committed: version {}, {} bytes in {}", update->version,
                                   update->accepted_bytes, group::Seconds(now - update->started)));
+  const LeftOut left_out = LeftOutOf(*update);
+  if (left_out.tensors == 0) return;
+  std::vector<std::string> named = left_out.names;
+  named.resize(static_cast<size_t>(left_out.tensors));  // Few prints the first ones, and counts
+  Log(LogLine::kInfo, fmt::format("version {} leaves out {} tensors, {} bytes: {}", update->version,
+                                  left_out.tensors, left_out.bytes, group::Few(named)));
 }
 
 UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason,
@@ -717,6 +728,31 @@ Failure Group::Impl::FailureAfterGivingUp() const {
   return failure;
 }
 
+// Whoever pushes says by that alone that the tensors are to be delivered, so that those which no
+// instance stores are named. A rank without a manifest takes them all.
+LeftOut Group::Impl::LeftOutOf(const Update& u) {
+  LeftOut left_out;
+  if (u.fill.has_value() || u.catalog == nullptr) return left_out;
+  std::vector<std::string> names;
+  if (u.program.has_value()) {
+    names = u.program->plan->content.unwanted;
+    left_out.bytes = u.program->plan->content.unwanted_bytes;
+  }
+  const bool any = static_cast<int64_t>(u.pushed.size()) > u.pushed_wanted;
+  if (any && u.catalog->OpenRank(u.evicted) == nullptr) {
+    for (const auto& [tensor_name, tensor] : u.pushed) {
+      if (tensor.wanted) continue;
+      names.push_back(tensor_name);
+      left_out.bytes += tensor.elements * ElementBytes(tensor.dtype);
+    }
+  }
+  std::sort(names.begin(), names.end());
+  left_out.tensors = static_cast<int64_t>(names.size());
+  if (names.size() > kMaxNamedLeftOut) names.resize(kMaxNamedLeftOut);
+  left_out.names = std::move(names);
+  return left_out;
+}
+
 // Answers every call that waits, once.
 void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                             const std::vector<InstanceOutcome>& outcomes) {
@@ -728,12 +764,8 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
   // Includes calls whose callers went away, since a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
   CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
-                   bucket_log.Totals()};
-  if (update->program.has_value()) {
-    const RefitContent& content = update->program->plan->content;
-    done.left_out_tensors = static_cast<int64_t>(content.unwanted.size());
-    done.left_out_bytes = content.unwanted_bytes;
-  }
+                   bucket_log.Totals(), {}};
+  done.left_out = LeftOutOf(*update);
   for (const auto& [call, request] : waiting) {
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);

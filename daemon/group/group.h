@@ -238,6 +238,17 @@ struct UpdateStatistics {
 
 // ---- what calls are answered with ----
 
+// The most tensors that LeftOut names.
+inline constexpr size_t kMaxNamedLeftOut = 64;
+
+// Tensors that an update brought and that were written nowhere, because no engine wants them
+// (GroupSpec::unwanted_tensors) or their memory is another tensor's (Tie).
+struct LeftOut {
+  int64_t tensors = 0;
+  int64_t bytes = 0;
+  std::vector<std::string> names;  // sorted; the first kMaxNamedLeftOut
+};
+
 struct InstanceOutcome {
   std::string instance;
   bool committed = false;
@@ -266,10 +277,7 @@ struct CommitReply {
   int64_t bytes = 0;
   Duration elapsed{};
   std::vector<BroadcastTotals> pushed;  // by method
-  // How many tensors of trainers' layouts no engine wants (GroupSpec::unwanted_tensors), and their
-  // bytes.
-  int64_t left_out_tensors = 0;
-  int64_t left_out_bytes = 0;
+  LeftOut left_out;
 };
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
@@ -758,6 +766,7 @@ struct UpdateView {
   std::string note;
   bool fill = false;
   std::vector<std::string> givers;  // a fill's: the instances that give
+  LeftOut left_out;                 // so far
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {

@@ -67,6 +67,7 @@ struct Member {
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
+  uint64_t registrations = 0;  // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled
@@ -324,6 +325,10 @@ struct Group::Impl {
     return wanted != UpdateId() && (update == nullptr || update->id != wanted);
   }
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
+  absl::Status CheckTiedBucket(std::string_view tensor) const;
+  bool AnyTied(const PartContent& content) const;
+  void AddTiedDigests(const PartContent& content, const std::vector<uint64_t>& digests);
+  absl::Status CheckTies() const;
   absl::Status CheckParts(const CheckedBucket& bucket) const;
   absl::Status Reserve(const BucketEvent& e);
   // The tensors and elements that a bucket adds: tensors that no bucket brought before, and for the
@@ -369,8 +374,12 @@ struct Group::Impl {
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
   bool LeavesOut(const group::PlannedRefit& compiled, std::string_view tensor) const;
+  bool Lists(std::string_view tensor) const;
+  bool InProgram(std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
+  std::vector<std::shared_ptr<const Layout>> SourceLayouts() const;
+  std::vector<std::pair<MemberId, uint64_t>> DestinationBindings() const;
   std::optional<ReplicaFraction> PartToCompare() const;
   void CountCompared();
   bool TakeProgramSlots();
@@ -425,6 +434,7 @@ struct Group::Impl {
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
   absl::Status CheckCoverage() const;
   int64_t UnwantedAndNotPushed() const;
+  static LeftOut LeftOutOf(const Update& u);
   absl::Status CheckAllPushed() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();

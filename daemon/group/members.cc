@@ -316,6 +316,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   if (member->layout != nullptr) member->held.reset();
   if (member->engine) look_for_fill = true;
   member->layout = e.layout;
+  ++member->registrations;
   member->verified = false;
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});

@@ -235,6 +235,7 @@ struct PeerHeader {
   // The part was announced before, over an epoch that was closed. The root sends the slot that it
   // packed then; the other nodes of this header lack the part.
   bool again = false;
+  bool digests = false;  // root: the answer has digests, whatever the verification
 };
 struct PeerIssue {
   UpdateId update;

@@ -25,6 +25,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
     view.fill = true;
     view.givers = u.fill->givers;
   }
+  view.left_out = LeftOutOf(u);
   for (const Participant& p : u.participants) {
     view.instances.push_back({p.instance, false, p.reason});
   }

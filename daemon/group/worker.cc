@@ -313,7 +313,8 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   StartTransfer start;
   start.skip_destination = Skip(*update, command.skip);
   start.verification = header.verification;
-  start.want_source_digests = command.wired && header.verification != Verification::kOff;
+  start.want_source_digests =
+      command.digests || (command.wired && header.verification != Verification::kOff);
   std::copy_if(command.staged.begin(), command.staged.end(), std::back_inserter(start.staged),
                callbacks_.attached);
   const bool fills = command.is_root && command.fill_slot && !header.leased;

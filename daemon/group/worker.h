@@ -49,6 +49,10 @@ struct Job {
   bool reported = false;                      // PeerProgramBuilt was sent
   std::shared_ptr<const BoundProgram> bound;  // null: not built
   bool comparing = false;
+  // Whether the run is between two steps that look at the sources (MoveStep::kWitness), and how far
+  // these are.
+  enum class Witness : uint8_t { kNone, kDue, kBefore, kRun, kAfter, kDone };
+  Witness witness = Witness::kNone;
   ReplicaFraction part;  // the share of the replicas that is, or was, compared
   std::optional<PeerRun> run;
   bool issued = false;
@@ -269,6 +273,9 @@ class Worker {
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
+  // Starts a witness step that is due; whether the run has to wait for one.
+  bool WitnessBefore(Update* update, const Output& out);
+  bool WitnessAfter(Update* update, const Output& out);
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
   bool FinishRound(const WireDone& done, TimePoint now, const Output& out);
   static void CountLinks(const WireDone& done, Job* job);

@@ -99,8 +99,9 @@ void PutPayload(const CommitReply& r, v1::PeerReply* message) {
   for (const BroadcastTotals& totals : r.pushed) {
     *out->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
   }
-  out->set_left_out_tensors(r.left_out_tensors);
-  out->set_left_out_bytes(r.left_out_bytes);
+  out->set_left_out_tensors(r.left_out.tensors);
+  out->set_left_out_bytes(r.left_out.bytes);
+  for (const std::string& name : r.left_out.names) out->add_left_out(name);
 }
 
 void Put(const Reply& v, v1::PeerAnswer* message) {
@@ -148,6 +149,7 @@ void Put(const PeerHeader& v, v1::PeerAnswer* message) {
   SetIds(v.staged, out->mutable_staged());
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToProto(v.broadcast));
   out->set_again(v.again);
+  out->set_digests(v.digests);
 }
 
 void Put(const PeerIssue& v, v1::PeerAnswer* message) {
@@ -169,9 +171,13 @@ void Put(const PeerVerify& v, v1::PeerAnswer* message) {
 
 void Put(const PeerCompare& v, v1::PeerAnswer* message) {
   message->mutable_compare()->set_update(v.update.value());
-  if (v.part.parts == 1) return;
-  message->mutable_compare()->set_part(v.part.part);
-  message->mutable_compare()->set_parts(v.part.parts);
+  v1::PeerCompare* out = message->mutable_compare();
+  if (v.part.parts != 1) {
+    out->set_part(v.part.part);
+    out->set_parts(v.part.parts);
+  }
+  if (v.part.first != 0) out->set_first_hash(v.part.first);
+  if (v.part.last != UINT64_MAX) out->set_last_hash(v.part.last);
 }
 
 void Put(const PeerRun& v, v1::PeerAnswer* message) {
@@ -343,9 +349,15 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
     if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
   REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_tensors(), "reply.done.left_out_tensors"));
-  out.left_out_tensors = message.left_out_tensors();
+  out.left_out.tensors = message.left_out_tensors();
   REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_bytes(), "reply.done.left_out_bytes"));
-  out.left_out_bytes = message.left_out_bytes();
+  out.left_out.bytes = message.left_out_bytes();
+  REFITD_RETURN_IF_ERROR(
+      AtMost(message.left_out_size(), kMaxNamedLeftOut, "reply.done.left_out"));
+  for (const std::string& name : message.left_out()) {
+    REFITD_ASSIGN_OR_RETURN(std::string text, TextOf(name, "reply.done.left_out"));
+    out.left_out.names.push_back(std::move(text));
+  }
   return out;
 }
 
@@ -480,6 +492,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerB
     return Invalid("header.again is true where the part is not sent over the data plane");
   }
   out.again = message.again();
+  out.digests = message.digests();
   return out;
 }
 
@@ -499,12 +512,18 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const Pee
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const PeerBounds&) {
   PeerCompare v;
   v.update = UpdateId(message.update());
+  if (message.has_first_hash()) v.part.first = message.first_hash();
+  if (message.has_last_hash()) v.part.last = message.last_hash();
+  if (v.part.first > v.part.last) {
+    return Invalid("compare.first_hash {} is above last_hash {}", v.part.first, v.part.last);
+  }
   if (message.parts() == 0) return v;
   if (message.parts() > kMaxReplicaParts || message.part() >= message.parts()) {
     return Invalid("compare: part {} of {} parts, where {} are possible", message.part(),
                    message.parts(), kMaxReplicaParts);
   }
-  v.part = {message.part(), message.parts()};
+  v.part.part = message.part();
+  v.part.parts = message.parts();
   return v;
 }
 

@@ -72,10 +72,11 @@ FIELDS(LeaseSlotReply, a, b, c)
 FIELDS(BucketReply, a, b)
 FIELDS(InstanceOutcome, a, b, c, d)
 FIELDS(BroadcastTotals, a, b, c)
-FIELDS(CommitReply, a, b, c, d, e, f, g)
+FIELDS(LeftOut, a, b, c)
+FIELDS(CommitReply, a, b, c, d, e, f)
 FIELDS(Reply, a, b, c)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
-FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o)
+FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
 FIELDS(SendAborted, a, b, c, d, e)
@@ -83,7 +84,7 @@ FIELDS(SendDraining, a)
 FIELDS(PeerVerify, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
-FIELDS(ReplicaFraction, a, b)
+FIELDS(ReplicaFraction, a, b, c, d)
 FIELDS(PeerCompare, a, b)
 FIELDS(PeerRun, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerStream, a, b, c)
@@ -315,6 +316,8 @@ void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaFraction* v) {
   v->parts = static_cast<uint32_t>(Between(rng, 1, 40));
   v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
+  v->first = static_cast<uint64_t>(Between(rng, 0, 1000));
+  v->last = v->first + static_cast<uint64_t>(Between(rng, 0, 1000));
 }
 void FillOne(Rng& /*rng*/, EmptyReply* /*v*/) {}
 // Buckets and contents are filled together with the values that contain them (Agree).

@@ -50,6 +50,12 @@ absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& calle
     const auto it = regions.find(id);
     return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
   };
+  if (!engine && !layout.ties.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "layout.tied_tensors has {} entries: only engines have tied tensors",
+                 layout.ties.size());
+  }
+  if (engine) TieSharedTensors(&layout);
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
   if (!engine) return Counted(std::move(layout), std::move(hold));
   if (!layout.pushed_tensors.empty()) {

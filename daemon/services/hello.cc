@@ -131,6 +131,7 @@ Arrival CommonArrival(const Hello& hello, const Peer& peer) {
 absl::StatusOr<Arrival> ArrivalOf(const v1::TrainerHello& hello, const Peer& peer) {
   REFITD_ASSIGN_OR_RETURN(TrainerIdentity identity, IdentityOf(hello, peer));
   Arrival arrival = CommonArrival(hello, peer);
+  arrival.record.rank = identity.rank;
   arrival.identity = std::move(identity);
   return arrival;
 }
@@ -140,6 +141,7 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   Arrival arrival = CommonArrival(hello, peer);
   arrival.record.engine = true;
   arrival.record.instance = identity.instance;
+  arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;

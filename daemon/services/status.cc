@@ -197,6 +197,9 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_note(update.note);
   status.set_fill(update.fill);
   for (const std::string& giver : update.givers) status.add_givers(giver);
+  status.set_left_out_tensors(update.left_out.tensors);
+  status.set_left_out_bytes(update.left_out.bytes);
+  for (const std::string& name : update.left_out.names) status.add_left_out(name);
   status.set_elapsed_seconds(Seconds(update.elapsed));
   status.set_remaining_ms(ToMillis(update.remaining));
   for (const InstanceOutcome& outcome : update.instances) {

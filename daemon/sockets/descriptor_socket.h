@@ -62,9 +62,11 @@ struct PoolHandle {
 class DescriptorHandler {
  public:
   virtual ~DescriptorHandler() = default;
-  // `fd` is the caller's descriptor, unchecked; `bytes` is positive.
+  // `fd` is the caller's descriptor, unchecked; `bytes` is positive. `address`: of device memory in
+  // the caller's process, as the caller says; 0: not told.
   virtual absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
-                                                  UniqueFd fd, RegionKind kind, int64_t bytes) = 0;
+                                                  UniqueFd fd, RegionKind kind, int64_t bytes,
+                                                  uint64_t address) = 0;
   virtual absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                                      RegionId region) = 0;
   virtual absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) = 0;

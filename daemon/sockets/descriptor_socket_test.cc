@@ -29,7 +29,8 @@ Token TokenOf(uint8_t fill) {
 class Node : public DescriptorHandler {
  public:
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
-                                          UniqueFd fd, RegionKind kind, int64_t bytes) override {
+                                          UniqueFd fd, RegionKind kind, int64_t bytes,
+                                          uint64_t /*address*/) override {
     REFITD_RETURN_IF_ERROR(Check(token, peer));
     if (kind != RegionKind::kMemfd) return Error(absl::StatusCode::kUnimplemented, "no cuda here");
     REFITD_ASSIGN_OR_RETURN(auto region,

@@ -28,6 +28,8 @@ inline constexpr std::array<Planted, 29> kPlanted = {{
     {Bug::kSharedWire, "shared-wire", "P7", 500},
     {Bug::kEarlyRegistered, "early-registered", "REG", 500},
     {Bug::kTrustedReplicas, "trusted-replicas", "P1", 1000},
+    {Bug::kHalfStale, "half-stale", "P1", 1000},
+    {Bug::kUnseenOverlap, "unseen-overlap", "P1", 4000},
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},

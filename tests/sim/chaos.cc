@@ -564,6 +564,9 @@ void World::Heal() {
     }
   }
   for (GroupWorld& group : groups_) group.job.left = 0;
+  for (const std::unique_ptr<Process>& p : processes_) {
+    for (const std::shared_ptr<Shard>& shard : p->shards) shard->in_pid = 0;
+  }
   for (size_t d = 0; d < daemons_.size(); ++d) {
     const auto thieves = daemons_[d].thieves;
     for (const auto& [member, g] : thieves) {

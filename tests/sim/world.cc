@@ -45,6 +45,7 @@ std::string_view FaultName(Fault fault) {
       "replace",
       "call gone",
       "replica differs",
+      "overlap",
       "only engines killed",
       "wire one-sided",
       "daemon mute",

@@ -61,6 +61,8 @@ enum class Bug : uint8_t {
   kSharedWire,        // every group gets the wire lock at once
   kEarlyRegistered,   // a joined daemon answers RegisterLayout by itself
   kTrustedReplicas,   // replicas that differ are reported with equal digests
+  kHalfStale,         // replicas that differ are found only on a registration's first version
+  kUnseenOverlap,     // nobody says that a source's memory is a destination's
   kOldBinding,        // moves read the memory of an earlier registration
   kEarlyRounds,       // a program's Issue goes out with its Run, before the group has the wire
   kUnfilledSlot,      // what crossed stays in the slot in which it arrived
@@ -113,6 +115,7 @@ enum class Fault : uint8_t {
   kReplace,
   kCallGone,
   kReplicaDiffers,
+  kOverlap,  // a trainer's shard lies in an engine's memory
   kOnlyEnginesKilled,  // all engines of a joined daemon at once
   // A daemon's end of the data plane never opens, never connects, or connects one way only.
   kWireOneSided,
@@ -186,7 +189,12 @@ struct Shard {
   std::shared_ptr<const Layout> layout;  // region n is the process's shard n - 1
   std::vector<Tag> cells;                // the region
   uint32_t round = 0;                    // the round of its bytes; 0: none
-  bool compared = false;                 // its replicas were compared once
+  int compares = 0;                      // how often its replicas were compared
+  // The engine, its region and the element there from which on this shard is the same memory; 0:
+  // the shard has memory of its own. (What the trainer writes does not show in the engine.)
+  int in_pid = 0;
+  size_t in_region = 0;
+  size_t in_element = 0;
 
   Tag& At(const Piece& piece, int64_t element) {
     return cells[static_cast<size_t>(piece.byte_offset / kElementBytes + element)];
@@ -294,6 +302,7 @@ struct Process {
   std::vector<std::shared_ptr<Shard>> shards;  // all that it ever tried to register
   std::shared_ptr<Shard> shard;                // in force; null: not known
   int binding = -1;                            // of the job's bindings, that of `shard`
+  bool own_memory = false;                     // no shard lies in an engine's memory any more
   std::optional<Version> refit_version;  // of its Refit call; until the answer the shard stays
   int refits_out = 0;                    // calls that are unanswered or to be repeated
 };
@@ -659,6 +668,10 @@ class World {
   bool FindDestinations(Work* work, const std::vector<MemberId>& members,
                         const std::vector<bool>& skip);
   void BeginWork(const std::shared_ptr<Work>& work, const absl::Status& submitted);
+  MemoryOrigin OriginOf(int pid, size_t region, size_t element) const;
+  void ShowInShards(int pid);
+  bool ComparedBefore(const Work& work) const;
+  bool ReadsOverlap(const Work& work);
   bool Skips(const Work& work, const BoundMove& move);
   void RunWork(const Work& work, bool end);
   TransferResult ResultOf(const Work& work) const;
@@ -688,6 +701,7 @@ class World {
   // ---- refits.cc ----
   void MakeSplit(int g);
   bool Registers(int pid) const;
+  void PlaceInEngine(int pid, Shard* shard);
   // The update that a process's calls name: the one that it began. 0: it has begun none, or is a
   // client that names none.
   UpdateId BegunBy(const Process& p) const;

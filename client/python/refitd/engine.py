@@ -7,8 +7,9 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any
 
 from . import _abi, _bindings, _devices, _gc
@@ -145,22 +146,29 @@ class Engine(Member):
 
         A module's tensors are known by name, those that a loader fills likewise: where one has other memory when an update begins,
         because it was replaced, `ready` refuses the update.
+
+        Where two names are one memory (tied weights), a trainer may send either or both. The values of both are compared at every version:
+        an update whose values differ fails, naming both tensors; by refit before anything is written.
         """
         module = layout if _bindings.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
             layout = collect(layout, rank=self.rank, **options)
-        self.register_layout(layout.tensors, layout.boxes)
+        self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
             self._bindings = _bindings.Bindings(module, getattr(layout, "parameter_names", None))
 
-    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
-        """Does what register() does, for plain records. Trainers may send a tensor without a box of this rank; it is not written (tied weights)."""
+    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
+        """Does what register() does, for plain records. `tied`: names without boxes whose memory is that of another name, and that name.
+
+        Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
+        """
         self._bindings = None
         with _gc.paused():
             check_tensors(tensors, self.label)
             self._follow_memory(boxes)
+            boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
 
     def _follow_memory(self, boxes: Sequence[Box]) -> None:
@@ -349,6 +357,17 @@ class Engine(Member):
     def version(self) -> int | None:
         """The version installed here; None: none, or the weights are not good."""
         return self._ask_version("version")
+
+
+def _tied_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str]) -> Iterator[Box]:
+    """The boxes of the names in `tied`: the library knows by equal boxes that two names are one memory."""
+    numbers = {spec.name: i for i, spec in enumerate(tensors)}
+    for name, kept in tied.items():
+        number, of = numbers.get(name), numbers.get(kept)
+        if number is None or of is None:
+            continue
+        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[of].dtype, tuple(tensors[of].shape)):
+            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == of]
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from .megatron import Mapped, Place, shards, table_of
+from .megatron import Mapped, Place, finish_gather, shards, table_of
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class Updater:
         if self._trainer is None or self._ranks is None:
             raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
         self._ranks.meet()
+        finish_gather(self.model)
         self.weight_version = max(self._ranks.gather(self.weight_version)) + 1
         result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
         if not result.committed:

@@ -51,8 +51,9 @@ class UpdateResult:
 
     `bytes`: of tensor data that all trainer ranks moved. `seconds`: from the first rank's begin to the decision, by the daemon's
     clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `pushed_bytes`: by method of
-    broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that no engine wants
-    (`unwanted_tensors`). `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: tensors of this
+    broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that came and were written nowhere, because no
+    engine wants them (`unwanted_tensors`) or their memory is another tensor's (tied weights); `left_out`: the names of the first 64,
+    sorted. `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: tensors of this
     rank whose GPU memory had moved and was bound anew.
     """
 
@@ -65,6 +66,7 @@ class UpdateResult:
     left_out_bytes: int
     staged_bytes: int = 0
     rebound: int = 0
+    left_out: tuple[str, ...] = ()
 
     @property
     def committed(self) -> int:
@@ -72,10 +74,13 @@ class UpdateResult:
         return sum(outcome.committed for outcome in self.instances)
 
 
-def result_of(
-    raw: _abi.refit_commit_result, ask: Callable[..., int], handle: int, staged_bytes: int = 0, rebound: int = 0
-) -> UpdateResult:
-    """The result of a commit or refit, on the thread that made it; `ask` is the C function that tells of one instance."""
+# The most names that the library tells of tensors that were left out.
+MAX_NAMED = 64
+
+
+def result_of(raw: _abi.refit_commit_result, of: str, handle: int, staged_bytes: int = 0, rebound: int = 0) -> UpdateResult:
+    """The result of a commit or refit, on the thread that made it; `of`: whose `handle` it is, "update" or "trainer"."""
+    ask = getattr(_abi.library(), f"refit_{of}_outcome")
     instances = []
     for i in range(raw.instances):
         name, reason = ctypes.c_char_p(), ctypes.c_char_p()
@@ -84,8 +89,24 @@ def result_of(
         failure = Failure() if committed.value else last_failure()
         instances.append(InstanceOutcome((name.value or b"").decode(), bool(committed.value), shown(reason.value), failure))
     pushed = {method: raw.pushed_bytes[i] for method, i in _abi.BROADCASTS.items() if raw.pushed_bytes[i]}
+    names = []
+    ask_name = getattr(_abi.library(), f"refit_{of}_left_out")
+    for i in range(min(raw.left_out_tensors, MAX_NAMED)):
+        name = ctypes.c_char_p()
+        if ask_name(handle, i, byref(name)) != 0:
+            break  # a daemon of an earlier release tells no names
+        names.append((name.value or b"").decode(errors="replace"))
     return UpdateResult(
-        raw.version, raw.bytes, raw.seconds, tuple(instances), pushed, raw.left_out_tensors, raw.left_out_bytes, staged_bytes, rebound
+        raw.version,
+        raw.bytes,
+        raw.seconds,
+        tuple(instances),
+        pushed,
+        raw.left_out_tensors,
+        raw.left_out_bytes,
+        staged_bytes,
+        rebound,
+        tuple(names),
     )
 
 
@@ -397,7 +418,7 @@ class Update:
             raw = _abi.sized(_abi.refit_commit_result)
             with self._handle as update:
                 check(function(update, byref(raw)), self._label)
-                self.result = result_of(raw, _abi.library().refit_update_outcome, update)
+                self.result = result_of(raw, "update", update)
             self._handle.close()
 
         with self._lock:

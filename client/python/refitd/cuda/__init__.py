@@ -362,10 +362,10 @@ class CudaResolver(Resolver):
                 add = getattr(library, f"refit_{self._kind}_add_cuda_block")
                 check(add(member, driver().ipc_handle(allocation.base), allocation.nbytes, byref(out)), self._label)
             else:
-                add = getattr(library, f"refit_{self._kind}_add_cuda_vmm")
+                add = getattr(library, f"refit_{self._kind}_add_cuda_vmm_at")
                 descriptor = driver().export(allocation.base)
                 try:
-                    check(add(member, descriptor, allocation.nbytes, byref(out)), self._label)
+                    check(add(member, descriptor, allocation.nbytes, allocation.base, byref(out)), self._label)
                 finally:
                     os.close(descriptor)
         assert out.value is not None

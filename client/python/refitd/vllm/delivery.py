@@ -66,6 +66,8 @@ class Delivery:
     tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
     proof: Proof | None = None  # None: it was not asked for
     bindings: Bindings | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
+    # Names that the engine's loader passes over since another name's memory is theirs, and that name.
+    tied_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def arena_bytes(self) -> int:
@@ -347,11 +349,27 @@ def _conclude(
         modules={name: module for name, module in model.named_modules() if id(module) in modules - prepacked},
         prepacked=packing,
         tied=_tied_modules(model),
+        tied_names=_tied_names(model, captured.ignored, specs),
     )
     made.boxes = _boxes(made, captured, direct, held, device)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.bindings = Bindings(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
+
+
+def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]) -> dict[str, str]:
+    """Output layers that the engine's loader passes over since the embedding's memory is theirs, and that embedding's name.
+
+    A trainer whose output layer is another would have its values dropped: the daemon compares them with the embedding's.
+    """
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return {}
+    tied = {}
+    for name in ignored:
+        embeddings = [other for other in specs if other.endswith("embed_tokens.weight") and specs[other].shape == specs[name].shape]
+        if name.endswith("lm_head.weight") and len(embeddings) == 1:
+            tied[name] = embeddings[0]
+    return tied
 
 
 def _padded(held: Sequence[_Held], captured: Any, inside: Any) -> list[str]:

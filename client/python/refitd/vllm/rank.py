@@ -86,7 +86,7 @@ class Rank:
             **held,
         )
         try:
-            member.register_layout(self.delivery.tensors, self.delivery.boxes)
+            member.register_layout(self.delivery.tensors, self.delivery.boxes, self.delivery.tied_names)
         except BaseException:
             member.close()
             raise
