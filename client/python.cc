@@ -18,7 +18,8 @@ namespace {
 // Tensors up to this size are copied with the interpreter lock held; letting it go and taking it
 // again costs more.
 constexpr int64_t kMostBytesLocked = 256 << 10;
-constexpr int kFastCall = 0x80;  // METH_FASTCALL
+constexpr int kFastCall = 0x80;    // METH_FASTCALL
+constexpr int64_t kReadAhead = 8;  // entries that the processor is asked for early
 
 // PyMethodDef, of the stable ABI.
 struct MethodDef {
@@ -42,6 +43,9 @@ struct PythonFunctions {
   void* (*new_capsule)(void*, const char*, void (*)(void*));
   void* (*capsule_pointer)(void*, const char*);
   void* (*new_function)(MethodDef*, void*, void*);
+  void* (*dict_get)(void* dict, void* key);  // a borrowed reference
+  intptr_t (*dict_size)(void* dict);
+  int (*dict_next)(void* dict, intptr_t* position, void** key, void** value);  // borrowed too
 };
 
 struct State {
@@ -80,6 +84,9 @@ absl::StatusOr<PythonFunctions> FindFunctions() {
   REFITD_RETURN_IF_ERROR(Find("PyCapsule_New", &py.new_capsule));
   REFITD_RETURN_IF_ERROR(Find("PyCapsule_GetPointer", &py.capsule_pointer));
   REFITD_RETURN_IF_ERROR(Find("PyCFunction_NewEx", &py.new_function));
+  REFITD_RETURN_IF_ERROR(Find("PyDict_GetItemWithError", &py.dict_get));
+  REFITD_RETURN_IF_ERROR(Find("PyDict_Size", &py.dict_size));
+  REFITD_RETURN_IF_ERROR(Find("PyDict_Next", &py.dict_next));
   return py;
 }
 
@@ -239,6 +246,93 @@ bool AddressOf(void* tensor, int64_t* address) {
   return true;
 }
 
+// Puts a number into a mark, so that marks of different sequences of numbers differ.
+uint64_t Mix(uint64_t mark, uint64_t number) {
+  mark = (mark ^ number) * 0x9E3779B97F4A7C15u;
+  return mark ^ (mark >> 29);
+}
+
+// What a mark is made of.
+struct Seen {
+  int64_t address = 0;
+  int64_t type = 0;
+  int64_t dim_count = 0;
+  const int64_t* sizes = nullptr;
+  const int64_t* strides = nullptr;
+};
+
+// Reads a tensor by torch's own C functions.
+bool SeeByFunctions(void* tensor, Seen* seen) {
+  const refit_python& tensors = Global().tensors;
+  void* handle = static_cast<char*>(tensor) + tensors.implementation_at;
+  int32_t type = 0;
+  int64_t* sizes = nullptr;
+  int64_t* strides = nullptr;
+  if (!AddressOf(tensor, &seen->address) || tensors.get_dtype(handle, &type) != 0 ||
+      tensors.get_dim(handle, &seen->dim_count) != 0 || tensors.get_sizes(handle, &sizes) != 0 ||
+      tensors.get_strides(handle, &strides) != 0) {
+    return false;
+  }
+  seen->type = type;
+  seen->sizes = sizes;
+  seen->strides = strides;
+  return true;
+}
+
+// Reads a tensor by the table. `shown` keeps what `seen` points to.
+bool SeeByTable(void* tensor, DlpackTensor* shown, Seen* seen) {
+  if (!Show(tensor, shown) || shown->strides == nullptr) return false;
+  seen->address =
+      reinterpret_cast<intptr_t>(shown->data) + static_cast<int64_t>(shown->byte_offset);
+  seen->type = shown->type.code << 8 | shown->type.bits;
+  seen->dim_count = shown->dim_count;
+  seen->sizes = shown->shape;
+  seen->strides = shown->strides;
+  return true;
+}
+
+// The mark of a tensor's address, element type, shape and strides; 0 if the tensor can't be read.
+uint64_t MarkOf(void* tensor) {
+  const refit_python& tensors = Global().tensors;
+  Seen seen;
+  DlpackTensor shown;
+  const bool by_functions = tensors.implementation_at > 0 && tensors.get_address != nullptr &&
+                            tensors.get_dtype != nullptr;
+  if (!(by_functions ? SeeByFunctions(tensor, &seen) : SeeByTable(tensor, &shown, &seen))) return 0;
+  uint64_t mark = Mix(Mix(1, static_cast<uint64_t>(seen.address)),
+                      static_cast<uint64_t>(seen.type << 8 | seen.dim_count));
+  for (int64_t d = 0; d < seen.dim_count; ++d) {
+    mark = Mix(mark, static_cast<uint64_t>(seen.sizes[d]));
+    mark = Mix(mark, static_cast<uint64_t>(seen.strides[d]));
+  }
+  return mark | 1;
+}
+
+// Walks ahead of a reader of many dicts, which lie scattered. A dict has pointers to its keys and
+// values; where it has something else there, the processor is asked for memory in vain.
+void ReadDictAhead(const void* dict) {
+  constexpr int64_t kKeysAt = 32;  // in CPython 3.10 to 3.14; a dict object has 48 bytes or more
+  constexpr int64_t kValuesAt = 40;
+  Prefetch(PointerAt(dict, kKeysAt));
+  if (const void* values = PointerAt(dict, kValuesAt); values != nullptr) Prefetch(values);
+}
+
+// Whether the dict has these entries, keys and values, in this order.
+bool HasEntries(void* dict, void* const* entries, int64_t size) {
+  const PythonFunctions& py = Global().py;
+  if (size == 0) return py.dict_size(dict) == 0;
+  intptr_t position = 0;
+  void* key = nullptr;
+  void* value = nullptr;
+  for (int64_t e = 0; e < size; ++e) {
+    if (py.dict_next(dict, &position, &key, &value) == 0 || key != entries[2 * e] ||
+        value != entries[2 * e + 1]) {
+      return false;
+    }
+  }
+  return py.dict_next(dict, &position, &key, &value) == 0;
+}
+
 }  // namespace
 
 absl::Status UsePython(const refit_python& python) {
@@ -291,6 +385,44 @@ int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count
     ReadAhead(tensors, i, count);
     int64_t address = 0;
     if (!AddressOf(tensors[i], &address) || address != addresses[i]) return i;
+  }
+  return count;
+}
+
+void Mark(void* const* tensors, uint64_t* marks, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) marks[i] = Global().ready ? MarkOf(tensors[i]) : 0;
+}
+
+int64_t FirstChanged(void* const* tensors, const uint64_t* marks, int64_t count) {
+  if (!Global().ready) return 0;
+  for (int64_t i = 0; i < count; ++i) {
+    ReadAhead(tensors, i, count);
+    if (const uint64_t mark = MarkOf(tensors[i]); mark == 0 || mark != marks[i]) return i;
+  }
+  return count;
+}
+
+int64_t FirstRebound(void* const* dicts, void* const* keys, void* const* values, int64_t count) {
+  if (!Global().ready) return 0;
+  const PythonFunctions& py = Global().py;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + 2 * kReadAhead < count) Prefetch(dicts[i + 2 * kReadAhead]);
+    if (i + kReadAhead < count) ReadDictAhead(dicts[i + kReadAhead]);
+    void* value = py.dict_get(dicts[i], keys[i]);
+    if (value == nullptr) Failed();  // the key is missing, or can't be compared
+    if (value != values[i]) return i;
+  }
+  return count;
+}
+
+int64_t FirstAltered(void* const* dicts, const int64_t* sizes, void* const* entries,
+                     int64_t count) {
+  if (!Global().ready) return 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + 2 * kReadAhead < count) __builtin_prefetch(dicts[i + 2 * kReadAhead]);
+    if (i + kReadAhead < count && sizes[i + kReadAhead] > 0) ReadDictAhead(dicts[i + kReadAhead]);
+    if (!HasEntries(dicts[i], entries, sizes[i])) return i;
+    entries += 2 * sizes[i];
   }
   return count;
 }

@@ -32,6 +32,22 @@ void* MakePusher(std::shared_ptr<Packer> packer);
 // be read; `count` if there is none.
 int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count);
 
+// Writes for each tensor a mark of its address, element type, shape and strides; 0 for a tensor
+// that can't be read.
+void Mark(void* const* tensors, uint64_t* marks, int64_t count);
+
+// Returns the index of the first tensor that has another mark now, or can't be read; `count` if
+// there is none.
+int64_t FirstChanged(void* const* tensors, const uint64_t* marks, int64_t count);
+
+// Returns the index of the first dict that has another value under its key, or none; `count` if
+// there is none. Keys are texts.
+int64_t FirstRebound(void* const* dicts, void* const* keys, void* const* values, int64_t count);
+
+// Returns the index of the first dict that has other entries, or in another order; `count` if there
+// is none. Dict i has sizes[i] entries; `entries` has keys and values of one dict after the other.
+int64_t FirstAltered(void* const* dicts, const int64_t* sizes, void* const* entries, int64_t count);
+
 }  // namespace refitd::client
 
 #endif  // REFITD_CLIENT_PYTHON_H_

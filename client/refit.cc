@@ -460,6 +460,13 @@ int64_t refit_region_bytes(const refit_region* region) {
 
 void refit_region_free(refit_region* region) { delete region; }
 
+refit_status refit_replace_group(const refit_connect_options* options) {
+  return Guarded([&]() -> absl::Status {
+    REFITD_ASSIGN_OR_RETURN(const client::ConnectOptions connect, ConnectOf(options));
+    return client::ReplaceGroup(connect).status();
+  });
+}
+
 refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer) {
   return Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
@@ -713,6 +720,10 @@ refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index,
 refit_status refit_update_abort(refit_update* update, const char* reason) {
   return Guarded(
       [&] { return update == nullptr ? Null("update") : update->update->Abort(Text(reason)); });
+}
+
+refit_status refit_update_lost(refit_update* update) {
+  return Guarded([&] { return update == nullptr ? Null("update") : update->update->Lost(); });
 }
 
 refit_status refit_engine_attach(const refit_engine_options* options, refit_engine** engine) {
@@ -996,4 +1007,22 @@ void* refit_python_pusher(const refit_packer* packer) {
 
 int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count) {
   return client::FirstMoved(tensors, addresses, count);
+}
+
+void refit_python_marks(void* const* tensors, uint64_t* marks, int64_t count) {
+  client::Mark(tensors, marks, count);
+}
+
+int64_t refit_python_first_changed(void* const* tensors, const uint64_t* marks, int64_t count) {
+  return client::FirstChanged(tensors, marks, count);
+}
+
+int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* const* values,
+                                   int64_t count) {
+  return client::FirstRebound(dicts, keys, values, count);
+}
+
+int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
+                                   int64_t count) {
+  return client::FirstAltered(dicts, sizes, entries, count);
 }

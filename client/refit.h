@@ -183,9 +183,9 @@ typedef struct refit_group_spec {
   int64_t slot_bytes;    /* 0: the daemon's default */
   int32_t slots;         /* 0: the daemon's default */
   int32_t engine_only_count;
+  /* Patterns of tensors' names: '*' stands for any characters, '?' for one. */
   const char* const* engine_only_tensors;
-  /* Tensors that trainers' layouts may have though no engine wants them: names, or prefixes that
-   * end with '*'. */
+  /* Tensors that trainers may push or register though no engine wants them; patterns too. */
   int32_t unwanted_count;
   const char* const* unwanted_tensors;
   /* How far an instance's version may be behind the group's while the instance counts as ready: the
@@ -296,6 +296,13 @@ typedef struct refit_trainer_options {
   { .struct_size = sizeof(refit_trainer_options) }
 
 refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer);
+/* Begins a new incarnation of a group, whose first version may be any number: the way on for a
+ * trainer that goes on from an older version. Every instance is dirty until its next commit, and
+ * the leases of trainers end. If there is no such group, it is made. `options` names daemon and
+ * group, and has the group's spec. REFIT_PERMISSION_DENIED: the caller has not the role
+ * OPERATOR_WRITE. REFIT_ALREADY_EXISTS: the group has another spec. REFIT_FAILED_PRECONDITION: an
+ * update runs, or another daemon has the group (named). */
+refit_status refit_replace_group(const refit_connect_options* options);
 /* Detaches and frees; an open update is lost. */
 void refit_trainer_free(refit_trainer* trainer);
 /* REFIT_OK while attached; else why the lease ended, or why the member could not attach again. */
@@ -482,6 +489,11 @@ refit_status refit_update_outcome(const refit_update* update, int32_t index, con
  * string lives as long as the update. REFIT_OUT_OF_RANGE: no such name. */
 refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name);
 refit_status refit_update_abort(refit_update* update, const char* reason);
+/* After a refit_update_abort() that returned REFIT_OK, or REFIT_FAILED_PRECONDITION since the
+ * update was over before: the error that other calls of the lost update get, REFIT_ABORTED, which
+ * says whether weights of engines are dirty. REFIT_FAILED_PRECONDITION: the update may not be over.
+ */
+refit_status refit_update_lost(refit_update* update);
 
 /* ---- trainer: shards that stay where they are ---- */
 
@@ -764,6 +776,13 @@ typedef struct refit_python {
   int32_t (*get_storage_bytes)(void* implementation, int64_t* bytes);
   int32_t (*get_storage_offset)(void* implementation, int64_t* offset);
   int32_t (*get_address)(void* implementation, void** address);
+  /* The same for the element type's number, the number of dimensions, and the lists of sizes and
+   * strides, which stay the tensor's (aoti_torch_get_dtype, aoti_torch_get_dim,
+   * aoti_torch_get_sizes, aoti_torch_get_strides). All four or NULL. */
+  int32_t (*get_dtype)(void* implementation, int32_t* dtype);
+  int32_t (*get_dim)(void* implementation, int64_t* dim_count);
+  int32_t (*get_sizes)(void* implementation, int64_t** sizes);
+  int32_t (*get_strides)(void* implementation, int64_t** strides);
 } refit_python;
 #define REFIT_PYTHON_INIT \
   { .struct_size = sizeof(refit_python) }
@@ -782,6 +801,21 @@ void* refit_python_pusher(const refit_packer* packer);
 /* Returns the index of the first of `count` tensors, objects of the type or its subclasses, whose
  * memory does not begin at its address; `count`: there is none. */
 int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count);
+/* Writes for each of `count` tensors a mark of its address, element type, shape and strides; 0: the
+ * tensor can't be read. */
+void refit_python_marks(void* const* tensors, uint64_t* marks, int64_t count);
+/* Returns the index of the first tensor that has another mark now, or can't be read; `count`: there
+ * is none. */
+int64_t refit_python_first_changed(void* const* tensors, const uint64_t* marks, int64_t count);
+/* Returns the index of the first dict that has another value, or none, under its key, a text;
+ * `count`: there is none. */
+int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* const* values,
+                                   int64_t count);
+/* Returns the index of the first dict that has other entries than before, or in another order;
+ * `count`: there is none. Dict i had sizes[i] entries; `entries` has the key and the value of each,
+ * of one dict after the other. */
+int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
+                                   int64_t count);
 
 #ifdef __cplusplus
 }

@@ -47,6 +47,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
   refit_update* update = nullptr;
   auto event = Initialised<refit_event>();
   const refit_status statuses[] = {
+      refit_replace_group(nullptr),
       refit_trainer_attach(nullptr, nullptr),
       refit_trainer_health(nullptr),
       refit_trainer_group_version(nullptr, &number),
@@ -74,6 +75,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_update_left_out(nullptr, 0, nullptr),
       refit_trainer_left_out(nullptr, 0, nullptr),
       refit_update_abort(nullptr, nullptr),
+      refit_update_lost(nullptr),
       refit_trainer_register(nullptr, nullptr, 0, nullptr, 0, nullptr, 0),
       refit_trainer_refit(nullptr, nullptr, nullptr),
       refit_trainer_outcome(nullptr, 0, nullptr, nullptr, nullptr),
@@ -137,6 +139,13 @@ TEST_CASE("in a process without Python no tensor is read, and memory counts as m
   void* tensors[] = {nullptr, nullptr};
   const int64_t addresses[] = {1, 2};
   CHECK(refit_python_first_moved(tensors, addresses, 2) == 0);
+  uint64_t marks[] = {1, 2};
+  CHECK(refit_python_first_changed(tensors, marks, 2) == 0);
+  refit_python_marks(tensors, marks, 2);
+  CHECK((marks[0] == 0 && marks[1] == 0));
+  const int64_t sizes[] = {0, 0};
+  CHECK(refit_python_first_altered(tensors, sizes, nullptr, 2) == 0);
+  CHECK(refit_python_first_rebound(tensors, tensors, tensors, 2) == 0);
 }
 
 TEST_CASE("a packer refuses what it does not know or has no room for, and says so") {

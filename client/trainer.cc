@@ -395,6 +395,7 @@ class UpdateImpl final : public Update {
     REFITD_RETURN_IF_ERROR(CheckOpen());
     return EndByAbort(reason);
   }
+  absl::Status Lost() override;
 
  private:
   void GoOut() {
@@ -423,6 +424,7 @@ class UpdateImpl final : public Update {
   const TimePoint call_deadline_;  // later, so that the daemon's own answer comes before it
   const std::shared_ptr<Pushes> pushes_;
   bool ended_ = false;  // true: committed or aborted, so nothing is left to abort
+  bool over_ = false;   // the daemon answered Abort, and so the update has ended there
 };
 
 absl::Status UpdateImpl::Push(Bucket bucket) {
@@ -589,7 +591,24 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
   const auto response = core_->Call<v1::AbortRequest, v1::AbortResponse>(
       &Stub::Abort, std::move(request), After(kCleanupLimit), "Abort");
   if (response.ok()) ended_ = true;
+  // FAILED_PRECONDITION: the update was over before.
+  over_ = response.ok() || absl::IsFailedPrecondition(response.status());
   return response.status();
+}
+
+absl::Status UpdateImpl::Lost() {
+  if (!over_) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "the update to version {} may not be over: Abort did not say so", version_);
+  }
+  // A Commit that names an update that is over is answered with how it ended.
+  v1::CommitRequest request;
+  request.set_version(version_.value());
+  request.set_update_id(begun_.update_id());
+  return core_
+      ->Call<v1::CommitRequest, v1::CommitResponse>(&Stub::Commit, std::move(request),
+                                                    After(kCleanupLimit), "Commit")
+      .status();
 }
 
 class TrainerImpl final : public Member<Trainer, Core> {

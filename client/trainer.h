@@ -189,6 +189,10 @@ class Update {
   // naming the culprit.
   virtual absl::StatusOr<CommitResult> Refit() = 0;
   virtual absl::Status Abort(const std::string& reason) = 0;
+  // After an Abort that the daemon answered, also with FAILED_PRECONDITION since the update was
+  // over before: the status that other calls of the lost update get. It is ABORTED, and says
+  // whether weights of engines are dirty. FAILED_PRECONDITION: the update may not be over.
+  virtual absl::Status Lost() = 0;
 };
 
 // The outcome of an update.
@@ -237,6 +241,14 @@ class Trainer : public SharesMemory {
   // How often this trainer attached again after it lost its lease.
   virtual int reattachments() const = 0;
 };
+
+// Begins a new incarnation of the group, whose first version may be any number, and returns it.
+// Every instance is dirty until its next commit, and the leases of trainers end. If there is no
+// such group, it is made. Asks the daemon at `connect` and waits for it for `connect.wait`;
+// `connect.spec` is the group's. Errors: as refitd.v1.Operator.CreateGroup with `replace`, which
+// needs the role OPERATOR_WRITE; FAILED_PRECONDITION also where another daemon has the group
+// (named).
+absl::StatusOr<uint64_t> ReplaceGroup(const ConnectOptions& connect);
 
 }  // namespace refitd::client
 

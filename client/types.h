@@ -33,9 +33,9 @@ struct GroupSpec {
   int min_instances = 1;
   int64_t slot_bytes = 0;  // 0: the daemon's default
   int slots = 0;           // 0: the daemon's default
+  // Patterns of tensors' names: '*' stands for any characters, '?' for one.
   std::vector<std::string> engine_only_tensors{};
-  // Tensors that trainers' layouts may have though no engine wants them: names, or prefixes that
-  // end with '*'.
+  // Tensors that trainers may push or register though no engine wants them; patterns too.
   std::vector<std::string> unwanted_tensors{};
   // How far an instance's version may be behind the group's while the instance counts as ready.
   int64_t max_lag = 0;

@@ -30,7 +30,7 @@ absl::Status Group::Impl::CheckGreater(Version wanted) const {
   });
   return Precondition(
       "version: {} is not greater than the group's {} ({}): begin a greater version, or start a "
-      "new incarnation with CreateGroup(replace)",
+      "new incarnation with CreateGroup(replace), as `refitctl group replace` and on_older= do",
       wanted, *version,
       holds == instances.end() ? "no instance holds it any more"
                                : fmt::format("instance {} holds it", holds->first));

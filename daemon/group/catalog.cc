@@ -33,6 +33,7 @@ absl::StatusOr<std::shared_ptr<const Catalog>> Catalog::Make(std::vector<Rank> r
   catalog->ranks_ = std::move(ranks);
   catalog->instances_ = std::move(instances);
   catalog->open_.resize(catalog->instances_.size());
+  catalog->reads_slots_.resize(catalog->instances_.size());
   for (uint32_t r = 0; r < catalog->ranks_.size(); ++r) catalog->AddRank(r);
   catalog->FindKinds();
   REFITD_RETURN_IF_ERROR(catalog->CheckAgreement());
@@ -49,6 +50,7 @@ void Catalog::AddRank(uint32_t index) {
     rank_of_.push_back(index);
   } else if (rank.manifest != nullptr) {
     list = table_->Add(rank.manifest);
+    reads_slots_[rank.instance] = true;
   } else {
     open_[rank.instance] = true;
   }
@@ -164,7 +166,7 @@ int64_t Catalog::CountWanted() const {
     ++looked_at_;
     if (!WantedBy(used_, *table_->Find(name))) --count;
   }
-  for (const std::string& name : table_->engine_only()) {
+  for (const std::string& name : table_->EngineOnlyNames()) {
     ++looked_at_;
     const TensorTable::Uses* uses = table_->Find(name);
     if (uses != nullptr && WantedBy(used_, *uses)) --count;
@@ -239,6 +241,9 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   if (std::find(knows.begin(), knows.end(), false) == knows.end()) return absl::OkStatus();
   for (uint32_t i = 0; i < instances_.size(); ++i) {
     if (open_[i] || evicted[i] || knows[kind_of_[i]]) continue;
+    // Nothing of it is written then. Ranks that read slots would be handed a tensor that their
+    // manifest does not list.
+    if (!reads_slots_[i] && table_->may_be_unwanted(tensor.name)) continue;
     return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
                              "tensor '{}' is unknown to instance {}", tensor.name, instances_[i]),
                        tensor.name);

@@ -79,7 +79,8 @@ class Catalog {
   const std::vector<std::string>& unwanted() const;
 
   // FAILED_PRECONDITION, naming the tensor and the instance or rank: the tensor is engine-only, is
-  // unknown to an instance that is not evicted, or has another dtype or shape there.
+  // unknown to an instance that is not evicted (and may not be unwanted), or has another dtype or
+  // shape there.
   absl::Status Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const;
   // Not OK: names the first tensor (by name) that `pushed` does not have, and an instance still in
   // the update that wants it.
@@ -135,8 +136,9 @@ class Catalog {
   std::vector<Rank> ranks_;
   std::vector<ListId> list_of_rank_;  // kNoList: declares nothing
   std::vector<std::string> instances_;
-  std::vector<bool> open_;  // by instance
-  std::vector<bool> used_;  // by list; true: a rank has it
+  std::vector<bool> open_;         // by instance
+  std::vector<bool> reads_slots_;  // by instance: it has a rank with a manifest
+  std::vector<bool> used_;         // by list; true: a rank has it
   // Instances whose ranks have the same lists are of one kind.
   std::vector<uint32_t> kind_of_;         // by instance
   std::vector<std::vector<bool>> kinds_;  // the lists of each kind

@@ -58,7 +58,8 @@ Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec 
       next_update(std::move(next)),
       ownership(name, std::move(owner_rule)),
       ledger(spec.slots),
-      declared(std::make_shared<group::TensorTable>(spec.engine_only_tensors)) {}
+      declared(
+          std::make_shared<group::TensorTable>(spec.engine_only_tensors, spec.unwanted_tensors)) {}
 
 void Group::Impl::Pump() {
   GiveUpFillIfGiversChanged();

@@ -67,9 +67,9 @@ inline constexpr int kMaxSlots = 64;
 inline constexpr int kMaxTrainerRanks = 65'536;
 inline constexpr int kMaxEngineRanks = 65'536;  // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;
-// The limit of prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the
-// trainers.
-inline constexpr int kMaxUnwantedPrefixes = 64;
+// The limit of patterns that are no exact names, in GroupSpec::engine_only_tensors and in
+// unwanted_tensors: each is compared with each tensor.
+inline constexpr int kMaxNamePatterns = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
 // How many instances give at a time in one fill. Planning, comparing and the set of daemons that
@@ -89,9 +89,9 @@ struct GroupSpec {
   int min_instances = 1;
   int64_t slot_bytes = 0;  // never 0: the caller has filled in defaults
   int slots = 0;
-  std::vector<std::string> engine_only_tensors;  // sorted, unique
-  // Names, and prefixes that end with '*', of tensors that trainers' layouts may have though no
-  // engine wants them. Sorted, unique.
+  // Patterns of names (transport/plan/name_patterns.h), sorted, unique, here and below.
+  std::vector<std::string> engine_only_tensors;
+  // Tensors that trainers may bring though no engine wants them.
   std::vector<std::string> unwanted_tensors{};
   // How far an instance's version may be behind the group's while the instance counts as ready:
   // the difference of the two numbers, 0 to kMaxLag.

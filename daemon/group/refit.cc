@@ -178,7 +178,7 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
         {member.layout, key.destinations[d].node, key.destinations[d].instance, member.label});
   }
   compile.options.skip_tensors = key.pushed;
-  compile.options.engine_only = spec.engine_only_tensors;
+  compile.options.engine_only = declared->EngineOnlyNames();
   compile.options.unwanted_allowed = spec.unwanted_tensors;
   compile.options.relay_lag = key.relay_lag;
   compile.options.relay_slot_bytes = spec.slot_bytes;
@@ -264,7 +264,7 @@ bool Group::Impl::LeavesOut(const group::PlannedRefit& compiled, std::string_vie
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);
   };
-  return in(compiled.key.pushed) || in(spec.engine_only_tensors) ||
+  return in(compiled.key.pushed) || declared->engine_only(tensor) ||
          in(compiled.plan->content.unwanted);
 }
 

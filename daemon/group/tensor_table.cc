@@ -21,8 +21,30 @@ void Move(std::set<std::string_view>* names, std::string_view to) {
 
 }  // namespace
 
+TensorTable::TensorTable(const std::vector<std::string>& engine_only,
+                         std::vector<std::string> unwanted)
+    : unwanted_(std::move(unwanted)) {
+  for (const std::string& name : engine_only) {
+    if (IsPattern(name)) {
+      engine_only_patterns_.push_back(name);
+    } else {
+      engine_only_.insert(name);
+    }
+  }
+}
+
 bool TensorTable::engine_only(std::string_view name) const {
-  return !engine_only_.empty() && engine_only_.contains(Key(name));
+  return (!engine_only_.empty() && engine_only_.contains(Key(name))) ||
+         (!engine_only_patterns_.empty() && MatchesAny(engine_only_patterns_, name));
+}
+
+std::vector<std::string> TensorTable::EngineOnlyNames() const {
+  std::vector<std::string> names(engine_only_.begin(), engine_only_.end());
+  for (const std::string& name : matched_) {
+    if (!engine_only_.contains(name)) names.push_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 const TensorTable::Uses* TensorTable::Find(std::string_view name) const {
@@ -108,6 +130,9 @@ TensorTable::ListId TensorTable::AddList(const void* key, List list) {
       }
     }
     if (!lists_[id].wanted[t]) partly_unwanted_.insert(View(entry->first));
+    if (uses.empty() && MatchesAny(engine_only_patterns_, tensors[t].name)) {
+      matched_.insert(tensors[t].name);
+    }
     uses.push_back({id, t});
   }
   return id;
@@ -137,6 +162,7 @@ void TensorTable::Remove(ListId id) {
     if (uses.empty()) {
       mixed_.erase(tensor.name);
       partly_unwanted_.erase(tensor.name);
+      matched_.erase(tensor.name);
       tensors_.erase(it);
     } else if (it->first.data() == tensor.name.data()) {
       // The key goes with the list; a list that stays has the name too.

@@ -23,6 +23,7 @@
 #include "absl/types/span.h"
 #include "transport/base/status.h"
 #include "transport/plan/layout.h"
+#include "transport/plan/name_patterns.h"
 
 namespace refitd::group {
 
@@ -30,9 +31,10 @@ using Manifest = std::vector<TensorSpec>;
 
 class TensorTable {
  public:
-  // `engine_only`: tensors whose bytes no update writes.
-  explicit TensorTable(const std::vector<std::string>& engine_only)
-      : engine_only_(engine_only.begin(), engine_only.end()) {}
+  // `engine_only`: patterns of tensors whose bytes no update writes. `unwanted`: patterns of
+  // tensors that trainers may bring though no engine wants them; sorted.
+  explicit TensorTable(const std::vector<std::string>& engine_only,
+                       std::vector<std::string> unwanted = {});
 
   // The number of a layout or manifest. The number of a removed list is given again.
   using ListId = uint32_t;
@@ -69,7 +71,10 @@ class TensorTable {
   // How many bytes an update writes to a rank with that list.
   int64_t bytes(ListId list) const { return lists_[list].bytes; }
   bool engine_only(std::string_view name) const;
-  const absl::flat_hash_set<std::string>& engine_only() const { return engine_only_; }
+  // The engine-only tensors that are named exactly, declared or not, and those declared that match
+  // a pattern; sorted.
+  std::vector<std::string> EngineOnlyNames() const;
+  bool may_be_unwanted(std::string_view name) const { return MatchesAny(unwanted_, name); }
   // Whether the number names no list at the moment.
   bool free(ListId list) const { return lists_[list].free(); }
   // All list numbers are below this number.
@@ -105,7 +110,12 @@ class TensorTable {
   void RemoveUnused();
   void Remove(ListId id);
 
-  const absl::flat_hash_set<std::string> engine_only_;
+  // Constant after construction.
+  absl::flat_hash_set<std::string> engine_only_;   // exact names
+  std::vector<std::string> engine_only_patterns_;  // all others
+  std::vector<std::string> unwanted_;
+
+  std::set<std::string> matched_;  // declared tensors that match a pattern
   std::vector<List> lists_;
   absl::flat_hash_map<const void*, ListId> ids_;
   // A key is the name in a list that declares the tensor, so that entering it copies nothing.

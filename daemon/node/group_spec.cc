@@ -8,6 +8,7 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
 #include "transport/base/status.h"
+#include "transport/plan/name_patterns.h"
 
 namespace refitd {
 namespace {
@@ -23,23 +24,18 @@ void SortUnique(std::vector<std::string>* names) {
   names->erase(std::unique(names->begin(), names->end()), names->end());
 }
 
-// A name with '*' at its end is a prefix.
-absl::Status CheckUnwanted(const std::vector<std::string>& names) {
-  const auto prefixes = std::count_if(names.begin(), names.end(),
-                                      [](const std::string& name) { return name.ends_with('*'); });
+absl::Status CheckPatterns(const std::vector<std::string>& names, std::string_view field) {
+  const auto patterns = std::count_if(names.begin(), names.end(), IsPattern);
   const auto count = static_cast<int64_t>(names.size());
-  if (count > kMaxTensorsPerLayout || prefixes > kMaxUnwantedPrefixes) {
+  if (count > kMaxTensorsPerLayout || patterns > kMaxNamePatterns) {
     return Error(absl::StatusCode::kInvalidArgument,
-                 "spec.unwanted_tensors: {} names and {} prefixes, at most {} and {} may be",
-                 count - prefixes, prefixes, kMaxTensorsPerLayout, kMaxUnwantedPrefixes);
+                 "{}: {} names and {} patterns with '*' or '?', at most {} and {} may be", field,
+                 count - patterns, patterns, kMaxTensorsPerLayout, kMaxNamePatterns);
   }
   for (const std::string& name : names) {
-    REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, "spec.unwanted_tensors"));
-    if (name.empty() || name.find('*') < name.size() - 1) {
-      return Error(absl::StatusCode::kInvalidArgument,
-                   "spec.unwanted_tensors: '{}' is neither a name nor a prefix with '*' at its end",
-                   name);
-    }
+    REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, field));
+    if (!name.empty()) continue;
+    return Error(absl::StatusCode::kInvalidArgument, "{}: a name is empty", field);
   }
   return absl::OkStatus();
 }
@@ -55,12 +51,8 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "spec.slot_bytes: {} is not a multiple of 4096", wish.slot_bytes);
   }
-  REFITD_RETURN_IF_ERROR(CheckField(static_cast<int64_t>(wish.engine_only_tensors.size()), 0,
-                                    kMaxTensorsPerLayout, "engine_only_tensors"));
-  for (const std::string& name : wish.engine_only_tensors) {
-    REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, "spec.engine_only_tensors"));
-  }
-  REFITD_RETURN_IF_ERROR(CheckUnwanted(wish.unwanted_tensors));
+  REFITD_RETURN_IF_ERROR(CheckPatterns(wish.engine_only_tensors, "spec.engine_only_tensors"));
+  REFITD_RETURN_IF_ERROR(CheckPatterns(wish.unwanted_tensors, "spec.unwanted_tensors"));
   REFITD_RETURN_IF_ERROR(CheckField(wish.max_lag, 0, kMaxLag, "max_lag"));
   wish.min_instances = std::max(1, wish.min_instances);
   if (wish.slot_bytes == 0) wish.slot_bytes = limits.default_slot_bytes;

@@ -56,8 +56,22 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
   CHECK_THAT(refused([](auto* w) { w->max_lag = -1; }),
              Contains("spec.max_lag: -1 is not in 0..1000000000"));
   CHECK_THAT(refused([](auto* w) { w->max_lag = 1'000'000'001; }), Contains("spec.max_lag"));
-  CHECK_THAT(refused([](auto* w) { w->unwanted_tensors = {"a*b"}; }),
-             Contains("'a*b' is neither a name nor a prefix"));
+  CHECK_THAT(refused([](auto* w) { w->unwanted_tensors = {""}; }),
+             Contains("spec.unwanted_tensors: a name is empty"));
+  const auto many = [](std::vector<std::string>* names) {
+    for (int i = 0; i <= kMaxNamePatterns; ++i) names->push_back(std::to_string(i) + ".*.bias");
+  };
+  CHECK_THAT(refused([&](auto* w) { many(&w->engine_only_tensors); }),
+             Contains("spec.engine_only_tensors: 0 names and 65 patterns"));
+  CHECK_THAT(refused([&](auto* w) { many(&w->unwanted_tensors); }), Contains("65 patterns"));
+}
+
+TEST_CASE("engine-only and unwanted tensors take exact names, prefixes and globs alike") {
+  GroupSpec wish = Wish();
+  wish.engine_only_tensors = wish.unwanted_tensors = {"head", "mtp.*", "*.layers.?.bias"};
+  const auto spec = CheckSpec(wish, kLimits);
+  REQUIRE(spec.ok());
+  CHECK(spec->engine_only_tensors == spec->unwanted_tensors);
 }
 
 TEST_CASE("a spec equals the group's where it leaves slots to the default, and only there") {

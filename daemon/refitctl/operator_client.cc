@@ -112,6 +112,21 @@ absl::StatusOr<v1::CreateGroupResponse> OperatorClient::CreateGroup(
   return Call(&v1::Operator::Stub::CreateGroup, request, false);
 }
 
+absl::StatusOr<v1::DeleteGroupResponse> OperatorClient::DeleteGroup(
+    const std::string& group) const {
+  v1::DeleteGroupRequest request;
+  request.set_group(group);
+  return Call(&v1::Operator::Stub::DeleteGroup, request, false);
+}
+
+absl::StatusOr<v1::AbortUpdateResponse> OperatorClient::AbortUpdate(
+    const std::string& group, const std::string& reason) const {
+  v1::AbortUpdateRequest request;
+  request.set_group(group);
+  request.set_reason(reason);
+  return Call(&v1::Operator::Stub::AbortUpdate, request, false);
+}
+
 absl::StatusOr<v1::CheckAccessResponse> OperatorClient::CheckAccess(
     const v1::CheckAccessRequest& request) const {
   return Call(&v1::Operator::Stub::CheckAccess, request, false);

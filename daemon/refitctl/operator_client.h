@@ -53,6 +53,9 @@ class OperatorClient {
   absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
       const std::string& group) const;
   absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
+  absl::StatusOr<v1::DeleteGroupResponse> DeleteGroup(const std::string& group) const;
+  absl::StatusOr<v1::AbortUpdateResponse> AbortUpdate(const std::string& group,
+                                                      const std::string& reason) const;
 
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
   // NOT_FOUND: the daemon knows no such service.

@@ -510,6 +510,15 @@ struct Pushed {
   int64_t buckets = 0;
 };
 
+// Gives the update up for `failure`. The result also says how the update left the engines' weights,
+// if the daemon says so.
+absl::Status GivenUp(client::Update& update, const absl::Status& failure) {
+  update.Abort(Message(failure).substr(0, 256)).IgnoreError();  // the update may be over by now
+  const absl::Status lost = update.Lost();
+  if (absl::IsAborted(failure) || !absl::IsAborted(lost)) return failure;
+  return Error(failure.code(), "{}; {}", Message(failure), Message(lost));
+}
+
 absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoint& checkpoint,
                                      client::Trainer& trainer, const client::BeginOptions& begin) {
   REFITD_ASSIGN_OR_RETURN(const auto update, trainer.Begin(begin));
@@ -518,12 +527,11 @@ absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoin
   Pusher pusher(checkpoint, trainer, *update, progress);
   const absl::Status pushed = pusher.Push(options.mode, static_cast<int64_t>(options.bucket_bytes));
   if (!pushed.ok()) {
-    // Report why pushing failed; aborting may well be refused, because the update is lost.
-    update->Abort(Message(pushed)).IgnoreError();
-    return pushed;
+    return GivenUp(*update, pushed);
   }
-  REFITD_ASSIGN_OR_RETURN(client::CommitResult result, update->Commit());
-  return Pushed{std::move(result), pusher.buckets()};
+  absl::StatusOr<client::CommitResult> result = update->Commit();
+  if (!result.ok()) return GivenUp(*update, result.status());
+  return Pushed{*std::move(result), pusher.buckets()};
 }
 
 absl::StatusOr<Summary> InstallCheckpoint(const GlobalOptions& global, const PushOptions& options) {

@@ -314,6 +314,57 @@ class RefitctlTest(unittest.TestCase):
         engine.finish(OK)
         self.assertEqual(engine.verified(), [7, 8])
 
+    def test_a_push_that_fails_after_bytes_were_written_tells_that_weights_are_dirty(self):
+        renamed = os.path.join(self.folder, "renamed")
+        shutil.copytree(self.checkpoint(1), renamed)
+        for name in os.listdir(renamed):
+            with open(os.path.join(renamed, name), "r+b") as file:
+                content = file.read().replace(b"lm_head.weight", b"mm_head.weight").replace(b"model.norm.weight", b"nodel.norm.weight")
+                file.seek(0)
+                file.write(content)
+        engine = Engine(self, "half", "replica", self.checkpoint("{version}"), "--versions", "1")
+        push = ("push", "--group", "half", "--create", "--push", "--bucket-bytes", "64KiB")
+        error = self.refitctl(*push, renamed, code=FAILED)
+        self.assertRegex(error, r"tensor '[mn]odel|tensor 'mm_head")
+        self.assertIn("weights are dirty: instance replica", error)
+        self.refitctl(*push, self.checkpoint(2), "--version", "2")
+        engine.finish(OK)
+
+    def test_a_group_goes_on_from_an_older_version_after_replace(self):
+        engine = Engine(self, "older", "replica", self.checkpoint(1), "--versions", "2")
+        push = ["push", self.checkpoint(1), "--group", "older", "--create"]
+        self.refitctl(*push, "--version", "7")
+        self.refitctl(*push, "--version", "3", code=FAILED)
+        before = self.json("groups")["groups"]
+        told = self.refitctl("group", "replace", "older")
+        self.assertRegex(told, r"^group older: begins anew as incarnation [0-9a-f]{16}, .* 1 instances are dirty until the next commit$")
+        after = {group["name"]: group["incarnation"] for group in self.json("groups")["groups"]}
+        self.assertNotEqual(after["older"], {group["name"]: group["incarnation"] for group in before}["older"])
+        self.assertEqual(self.json(*push, "--version", "3")["version"], 3)
+        engine.finish(OK)
+        self.assertEqual(engine.verified(), [7, 3])
+        self.assertIn("'nobody'", self.refitctl("group", "replace", "nobody", code=FAILED))
+
+    def test_a_group_without_members_is_deleted_and_one_with_members_is_not(self):
+        engine = Engine(self, "deleted", "replica", self.checkpoint(1))
+        self.refitctl("group", "delete", "deleted", code=FAILED)
+        self.refitctl("push", self.checkpoint(1), "--group", "deleted", "--create")
+        engine.finish(OK)
+
+        def members():
+            return self.json("members", "--group", "deleted")["members"]
+
+        wait_for(self, "no member in deleted", lambda: members() == [])
+        self.assertEqual(self.refitctl("group", "delete", "deleted"), "group deleted: deleted\n")
+        self.assertNotIn("deleted", [group["name"] for group in self.json("groups")["groups"]])
+
+    def test_an_update_that_runs_is_aborted_by_hand(self):
+        _, push, watch = self.start_watched_push("by-hand")
+        self.assertEqual(self.refitctl("abort", "by-hand", "--reason", "maintenance"), "group by-hand: the update was aborted\n")
+        self.assertRegex(push.finish(FAILED)[-1], "maintenance")
+        watch.finish(FAILED)
+        self.refitctl("abort", "by-hand", code=FAILED)
+
     def test_can_asks_the_running_daemon_and_says_which_rule_decided(self):
         me = "uid:%d" % os.getuid()
         asked = ("can", "--do", "operator-write", "--group", "any")

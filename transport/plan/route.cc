@@ -16,6 +16,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
+#include "transport/plan/name_patterns.h"
 
 namespace refitd {
 namespace {
@@ -368,7 +369,7 @@ class Router {
       }
       std::string lacking = Lacking(t, instances);
       if (lacking.empty()) continue;
-      const bool allowed = MayBeUnwanted(options_.unwanted_allowed, name);
+      const bool allowed = MatchesAny(options_.unwanted_allowed, name);
       if (!allowed && !options_.list_unplaced)
         return AboutTensor(Precondition("tensor {}: {}", name, lacking), name);
       AddUnplaced(t, lacking + (allowed ? " (allowed)" : ""));
@@ -1699,13 +1700,6 @@ std::string ToText(const RouteExplanation& e, size_t rows) {
 }
 
 absl::Status ValidatePlan(const RoutePlan& plan) { return PlanChecker(plan).Run(); }
-
-bool MayBeUnwanted(const std::vector<std::string>& allowed, std::string_view tensor) {
-  if (std::binary_search(allowed.begin(), allowed.end(), tensor)) return true;
-  return std::any_of(allowed.begin(), allowed.end(), [tensor](std::string_view name) {
-    return name.ends_with('*') && tensor.starts_with(name.substr(0, name.size() - 1));
-  });
-}
 
 absl::StatusOr<RoutePlan> CompileRoutes(const std::vector<RouteMember>& sources,
                                         const std::vector<RouteMember>& destinations,

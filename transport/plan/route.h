@@ -60,7 +60,7 @@ struct RouteOptions {
   std::vector<std::string> uncovered_allowed;
   // Tensors that no refit writes, though engines may declare them; the plan leaves them out.
   std::vector<std::string> engine_only;
-  // Tensors of trainers that an instance may lack: names, and prefixes that end in '*'; sorted.
+  // Tensors of trainers that an instance may lack: patterns of names (name_patterns.h), sorted.
   std::vector<std::string> unwanted_allowed;
   // Instances to leave out (evicted), by index; empty: none.
   std::vector<bool> skip_instance;
@@ -85,9 +85,6 @@ struct RouteOptions {
   // within milliseconds with CANCELLED. Null: planning can't be cancelled.
   std::shared_ptr<const std::atomic<bool>> cancelled = nullptr;
 };
-
-// Whether the tensor matches a name or a prefix of `allowed` (RouteOptions::unwanted_allowed).
-bool MayBeUnwanted(const std::vector<std::string>& allowed, std::string_view tensor);
 
 // A box of one tensor that goes from one rank to a set of nodes.
 struct Route {

@@ -22,11 +22,13 @@ async def serve(model, weights, answered):
         await asyncio.sleep(0)
 
 
-async def update(engine, model, weights, answered, versions):
-    """Takes updates until `versions` are there."""
+async def update(engine, model, weights, answered, options):
+    """Takes updates until so many versions were committed."""
     joiner = refitd.Joiner()  # tensors larger than a slot come in parts
     paused = False
-    async for event in engine:
+    committed = 0
+    while committed < options.versions:
+        event = await engine.next(options.seconds)  # DeadlineExceeded: no trainer came
         if isinstance(event, refitd.Prepare):
             if not paused:
                 await weights.acquire()  # returns when no request uses the weights
@@ -43,8 +45,7 @@ async def update(engine, model, weights, answered, versions):
             if paused and not getattr(event, "dirty", False):
                 weights.release()
                 paused = False
-            if isinstance(event, refitd.Committed) and event.version == versions:
-                return
+            committed += isinstance(event, refitd.Committed)
 
 
 async def main():
@@ -52,6 +53,7 @@ async def main():
     parser.add_argument("--group", default="policy")
     parser.add_argument("--instance", default="engine-0")
     parser.add_argument("--versions", type=int, default=3, help="end after so many")
+    parser.add_argument("--seconds", type=float, default=200, help="fail where no event comes for so long (%(default)s)")
     options = parser.parse_args()
 
     model = EngineModel().to(DTYPE).requires_grad_(False)
@@ -60,7 +62,7 @@ async def main():
     async with engine:
         print("attached", flush=True)
         serving = asyncio.create_task(serve(model, weights, answered))
-        await update(engine, model, weights, answered, options.versions)
+        await update(engine, model, weights, answered, options)
         serving.cancel()
 
 

@@ -5,7 +5,8 @@
     python fused_engine.py --versions 3 &
     torchrun --standalone --nproc-per-node 2 fsdp2_trainer.py --versions 3
 
-Prints after each version a digest of the whole model, which the engine prints too.
+Prints after each version a digest of the whole model, which the engine prints too. Versions begin after the group's last, so that both can
+be run again.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main():
 
     with refitd.Trainer(options.group, rank=rank, world_size=world_size, wait_seconds=200) as trainer:
         trainer.register(model, dtype=torch.bfloat16)
-        for version in range(1, options.versions + 1):
+        for version in range(trainer.next_version, trainer.next_version + options.versions):
             tokens = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(100 * version + rank))
             logits = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -17,6 +17,7 @@ def main():
     parser.add_argument("--group", default="policy")
     parser.add_argument("--instance", default="engine-0")
     parser.add_argument("--versions", type=int, default=3, help="end after so many")
+    parser.add_argument("--seconds", type=float, default=200, help="fail where no event comes for so long (%(default)s)")
     options = parser.parse_args()
 
     model = EngineModel().to(DTYPE).requires_grad_(False)
@@ -24,15 +25,16 @@ def main():
     with refitd.Engine(options.group, instance=options.instance, wait_seconds=200) as engine:
         engine.register(refitd.capture(model.load_weights, checkpoint_manifest()))
         print("registered", flush=True)
-        for event in engine:
+        committed = 0
+        while committed < options.versions:
+            event = engine.next(options.seconds)  # DeadlineExceeded: no trainer came
             if isinstance(event, refitd.Prepare):
                 # A real engine first waits until no request uses the weights.
                 event.ready()
             elif isinstance(event, refitd.Committed):
                 token = model(torch.tensor([[1, 2, 3]]))[0, -1].argmax().item()
                 print(f"version {event.version} digest {digest(model.parts())} says {token}", flush=True)
-                if event.version == options.versions:
-                    break
+                committed += 1
             elif isinstance(event, refitd.Aborted):
                 # The old weights are whole unless `dirty`; a dirty engine stays paused until the next commit.
                 print(f"aborted version {event.version}, dirty {event.dirty}: {event.reason}", flush=True)

@@ -5,7 +5,8 @@
     python asyncio_engine.py --versions 3 &
     python push_trainer.py --versions 3
 
-Prints after each version a digest of the model, which the engine prints too.
+Prints after each version a digest of the model, which the engine prints too. Versions begin after the group's last, so that both can be
+run again.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def main():
     torch.manual_seed(0)
     model = TrainerModel()
     with refitd.Trainer(options.group, wait_seconds=200) as trainer:
-        for version in range(1, options.versions + 1):
+        for version in range(trainer.next_version, trainer.next_version + options.versions):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=0.01)

@@ -10,11 +10,14 @@ The trainer is FSDP2 over gloo, `--ranks` processes, in float32 and with its pro
 fused, and begins with other random weights. After each refit the trainer and the engine score the same tokens: refitd.kl.check
 compares. Its control is a second engine, which loads each step's checkpoint without refitd (rl_engines.py).
 
-Uses the daemon at REFITD_SOCKET where that is set, else a private one. Exit status: 0; 3 where the alarm found a stale engine.
+Uses the daemon at REFITD_SOCKET where that is set, else a private one. Exit status: 0; 3 where the alarm found a stale engine; 1 where a
+rank failed, whichever it was.
 """
 
 import argparse
 import contextlib
+import datetime
+import gc
 import json
 import multiprocessing
 import os
@@ -50,7 +53,10 @@ class Ranks:
 
     def __init__(self, rank, options, socket, group, folder):
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
+        # Where a rank ends, its connections end, and the others' collectives fail; where it hangs, they end after this time.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks, timeout=datetime.timedelta(seconds=SECONDS)
+        )
         self.rank, self.size = rank, options.ranks
         torch.manual_seed(0)
         self.model = KINDS[options.engine][0]()
@@ -116,8 +122,14 @@ class Ranks:
         return {name: tensor.full_tensor().to(DTYPE) for name, tensor in self.model.state_dict().items()}
 
     def close(self):
+        """Ends in order: all ranks are done with their connections before the first closes them, and gloo's threads have ended before
+        the interpreter does. FSDP2's modules hold the process group, so they go first."""
         self.trainer.close()
+        dist.barrier()
+        del self.model, self.optimizer, self.trainer, self.before
+        gc.collect()
         dist.destroy_process_group()
+        gc.collect()
 
 
 def run_rank(rank, options, socket, group, folder):
@@ -127,6 +139,16 @@ def run_rank(rank, options, socket, group, folder):
         what, arguments = told
         getattr(ranks, what)(*arguments)
     ranks.close()
+    if rank == options.fail:
+        sys.exit(f"rank {rank} fails")
+
+
+def check_ended(others):
+    """Raises where a rank other than 0 did not end, or not well."""
+    for rank, process in enumerate(others, 1):
+        process.join(SECONDS)
+        if process.exitcode != 0:
+            raise RuntimeError(f"rank {rank} did not end" if process.exitcode is None else f"rank {rank} ended with status {process.exitcode}")
 
 
 # ---- what rank 0 does ----
@@ -236,6 +258,7 @@ def parse():
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--off-policy", action="store_true", help="sample the next batch during the step: one version late at most")
     parser.add_argument("--stale", type=int, metavar="STEP", help="the refit of this step delivers the weights before it")
+    parser.add_argument("--fail", type=int, metavar="RANK", help=argparse.SUPPRESS)  # for tests: this rank fails when all is done
     parser.add_argument("--json", action="store_true", help="the last line is JSON: steps, reward_first, reward_last, kl_max, ...")
     options = parser.parse_args()
     if options.ranks < 1 or PROMPTS % options.ranks:
@@ -270,11 +293,14 @@ def main():
             stack.callback(process.kill)
         ranks = Ranks(0, options, socket, group, folder)
         loop = Loop(options, ranks, sampler, control)
-        loop.run()
+        try:
+            loop.run()
+        except Exception as error:
+            # A rank's own error is printed by its process: this one may only tell that the rank is gone.
+            raise RuntimeError(f"the loop failed; statuses of the other ranks: {[process.exitcode for process in others]}") from error
         ranks.told(None)
         ranks.close()
-        for process in others:
-            process.join(SECONDS)
+        check_ended(others)
     for key, label in (("reward", "reward"), ("kl", "KL"), ("control", "KL control"), ("refit_ms", "refit ms"), ("pause_ms", "pause ms")):
         plot(loop.history, key, label)
     summary = {**summary_of(loop.history), "engine": options.engine, "ranks": options.ranks}

@@ -47,7 +47,7 @@ from .events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Pre
 from .memory import FilledMemory, HostMemory, RegionMemory
 from .regions import Region, adopt, empty, locate
 from .tls import TLS
-from .trainer import Trainer
+from .trainer import Trainer, replace_group
 from .update import InstanceOutcome, Update, UpdateResult
 
 if TYPE_CHECKING:
@@ -133,4 +133,5 @@ __all__ = [
     "empty",
     "engine_loop",
     "locate",
+    "replace_group",
 ]

@@ -254,6 +254,10 @@ class refit_python(ctypes.Structure):
         ("get_storage_bytes", c_void_p),
         ("get_storage_offset", c_void_p),
         ("get_address", c_void_p),
+        ("get_dtype", c_void_p),
+        ("get_dim", c_void_p),
+        ("get_sizes", c_void_p),
+        ("get_strides", c_void_p),
     ]
 
 
@@ -290,6 +294,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_region_data": (c_void_p, (c_void_p,)),
     "refit_region_bytes": (c_int64, (c_void_p,)),
     "refit_region_free": (None, (c_void_p,)),
+    "refit_replace_group": (_STATUS, (POINTER(refit_connect_options),)),
     "refit_trainer_attach": (_STATUS, (POINTER(refit_trainer_options), _OUT)),
     "refit_trainer_free": (None, (c_void_p,)),
     "refit_trainer_health": (_STATUS, (c_void_p,)),
@@ -319,6 +324,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_trainer_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_update_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),
     "refit_update_abort": (_STATUS, (c_void_p, c_char_p)),
+    "refit_update_lost": (_STATUS, (c_void_p,)),
     "refit_trainer_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
     "refit_trainer_refit": (_STATUS, (c_void_p, POINTER(refit_refit_options), POINTER(refit_commit_result))),
     "refit_trainer_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),
@@ -362,6 +368,10 @@ LOCKED_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_python_add_type": (None, (py_object,)),
     "refit_python_pusher": (py_object, (c_void_p,)),
     "refit_python_first_moved": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "refit_python_marks": (None, (c_void_p, c_void_p, c_int64)),
+    "refit_python_first_changed": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "refit_python_first_rebound": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "refit_python_first_altered": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
 }
 
 _Sized = TypeVar("_Sized", bound=ctypes.Structure)

@@ -1,197 +1,192 @@
-"""The memory that a module's parameters and buffers have, by their names in the module (P11).
-
-A registration lists memory; a forward reads whatever tensor a module has under a name by then. `Bindings` remembers what memory each name
-had, and tells which names have other memory now: because the tensor was replaced (`m.w = nn.Parameter(...)`, `load_state_dict(assign=True)`,
-vLLM's `replace_parameter`), or its memory moved (`m.to(...)`). `Views` finds tensors that are parts of a module's tensors again.
-
-`mark_written` tells torch that memory was written from outside, so that copies that are kept by a tensor's version are made anew.
-
-Imports torch where used.
+"""What registered names are bound to. Names belong to modules and dicts, not to the tensors that were there when they were registered,
+so that every refit looks each of them up anew (P11). librefit does it, in tenths of a microsecond a name, where it reads tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
-from .errors import FailedPrecondition
+from . import _abi
+from ._tensors import ids, reads_tensors
+from .dtensor import is_dtensor
 
-
-class Place(NamedTuple):
-    """Where and how a tensor's elements lie."""
-
-    pointer: int
-    device: str
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Any) -> Place:
-        local = getattr(tensor, "_local_tensor", tensor)
-        return cls(local.data_ptr(), str(local.device), local.dtype, tuple(local.shape), tuple(local.stride()))
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        return self[1:]
-
-
-def is_module(thing: Any) -> bool:
-    return hasattr(thing, "named_parameters") and hasattr(thing, "state_dict")
-
-
-def held_by(module: Any) -> Iterator[tuple[str, Any]]:
-    """All parameters and buffers of a module by name; tied ones under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+# The dicts of a torch module that hold tensors and submodules.
+_HELD = ("_parameters", "_buffers", "_modules")
 
 
 class Bindings:
-    """The memory of a module's tensors at one moment. `names`: those to look at; None: all. Not thread-safe."""
+    """Dicts as they were when they were added: `hold()` tells whether they still have the same entries. Keeps dicts and values alive."""
 
-    def __init__(self, module: Any, names: Iterable[str] | None = None) -> None:
-        self.module = module
-        held = dict(held_by(module))
-        wanted = held.keys() if names is None else set(names) & held.keys()
-        self._known = set(held)
-        self._places = {name: Place.of(held[name]) for name in wanted}
-        self._memory = {name: held[name].detach() for name in wanted}
+    def __init__(self) -> None:
+        self.complete = True  # False: something has no dict to look at
+        self._dicts: list[dict[str, Any]] = []
+        self._entries: list[Any] = []  # key and value of each entry, of one dict after the other
+        self._sizes = array("q")
+        # Attributes that are these dicts: the dict of attributes, the name, the value.
+        self._owners: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._owned: list[Any] = []
+        self._ids: list[array[int]] = []  # of the objects in all these lists; made when first asked
 
-    def changed(self) -> dict[str, str]:
-        """By name, what is otherwise now. Parameters that came are among them: nothing delivers these."""
-        held = dict(held_by(self.module))
-        found = {}
-        for name, before in self._places.items():
-            tensor = held.get(name)
-            if tensor is None:
-                found[name] = "is no longer there"
+    @classmethod
+    def of_dict(cls, entries: dict[str, Any]) -> Bindings:
+        """The entries of a dict."""
+        made = cls()
+        made._add(entries)
+        return made
+
+    @classmethod
+    def of_module(cls, module: Any) -> Bindings:
+        """The parameters, buffers and submodules of a torch module and of all modules below it."""
+        made = cls()
+        seen: set[int] = set()
+        pending = [module]
+        while pending:
+            module = pending.pop()
+            if module is None or id(module) in seen:
                 continue
-            now = Place.of(tensor)
-            if now.form != before.form:
-                found[name] = f"was {before.dtype} {before.shape} with strides {before.strides} on {before.device} and is now " + (
-                    f"{now.dtype} {now.shape} with strides {now.strides} on {now.device}"
-                )
-            elif now != before:
-                found[name] = "lies elsewhere than when it was registered"
-        new = (name for name, _ in self.module.named_parameters(remove_duplicate=False) if name not in self._known)
-        found.update({name: "was not there when the module was registered" for name in new})
-        return found
+            seen.add(id(module))
+            attributes = module.__dict__
+            for what in _HELD:
+                held = attributes.get(what)
+                if not isinstance(held, dict):  # TorchScript's modules keep theirs elsewhere
+                    made.complete = False
+                    continue
+                if held:
+                    made._owners.append(attributes)
+                    made._names.append(what)
+                    made._owned.append(held)
+                made._add(held)
+                if what == "_modules":
+                    pending += held.values()
+        return made
 
-    def bring_back(self) -> dict[str, str]:
-        """Puts the module's tensors that have other memory now, and are otherwise as they were, back into the memory that they had, with
-        the values that they have now. Returns what is changed all the same. For host memory: a captured CUDA graph reads other memory."""
-        import torch
+    def holds_all(self, tensors: Iterable[Any]) -> bool:
+        """Whether each of the tensors is the value of an entry, so that no other tensor can take its place unnoticed."""
+        values = set(map(id, self._entries[1::2]))
+        return self.complete and all(id(tensor) in values for tensor in tensors)
 
-        changed = self.changed()
-        if not changed:
-            return {}
-        held = dict(held_by(self.module))
-        for name in changed.keys() & self._places.keys() & held.keys():
-            tensor, memory = held[name], self._memory[name]
-            if Place.of(tensor).form == self._places[name].form:
-                with torch.no_grad():
-                    memory.copy_(tensor.detach())
-                tensor.data = memory
-        return self.changed()
-
-
-def describe(changed: Mapping[str, str], owner: str) -> tuple[str, str]:
-    """A sentence about what `Bindings.changed` found, and the culprit in it."""
-    first = next(iter(changed))
-    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-    return f"tensor '{first}' of {owner} {changed[first]}{more}", f"tensor '{first}'"
-
-
-class _View(NamedTuple):
-    held: str  # the name in the module
-    form: tuple[Any, ...]  # of the module's tensor
-    offset: int  # bytes from the start of the module's tensor
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class Views:
-    """Tensors by checkpoint names, each found again as the part of a module's tensor that it was at first."""
-
-    def __init__(self, module: Any, names: Mapping[str, Any]) -> None:
-        self._module = module
-        self._names = dict(names)
-        held = [(name, tensor, Place.of(tensor)) for name, tensor in held_by(module) if tensor.numel() and tensor.device.type != "meta"]
-        by_place = {place: name for name, _, place in held}
-        by_storage: dict[int, list[tuple[str, Any, Place]]] = {}
-        for entry in held:
-            by_storage.setdefault(entry[1].untyped_storage().data_ptr(), []).append(entry)
-        self._whole: dict[str, str] = {}
-        self._parts: dict[str, _View] = {}
-        for name, tensor in self._names.items():
-            if not tensor.numel() or tensor.device.type == "meta":
-                continue
-            place = Place.of(tensor)
-            if place in by_place:
-                self._whole[name] = by_place[place]
-                continue
-            for held_name, other, its in by_storage.get(tensor.untyped_storage().data_ptr(), ()):
-                if its.pointer <= place.pointer and _end(tensor) <= _end(other):
-                    self._parts[name] = _View(held_name, its.form, place.pointer - its.pointer, place.dtype, place.shape, place.strides)
-                    break
-
-    @property
-    def held_names(self) -> set[str]:
-        """The names in the module of the tensors that these are, or are parts of."""
-        return {*self._whole.values(), *(view.held for view in self._parts.values())}
-
-    def now(self) -> dict[str, Any]:
-        """The tensors as parts of what the module has now. Raises FailedPrecondition, naming the tensor, where one is no longer such a part."""
-        held = dict(held_by(self._module))
-        found = {}
-        for name, tensor in self._names.items():
-            found[name] = tensor
-            if name in self._whole:
-                found[name] = _present(held, self._whole[name], name)
-            elif name in self._parts:
-                found[name] = _part(held, self._parts[name], name)
-        return found
-
-
-def _end(tensor: Any) -> int:
-    """The address behind the last element."""
-    if not tensor.numel():
-        return int(tensor.data_ptr())
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
-    end: int = tensor.data_ptr() + span * tensor.element_size()
-    return end
-
-
-def _present(held: Mapping[str, Any], held_name: str, name: str) -> Any:
-    if held_name not in held:
-        raise FailedPrecondition(f"tensor '{name}' was the module's '{held_name}', which is no longer there", culprit=f"tensor '{name}'")
-    return held[held_name]
-
-
-def _part(held: Mapping[str, Any], view: _View, name: str) -> Any:
-    owner = _present(held, view.held, name)
-    if Place.of(owner).form != view.form:
-        raise FailedPrecondition(
-            f"tensor '{name}' was a part of the module's '{view.held}', which is now {owner.dtype} {tuple(owner.shape)} with strides "
-            f"{owner.stride()} on {owner.device}",
-            culprit=f"tensor '{name}'",
+    def hold(self) -> bool:
+        """Whether all dicts have the entries that they had."""
+        if not reads_tensors():
+            return self._hold_by_python()
+        if not self._ids:
+            self._ids = [ids(held) for held in (self._dicts, self._entries, self._owners, self._names, self._owned)]
+        dicts, entries, owners, names, owned = (of.buffer_info()[0] for of in self._ids)
+        library, sizes = _abi.locked_library(), self._sizes.buffer_info()[0]
+        return bool(
+            library.refit_python_first_rebound(owners, names, owned, len(self._owners)) == len(self._owners)
+            and library.refit_python_first_altered(dicts, sizes, entries, len(self._dicts)) == len(self._dicts)
         )
-    flat = owner.detach()
-    if flat.dtype != view.dtype:
-        flat = flat.view(view.dtype)
-    return flat.as_strided(view.shape, view.strides, flat.storage_offset() + view.offset // flat.element_size())
+
+    def _hold_by_python(self) -> bool:
+        if any(owner.get(name) is not owned for owner, name, owned in zip(self._owners, self._names, self._owned)):
+            return False
+        at = 0
+        for held, size in zip(self._dicts, self._sizes):
+            if len(held) != size:
+                return False
+            for key, value in dict.items(held):
+                if key is not self._entries[at] or value is not self._entries[at + 1]:
+                    return False
+                at += 2
+        return True
+
+    def _add(self, held: dict[str, Any]) -> None:
+        self._dicts.append(held)
+        self._sizes.append(len(held))
+        for entry in dict.items(held):
+            self._entries += entry
 
 
-def mark_written(tensors: Iterable[Any]) -> None:
-    """Raises the versions of torch tensors, and with them those of their views, as torch's own writes do (P11)."""
-    import torch
+class Marks:
+    """The address, dtype, shape and strides that tensors had: `same()` tells whether all still have them."""
 
-    distinct = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()}.values())
-    increment: Any = getattr(torch.autograd.graph, "increment_version", None)
-    for tensor in distinct:
-        if increment is not None:
-            increment(tensor)
-        else:  # before torch 2.1
-            with torch.no_grad():
-                tensor.detach().as_strided((0,), (1,)).zero_()
+    _local = attrgetter("_local_tensor")
+
+    def __init__(self, held: Sequence[Any], current: Sequence[Callable[[], Any]]) -> None:
+        """`held`: what the names are bound to: tensors and arrays; DTensors, of which the local tensor counts; None: nothing is held.
+        `current`: for each of the others, a function that returns the tensor: of what is neither, such as a function, only this counts."""
+        self._fast = reads_tensors()
+        kind = sys.modules["torch"].Tensor if "torch" in sys.modules else ()
+        self._fixed: list[int] = []
+        self._sharded: list[int] = []
+        self._asked: list[int] = []
+        for i, tensor in enumerate(held):
+            if tensor is None:
+                continue
+            of: Any = type(tensor)
+            sharded = _is_sharded(of)
+            if self._fast and isinstance(tensor, kind) and not sharded:
+                self._fixed.append(i)
+            elif self._fast and sharded and isinstance(getattr(tensor, "_local_tensor", None), kind):
+                self._sharded.append(i)
+            else:
+                self._asked.append(i)
+        self._held, self._current = held, current
+        self.values: list[Any] = [None] * len(held)  # the marks, equal only where nothing has changed
+        self._tensors: list[Any] = []
+        self._ids = self._marks = self._local_marks = array("Q")
+        self._note()
+
+    def same(self) -> bool:
+        """Whether every tensor is where it was, and as it was."""
+        if self._tensors and not _unchanged(self._ids, self._marks):
+            return False
+        if self._sharded:
+            tensors = self._locals()
+            if not _unchanged(ids(tensors), self._local_marks):
+                return False
+        return all(_look(self._current[i]()) == self.values[i] for i in self._asked)
+
+    def _locals(self) -> list[Any]:
+        return [self._local(self._held[i]) for i in self._sharded]
+
+    def _note(self) -> None:
+        self._tensors = [self._held[i] for i in self._fixed]
+        self._marks, self._local_marks = _marks(self._tensors), _marks(self._locals())
+        for numbers, marks in ((self._fixed, self._marks), (self._sharded, self._local_marks)):
+            unread = [i for i, mark in zip(numbers, marks) if not mark]
+            if unread:  # by torch itself then, one by one
+                self._asked += unread
+                numbers[:] = [i for i, mark in zip(numbers, marks) if mark]
+                marks[:] = array("Q", filter(None, marks))
+            for i, mark in zip(numbers, marks):
+                self.values[i] = mark
+        self._tensors = [self._held[i] for i in self._fixed]
+        self._ids = ids(self._tensors)
+        for i in self._asked:
+            self.values[i] = _look(self._current[i]())
+
+
+@cache
+def _is_sharded(kind: type) -> bool:
+    """Each type is asked once, because asking every tensor for what it lacks is slow."""
+    return is_dtensor(kind)
+
+
+def _look(tensor: Any) -> tuple[Any, ...]:
+    if hasattr(tensor, "__array_interface__"):
+        return (tensor.__array_interface__["data"][0], tensor.dtype, tensor.shape, tensor.strides)
+    try:
+        return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    except RuntimeError:  # it has no memory any more
+        return ()
+
+
+def _marks(tensors: list[Any]) -> array[int]:
+    objects, marks = ids(tensors), array("Q", bytes(8 * len(tensors)))
+    if tensors:
+        _abi.locked_library().refit_python_marks(objects.buffer_info()[0], marks.buffer_info()[0], len(tensors))
+    return marks
+
+
+def _unchanged(objects: array[int], marks: array[int]) -> bool:
+    count = len(objects)
+    first = _abi.locked_library().refit_python_first_changed(objects.buffer_info()[0], marks.buffer_info()[0], count)
+    return bool(first == count)

@@ -7,7 +7,6 @@ an instance with staged delivery that hands the tensors to its framework's own l
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import hashlib
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _devices, aio
+from . import _devices, _patterns, aio
 from ._wait import awaited
 from .engine import Engine
 from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from .events import Aborted, Committed, Joiner, Lost, Part, Prepare
+from .shards import CAST_FROM
 from .trainer import Trainer
 from .update import UpdateResult
 
@@ -63,19 +63,21 @@ class Casts:
 
     def __init__(self, where: str, dtype: str | None, exceptions: Mapping[str, str] | None) -> None:
         """`where`: the place in the configuration, for errors. `dtype`: that of floating-point tensors; None or "" leaves them as they are.
-        `exceptions`: other dtypes, by name or by pattern of fnmatch. Raises InvalidArgument for what is no floating-point dtype."""
+        `exceptions`: other dtypes, by pattern of names. Raises InvalidArgument for what is no floating-point dtype."""
         self._dtype = _dtype_of(where, "dtype", dtype)
-        self._exceptions = [(name, _dtype_of(where, f"exceptions: {name}", other)) for name, other in dict(exceptions or {}).items()]
+        of_patterns = {pattern: _dtype_of(where, f"exceptions: {pattern}", other) for pattern, other in dict(exceptions or {}).items()}
+        self._exceptions = [(_patterns.compiled(pattern), other) for pattern, other in of_patterns.items()]
+        self._rules = of_patterns
 
     def rules(self, otherwise: torch.dtype) -> tuple[torch.dtype, dict[str, torch.dtype | None]]:
         """The dtype and the exceptions for Trainer.register; `otherwise`: the dtype where none was configured."""
-        return self._dtype or otherwise, dict(self._exceptions)
+        return self._dtype or otherwise, dict(self._rules)
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as it is to be pushed."""
-        if self._dtype is None and not self._exceptions or not tensor.is_floating_point():
-            return tensor
-        dtype = next((dtype for pattern, dtype in self._exceptions if fnmatch.fnmatchcase(name, pattern)), self._dtype)
+        if self._dtype is None and not self._exceptions or str(tensor.dtype).removeprefix("torch.") not in CAST_FROM:
+            return tensor  # float8 with its scales, for instance, would mean something else
+        dtype = next((dtype for pattern, dtype in self._exceptions if pattern.fullmatch(name)), self._dtype)
         return tensor if dtype is None else tensor.to(dtype)
 
 
@@ -103,7 +105,7 @@ class Settings:
         `group`: of refitd. `begin_seconds`: how long a rollout worker waits for the trainer to begin. `update_seconds`: of one sync,
         from its begin. `verification`: as of Trainer.update. `tensor_count`: how many tensors the first sync has at most; the
         greater this number, the longer that sync takes. `dtype`: the dtype to which floating-point tensors are cast before they are sent
-        ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by name or by pattern of fnmatch; "" leaves the tensor
+        ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by pattern of names; "" leaves the tensor
         as it is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
 
         Raises InvalidArgument that names the option.
@@ -419,7 +421,7 @@ def rollout_device() -> str:
 
 def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if name else None
-    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    if name and not (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in CAST_FROM):
         raise InvalidArgument(f"{where}.{option}: {name!r} is no floating-point dtype of torch", culprit=option)
     return found
 

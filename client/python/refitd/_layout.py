@@ -52,12 +52,23 @@ class PushedTensors(Protocol):
         """Pushes all elements of these tensors that this rank supplies, with `update.push(name, tensor, shape=, start=)`."""
 
 
+class Source(Protocol):
+    """What a layout was made of: names, and the tensors that they were bound to then."""
+
+    rebound: int  # names that were bound to other tensors, or other memory, in the layout before; 0 for the first
+
+    def renewed(self) -> Layout | None:
+        """The layout of what the names are bound to now; None where nothing has changed. Raises FailedPrecondition, naming the tensor, where
+        a name is bound to nothing any more, or to a tensor of another dtype or shape."""
+
+
 @dataclass
 class Layout:
     """Everything that one rank registers: what `refitd.shards.collect` returns, and what a capture has by the same attributes.
 
     A tensor may have no box of this rank, such as the second of two tied ones. `tied`: names without boxes whose memory is that of
-    another name, and that name. `before_refit`: called on every rank before each refit; it may communicate.
+    another name, and that name. `before_refit`: called on every rank before each refit; it may communicate. `source`: what the layout was
+    made of, where names may be bound to other tensors later; None: nothing is looked up again.
     """
 
     tensors: list[TensorSpec] = field(default_factory=list)
@@ -65,3 +76,4 @@ class Layout:
     pushed: PushedTensors | None = None
     before_refit: Callable[[], None] | None = None
     tied: dict[str, str] = field(default_factory=dict)
+    source: Source | None = None

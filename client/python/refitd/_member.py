@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import _abi, regions
 from ._devices import connect_fields, kind_of, on_host
 from ._dtypes import DTYPES
-from ._layout import Box, PushedTensors, TensorSpec
+from ._layout import Box, PushedTensors, Source, TensorSpec
 from ._lists import Piece, PieceList, TensorList, check_boxes, numbers
 from ._native import Handle, check, text, texts
 from ._tensors import Addresses
@@ -159,9 +159,21 @@ class Registration:
     owners: list[Region] = field(default_factory=list)
     pushed_tensors: PushedTensors | None = None  # the tensors that every refit pushes
     before_refit: Callable[[], None] | None = None
+    source: Source | None = None  # what the layout was made of
     warning: str = ""  # the text of the StagingWarning; "": there is none
 
     _addresses: Addresses | None = None  # tell where memory is that may move; made when first asked
+
+    def unresolved(self) -> Registration:
+        """The same layout, of which no memory has been made known to a daemon."""
+        return Registration(
+            self.tensors,
+            self.boxes,
+            self.pushed,
+            pushed_tensors=self.pushed_tensors,
+            before_refit=self.before_refit,
+            source=self.source,
+        )
 
     def moved(self) -> bool:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
@@ -285,13 +297,13 @@ class Member:
 
     # ---- memory ----
 
-    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None) -> Any:
+    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
         """Makes a tensor of zeros, of `shape` elements, in memory that the daemon can map, as `refitd.empty` does."""
-        return regions.empty(shape, dtype, like=like)
+        return regions.empty(shape, dtype, like=like, inherit=inherit)
 
-    def adopt(self, module: Any, *, buffers: bool = True) -> Region | None:
+    def adopt(self, module: Any, *, buffers: bool = True, inherit: bool = True) -> Region | None:
         """Moves a torch module's CPU parameters into a region that the daemon can map, as `refitd.adopt` does."""
-        return regions.adopt(module, buffers=buffers)
+        return regions.adopt(module, buffers=buffers, inherit=inherit)
 
     def locate(self, pointer: int, nbytes: int) -> Region | None:
         """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
@@ -348,14 +360,7 @@ class Member:
         if not moved:
             return 0
         boxes = [replace(box, memory=moved.get(id(box.memory), box.memory)) for box in registration.boxes]
-        again = Registration(
-            registration.tensors,
-            boxes,
-            registration.pushed,
-            pushed_tensors=registration.pushed_tensors,
-            before_refit=registration.before_refit,
-        )
-        self._register(again, stage=True)
+        self._register(replace(registration.unresolved(), boxes=boxes), stage=True)
         return len(tensors)
 
     def _resolve(self, registration: Registration, stage: bool) -> None:

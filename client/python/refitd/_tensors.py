@@ -25,7 +25,7 @@ _used: bool | None = None  # whether librefit reads tensors; None: not tried yet
 plain: set[type] = set()
 
 
-def _use() -> bool:
+def reads_tensors() -> bool:
     """Whether librefit reads tensors. It is tried when torch is there."""
     global _used
     if _used is None and "torch" in sys.modules:
@@ -88,6 +88,10 @@ def _functions() -> dict[str, int | None]:
         "get_storage_bytes": "aoti_torch_get_storage_size",
         "get_storage_offset": "aoti_torch_get_storage_offset",
         "get_address": "aoti_torch_get_data_ptr",
+        "get_dtype": "aoti_torch_get_dtype",
+        "get_dim": "aoti_torch_get_dim",
+        "get_sizes": "aoti_torch_get_sizes",
+        "get_strides": "aoti_torch_get_strides",
     }
     try:
         torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -121,7 +125,7 @@ class Packer:
         self._free = weakref.finalize(self, library.refit_packer_free, self.pointer)
         self._free.atexit = False
         self.push: Callable[[str, Any], bool] = self._never
-        if _use():
+        if reads_tensors():
             self.push = library.refit_python_pusher(self.pointer)
 
     @staticmethod
@@ -185,7 +189,7 @@ class Addresses:
 
     def __init__(self, asked: Sequence[Callable[[], int]], told: Sequence[int]) -> None:
         self._all = list(asked), list(told)
-        self._fast = _use()
+        self._fast = reads_tensors()
         if not self._fast:
             return
         kind = sys.modules["torch"].Tensor
@@ -193,7 +197,7 @@ class Addresses:
         fixed = [(a.fixed, at) for a, at in pairs if isinstance(a, TensorAddress) and isinstance(a.fixed, kind)]
         current = [(a.current, at) for a, at in pairs if isinstance(a, TensorAddress) and not isinstance(a.fixed, kind)]
         self._fixed = [tensor for tensor, _ in fixed], array("q", [at for _, at in fixed])
-        self._ids = _ids(self._fixed[0])
+        self._ids = ids(self._fixed[0])
         self._current = [ask for ask, _ in current], array("q", [at for _, at in current])
         rest = [(a, at) for a, at in pairs if not isinstance(a, TensorAddress)]
         self._rest = [a for a, _ in rest], [at for _, at in rest]
@@ -208,13 +212,13 @@ class Addresses:
         currents, at = self._current
         if currents:
             tensors = [current() for current in currents]
-            if not all(isinstance(tensor, sys.modules["torch"].Tensor) for tensor in tensors) or _first_moved(_ids(tensors), at):
+            if not all(isinstance(tensor, sys.modules["torch"].Tensor) for tensor in tensors) or _first_moved(ids(tensors), at):
                 return True
         rest, told = self._rest
         return [now() for now in rest] != told
 
 
-def _ids(objects: list[Any]) -> array[int]:
+def ids(objects: list[Any]) -> array[int]:
     """The addresses of objects, which the caller keeps alive."""
     return array("Q", map(id, objects))
 

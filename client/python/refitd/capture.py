@@ -14,18 +14,16 @@ Imports torch when used.
 
 from __future__ import annotations
 
-import re
 import sys
 import types
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from . import _devices, _dtypes, _gc
+from . import _devices, _dtypes, _gc, _patterns
 from ._boxes import NotBoxes, first_overlap, view_boxes
 from ._layout import Box, TensorSpec
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -230,8 +228,7 @@ def _parameters_of(load_weights: Any) -> dict[str, Any]:
 def _predicate(processed: Callable[[str], bool] | Sequence[str]) -> Callable[[str], bool]:
     if callable(processed):
         return processed
-    patterns = [re.compile(translate(pattern)) for pattern in processed]
-    return lambda name: any(pattern.match(name) for pattern in patterns)
+    return _patterns.matcher(processed, "processed")
 
 
 # ---- the run ----

@@ -12,7 +12,7 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from . import _abi, _bindings, _devices, _gc
+from . import _abi, _places, _devices, _gc
 from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
@@ -103,7 +103,7 @@ class Engine(Member):
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
         self.device = _devices.current() if device is None else device
         self._follows_memory = device is None  # whether the device is the first registered tensor's
-        self._bindings: _bindings.Bindings | None = None
+        self._places: _places.Places | None = None
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
@@ -150,21 +150,21 @@ class Engine(Member):
         Where two names are one memory (tied weights), a trainer may send either or both. The values of both are compared at every version:
         an update whose values differ fails, naming both tensors; by refit before anything is written.
         """
-        module = layout if _bindings.is_module(layout) else getattr(layout, "module", None)
+        module = layout if _places.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
             layout = collect(layout, rank=self.rank, **options)
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
-            self._bindings = _bindings.Bindings(module, getattr(layout, "parameter_names", None))
+            self._places = _places.Places(module, getattr(layout, "parameter_names", None))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
         """Does what register() does, for plain records. `tied`: names without boxes whose memory is that of another name, and that name.
 
         Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
         """
-        self._bindings = None
+        self._places = None
         with _gc.paused():
             check_tensors(tensors, self.label)
             self._follow_memory(boxes)
@@ -276,13 +276,13 @@ class Engine(Member):
     def _mark_written(self) -> None:
         """The daemon wrote past torch: copies of weights that a module keeps by a tensor's version are stale from now on (P11)."""
         with self._lock:
-            registration, bindings = self._registration, self._bindings
+            registration, places = self._registration, self._places
         if registration is None or "torch" not in sys.modules:
             return
         written = [owner for box in registration.boxes if (owner := getattr(box.memory, "owner", None)) is not None]
-        if bindings is not None:
-            written += [tensor for _, tensor in _bindings.held_by(bindings.module)]
-        _bindings.mark_written(written)
+        if places is not None:
+            written += [tensor for _, tensor in _places.held_by(places.module)]
+        _places.mark_written(written)
 
     def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
@@ -326,13 +326,13 @@ class Engine(Member):
 
     def _check_unmoved(self, version: int) -> None:
         with self._lock:
-            registration, bindings = self._registration, self._bindings
+            registration, places = self._registration, self._places
         if registration is not None and registration.moved():
             first = registration.first_moved()
             self._refuse(version, f"{first} of {self.label} lies elsewhere than when it was registered", first)
-        changed = {} if bindings is None else bindings.changed()
+        changed = {} if places is None else places.changed()
         if changed:
-            self._refuse(version, *_bindings.describe(changed, self.label))
+            self._refuse(version, *_places.describe(changed, self.label))
 
     def _refuse(self, version: int, why: str, culprit: str) -> None:
         self.fail(version, why)

@@ -11,11 +11,12 @@ be registered again for each version.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
 from .errors import InvalidArgument
-from .shards import Shard, range_shards
+from .shards import MadeOf, MadeShards, Shard, range_shards
 
 # Prefixes that wrappers add to the names of parameters.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -25,7 +26,8 @@ def flat_shards(module: Any) -> list[Shard]:
     """This rank's shards of the parameters of a model that FSDP1 wraps: views of its flat parameters, for `collect`.
 
     Tied parameters beyond the first, and parameters of which this rank holds nothing, are listed without a tensor. Parameters
-    that FSDP was told to ignore are whole, on every rank. Raises InvalidArgument if no submodule is wrapped.
+    that FSDP was told to ignore are whole, on every rank. Registered, the list is made again where a flat parameter's memory moved, as it
+    does when a framework offloads it, or where the module's parameters were replaced. Raises InvalidArgument if no submodule is wrapped.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -46,7 +48,15 @@ def flat_shards(module: Any) -> list[Shard]:
             replica = (group.rank(), group.size())
             shape = tuple(parameter.shape)
             shards.append(Shard(_clean(name), shape, parameter, None, None, replica, parameter.numel(), True))
-    return shards
+    watched = [partial(_local_of, unit._handle) for _, unit in units if unit._handle is not None]
+    return MadeShards(shards, MadeOf(module, partial(flat_shards, module), watched))
+
+
+def _local_of(handle: Any) -> Any:
+    """What this rank holds of a flat parameter."""
+    flat = handle.flat_param
+    # FSDP1 names the shard with the first forward pass; until then the flat parameter is nothing else.
+    return getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
 
 
 def _clean(name: str) -> str:
@@ -59,8 +69,7 @@ def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
     handle = unit._handle
     flat = handle.flat_param
     sharded = handle.uses_sharded_strategy
-    # FSDP1 names the shard with the first forward pass; until then the flat parameter is nothing else.
-    local = getattr(flat, "_local_shard", flat.data) if sharded else flat.data
+    local = _local_of(handle)
     replicas = unit._inter_node_pg if hasattr(unit, "_inter_node_pg") else None if sharded else unit.process_group
     replica = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
     shapes = {}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import _bindings, _devices, regions
+from . import _places, _devices, regions
 from .engine import Engine
 from .errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
 from .events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
@@ -52,7 +52,7 @@ class EngineLoop:
         self._version: int | None = None
         self._error: Exception | None = None
         self._model = model
-        self._views = None if names is None else _bindings.Views(model, names)
+        self._views = None if names is None else _places.Views(model, names)
         self._refusal = ""  # why what the model has now was not registered
         parameters = self._tensors()
         self._kind = _devices.kind_of_tensors(parameters.values())
@@ -131,7 +131,7 @@ class EngineLoop:
             regions.adopt(self._model)
         tensors = self._tensors()
         self.engine.register(tensors)
-        self._bindings = _bindings.Bindings(self._model, tensors.keys() if self._views is None else self._views.held_names)
+        self._places = _places.Places(self._model, tensors.keys() if self._views is None else self._views.held_names)
         self._refusal = ""
 
     def _prove(self, probe: Callable[[], Any] | None, how: str) -> Proof:
@@ -153,12 +153,12 @@ class EngineLoop:
     def _bring_back(self) -> None:
         """On the host, gives tensors that were replaced or moved the registered memory again: no update need be refused for them."""
         if self._kind is None:
-            self._bindings.bring_back()
+            self._places.bring_back()
 
     def _changed_memory(self) -> str:
         """What in the model is not as it was registered; "": nothing."""
-        changed = self._bindings.changed()
-        return _bindings.describe(changed, self.engine.label)[0] + self._refusal if changed else ""
+        changed = self._places.changed()
+        return _places.describe(changed, self.engine.label)[0] + self._refusal if changed else ""
 
     def _register_anew(self) -> None:
         """Registers what the model has now, where it is not what was registered. Where that can't be, because an update has begun or because

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .casting import Added
@@ -37,6 +38,7 @@ from .dtensor import is_dtensor, place
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
 from .events import Committed
 from .loop import EngineLoop
+from .shards import MadeMapping, MadeOf
 
 # Elements of a block: three of float32 stay in a core's cache on the host; on a GPU a block must outweigh the start of kernels.
 _HOST_BLOCK = 1 << 16
@@ -193,12 +195,14 @@ def add(tensor: Any, b: Any, a: Any, scaling: float | Callable[[], float] = 1.0,
 # ---- PEFT's models ----
 
 
-def merged(model: Any) -> dict[str, Any]:
+def merged(model: Any) -> MadeMapping:
     """Returns what Trainer.register takes of a model of PEFT's, so that engines get the weights with all active adapters merged.
 
     `model`: a PeftModel, or a model with PEFT's layers of LoRA. Names are those of the model without PEFT; modules that PEFT trains
     as a whole (`modules_to_save`) come as trained. Adapters and their scalings are read at each refit; which adapters are active,
     when this is called. Nothing of the model changes.
+
+    Registered, it is made again where modules or tensors of the model were replaced.
 
     Raises Unimplemented, naming the module, where a merge is no sum of weight and product: DoRA and other variants, biases of
     adapters, convolutions, single parameters, other methods than LoRA. Raises FailedPrecondition where adapters are merged already.
@@ -213,10 +217,10 @@ def merged(model: Any) -> dict[str, Any]:
         layer = layers.get(name[: -len(".base_layer.weight")]) if name.endswith(".base_layer.weight") else None
         terms = _terms(layer, layer.active_adapters) if layer is not None else []
         found[clean] = Added(tensor, Product(clean, tensor, terms)) if terms else tensor
-    return found
+    return MadeMapping(found, MadeOf(base, partial(merged, model)))
 
 
-def adapters(model: Any, adapter: str = "default") -> dict[str, Any]:
+def adapters(model: Any, adapter: str = "default") -> MadeMapping:
     """Returns what Trainer.register takes of one adapter of a model of PEFT's, for a group of its own.
 
     Names are those of PEFT's files; beside them each layer has `lora_scaling`, of shape (1,) and float32. Sharded matrices stay
@@ -233,7 +237,7 @@ def adapters(model: Any, adapter: str = "default") -> dict[str, Any]:
     if not found:
         raise InvalidArgument(f"the model has no adapter '{adapter}' of LoRA", culprit="adapter")
     found |= _trained_whole(_base_of(model), adapter)
-    return found
+    return MadeMapping(found, MadeOf(_base_of(model), partial(adapters, model, adapter)))
 
 
 def engine_loop(model: Any, *, group: str, instance: str, adapter: str = "default", **options: Any) -> AdapterLoop:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ._bindings import mark_written
+from ._places import mark_written
 from ._dtypes import torch_dtype
 from ._layout import Box, TensorSpec
 from .errors import DataLoss, FailedPrecondition, Internal

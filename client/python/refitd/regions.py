@@ -3,7 +3,9 @@
 A region is a sealed memfd that is mapped here. It belongs to no trainer or engine: each one that registers tensors in it makes it
 known to its own daemon. The memory lives as long as anything uses it: a tensor or array over it, or a registered layout.
 
-A forked child shares a region's memory with its parent: what it writes, the parent's daemon reads.
+A forked child shares a region's memory with its parent, in both directions: what the child writes, the parent computes with and its daemon
+reads, and the child sees what the parent writes. With `inherit=False` a child does not have the memory (MADV_DONTFORK), and a child that
+touches it ends by SIGSEGV.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ class Region(mmap.mmap):
     nbytes: int
     pointer: int
     descriptor: int
+    inherit: bool
 
-    def __new__(cls, nbytes: int) -> Region:
-        """Raises InvalidArgument where nbytes is not positive, ResourceExhausted where the system gives no memory."""
+    def __new__(cls, nbytes: int, inherit: bool = True) -> Region:
+        """`inherit`: whether forked children have the memory too. Raises InvalidArgument where nbytes is not positive, ResourceExhausted where
+        the system gives no memory."""
         if nbytes <= 0:
             raise InvalidArgument(f"a region of {nbytes} bytes")
         descriptor = -1
@@ -58,10 +62,10 @@ class Region(mmap.mmap):
             if descriptor >= 0:
                 os.close(descriptor)
             raise ResourceExhausted(f"a region of {nbytes} bytes: {error}") from error
-        return cls._map(descriptor, nbytes)
+        return cls._map(descriptor, nbytes, inherit)
 
     @classmethod
-    def _map(cls, descriptor: int, nbytes: int) -> Region:
+    def _map(cls, descriptor: int, nbytes: int, inherit: bool) -> Region:
         """Maps the descriptor, which is the region's from now on."""
         try:
             new: Any = super().__new__
@@ -74,6 +78,9 @@ class Region(mmap.mmap):
         region.pointer = ctypes.addressof(ctypes.c_char.from_buffer(region))
         # Weights don't belong in core dumps.
         region.madvise(mmap.MADV_DONTDUMP)
+        region.inherit = inherit
+        if not inherit:
+            region.madvise(mmap.MADV_DONTFORK)
         weakref.finalize(region, os.close, descriptor)
         _table.add(region)
         return region
@@ -96,7 +103,7 @@ class Region(mmap.mmap):
                 f"descriptor {descriptor}: {'the memfd is empty' if sealed else 'the memfd is not sealed with F_SEAL_SHRINK'}",
                 culprit="descriptor",
             )
-        return cls._map(own, nbytes)
+        return cls._map(own, nbytes, inherit=True)
 
     def close(self) -> None:
         """Does nothing: the memory goes when nothing uses it any more."""
@@ -150,6 +157,19 @@ class _Table:
 
     def after_fork(self) -> None:
         self._lock = threading.RLock()
+        for found in self._regions:
+            region = found()
+            if region is not None and not region.inherit:
+                _reserve(region)
+
+
+def _reserve(region: Region) -> None:
+    """Takes the addresses of a region that this child does not have, so that nothing else comes to lie where the region will be unmapped."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    no_replace, no_reserve = 0x100000, 0x4000  # MAP_FIXED_NOREPLACE, MAP_NORESERVE
+    library.mmap(region.pointer, region.nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_replace | no_reserve, -1, 0)
 
 
 _table = _Table()
@@ -164,7 +184,8 @@ def locate(pointer: int, nbytes: int) -> Region | None:
 class _Arena:
     """Cuts small pieces of memory from larger regions. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherit: bool) -> None:
+        self._inherit = inherit
         self._lock = threading.Lock()
         self._region: weakref.ref[Region] | None = None
         self._used = 0
@@ -172,11 +193,11 @@ class _Arena:
     def take(self, nbytes: int) -> tuple[Region, int]:
         """A region and a byte offset in it, at a multiple of ALIGNMENT."""
         if nbytes > ARENA_BYTES // 4:
-            return Region(nbytes), 0
+            return Region(nbytes, self._inherit), 0
         with self._lock:
             region = self._region() if self._region is not None else None
             if region is None or self._used + nbytes > region.nbytes:
-                region = Region(ARENA_BYTES)
+                region = Region(ARENA_BYTES, self._inherit)
                 self._region = weakref.ref(region)
                 self._used = 0
             offset = self._used
@@ -189,8 +210,9 @@ class _Arena:
         self._region = None
 
 
-_arena = _Arena()
-os.register_at_fork(after_in_child=_arena.after_fork)
+_arenas = {inherit: _Arena(inherit) for inherit in (True, False)}
+for _arena in _arenas.values():
+    os.register_at_fork(after_in_child=_arena.after_fork)
 
 
 def aligned(nbytes: int) -> int:
@@ -198,18 +220,19 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None) -> Any:
+def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
     """A tensor of zeros in memory that daemons can map: registered, it is moved from and to where it is, without a copy.
 
     `shape`: in elements. `dtype`: a name such as "bfloat16", a torch.dtype or a numpy dtype. `like`: "torch" for a torch.Tensor on
-    the CPU, "numpy" for a numpy.ndarray; None: torch's where torch is imported or `dtype` is torch's, else numpy's.
+    the CPU, "numpy" for a numpy.ndarray; None: torch's where torch is imported or `dtype` is torch's, else numpy's. `inherit`: whether
+    forked children share the memory; without, a child that touches it ends.
     """
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(n < 0 for n in dims):
         raise InvalidArgument(f"shape {dims} has a negative dimension")
     kind = resolve(dtype)
     nbytes = math.prod(dims) * kind.itemsize
-    region, offset = _arena.take(max(nbytes, 1))
+    region, offset = _arenas[inherit].take(max(nbytes, 1))
     if like not in (None, "torch", "numpy"):
         raise InvalidArgument(f"like: {like!r} is neither 'torch' nor 'numpy'")
     if like == "torch" or (like is None and "torch" in sys.modules):
@@ -217,22 +240,25 @@ def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | Non
     return region.array(dims, kind.name, offset)
 
 
-def adopt(module: torch.nn.Module, *, buffers: bool = True) -> Region | None:
+def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True) -> Region | None:
     """Moves a module's CPU parameters, and buffers, into one new region; they keep their values, shapes and ties.
 
     Tensors that share memory go on sharing it. Parameters on other devices, and those in regions already, stay where they are.
     Optimizers go on working, since the Parameter objects are the same. Call it before threads or graphs hold on to the old memory.
     Returns the region; None where there was nothing to move.
+
+    `inherit`: forked children, such as a data loader's workers, share the weights with this process, in both directions; before, each had
+    a copy from the moment of the fork. False: children don't have the weights at all, and one that touches them ends by SIGSEGV.
     """
     import torch
 
     tensors: list[torch.Tensor] = list(module.parameters())
     if buffers:
         tensors += list(module.buffers())
-    return adopt_tensors(tensors)
+    return adopt_tensors(tensors, inherit)
 
 
-def adopt_tensors(tensors: Iterable[torch.Tensor]) -> Region | None:
+def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:
     """Moves the CPU tensors' storages into one new region, as `adopt` does; the tensor objects stay the same."""
     import torch
 
@@ -254,7 +280,7 @@ def adopt_tensors(tensors: Iterable[torch.Tensor]) -> Region | None:
         total += aligned(storage.nbytes())
     if total == 0:
         return None
-    region = Region(total)
+    region = Region(total, inherit)
     for pointer, storage in storages.items():
         ctypes.memmove(region.pointer + places[pointer], pointer, storage.nbytes())
     with torch.no_grad():

@@ -12,16 +12,15 @@ This module needs no framework: torch tensors, DTensors and numpy arrays are kno
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import translate
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import _devices, _dtypes, _gc
+from . import _devices, _dtypes, _gc, _patterns
+from ._bindings import Bindings, Marks
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
 from ._lists import integers
@@ -32,7 +31,15 @@ from .errors import FailedPrecondition, InvalidArgument
 from .memory import HostMemory, Memory
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
-_CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
+CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
+# Casts that keep values, but for a float's rounding: of each type the types to which it may go. All others must be declared.
+_KEEPS_VALUES = {
+    **dict.fromkeys(CAST_FROM, CAST_FROM),
+    "int8": frozenset({"int16", "int32", "int64"}),
+    "uint8": frozenset({"int16", "int32", "int64"}),
+    "int16": frozenset({"int32", "int64"}),
+    "int32": frozenset({"int64"}),
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ def collect(
     exceptions: Mapping[str, Any] | None = None,
     *,
     buffers: bool | Sequence[str] = True,
+    leave_out: Sequence[str] = (),
+    any_cast: Sequence[str] = (),
     tied: bool | Mapping[str, str] = True,
     rank: int = 0,
     world_size: int | None = None,
@@ -96,9 +105,11 @@ def collect(
     `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say, either may
     be in a casting.Added), or an iterable of `Shard`.
     `dtype`: deliver floating-point tensors (float64, float32, float16, bfloat16) in this type; None: as they are.
-    `exceptions`: patterns of names with '*' and '?', and the dtype to deliver those in, None as they are; the first that
+    `exceptions`: patterns of names (refitd._patterns), and the dtype to deliver those in, None as they are; the first that
     matches counts. {"*.e_score_correction_bias": torch.float32} keeps router biases.
     `buffers`: of a module: whether persistent buffers are taken, or patterns of those that are. A mapping has no buffers.
+    `leave_out`: patterns of names that are not taken. `any_cast`: patterns of names that may be cast also where values are lost: between
+    floating-point, integer, bool and float8, and to smaller integers. Others are refused.
     `tied`: True: where two names have the same memory, shape and strides, the first has the boxes, and the other is listed
     without any, so that engines need not get it. {"lm_head.weight": "model.embed_tokens.weight"}: these names are listed without
     boxes, wherever their memory is. False: every name has its boxes.
@@ -111,25 +122,195 @@ def collect(
     Raises InvalidArgument for a wrong dtype, shape, offset or placement, overlapping or missing shards, expanded tensors, another
     device; FailedPrecondition for memory that was freed. Nothing is kept then.
 
-    The layout refers to the tensors' memory. Pass the module, or `state_dict(keep_vars=True)`, so that parameters whose memory
-    moves are followed; a plain `state_dict()` keeps the memory that it was made of.
+    The layout refers to the tensors' memory. Its `source` looks every name up again: in the module, in the same dict, in the memory of
+    a Shard's tensor. Pass the module: a plain `state_dict()` is a dict of its own, which keeps the memory that it was made of.
     """
-    rules = _Rules(dtype, exceptions or {}, rank)
-    collector = _Collector(rules, tied, rank, device)
-    with _gc.paused():
-        for held in _held(x, buffers, rank, world_size):
-            collector.add(held)
-    collector.check_overlaps()
-    collector.check_ties()
-    if world_size == 1:
-        collector.check_complete()
-    layout = collector.layout
-    boxes, layout.pushed = plan(
-        collector.casts, collector.demands, staging=staging, staging_bytes=staging_bytes, rank=rank, alone=world_size == 1
+    where = None if device is None else str(device)
+    rules = _Rules(dtype, exceptions or {}, any_cast, rank)
+    options = _Options(
+        rules, buffers, _patterns.matcher(leave_out, "leave_out"), tied, rank, world_size, where, staging, staging_bytes
     )
-    layout.boxes += boxes
-    layout.before_refit = collector.before_refit()
+    return _collect(x, options, _find(x, options))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `collect`."""
+
+    rules: _Rules
+    buffers: bool | Sequence[str]
+    left_out: Callable[[str], bool]
+    tied: bool | Mapping[str, str]
+    rank: int
+    world_size: int | None
+    device: str | None
+    staging: str
+    staging_bytes: int
+
+
+def _collect(x: Any, options: _Options, found: _Found) -> Layout:
+    collector = _Collector(options.rules, options.tied, options.rank, options.device)
+    held: list[_Held] = []
+    with _gc.paused():
+        for each in _held(found.named, options):
+            collector.add(each)
+            held.append(each)
+        collector.check_overlaps()
+        collector.check_ties()
+        if options.world_size == 1:
+            collector.check_complete()
+        layout = collector.layout
+        boxes, layout.pushed = plan(
+            collector.casts,
+            collector.demands,
+            staging=options.staging,
+            staging_bytes=options.staging_bytes,
+            rank=options.rank,
+            alone=options.world_size == 1,
+        )
+        layout.boxes += boxes
+        layout.before_refit = collector.before_refit()
+        layout.source = _Source(x, options, found, held, collector.specs())
     return layout
+
+
+@dataclass(frozen=True)
+class MadeOf:
+    """How a mapping or a list of Shard was made of a module. `make()` makes it again, where names of the module are bound to other tensors,
+    or where what one of `watched` returns, a tensor that no name of the module is bound to, has moved."""
+
+    module: Any
+    make: Callable[[], Any]
+    watched: Sequence[Callable[[], Any]] = ()
+
+
+class MadeMapping(dict[str, Any]):
+    """A dict that was made of a module; registered, it is made again where the module has changed."""
+
+    def __init__(self, entries: Mapping[str, Any], made_of: MadeOf) -> None:
+        super().__init__(entries)
+        self.made_of = made_of
+
+
+class MadeShards(list[Shard]):
+    """A list of Shard that was made of a module; registered, it is made again where the module has changed."""
+
+    def __init__(self, shards: Iterable[Shard], made_of: MadeOf) -> None:
+        super().__init__(shards)
+        self.made_of = made_of
+
+
+@dataclass
+class _Found:
+    """What `x` names. `bindings`: where the names are looked up; None: only `x` itself can tell."""
+
+    named: Mapping[str, Any] | list[Shard]
+    bindings: Bindings | None
+    watched: Sequence[Callable[[], Any]] = ()
+
+    def same_objects(self, other: _Found) -> bool:
+        mine, others = self.named, other.named
+        if isinstance(mine, Mapping) and isinstance(others, Mapping):
+            return mine.keys() == others.keys() and all(tensor is others[name] for name, tensor in mine.items())
+        return mine is others
+
+
+def _find(x: Any, options: _Options) -> _Found:
+    buffers = options.buffers
+    if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
+        named = _of_module(x, buffers)
+        bindings = Bindings.of_module(x)
+        return _Found(named, bindings if bindings.holds_all(named.values()) else None)
+    if buffers is not True:
+        raise InvalidArgument(
+            f"buffers is {buffers!r}, but {type(x).__name__} does not tell buffers from parameters: pass the module, or leave them out",
+            culprit="buffers",
+        )
+    if isinstance(x, (MadeMapping, MadeShards)):
+        bindings = Bindings.of_module(x.made_of.module)
+        return _Found(x, bindings if bindings.complete else None, x.made_of.watched)
+    if isinstance(x, dict):
+        return _Found(dict(x), Bindings.of_dict(x))
+    if isinstance(x, Mapping):
+        return _Found(dict(x), None)
+    if not isinstance(x, Iterable):
+        raise InvalidArgument(f"{type(x).__name__} is no module, mapping or list of Shard", culprit="x")
+    return _Found(list(x), Bindings())
+
+
+class _Source:
+    """Looks up what a layout was collected from: see refitd._layout.Source."""
+
+    def __init__(self, x: Any, options: _Options, found: _Found, held: Sequence[_Held], specs: Mapping[str, _Spec]) -> None:
+        self.rebound = 0
+        self._options, self._found, self._specs = options, found, specs
+        self._x = found.named if isinstance(found.named, list) else x  # an iterator has no more shards
+        self._names = [each.shard.name for each in held]
+        bound = [each.bound for each in held]
+        self._marks = Marks([*bound, *found.watched], [*(each.current for each in held), *found.watched])
+        # What is made of a module is new each time, so that only the memory of what was made counts.
+        self._made_of = x.made_of if isinstance(x, (MadeMapping, MadeShards)) else None
+        objects = map(id, bound) if self._made_of is None else [0] * len(held)
+        self._bound = list(zip(objects, self._marks.values, [id(each.shard.addition) for each in held]))
+
+    def renewed(self) -> Layout | None:
+        """See refitd._layout.Source."""
+        found = self._found
+        holds = found.bindings is not None and found.bindings.hold()
+        if holds and self._marks.same():
+            return None
+        if self._made_of is not None:
+            self._x = self._made_of.make()
+        if not holds or self._made_of is not None:
+            found = _find(self._x, self._options)
+        if found.same_objects(self._found) and self._marks.same():
+            self._found = found  # modules that are wrapped and unwrapped again, as FSDP2 does, are bound as they were
+            return None
+        return self._collect_again(found)
+
+    def _by_name(self) -> dict[str, list[Any]]:
+        """What each name is bound to."""
+        found: dict[str, list[Any]] = {}
+        for name, bound in zip(self._names, self._bound):
+            found.setdefault(name, []).append(bound)
+        return found
+
+    def _collect_again(self, found: _Found) -> Layout | None:
+        try:
+            layout = _collect(self._x, self._options, found)
+        except InvalidArgument as error:
+            raise FailedPrecondition(f"{error} (it was registered otherwise)", culprit=error.culprit) from error
+        source = layout.source
+        assert isinstance(source, _Source)
+        self._check_fits(source)
+        before, now = self._by_name(), source._by_name()
+        source.rebound = sum(before.get(name) != bound for name, bound in now.items())
+        if source.rebound == 0:
+            self._found, self._marks = found, source._marks
+            return None
+        return layout
+
+    def _check_fits(self, source: _Source) -> None:
+        for name, spec in self._specs.items():
+            now = source._specs.get(name)
+            if now == spec:
+                continue
+            is_now = "is no longer there" if now is None else f"is now {now}"
+            raise FailedPrecondition(
+                f"rank {self._options.rank}: tensor '{name}' was registered as {spec}, and {is_now}: register again", culprit=f"tensor '{name}'"
+            )
+
+
+class _Spec(NamedTuple):
+    """A global tensor, as it is stored and delivered."""
+
+    shape: tuple[int, ...]
+    stored: str
+    delivered: str
+
+    def __str__(self) -> str:
+        cast = "" if self.stored == self.delivered else f", to deliver as {self.delivered}"
+        return f"{self.stored} {self.shape}{cast}"
 
 
 @dataclass
@@ -138,6 +319,7 @@ class _Held:
 
     shard: Shard
     current: Callable[[], Any]
+    bound: Any = None  # what the name is bound to, a DTensor for instance; None: no memory
 
     @property
     def address(self) -> Callable[[], int]:
@@ -158,24 +340,19 @@ class _Held:
             )
 
 
-def _held(x: Any, buffers: bool | Sequence[str], rank: int, world_size: int | None) -> Iterator[_Held]:
-    if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
-        x = _of_module(x, buffers)
-    elif buffers is not True:
-        raise InvalidArgument(
-            f"buffers is {buffers!r}, but {type(x).__name__} does not tell buffers from parameters: pass the module, or leave them out",
-            culprit="buffers",
-        )
-    if isinstance(x, Mapping):
-        for name, tensor in x.items():
-            yield from _of_tensor(name, tensor, rank, world_size)
+def _held(named: Mapping[str, Any] | list[Any], options: _Options) -> Iterator[_Held]:
+    rank = options.rank
+    if isinstance(named, Mapping):
+        for name, tensor in named.items():
+            if not options.left_out(name):
+                yield from _of_tensor(name, tensor, rank, options.world_size)
         return
-    if not isinstance(x, Iterable):
-        raise InvalidArgument(f"{type(x).__name__} is no module, mapping or list of Shard", culprit="x")
-    for shard in x:
+    for shard in named:
         if not isinstance(shard, Shard):
             raise InvalidArgument(f"rank {rank}: a list of Shard has a {type(shard).__name__}", culprit="x")
-        yield _Held(_with_integers(shard, rank), partial(_same, shard.tensor))
+        if options.left_out(shard.name):
+            continue
+        yield _Held(_with_integers(shard, rank), partial(_same, shard.tensor), shard.tensor)
 
 
 def _with_integers(shard: Shard, rank: int) -> Shard:
@@ -198,13 +375,9 @@ def _of_module(module: Any, buffers: bool | Sequence[str]) -> dict[str, Any]:
     tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     if buffers is True:
         return tensors
-    patterns = [re.compile(translate(pattern)) for pattern in (buffers or ())]
+    taken = _patterns.matcher(buffers or (), "buffers")
     names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in names or any(pattern.match(name) for pattern in patterns)
-    }
+    return {name: tensor for name, tensor in tensors.items() if name not in names or taken(name)}
 
 
 def _same(tensor: Any) -> Any:
@@ -241,7 +414,7 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
     if kind == "tensor":
         shape = tuple(tensor.shape)
         replica = (rank, world_size) if world_size else (0, 1)
-        yield _Held(Shard(name, shape, tensor, None, None, replica, prod(shape), True), partial(_same, tensor))
+        yield _Held(Shard(name, shape, tensor, None, None, replica, prod(shape), True), partial(_same, tensor), tensor)
         return
     if kind == "ShardedTensor":
         yield from _of_sharded_tensor(name, tensor)
@@ -252,14 +425,14 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
     shape = tuple(tensor.shape)
     if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
         shard = Shard(name, shape, local_tensor(tensor), placed.parts[0].offset, None, placed.replica, placed.largest, placed.rows)
-        yield _Held(shard, partial(local_tensor, tensor))
+        yield _Held(shard, partial(local_tensor, tensor), tensor)
         return
     if not placed.parts:
         yield _Held(Shard(name, shape, None, None, tensor.dtype, (0, 1), placed.largest, placed.rows), partial(_same, None))
     for part in placed.parts:
         current = partial(_part_of, tensor, part)
         shard = Shard(name, shape, current(), part.offset, None, placed.replica, placed.largest, placed.rows)
-        yield _Held(shard, current)
+        yield _Held(shard, current, tensor)
 
 
 def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
@@ -273,18 +446,19 @@ def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
         yield _Held(Shard(name, shape, None, None, tensor.dtype, (0, 1), largest, rows), partial(_same, None))
     for shard in shards:
         held = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets), None, (0, 1), largest, rows)
-        yield _Held(held, partial(_same, shard.tensor))
+        yield _Held(held, partial(_same, shard.tensor), shard.tensor)
 
 
 class _Rules:
     """Decides in which dtype each tensor is delivered."""
 
-    def __init__(self, dtype: Any, exceptions: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, dtype: Any, exceptions: Mapping[str, Any], any_cast: Sequence[str], rank: int) -> None:
         self._dtype = None if dtype is None else _dtypes.resolve(dtype, "dtype").name
         self._exceptions = [
-            (re.compile(translate(pattern)), None if to is None else _dtypes.resolve(to, f"exceptions['{pattern}']").name)
+            (_patterns.compiled(pattern), None if to is None else _dtypes.resolve(to, f"exceptions['{pattern}']").name)
             for pattern, to in exceptions.items()
         ]
+        self._any_cast = _patterns.matcher(any_cast, "any_cast")
         self._rank = rank
         self._names: dict[Any, str] = {}
 
@@ -295,17 +469,32 @@ class _Rules:
             try:
                 found = self._names[dtype] = _dtypes.resolve(dtype).name
             except InvalidArgument as error:
-                raise InvalidArgument(f"rank {self._rank}: tensor '{name}': {error}", culprit=f"tensor '{name}'") from None
+                raise InvalidArgument(
+                    f"rank {self._rank}: tensor '{name}': {error}. If engines need it not, leave it out: leave_out=['{name}'], or of a "
+                    "module's buffers buffers=False or patterns of those to take",
+                    culprit=f"tensor '{name}'",
+                ) from None
         return found
 
     def delivered(self, name: str, stored: str, said: Any) -> str:
-        """The dtype in which to deliver a tensor that is stored as `stored` and whose shard said `said`."""
+        """The dtype in which to deliver a tensor that is stored as `stored` and whose shard said `said`.
+
+        Raises InvalidArgument, naming the tensor, for a cast that loses values and was not declared."""
+        to = self._wanted(name, stored, said)
+        if to != stored and to not in _KEEPS_VALUES.get(stored, ()) and not self._any_cast(name):
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' is {stored}, and a cast to {to} loses values: declare any_cast=['{name}'] if it is meant",
+                culprit=f"tensor '{name}'",
+            )
+        return to
+
+    def _wanted(self, name: str, stored: str, said: Any) -> str:
         if said is not None:
             return self.stored(name, said)
         for pattern, to in self._exceptions:
-            if pattern.match(name):
+            if pattern.fullmatch(name):
                 return to or stored
-        return self._dtype if self._dtype is not None and stored in _CAST_FROM else stored
+        return self._dtype if self._dtype is not None and stored in CAST_FROM else stored
 
 
 @cache
@@ -452,6 +641,11 @@ class _Collector:
                     f"{held}, and there is no other rank",
                     culprit=f"tensor '{spec.name}'",
                 )
+
+    def specs(self) -> dict[str, _Spec]:
+        """The global tensors, by name."""
+        tensors = self.layout.tensors
+        return {name: _Spec(tensors[i].shape, stored, tensors[i].dtype) for name, (i, stored) in self._tensors.items()}
 
     def before_refit(self) -> Callable[[], None] | None:
         """Returns what every rank must do before each refit; None: nothing."""

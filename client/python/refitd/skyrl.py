@@ -70,7 +70,7 @@ class Settings:
 
     group: str
     sharded: bool = False
-    first_version: int = 1
+    first_version: int | None = None
     update_seconds: float = 600.0
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -81,12 +81,12 @@ _torn = _Identities()
 
 
 def install(
-    group: str, *, sharded: bool = False, first_version: int = 1, update_seconds: float = 600.0, **options: Any
+    group: str, *, sharded: bool = False, first_version: int | None = None, update_seconds: float = 600.0, **options: Any
 ) -> None:
     """Makes `weight_sync_backend=refitd` known to SkyRL in this process. Equal on all ranks; a later call changes later senders.
 
-    `sharded`: move shards as they are, for FSDP2 models. `first_version`: of the first sync; each further sync has the next. After a
-    restart of training, begin after the last version that the group had. `update_seconds`: the longest that a rank waits for the others,
+    `sharded`: move shards as they are, for FSDP2 models. `first_version`: of the first sync; each further sync has the next. None: the
+    version after the group's, also after a restart of training. `update_seconds`: the longest that a rank waits for the others,
     and then for the engines. `options`: of refitd.Trainer (`socket`, `coordinator`, ...).
     """
     global _settings
@@ -202,7 +202,8 @@ class Sender(WeightTransferSender):
         self._rank = rank
         self._update_seconds = settings.update_seconds
         self._sharded = settings.sharded
-        self._version = settings.first_version
+        next_version = max(self._ranks.gather(self._trainer.next_version))
+        self._version = next_version if settings.first_version is None else settings.first_version
         self._registered: Any = None
         self.result: Any = None
 
@@ -309,7 +310,7 @@ class Sender(WeightTransferSender):
                     pass
         self.result = update.result
 
-    def _compare_settings(self, settings: tuple[str, bool, int]) -> None:
+    def _compare_settings(self, settings: tuple[str, bool, int | None]) -> None:
         all_settings = self._ranks.gather(settings)
         names = ("group", "sharded", "first_version")
         for rank, theirs in enumerate(all_settings):

@@ -158,7 +158,8 @@ class Updater:
             self._trainer = None
 
     def update_weights(self) -> None:
-        """Installs the parameters in every engine, as the version after the greatest `weight_version` of all ranks; every rank calls it.
+        """Installs the parameters in every engine, as the version after the group's and the greatest `weight_version` of all ranks; every rank
+        calls it.
 
         Raises DeadlineExceeded, naming the rank, where one does not come within `update_seconds`: nothing was sent then. Raises what
         Trainer.refit raises, on every rank, and UpdateAborted where no engine was left. The next call takes the next version.
@@ -167,7 +168,8 @@ class Updater:
             raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
         self._ranks.meet()
         finish_gather(self.model)
-        self.weight_version = max(self._ranks.gather(self.weight_version)) + 1
+        # A trainer that was restarted counts from 0, and the group goes on from its version.
+        self.weight_version = max(self._ranks.gather(max(self.weight_version + 1, self._trainer.next_version)))
         result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
         if not result.committed:
             raise UpdateAborted(f"version {self.weight_version}: every engine was lost", culprit="instances")

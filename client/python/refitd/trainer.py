@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import replace
@@ -10,15 +11,20 @@ from typing import Any
 
 from . import _abi, _devices, _gc
 from ._buffers import DeviceBytes, HostBytes
-from ._layout import Box, PushedTensors, TensorSpec
+from ._layout import Box, Layout, PushedTensors, TensorSpec
 from ._lists import check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
+from ._member import CLOSE_SECONDS, ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
 from ._tensors import Packer
-from ._wait import interruptible
-from .errors import Error, InvalidArgument
+from ._wait import ends_soon, interruptible
+from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
 from .tls import TLS
 from .update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
+
+# What a trainer may do with a version that is not greater than its group's.
+ON_OLDER = ("refuse", "next", "replace")
+WAIT_SECONDS = 10.0  # the library's default of wait_seconds
+POLL_SECONDS = 0.02  # between looks whether a lease has ended
 
 
 class Trainer(Member):
@@ -54,6 +60,7 @@ class Trainer(Member):
         max_lag: int = 0,
         encrypted_data: bool = False,
         create: bool = True,
+        on_older: str = "refuse",
         socket: str | None = None,
         coordinator: str | None = None,
         device: str | None = None,
@@ -69,10 +76,15 @@ class Trainer(Member):
         """Attaches, and waits for daemon and group for `wait_seconds` (10).
 
         The first rank makes the group; the others must bring an equal spec: `min_instances` that an update waits for, bytes and number
-        of staging slots (None: the daemon's), `engine_only_tensors` (names that trainers never bring), `unwanted_tensors` (names, or
-        prefixes that end with '*', that no engine need want), `max_lag` (how far an instance's version may be behind the group's while
+        of staging slots (None: the daemon's), `engine_only_tensors` (patterns of names that trainers never bring), `unwanted_tensors`
+        (patterns of names that no engine need want, pushed or registered), `max_lag` (how far an instance's version may be behind the group's while
         the instance counts as ready), `encrypted_data` (bytes cross between daemons encrypted or not at all; daemons that can't are
         refused, and so are GPUs over several daemons). With `create=False` the group must be made by someone else.
+
+        `on_older`: what refit() and update() do with a version that is not greater than the group's, as that of a trainer that goes on
+        from an older checkpoint. "refuse": raise FailedPrecondition. "next": take `next_version` in its place; the result tells which.
+        "replace": begin the group anew, which then takes any version: rank 0 replaces it (it needs the role OPERATOR_WRITE at the daemon
+        that has the group), every rank attaches again, and every engine is dirty until the commit. Equal on all ranks.
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
@@ -94,7 +106,11 @@ class Trainer(Member):
         checked_count(world_size, "world_size", 1)
         if not isinstance(rank, int) or not 0 <= rank < world_size:
             raise InvalidArgument(f"trainer rank {rank} of group {group}: world_size is {world_size}", culprit=f"trainer rank {rank}")
+        if on_older not in ON_OLDER or (on_older == "replace" and not create):
+            possible = " or ".join(map(repr, ON_OLDER))
+            raise InvalidArgument(f"on_older: {on_older!r} is not {possible}; 'replace' needs create=True", culprit="on_older")
         self.label = f"trainer rank {rank} of group {group}"
+        self._on_older, self._wait_seconds = on_older, WAIT_SECONDS if wait_seconds is None else wait_seconds
         self.group, self.rank, self.world_size = group, rank, world_size
         self.device = device
         if device is None and address is None:
@@ -124,6 +140,7 @@ class Trainer(Member):
         self._refitting: int | None = None  # the version of the refit that runs, if any
         self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
         self._packer = Packer()  # knows the same tensors
+        self._connect, self._attach_options = connect, options
         self._attach(options)
 
     # ---- shards that stay where they are ----
@@ -135,7 +152,9 @@ class Trainer(Member):
         floating-point tensors are cast to on the way; None: as they are. `options`: as of refitd.shards.collect.
 
         Host tensors in regions (`empty`, `adopt`) are moved from where they are; others are copied first at each refit, of which a
-        StagingWarning tells. The tensors must stay: refitd keeps them alive.
+        StagingWarning tells. Names are bound to the module or dict, not to the tensors that are there now: each refit looks every name up
+        again, and follows tensors and memory that took another's place. A list of Shard is bound to its tensors, whose memory is followed.
+        refitd keeps what was registered alive.
 
         Raises InvalidArgument, naming tensor and rank; FailedPrecondition where another rank's layout disagrees or an update runs.
         Nothing has changed then.
@@ -144,7 +163,7 @@ class Trainer(Member):
 
         with _gc.paused():
             collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
-            self.register_layout(collected.tensors, collected.boxes, collected.pushed, collected.before_refit)
+            self._register_collected(collected)
 
     def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
         """Registers a list of refitd.Shard(name, shape, dtype, tensor, offset): the foundation of `register`."""
@@ -164,10 +183,14 @@ class Trainer(Member):
         any box the layout is taken back.
         """
         with _gc.paused():
-            check_tensors(tensors, self.label)
-            registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
-            registration.pushed_tensors, registration.before_refit = pushed, before_refit
-            self._register(registration, stage=True)
+            self._register_collected(Layout(list(tensors), list(boxes), pushed, before_refit))
+
+    def _register_collected(self, layout: Layout) -> None:
+        check_tensors(layout.tensors, self.label)
+        pushed = layout.pushed
+        registration = _supplied(layout.tensors, layout.boxes, list(pushed.indices) if pushed is not None else [])
+        registration.pushed_tensors, registration.before_refit, registration.source = pushed, layout.before_refit, layout.source
+        self._register(registration, stage=True)
 
     def refit(
         self,
@@ -187,20 +210,12 @@ class Trainer(Member):
         Raises UpdateAborted (its `dirty` says whether engines' weights may be torn), DeadlineExceeded, FailedPrecondition where
         layouts disagree, naming tensor and rank, before anything is written; Unavailable where the daemon went away.
         """
-        checked_version(version)
+        version = self._version_for(version)
+        rebound = self._renew()
+        staged = self._fill()
         with self._lock:
             registration = self._registration
         pushed = registration.pushed_tensors if registration is not None else None
-        rebound = 0
-        if registration is not None:
-            if registration.before_refit is not None:
-                registration.before_refit()
-            rebound = self._rebind(registration)
-            with self._lock:
-                registration = self._registration or registration
-            registration.fill()
-        self._synchronize()
-        staged = registration.staged_bytes if registration is not None else 0
         if pushed is not None:
             return self._refit_with_pushes(version, duration_seconds, verification, evict_late, pushed, staged, rebound)
         options = _abi.sized(
@@ -234,6 +249,56 @@ class Trainer(Member):
             self._cancel(version)
         super()._close()
 
+    def _renew(self) -> int:
+        """Brings the registered layout up to date, before an update begins. Returns how many tensors were bound anew."""
+        with self._lock:
+            registration = self._registration
+        if registration is None:
+            return 0
+        rebound = 0
+        if registration.source is not None:
+            with _gc.paused():
+                try:
+                    layout = registration.source.renewed()
+                except BaseException:
+                    self._begin_refit(registration)  # other ranks wait for this one where it communicates
+                    raise
+                if layout is not None:
+                    self._register_collected(layout)
+                    assert layout.source is not None
+                    rebound = layout.source.rebound
+        with self._lock:
+            registration = self._registration or registration
+        self._begin_refit(registration)
+        return rebound + self._rebind(registration)
+
+    @staticmethod
+    def _begin_refit(registration: Registration) -> None:
+        if registration.before_refit is not None:
+            registration.before_refit()
+
+    def _fill(self) -> int:
+        """Copies what is not in place, and waits for the work that wrote the shards. Returns how many bytes were copied."""
+        with self._lock:
+            registration = self._registration
+        if registration is not None:
+            registration.fill()
+        self._synchronize()
+        return 0 if registration is None else registration.staged_bytes
+
+    def _fill_unmoved(self) -> int:
+        """Does what _fill() does within an update, during which nothing can be registered anew."""
+        with self._lock:
+            registration = self._registration
+        if registration is not None and (
+            registration.moved() or (registration.source is not None and registration.source.renewed() is not None)
+        ):
+            raise FailedPrecondition(
+                f"{self.label}: {registration.first_moved()} was bound to other memory after the update had begun: change shards before it",
+                culprit=registration.first_moved(),
+            )
+        return self._fill()
+
     def _refit_with_pushes(
         self,
         version: int,
@@ -244,9 +309,7 @@ class Trainer(Member):
         staged: int,
         rebound: int,
     ) -> UpdateResult:
-        update = self.update(
-            version, duration_seconds=duration_seconds, verification=verification, evict_late=evict_late, with_layout=True
-        )
+        update = self._begin(version, duration_seconds, verification, evict_late, with_layout=True)
         with update:
             pushed.push(update)
         assert update.result is not None
@@ -272,7 +335,8 @@ class Trainer(Member):
         `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
         `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
         need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
-        part, and the update ends by refit() instead of commit(). `note`: text for people, such as "step 1200", shown in the update's
+        part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
+        bytes are read in the update's refit(). `note`: text for people, such as "step 1200", shown in the update's
         status and in the daemon's log; at most 256 bytes of UTF-8 without control characters.
 
         Raises DeadlineExceeded, naming who was waited for, FailedPrecondition, UpdateAborted, AlreadyExists where this rank has an
@@ -280,9 +344,30 @@ class Trainer(Member):
         """
         if "\0" in note:  # C would take the text to end there
             raise InvalidArgument(f"note {note!r} has a NUL character")
+        version = self._version_for(version)
+        rebound = self._renew() if with_layout else 0
+        update = self._begin(
+            version, duration_seconds, verification, evict_late, tensor_count, total_bytes, broadcast, with_layout, note
+        )
+        update._rebound = rebound
+        update._fill = self._fill_unmoved if with_layout else None
+        return update
+
+    def _begin(
+        self,
+        version: int,
+        duration_seconds: float | None,
+        verification: str | None,
+        evict_late: bool,
+        tensor_count: int | None = None,
+        total_bytes: int | None = None,
+        broadcast: str = "auto",
+        with_layout: bool = False,
+        note: str = "",
+    ) -> Update:
         options = _abi.sized(
             _abi.refit_begin_options,
-            version=checked_version(version),
+            version=version,
             duration_ms=milliseconds(duration_seconds, "duration_seconds"),
             verification=_number(VERIFICATIONS, verification, "verification"),
             evict_late=int(evict_late),
@@ -328,11 +413,58 @@ class Trainer(Member):
         """The last committed version that the daemon told of; None: none."""
         return self._ask_version("group_version")
 
+    @property
+    def next_version(self) -> int:
+        """The version after `group_version`; 1 where there is none. Ranks that took part in the same updates agree about it."""
+        known = self.group_version
+        return 1 if known is None else known + 1
+
     def check_health(self) -> None:
         """Raises what ended the lease, and why none follows it; returns while attached."""
         self._check("health")
 
     # ---- inside ----
+
+    def _version_for(self, version: int) -> int:
+        """The version to install for `version`, after what `on_older` says was done."""
+        checked_version(version)
+        if self._on_older == "refuse" or version >= (least := self.next_version):
+            return version
+        if self._on_older == "next":
+            return least
+        self._begin_group_anew()
+        return version
+
+    def _begin_group_anew(self) -> None:
+        before = self.reattachments
+        if self.rank == 0:
+            interruptible(lambda: check(_abi.library().refit_replace_group(byref(self._connect)), self.label), cancel=ends_soon)
+        deadline = time.monotonic() + self._wait_seconds
+        while self._attached_as(before):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{self.label}: trainer rank 0 did not replace the group within {self._wait_seconds} s", culprit="trainer rank 0"
+                )
+            time.sleep(POLL_SECONDS)
+        self._attach_anew()
+
+    def _attached_as(self, reattachments: int) -> bool:
+        """Whether this rank is attached by the same lease as when it had `reattachments`. A replaced group ends its trainers' leases."""
+        try:
+            self.check_health()
+        except Error:
+            return False
+        return self.reattachments == reattachments
+
+    def _attach_anew(self) -> None:
+        """Attaches by another handle, which knows nothing of versions before, and registers what was registered."""
+        with self._lock:
+            registration, self._registration = self._registration, None
+            self._known.clear()
+        interruptible(lambda: self._handle.close(wait_seconds=CLOSE_SECONDS), cancel=ends_soon)
+        self._attach(self._attach_options)
+        if registration is not None:
+            self._register(registration.unresolved(), stage=True)
 
     def _cancel(self, version: int) -> None:
         try:
@@ -348,6 +480,34 @@ class Trainer(Member):
         kind = _devices.kind_of(self.device)
         if kind is not None:
             kind.synchronize(self.device)
+
+
+def replace_group(
+    group: str,
+    *,
+    world_size: int = 1,
+    min_instances: int = 1,
+    slot_bytes: int | None = None,
+    slots: int | None = None,
+    engine_only_tensors: Sequence[str] = (),
+    unwanted_tensors: Sequence[str] = (),
+    max_lag: int = 0,
+    encrypted_data: bool = False,
+    socket: str | None = None,
+    wait_seconds: float | None = None,
+    address: str | None = None,
+    tls: TLS | None = None,
+    insecure: bool = False,
+) -> None:
+    """Begins a group anew, so that its next version may be any number; makes it where there is none. Arguments are as of Trainer, and the
+    spec must be the group's. Every instance is dirty until its next commit, and trainers' leases end: they attach again.
+
+    Raises PermissionDenied without the role OPERATOR_WRITE, AlreadyExists where the group has another spec, FailedPrecondition where an
+    update runs or another daemon has the group (named), Unavailable where no daemon answers.
+    """
+    spec = group_spec(world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors, max_lag, encrypted_data)
+    made = ConnectOptions(group, socket=socket, wait_seconds=wait_seconds, address=address, tls=tls, insecure=insecure).structure(spec)
+    interruptible(lambda: check(_abi.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
 
 
 def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Sequence[int]) -> Registration:

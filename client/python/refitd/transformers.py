@@ -6,7 +6,8 @@
     trainer.train()
 
 Engines of the group get the checkpoint's tensors, by the names that save_pretrained() would write, under the version
-`state.global_step`. Parameters stay where they are; nothing is gathered.
+`state.global_step`, or the version after the group's where that is greater, as after a restart from an older checkpoint.
+Parameters stay where they are; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 
 from . import lora, regions
+from ._exports import next_version
 from .casting import Added
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from .shards import Shard
+from .shards import MadeOf, MadeShards, Shard
 from .trainer import Trainer
 from .update import UpdateResult
 
@@ -100,9 +103,10 @@ class RefitCallback(transformers.TrainerCallback):
             self.trainer.close()
             self.trainer = None
 
-    def _refit(self, version: int) -> None:
+    def _refit(self, step: int) -> None:
         if self.trainer is None:
             raise FailedPrecondition(f"group {self._group}: the callback was added after training began")
+        version = next_version(self.trainer.group_version, step)
         try:
             self.result = self.trainer.refit(version)
         except UpdateAborted as error:
@@ -111,7 +115,7 @@ class RefitCallback(transformers.TrainerCallback):
                 raise
             warnings.warn(f"version {version} was not installed, engines go on with the one before: {error}", stacklevel=2)
             return
-        self._failures, self._refitted = 0, version
+        self._failures, self._refitted = 0, step
 
 
 def checkpoint_tensors(model: Any) -> Any:
@@ -127,6 +131,7 @@ def checkpoint_tensors(model: Any) -> Any:
     partitioned = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "ds_id")), None)
     if partitioned is not None:
         raise Unimplemented(f"parameter '{partitioned}' is partitioned by DeepSpeed: pass shards", culprit=f"parameter '{partitioned}'")
+    given = model
     regions.adopt(model)
     adapted = lora.merged(model) if hasattr(model, "peft_config") else None
     held = dict(model.state_dict(keep_vars=True)) if adapted is None else {n: _base(tensor) for n, tensor in adapted.items()}
@@ -145,7 +150,10 @@ def checkpoint_tensors(model: Any) -> Any:
     lost = next((name for name in additions if name not in saved), None)
     if lost is not None:
         raise Unimplemented(f"'{lost}' has an adapter, and {type(model).__name__} saves it under another name", culprit=f"tensor '{lost}'")
-    return [replace(shard, addition=additions.get(shard.name)) for shard in shards]
+    whole = model if adapted is None else adapted.made_of.module
+    return MadeShards(
+        [replace(shard, addition=additions.get(shard.name)) for shard in shards], MadeOf(whole, partial(checkpoint_tensors, given))
+    )
 
 
 def _base(tensor: Any) -> Any:

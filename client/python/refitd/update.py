@@ -10,8 +10,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,8 +54,8 @@ class UpdateResult:
     clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `pushed_bytes`: by method of
     broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that came and were written nowhere, because no
     engine wants them (`unwanted_tensors`) or their memory is another tensor's (tied weights); `left_out`: the names of the first 64,
-    sorted. `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: tensors of this
-    rank whose GPU memory had moved and was bound anew.
+    sorted. `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: names of this rank
+    that were bound to other tensors or other memory than before.
     """
 
     version: int
@@ -204,8 +205,12 @@ def _inline(bucket: _abi.refit_bucket, pointer: int, nbytes: int) -> _abi.refit_
 class Update:
     """An update that this rank has begun: every engine has stopped reading its weights. Made by Trainer.update().
 
-    Leaving its `with` block commits it, or aborts it where an exception leaves the block; `result` then tells of it. Threads may
-    take turns; pushes of several threads at once are made one after the other.
+    Leaving its `with` block commits it, or aborts it where an exception leaves the block; `result` then tells of it. An exception that
+    aborts it, whatever its class, leaves with the attribute `dirty`: True where bytes had reached engines, which then serve nothing until
+    the next commit; False where all hold the version before; None where the daemon did not tell. Threads may take turns; pushes of
+    several threads at once are made one after the other.
+
+    `lost`: why it was lost, after abort() or such an exception; None before, and where the daemon did not tell.
     """
 
     def __init__(self, trainer: Trainer, handle: Handle, version: int, with_layout: bool) -> None:
@@ -220,6 +225,10 @@ class Update:
         self._label = f"{trainer.label}, version {version}"
         self.version = version
         self.result: UpdateResult | None = None
+        self.lost: Error | None = None
+        # Set by Trainer.update: copies the layout's bytes that are not in place, and returns how many; names that were bound anew.
+        self._fill: Callable[[], int] | None = None
+        self._rebound = 0
         with handle as pointer:  # made by a call that is not interrupted
             self.instances = int(_abi.library().refit_update_instances(pointer))
             self.leasable_slots = int(_abi.library().refit_update_leasable_slots(pointer))
@@ -410,8 +419,15 @@ class Update:
         return self._end(_abi.library().refit_update_commit)
 
     def refit(self) -> UpdateResult:
-        """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push."""
-        return self._end(_abi.library().refit_update_refit)
+        """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.
+
+        Their bytes are read now. Raises FailedPrecondition, naming the tensor, where one was bound to other memory since the update began.
+        """
+        with self._lock:
+            staged = self._fill() if self._fill is not None and not self.ended else 0
+            result = self._end(_abi.library().refit_update_refit)
+            self.result = replace(result, staged_bytes=staged, rebound=self._rebound)
+            return self.result
 
     def _end(self, function: Callable[..., int]) -> UpdateResult:
         def end() -> None:
@@ -429,18 +445,29 @@ class Update:
             return self.result
 
     def abort(self, reason: str = "the trainer gave the update up") -> None:
-        """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit."""
+        """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit: `lost.dirty` tells then."""
 
         def abort() -> None:
             self._drop_slot()
             try:
                 with self._handle as update:
-                    check(_abi.library().refit_update_abort(update, text(reason)), self._label)
+                    try:
+                        check(_abi.library().refit_update_abort(update, text(reason)), self._label)
+                    finally:
+                        self._ask_why_lost(update)
             finally:
                 self._handle.close()
 
         with self._lock:
             interruptible(abort, cancel=ends_soon)
+
+    def _ask_why_lost(self, update: int) -> None:
+        try:
+            check(_abi.library().refit_update_lost(update), self._label)
+        except UpdateAborted as error:
+            self.lost = error
+        except Error:
+            pass  # the daemon went away meanwhile
 
     def _cancel(self) -> None:
         """Ends the call that another thread has under way in this update, which is over."""
@@ -472,12 +499,28 @@ class Update:
             return
         try:
             if error is None:
-                self.refit() if self._with_layout else self.commit()
+                self._end_well()
             else:
-                self.abort(f"{type(error).__name__}: {error}"[:400])
-        except Error:
-            if error is None:
-                raise
-            # The exception that leaves the block matters more than one of giving the update up.
+                self._give_up(error)
         finally:
             self.close()
+
+    def _end_well(self) -> None:
+        try:
+            self.refit() if self._with_layout else self.commit()
+        except Error as error:
+            if error.dirty is None and not self.ended:
+                self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Aborts for an exception, which matters more than one of aborting, and tells it whether engines' weights are dirty."""
+        with suppress(Error):  # the update may be over by now
+            self.abort(f"{type(error).__name__}: {error}"[:400])
+        dirty = None if self.lost is None else self.lost.dirty
+        if getattr(error, "dirty", None) is not None:
+            return
+        with suppress(AttributeError):  # of an exception that takes no attributes
+            error.dirty = dirty  # type: ignore[attr-defined]
+        if self.lost is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(str(self.lost))

@@ -87,6 +87,24 @@ class CudaTest(DaemonTest):
         self.assertTrue(torch.equal(module.weight, target["weight"]))
         self.assertEqual(trainer.refit(3).rebound, 0)
 
+    def test_parameters_that_were_replaced_are_followed(self):
+        module = torch.nn.Linear(1000, 1000, device="cuda")
+        target = {name: torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in module.state_dict().items()}
+        trainer = self.trainer()
+        self.served(target)
+        for version, staging in ((1, "whole"), (11, "push")):
+            trainer.register(module, dtype=torch.bfloat16, staging=staging)
+            self.assertEqual(trainer.refit(version).rebound, 0)
+            module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()}, assign=True)
+            self.assertEqual(trainer.refit(version + 1).rebound, 2)
+            module.to("cpu").to("cuda")
+            with torch.no_grad():
+                module.bias.add_(1)
+            trainer.refit(version + 2)
+            for name, tensor in module.state_dict().items():
+                self.assertTrue(torch.equal(tensor.bfloat16(), target[name]), (staging, name))
+            self.assertEqual(trainer.refit(version + 3).rebound, 0)
+
     def test_pushes_of_gpu_and_host_tensors_reach_registered_parameters(self):
         source = {"a": torch.randn(3000, 1000, device="cuda"), "b": torch.randn(7, 9, device="cuda").t(), "c": torch.randn(100)}
         target = {name: torch.empty(tensor.shape, device="cuda") for name, tensor in source.items()}

@@ -59,12 +59,29 @@ def wait_for(running):
         time.sleep(0.05)
 
 
+def test_an_engine_that_no_trainer_comes_for_ends(daemon):
+    running = Running(daemon.socket, "push_trainer.py", "--group", "alone", "--versions", "0")  # makes the group
+    wait_for([running])
+    engine = Running(daemon.socket, "asyncio_engine.py", "--group", "alone", "--seconds", "0.5")
+    try:
+        assert engine.process.wait(SECONDS) != 0
+        assert "DeadlineExceeded" in engine.text()
+    finally:
+        running.end()
+        engine.end()
+
+
 @pytest.mark.parametrize("name, engine, trainer", [
     ("fsdp2", ["fused_engine.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "fsdp2_trainer.py"]),
     ("push", ["asyncio_engine.py"], ["push_trainer.py"]),
 ])
 def test_engine_holds_what_the_trainer_had(daemon, name, engine, trainer):
     options = ["--group", name, "--versions", str(VERSIONS)]
+    for first in (1, 1 + VERSIONS):  # the second run goes on after the group's version
+        run_both(daemon, engine, trainer, options, first)
+
+
+def run_both(daemon, engine, trainer, options, first):
     running = []
     try:
         for command in (engine, trainer):
@@ -74,6 +91,6 @@ def test_engine_holds_what_the_trainer_had(daemon, name, engine, trainer):
     finally:
         for process in running:
             process.end()
-    assert sorted(had) == list(range(1, VERSIONS + 1))
+    assert sorted(had) == list(range(first, first + VERSIONS))
     assert len(set(had.values())) == VERSIONS
     assert held == had

@@ -97,6 +97,28 @@ def test_flat_parameters_supply_every_element(world):
                 assert all((count == 1).all() for count in counts.values()), "pushed once, however many ranks hold it"
 
 
+def offloaded(rank, world):
+    """The weights of flat parameters whose memory a framework took away and gave back, and what the layout supplies then."""
+    model = wrap(ShardingStrategy.FULL_SHARD, True)
+    layout = collect(flat_shards(model), rank=rank)
+    model(torch.arange(6)).square().mean().backward()
+    unchanged = layout.source.renewed() is None
+    for module in model.modules():
+        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None:
+            handle.flat_param.data = handle.flat_param.data + 1
+            handle.flat_param._local_shard = handle.flat_param.data
+    layout = layout.source.renewed()
+    supplied = {name: values for name, _, values in supplied_by(layout)}
+    again = layout.source.renewed() is None
+    return unchanged, again, layout.source.rebound, {name: float(values.sum()) for name, values in supplied.items()}
+
+
+def test_flat_parameters_whose_memory_moved_are_followed():
+    for unchanged, again, rebound, supplied in run_ranks(2, offloaded):
+        assert unchanged and again and rebound == len(supplied) > 0
+
+
 def sharded_state_dict(rank, world):
     model = wrap(ShardingStrategy.FULL_SHARD, True)
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):

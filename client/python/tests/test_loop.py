@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd
-from refitd._bindings import Bindings
+from refitd._places import Places
 from refitd.shards import collect
 from refitd.vllm.delivery import Delivery
 from refitd.vllm.rank import Rank
@@ -291,7 +291,7 @@ class Ranks(DaemonTest):
         refitd.adopt(self.served)
         layout = collect(self.served)
         made = Delivery(list(self.source), {}, [], [], [], {}, layout.tensors, layout.boxes, [], {}, [], [])
-        made.bindings = Bindings(self.served)
+        made.places = Places(self.served)
         return made
 
     def take(self, version):
@@ -336,7 +336,7 @@ class Ranks(DaemonTest):
 
     def test_a_rank_whose_graphs_may_read_a_replaced_parameter_refuses_one_update_and_registers_it_for_the_next(self):
         self.start()
-        with mock.patch.object(Bindings, "bring_back", Bindings.changed):
+        with mock.patch.object(Places, "bring_back", Places.changed):
             for error in self.take(2):
                 self.assertRegex(str(error), "'weight' of engine rank 0 of instance a lies elsewhere")
                 self.assertFalse(error.dirty)

@@ -52,19 +52,19 @@ class TensorsThatChangeTest(DaemonTest):
 
         return change
 
-    def test_other_strides_dtype_or_shape_are_refused(self):
-        for number, make in enumerate((lambda w: w.clone().t(), lambda w: w.half(), lambda w: w[:2].clone())):
+    def test_another_dtype_or_shape_is_refused(self):
+        for number, make in enumerate((lambda w: w.half(), lambda w: w[:2].clone())):
             with self.subTest(number=number):
                 self.group = f"changed-{number}"
-                self.refused(self.set_data(make), "was registered as .*register it again")
+                self.refused(self.set_data(make), "was registered as .*register again")
 
     def test_memory_that_was_freed_is_refused(self):
         self.refused(lambda parameter: parameter.untyped_storage().resize_(0), "was freed")
 
     def test_casts_of_changed_and_freed_tensors_are_refused(self):
-        self.refused(self.set_data(lambda w: w[0].clone()), "is now of shape", dtype=torch.bfloat16)
+        self.refused(self.set_data(lambda w: w[0].clone()), r"is now float32 \(400,\)", dtype=torch.bfloat16)
         self.group += "-freed"
-        self.refused(lambda parameter: parameter.untyped_storage().resize_(0), "0 bytes of memory", dtype=torch.bfloat16)
+        self.refused(lambda parameter: parameter.untyped_storage().resize_(0), "was freed", dtype=torch.bfloat16)
 
     def test_a_tensor_that_only_moved_is_followed(self):
         parameter = torch.nn.Parameter(numbers(8, 8), requires_grad=False)

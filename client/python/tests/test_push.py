@@ -300,6 +300,62 @@ class PushTest(DaemonTest):
             update.push("w", b"y")
         self.assertEqual(update.result.version, 2)
 
+    def test_an_exception_that_ends_a_push_tells_whether_weights_are_dirty(self):
+        trainer, server, _ = self.staged()
+        for version, pushed, dirty in ((1, 0, False), (2, 200_000, True)):
+            for kind in (KeyError, refitd.InvalidArgument):
+                with self.assertRaisesRegex(kind, "mine") as caught:
+                    with trainer.update(2 * version + (kind is KeyError), tensor_count=1) as update:
+                        if pushed:
+                            update.push("w", b"x" * pushed)
+                            update.flush()
+                        raise kind("mine")
+                self.assertIs(caught.exception.dirty, dirty)
+                self.assertEqual((type(update.lost), update.lost.dirty), (refitd.UpdateAborted, dirty))
+                if hasattr(caught.exception, "add_note"):
+                    self.assertIn("is lost", caught.exception.__notes__[-1])
+            with trainer.update(2 * version + 2, tensor_count=1) as update:
+                update.push("w", b"y")
+
+    def test_a_bucket_that_is_refused_after_others_were_taken_tells_that_weights_are_dirty(self):
+        trainer = self.trainer()
+        engine = self.engine(staged=True, manifest=[TensorSpec("w", "uint8", (100_000,)), TensorSpec("v", "uint8", (3,))])
+        Server(self, engine, Collector())
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'u'") as caught:
+            with trainer.update(1) as update:
+                update.push("w", bytes(100_000))
+                update.flush()
+                update.push("u", b"123")
+        self.assertIs(caught.exception.dirty, True)
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'v'.*never pushed") as caught:
+            with trainer.update(2) as update:
+                update.push("w", bytes(100_000))
+        self.assertIs(caught.exception.dirty, True)
+
+    def test_unwanted_and_engine_only_tensors_are_patterns_of_one_syntax_for_pushes_and_refits(self):
+        trainer = self.trainer(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"])
+        engine = self.engine()
+        held = {name: refitd.empty((4,), "uint8", like=None) for name in ("w", "a.inv_freq", "rope.1")}
+        engine.register(held)
+        Server(self, engine)
+        source = {name: bytes([i + 1]) * 4 for i, name in enumerate(("w", "mtp.0.weight", "head"))}
+        with trainer.update(1) as update:
+            for name, value in source.items():
+                update.push(name, value)
+        self.assertEqual([bytes(memoryview(held[name])) for name in held], [source["w"], bytes(4), bytes(4)])
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'mtp.0.bias' is unknown"):
+            with trainer.update(2) as update:
+                update.push("mtp.0.bias", b"1234")
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'a.inv_freq' is engine-only"):
+            with trainer.update(2) as update:
+                update.push("a.inv_freq", b"1234")
+        arrays = {name: refitd.empty((4,), "uint8", like=None) for name in source}
+        for name, value in source.items():
+            memoryview(arrays[name])[:] = value
+        trainer.register(arrays)
+        self.assertEqual(trainer.refit(3).left_out_tensors, 2)
+        self.assertEqual([bytes(memoryview(held[name])) for name in held], [source["w"], bytes(4), bytes(4)])
+
     def test_an_update_that_is_dropped_is_aborted(self):
         trainer, server, _ = self.staged()
         update = trainer.update(1, tensor_count=1)

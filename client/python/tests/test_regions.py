@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import pickle
+import signal
 import subprocess
 import unittest
 from unittest import mock
@@ -21,6 +22,10 @@ except ImportError:
     torch = None
 
 
+def _address(tensor):
+    return tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor.__array_interface__["data"][0]
+
+
 class RegionTest(unittest.TestCase):
     def test_a_region_is_found_by_any_address_in_it_until_it_goes(self):
         region = refitd.Region(8192)
@@ -35,6 +40,53 @@ class RegionTest(unittest.TestCase):
         view.release()
         gc.collect()
         self.assertIsNone(refitd.locate(pointer, 1))
+
+    def child(self, run):
+        """The status of a forked child in which `run` runs."""
+        process = os.fork()
+        if process == 0:
+            try:
+                run()
+                os._exit(0)
+            except BaseException:
+                os._exit(7)
+        return os.waitpid(process, 0)[1]
+
+    def test_a_forked_child_shares_memory_in_both_directions_unless_it_is_told_not_to_inherit_it(self):
+        shared, own = refitd.Region(8192), refitd.Region(8192, inherit=False)
+        own[0] = 5
+
+        def write():
+            shared[0] = 9
+
+        self.assertEqual((self.child(write), shared[0]), (0, 9))
+        self.assertEqual(os.WTERMSIG(self.child(lambda: own[0])), signal.SIGSEGV)
+        self.assertEqual((self.child(lambda: None), own[0]), (0, 5))
+
+        def drop():
+            nonlocal own
+            del own  # unmaps what the child never had, and nothing else
+            gc.collect()
+            for _ in range(50):
+                bytearray(8192)[0] = 1
+
+        self.assertEqual(self.child(drop), 0)
+        self.assertEqual(own[0], 5)
+
+    def test_small_tensors_that_are_not_inherited_lie_apart_from_others(self):
+        one, other = refitd.empty(4, "uint8", like=self.like), refitd.empty(4, "uint8", like=self.like, inherit=False)
+        found = [refitd.locate(_address(tensor), 4) for tensor in (one, other)]
+        self.assertEqual([region.inherit for region in found], [True, False])
+
+    like = "torch" if torch is not None else "numpy"
+
+    @unittest.skipIf(torch is None, "needs torch")
+    def test_adopted_weights_that_are_not_inherited_end_a_child_that_touches_them(self):
+        module = torch.nn.Linear(64, 64)
+        region = refitd.adopt(module, inherit=False)
+        self.assertFalse(region.inherit)
+        self.assertEqual(os.WTERMSIG(self.child(lambda: module.weight[0, 0].item())), signal.SIGSEGV)
+        self.assertEqual(self.child(lambda: torch.ones(64).sum().item()), 0)
 
     def test_close_does_not_unmap_what_is_used(self):
         region = refitd.Region(4096)

@@ -57,3 +57,19 @@ def test_a_stale_refit_trips_the_alarm_at_its_step(daemon, mode):
     assert (status, summary["steps"], summary["alarm_step"]) == (ALARM, 10, 10), printed
     assert "ALARM: the sampler at version 10 does not serve the trainer's weights" in printed
     assert summary["kl_max"] > 8 * summary["kl_control"]
+
+
+def test_a_rank_that_fails_is_the_programs_failure(daemon):
+    done = subprocess.run(
+        [sys.executable, "rl_loop.py", "--engine", "torch", "--steps", "1", "--fail", "1"], cwd=EXAMPLES,
+        env={**os.environ, "REFITD_SOCKET": daemon.socket}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "rank 1 fails" in done.stdout and "rank 1 ended with status 1" in done.stdout
+
+
+def test_the_loop_ends_without_an_abort_of_threads_that_are_left(daemon):
+    for _ in range(5):
+        _, _, printed = run(daemon, "--steps", "1")
+        assert "terminate called" not in printed, printed

@@ -191,3 +191,43 @@ def test_numpy_arrays_lie_where_they_are():
         collect({"w": array}, dtype="bfloat16")
     with pytest.raises(InvalidArgument, match="byte strides"):
         collect({"w": array[::-1]})
+
+
+@pytest.mark.parametrize("stored, to", [
+    ("float32", "int8"), ("bfloat16", "bool"), ("int64", "float32"), ("int64", "int32"), ("int16", "uint8"), ("float32", "float8_e4m3fn"),
+    ("float8_e4m3fn", "bfloat16"), ("uint8", "int8"), ("bool", "uint8"),
+])
+def test_a_cast_that_loses_values_is_refused_unless_declared(stored, to):
+    tensor = torch.ones(4).to(getattr(torch, stored))
+    for shards in ({"layer.w": tensor}, [Shard("layer.w", (4,), tensor, dtype=to)]):
+        options = {} if isinstance(shards, list) else {"exceptions": {"*": to}}
+        with pytest.raises(InvalidArgument, match=f"rank 0: tensor 'layer.w' is {stored}, and a cast to {to} loses values") as caught:
+            collect(shards, **options)
+        assert caught.value.culprit == "tensor 'layer.w'"
+        assert collect(shards, any_cast=["layer.*"], **options).tensors[0].dtype == to
+
+
+def test_floats_truncated_to_integers_by_dtype_are_refused():
+    with pytest.raises(InvalidArgument, match="tensor 'w' is float32, and a cast to int8 loses values"):
+        collect({"w": torch.ones(4), "n": torch.ones(4, dtype=torch.int64)}, torch.int8)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn_x2", "uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_a_dtype_that_is_not_carried_is_refused_by_buffer_with_a_hint(dtype):
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("scales", torch.empty(2, dtype=getattr(torch, dtype)))
+    with pytest.raises(InvalidArgument, match=rf"tensor 'scales'.*{dtype}.*leave_out=\['scales'\].*buffers=False") as caught:
+        collect(module)
+    assert caught.value.culprit == "tensor 'scales'"
+    for options in ({"leave_out": ["scales"]}, {"buffers": False}, {"leave_out": ["sca*"]}):
+        assert [spec.name for spec in collect(module, **options).tensors] == ["weight", "bias"]
+
+
+def test_patterns_have_one_syntax_in_which_brackets_are_themselves():
+    tensors = {f"layers[{i}].w": torch.ones(2) for i in range(12)}
+    left = [spec.name for spec in collect(tensors, leave_out=["layers[1].w", "layers[1?].*"]).tensors]
+    assert left == [f"layers[{i}].w" for i in (0, *range(2, 10))]
+    specs = collect(tensors, torch.bfloat16, {"layers[3].w": None}).tensors
+    assert [spec.name for spec in specs if spec.dtype == "float32"] == ["layers[3].w"]
+    with pytest.raises(InvalidArgument, match="leave_out: 'w' is no list of patterns"):
+        collect(tensors, leave_out="w")

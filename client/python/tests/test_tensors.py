@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from refitd import TensorSpec, _tensors  # noqa: E402
+from refitd._bindings import Bindings, Marks  # noqa: E402
 from refitd._tensors import Addresses, Packer, TensorAddress  # noqa: E402
 
 WAY = os.environ.get("REFITD_TEST_WAY", "")
@@ -184,6 +185,64 @@ def test_a_function_that_tells_another_address_is_noticed():
     assert not addresses.moved()
     told[0] = 6
     assert addresses.moved()
+
+
+def test_a_dict_with_other_entries_is_noticed_whichever_module_it_is_of():
+    model = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(40))
+    bindings = Bindings.of_module(model)
+    assert bindings.complete and bindings.holds_all(model.state_dict(keep_vars=True).values())
+    assert bindings.hold()
+    for module in (model[0][0], model[17][1], model[39][0]):
+        weight, bias = module.weight, module.bias
+        module.weight = torch.nn.Parameter(torch.ones(2, 2))
+        assert not bindings.hold()
+        module.weight = weight
+        assert bindings.hold()
+        module.register_buffer("another", torch.ones(1))
+        assert not bindings.hold()
+        del module.another
+        module.bias = None
+        assert not bindings.hold()
+        module.bias = bias
+        parameters = module._parameters
+        module._parameters = dict(parameters)
+        assert not bindings.hold()
+        module._parameters = parameters
+        assert bindings.hold()
+    model[5] = torch.nn.Sequential()
+    assert not bindings.hold()
+
+
+def test_the_entries_of_a_dict_are_noticed_too():
+    one, two = torch.ones(1), torch.ones(1)
+    held = {"a": one, "b": two}
+    bindings = Bindings.of_dict(held)
+    assert bindings.hold()
+    for change in ({"a": two}, {"b": None}, {"c": one}):
+        before = dict(held)
+        held.update(change)
+        assert not bindings.hold()
+        held.clear()
+        held.update(before)
+        assert bindings.hold()
+    del held["b"]
+    assert not bindings.hold()
+
+
+def test_a_tensor_with_another_address_dtype_shape_or_strides_has_another_mark():
+    tensors = [torch.ones(4, 4) for _ in range(50)] + [torch.ones((), dtype=torch.int32), torch.empty(0), numpy.ones((4, 4))]
+    marks = Marks([*tensors, None], [lambda t=t: t for t in [*tensors, None]])
+    assert marks.same()
+    for tensor in tensors[7:50:11]:
+        before = tensor.data
+        others = [before.clone(), before.t(), before.view(2, 8), before[:2], before.view(torch.int32), before.view(1, 4, 4)]
+        for other in others:
+            tensor.data = other
+            assert not marks.same(), other
+            tensor.data = before
+            assert marks.same()
+    tensors[-1].shape = (2, 8)
+    assert not marks.same()
 
 
 @pytest.mark.skipif(WAY != "", reason="itself such a process")

@@ -61,6 +61,77 @@ class RefitTest(DaemonTest):
             with self.assertRaisesRegex(refitd.InvalidArgument, "version"):
                 trainer.refit(version)
 
+    def attached(self, source, **options):
+        """A trainer that a restart made anew, with its shard registered."""
+        trainer = self.trainer(**options)
+        trainer.register_layout([SPEC], [whole(source, SPEC)])
+        return trainer
+
+    def test_a_trainer_that_goes_on_from_an_older_version_takes_the_next_one_or_begins_the_group_anew(self):
+        first, server, source, target = self.pair()
+        self.assertEqual(first.next_version, 1)
+        first.refit(5)
+        first.close()
+        refused = self.attached(source)
+        self.assertEqual((refused.group_version, refused.next_version), (5, 6))
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "on_older"):
+            refused.refit(3)
+        refused.close()
+        following = self.attached(source, on_older="next")
+        source[:] = b"\x03" * BYTES
+        self.assertEqual((following.refit(3).version, following.refit(4).version, following.refit(9).version), (6, 7, 9))
+        self.assertEqual(target[:], source[:])
+        with following.update(1) as update:
+            update.push("w", source[:], dtype="float32", shape=(16, 8))
+        self.assertEqual(update.result.version, 10)
+        following.close()
+        anew = self.attached(source, on_older="replace")
+        source[:] = b"\x04" * BYTES
+        for version in (3, 4):
+            self.assertEqual((anew.refit(version).version, anew.group_version), (version, version))
+            self.assertEqual(target[:], source[:])
+        self.assertEqual([event.version for event in server.of(refitd.Committed)][-2:], [3, 4])
+
+    def test_every_rank_goes_on_when_rank_0_begins_the_group_anew(self):
+        def ranks(**options):
+            trainers = []
+            for rank in range(2):
+                trainers.append(self.trainer(rank=rank, world_size=2, **options))
+                region = refitd.Region(BYTES // 2)
+                region[:] = bytes([rank + 1]) * (BYTES // 2)
+                box = refitd.Box(0, (8 * rank, 0), (8, 8), (8, 1), refitd.RegionMemory(region, 0, BYTES // 2))
+                trainers[rank].register_layout([SPEC], [box])
+            return trainers
+
+        def refit(trainers, version):
+            with ThreadPoolExecutor(2) as pool:
+                return [result.version for result in pool.map(lambda trainer: trainer.refit(version), trainers)]
+
+        trainers, engine, target = ranks(), self.engine(), refitd.Region(BYTES)
+        engine.register_layout([SPEC], [whole(target, SPEC)])
+        Server(self, engine)
+        self.assertEqual(refit(trainers, 7), [7, 7])
+        for trainer in trainers:
+            trainer.close()
+        trainers = ranks(on_older="replace")
+        for version in (3, 4):
+            self.assertEqual(refit(trainers, version), [version, version])
+        self.assertEqual(target[:], b"\x01" * (BYTES // 2) + b"\x02" * (BYTES // 2))
+
+    def test_a_group_is_begun_anew_by_hand(self):
+        first, _, source, _ = self.pair()
+        first.refit(5)
+        refitd.replace_group(self.group, socket=self.daemon.socket)
+        with self.assertRaises(refitd.Error):
+            first.refit(6)  # its lease has ended
+        first.close()
+        self.assertEqual(self.attached(source).refit(2).version, 2)
+        with self.assertRaises(refitd.AlreadyExists):
+            refitd.replace_group(self.group, min_instances=7, socket=self.daemon.socket)
+        for options in ({"on_older": "forget"}, {"on_older": "replace", "create": False}):
+            with self.assertRaisesRegex(refitd.InvalidArgument, "on_older"):
+                self.trainer(**options)
+
     def test_two_ranks_with_half_a_tensor_each_are_joined(self):
         spec = TensorSpec("w", "float32", (16, 8))
         engine = None

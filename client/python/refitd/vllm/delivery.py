@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .. import _dtypes
-from .._bindings import Bindings
+from .._places import Places
 from .._layout import Box, TensorSpec
 from ..errors import FailedPrecondition
 from ..proof import Proof
@@ -65,7 +65,7 @@ class Delivery:
     prepacked: list[Prepacked] = field(repr=False)
     tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
     proof: Proof | None = None  # None: it was not asked for
-    bindings: Bindings | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
+    places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
     # Names that the engine's loader passes over since another name's memory is theirs, and that name.
     tied_names: dict[str, str] = field(default_factory=dict)
 
@@ -353,7 +353,7 @@ def _conclude(
     )
     made.boxes = _boxes(made, captured, direct, held, device)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
-    made.bindings = Bindings(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
+    made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from .. import proof
-from .._bindings import describe
+from .._places import describe
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, UpdateAborted
 from ..events import Aborted, Committed, Lost, Prepare
@@ -139,10 +139,10 @@ class Rank:
     def _changed(self) -> dict[str, str]:
         """By name, the model's parameters that are not the memory that the daemon writes, and can't be brought back there. On a GPU captured
         graphs may read what is there now, so that nothing is brought back (P11)."""
-        bindings = self.delivery.bindings if self.delivery is not None else None
-        if bindings is None:
+        places = self.delivery.places if self.delivery is not None else None
+        if places is None:
             return {}
-        return bindings.bring_back() if self._device.type == "cpu" else bindings.changed()
+        return places.bring_back() if self._device.type == "cpu" else places.changed()
 
     def _refuse_changed(self, member: Engine, prepare: Prepare) -> None:
         """Refuses the update before a byte is written, and registers what the model has now for the next one. Raises UpdateAborted."""
