@@ -554,7 +554,7 @@ refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, 
 }
 
 refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
-                                          uint64_t address, refit_region** region) {
+                                           uint64_t address, refit_region** region) {
   return Guarded([&] {
     if (trainer == nullptr) return Null("trainer");
     if (region == nullptr) return Null("region");

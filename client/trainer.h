@@ -103,8 +103,8 @@ struct CommitResult {
   double seconds = 0;                     // first Begin to decision, by the daemon's clock
   std::vector<BroadcastTotals> pushed{};  // by method; what a refit moved is not counted
   // Tensors that came and were written nowhere, because no engine wants them
-  // (GroupSpec::unwanted_tensors) or their memory is another tensor's; their bytes; and the names of
-  // the first 64, sorted.
+  // (GroupSpec::unwanted_tensors) or their memory is another tensor's; their bytes; and the names
+  // of the first 64, sorted.
   int64_t left_out_tensors = 0;
   int64_t left_out_bytes = 0;
   std::vector<std::string> left_out{};

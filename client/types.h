@@ -160,7 +160,8 @@ class SharesMemory {
   // (torch's expandable segments, ncclMemAlloc). Buckets and layouts name it as any other region;
   // the daemon writes an engine's. Errors: as refitd.v1.Trainer.RegisterRegion; those of
   // docs/descriptor_socket.md. `address`: of exported memory in this process, by which the daemon
-  // recognises memory of which a trainer and an engine of this process have other parts; 0: not told.
+  // recognises memory of which a trainer and an engine of this process have other parts; 0: not
+  // told.
   absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) {
     return AddDeviceBlock(block.handle, block.bytes);
   }
@@ -174,8 +175,7 @@ class SharesMemory {
   // names, or memory that its driver exported as a descriptor.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceBlock(const std::string& handle,
                                                                  int64_t bytes) = 0;
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported,
-                                                                  int64_t bytes,
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes,
                                                                   uint64_t address) = 0;
 };
 

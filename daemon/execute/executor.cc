@@ -393,8 +393,8 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
 std::shared_ptr<const DestinationPlaces> Executor::PlacesFor(const StartTransfer& start,
                                                              const MemoryResolver& memory) {
   const CheckedBucket::Source source = start.content->bucket->source;
-  const bool members = source == CheckedBucket::Source::kRegions ||
-                       source == CheckedBucket::Source::kDevice;
+  const bool members =
+      source == CheckedBucket::Source::kRegions || source == CheckedBucket::Source::kDevice;
   if (!members || CameOverTheWire(start) || start.index == nullptr) return nullptr;
   for (const KeptPlaces& kept : kept_places_) {
     if (kept.index.lock() == start.index && kept.destinations == start.destinations) {
@@ -467,10 +467,11 @@ absl::Status Executor::Witness(const Moved& moved) {
   known->updates.insert(moved.done.update);
   for (size_t i = 0; i < std::min(digests.size(), known->digests.size()); ++i) {
     if (digests[i] == known->digests[i]) continue;
-    return Error(absl::StatusCode::kDataLoss,
-                 "tensor {}: its bytes changed while they were being moved: it shares memory with an "
-                 "engine's tensor at another place, or the trainer wrote to it",
-                 (*moved.names)[i]);
+    return Error(
+        absl::StatusCode::kDataLoss,
+        "tensor {}: its bytes changed while they were being moved: it shares memory with an "
+        "engine's tensor at another place, or the trainer wrote to it",
+        (*moved.names)[i]);
   }
   std::erase_if(unwitnessed_,
                 [&moved](const auto& bound) { return bound.lock() == moved.witnessed; });

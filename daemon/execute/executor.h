@@ -68,7 +68,7 @@ class Executor {
     // step share one list. Null: there are no digests.
     std::shared_ptr<const Pieces> pieces;
     std::vector<uint64_t> digests;
-    std::shared_ptr<const BoundProgram> witnessed;  // witness: what was run, or will be
+    std::shared_ptr<const BoundProgram> witnessed;          // witness: what was run, or will be
     std::shared_ptr<const std::vector<std::string>> names;  // witness: of done.digests
   };
   // A step that passes through Resolve, Bind and Submit.
@@ -134,7 +134,7 @@ class Executor {
     std::vector<uint32_t> section_of_piece;
     std::shared_ptr<StepSums> sums;
     std::shared_ptr<const std::vector<std::string>> names;  // witness: of the source pieces
-    bool unknown = false;  // there are sources to witness
+    bool unknown = false;                                   // there are sources to witness
   };
   // The prepared local moves of a bound program.
   struct Kept {

@@ -501,8 +501,8 @@ std::string MemoryResolver::LabelOf(MemberId member) const {
   return fmt::format("member {}", member);
 }
 
-PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout,
-                     bool destination, const MemoryResolver& memory) {
+PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout, bool destination,
+                     const MemoryResolver& memory) {
   PlacedLayout placed{layout, {}, memory.LabelOf(member), destination};
   const absl::StatusOr<std::map<RegionId, MemorySpan>> regions = Regions(member, *layout, memory);
   if (!regions.ok()) return placed;

@@ -50,8 +50,8 @@ struct ProgramMemory {
 };
 
 // A member's layout, and where its regions come from. A member that has left shares nothing.
-PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout,
-                     bool destination, const MemoryResolver& memory);
+PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout, bool destination,
+                     const MemoryResolver& memory);
 
 // The layouts of the program's members that are attached, and where their regions come from.
 std::vector<PlacedLayout> PlacesOf(const BoundProgram& bound, const MemoryResolver& memory);
@@ -70,8 +70,9 @@ struct BoundStep {
 absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory);
 
 // FAILED_PRECONDITION: a layout in force has another structure than the program's, a rank does not
-// hold a replica, or members' memory overlaps (CheckOverlap of memory.places). INVALID_ARGUMENT: a round that the program does not have, or a slot that is
-// too small. INTERNAL: a piece outside its region.
+// hold a replica, or members' memory overlaps (CheckOverlap of memory.places). INVALID_ARGUMENT: a
+// round that the program does not have, or a slot that is too small. INTERNAL: a piece outside its
+// region.
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory);
 
 }  // namespace refitd

@@ -656,7 +656,8 @@ struct OneMemory {
     };
     const LayoutPtr source = layout(0);
     const LayoutPtr destination = layout(shift);
-    const auto plan = CompileRefit({{source, 0, 0, "trainer"}}, {{destination, 0, 0, "engine"}}, {});
+    const auto plan =
+        CompileRefit({{source, 0, 0, "trainer"}}, {{destination, 0, 0, "engine"}}, {});
     REQUIRE(plan.ok());
     auto program = CompileNode((*plan)->routes, 0, {{0, source}}, {{0, destination}}, {});
     REQUIRE(program.ok());
@@ -680,7 +681,8 @@ struct OneMemory {
   Daemon daemon;
 };
 
-TEST_CASE("a source and a destination shifted in one memory are refused before anything is written") {
+TEST_CASE(
+    "a source and a destination shifted in one memory are refused before anything is written") {
   Bench bench;
   using Kind = MemoryOrigin::Kind;
   const MemoryOrigin file{Kind::kFile, 1, 7, 0};
@@ -707,7 +709,8 @@ TEST_CASE("a source and a destination shifted in one memory are refused before a
   }
 }
 
-TEST_CASE("sources in memory that can't be recognised are looked at before and after the first run") {
+TEST_CASE(
+    "sources in memory that can't be recognised are looked at before and after the first run") {
   Bench bench;
   const MemoryOrigin unknown{MemoryOrigin::Kind::kUnknown, 0, 0, 0};
   OneMemory shifted(&bench, 8, unknown, unknown);

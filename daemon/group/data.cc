@@ -198,7 +198,8 @@ absl::Status Group::Impl::CheckTiedBucket(std::string_view tensor) const {
     if (!InProgram(other)) continue;
     return Precondition(
         "tensor '{}' is one memory with tensor '{}' in {}, and is pushed, while the other comes "
-        "with the registered layouts: the two can't be compared; leave one of them out, or push both",
+        "with the registered layouts: the two can't be compared; leave one of them out, or push "
+        "both",
         tensor, other, tie.rank);
   }
   return absl::OkStatus();
@@ -516,13 +517,15 @@ absl::Status Group::Impl::CheckTies() const {
     if (tensor == update->pushed.end() || same_as == update->pushed.end()) continue;
     if (!tensor->second.digested || !same_as->second.digested) {
       return Precondition(
-          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, which "
+          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, "
+          "which "
           "is of an earlier release, can't compare them: push only '{}'",
           tie.tensor, tie.same_as, tie.rank, tie.same_as);
     }
     if (tensor->second.digest == same_as->second.digest) continue;
     return Precondition(
-        "tensor '{}' and tensor '{}' are one memory in {}, and the pushed values of them differ: tie "
+        "tensor '{}' and tensor '{}' are one memory in {}, and the pushed values of them differ: "
+        "tie "
         "them in the trainer too, or serve a model that keeps them apart",
         tie.tensor, tie.same_as, tie.rank);
   }

@@ -763,7 +763,7 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
   };
   // Includes calls whose callers went away, since a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
-  CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
+  CommitReply done{update->version,     outcomes, update->accepted_bytes, now - update->started,
                    bucket_log.Totals(), {}};
   done.left_out = LeftOutOf(*update);
   for (const auto& [call, request] : waiting) {

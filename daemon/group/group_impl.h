@@ -67,7 +67,7 @@ struct Member {
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
-  uint64_t registrations = 0;  // layouts that the member has registered
+  uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled

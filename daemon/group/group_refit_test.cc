@@ -418,7 +418,8 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     const CallId commit = g.Commit(trainer, 1, 1);
     if (g.verifying.has_value()) g.FinishVerify();
     CHECK(g.Code(commit) == StatusCode::kFailedPrecondition);
-    CHECK_THAT(g.Text(commit), Contains("tensor 'head' and tensor 'embed' are one memory in engine x"));
+    CHECK_THAT(g.Text(commit),
+               Contains("tensor 'head' and tensor 'embed' are one memory in engine x"));
     CHECK(g.Instance("x").state == "dirty");
   }
   SECTION("pushed in part: what layouts bring can't be compared with it, and is refused by name") {
@@ -581,8 +582,8 @@ TEST_CASE("tensors that can't be right are refused before a byte is written") {
   p.g.ReadyAll();
   p.g.FinishCompare(absl::FailedPreconditionError("tensor a and tensor b overlap"));
   CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
-  CHECK_THAT(p.g.Text(call), Contains("tensor a and tensor b overlap") &&
-                                 Contains("weights are whole"));
+  CHECK_THAT(p.g.Text(call),
+             Contains("tensor a and tensor b overlap") && Contains("weights are whole"));
   CHECK(p.g.Instance("x").state == "clean");
 }
 

@@ -280,8 +280,8 @@ class TestGroup {
     const Running done = running.at(index);
     running.erase(running.begin() + static_cast<int64_t>(index));
     TransferDone e{done.transfer.update, done.transfer.part, status, {}, failed, {}};
-    for (size_t i = 0; done.transfer.want_source_digests && i < done.transfer.content->ranges.size();
-         ++i) {
+    for (size_t i = 0;
+         done.transfer.want_source_digests && i < done.transfer.content->ranges.size(); ++i) {
       e.source_digests.push_back(digests[done.transfer.content->tensor(i).name]);
     }
     e.broadcast = MethodOf(done.transfer);
@@ -432,7 +432,8 @@ class TestGroup {
   Group group;
   TimePoint now{std::chrono::hours(1)};
   int64_t tensor_count = 0;  // the count that Begin names
-  std::map<std::string, uint64_t> digests;  // by tensor: what transfers tell of it if they are asked
+  std::map<std::string, uint64_t>
+      digests;  // by tensor: what transfers tell of it if they are asked
 
   std::map<MemberId, Engine> engines;  // attached
   std::set<CallId> asked;

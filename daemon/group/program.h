@@ -65,9 +65,9 @@ enum class MoveStep : uint8_t {
   // are the memory of a destination. The second time in an update, DATA_LOSS names one that has
   // changed.
   kWitness,
-  kLocal,    // program->local
-  kPack,     // one round: from the sources and from `received` into `slot`
-  kUnpack,   // one round: from `slot` into the destinations
+  kLocal,   // program->local
+  kPack,    // one round: from the sources and from `received` into `slot`
+  kUnpack,  // one round: from `slot` into the destinations
 };
 
 // Answered by MovesDone.

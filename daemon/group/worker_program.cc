@@ -501,8 +501,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
       Add(done.sections, program.incoming, &job.received);
       break;
     case MoveStep::kWitness:
-      job.witness =
-          job.witness == Job::Witness::kBefore ? Job::Witness::kRun : Job::Witness::kDone;
+      job.witness = job.witness == Job::Witness::kBefore ? Job::Witness::kRun : Job::Witness::kDone;
       break;
     case MoveStep::kCompare:
       break;

@@ -352,8 +352,7 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
   out.left_out.tensors = message.left_out_tensors();
   REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_bytes(), "reply.done.left_out_bytes"));
   out.left_out.bytes = message.left_out_bytes();
-  REFITD_RETURN_IF_ERROR(
-      AtMost(message.left_out_size(), kMaxNamedLeftOut, "reply.done.left_out"));
+  REFITD_RETURN_IF_ERROR(AtMost(message.left_out_size(), kMaxNamedLeftOut, "reply.done.left_out"));
   for (const std::string& name : message.left_out()) {
     REFITD_ASSIGN_OR_RETURN(std::string text, TextOf(name, "reply.done.left_out"));
     out.left_out.names.push_back(std::move(text));

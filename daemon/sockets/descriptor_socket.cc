@@ -369,9 +369,9 @@ DescriptorReply DescriptorSocket::Answer(const Connection& connection, Request r
   DescriptorReply reply;
   switch (wire.kind) {
     case DescriptorRequestKind::kRegisterRegion: {
-      const auto region = handler_->RegisterRegion(
-          token, connection.peer, std::move(request.descriptors[0]), wire.region_kind, wire.bytes,
-          wire.region_id);
+      const auto region =
+          handler_->RegisterRegion(token, connection.peer, std::move(request.descriptors[0]),
+                                   wire.region_kind, wire.bytes, wire.region_id);
       if (!region.ok()) return ReplyOf(region.status());
       reply.region_id = region->value();
       break;

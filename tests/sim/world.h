@@ -115,7 +115,7 @@ enum class Fault : uint8_t {
   kReplace,
   kCallGone,
   kReplicaDiffers,
-  kOverlap,  // a trainer's shard lies in an engine's memory
+  kOverlap,            // a trainer's shard lies in an engine's memory
   kOnlyEnginesKilled,  // all engines of a joined daemon at once
   // A daemon's end of the data plane never opens, never connects, or connects one way only.
   kWireOneSided,

@@ -164,8 +164,8 @@ struct Layout {
 };
 
 // Turns tensors that lie in exactly the memory of a tensor before them, piece by piece and of the
-// same dtype and shape, into ties, and takes their pieces away. Other pieces that share memory stay;
-// ValidateLayout refuses them.
+// same dtype and shape, into ties, and takes their pieces away. Other pieces that share memory
+// stay; ValidateLayout refuses them.
 void TieSharedTensors(Layout* layout);
 
 // Returns the size in bytes of a region, or nullopt if the member has no such region.
@@ -175,9 +175,10 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 // strides have the right rank, storage lies inside its region and is aligned to the element size.
 // With `destination` also: boxes of one tensor are disjoint, and no two pieces share memory (so
 // that every element is written exactly once); spans may interleave, as column slices of one matrix
-// do; a tied tensor has no pieces and the dtype and shape of one that is not tied. Errors name tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more
-// tensors or pieces than a layout may have; else INVALID_ARGUMENT, also if showing that pieces are
-// disjoint takes more work than a limit which layouts of real models don't come near.
+// do; a tied tensor has no pieces and the dtype and shape of one that is not tied. Errors name
+// tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces than
+// a layout may have; else INVALID_ARGUMENT, also if showing that pieces are disjoint takes more
+// work than a limit which layouts of real models don't come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
 

@@ -591,8 +591,8 @@ TEST_CASE("two names of exactly one memory are tied, and others that share memor
 
 TEST_CASE("ties that are wrong are refused by name") {
   Layout layout;
-  layout.tensors = {{"a", DType::kFloat32, {4}}, {"b", DType::kFloat32, {4}},
-                    {"c", DType::kFloat32, {5}}};
+  layout.tensors = {
+      {"a", DType::kFloat32, {4}}, {"b", DType::kFloat32, {4}}, {"c", DType::kFloat32, {5}}};
   layout.pieces = {Dense(0, {{0}, {4}}), Dense(2, {{0}, {5}}, 64)};
   const auto refused = [&](std::vector<Tie> ties, const std::string& what) {
     Layout wrong = layout;

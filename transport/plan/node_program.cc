@@ -843,11 +843,10 @@ uint64_t FoldStreams(const std::vector<uint64_t>& streams) {
 bool SameStructure(const Layout& a, const Layout& b) {
   if (&a == &b) return true;
   return a.tensors == b.tensors && a.ties == b.ties &&
-         std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(),
-                                              b.pieces.end(), [](const Piece& p, const Piece& q) {
-                                                return p.tensor == q.tensor && p.box == q.box &&
-                                                       p.strides == q.strides;
-                                              });
+         std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), b.pieces.end(),
+                    [](const Piece& p, const Piece& q) {
+                      return p.tensor == q.tensor && p.box == q.box && p.strides == q.strides;
+                    });
 }
 
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,

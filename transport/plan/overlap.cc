@@ -19,9 +19,7 @@ using Kind = MemoryOrigin::Kind;
 constexpr int64_t kMaxOverlapSteps = int64_t{1} << 26;
 
 using Object = std::tuple<Kind, uint64_t, uint64_t>;
-Object ObjectOf(const MemoryOrigin& origin) {
-  return {origin.kind, origin.space, origin.object};
-}
+Object ObjectOf(const MemoryOrigin& origin) { return {origin.kind, origin.space, origin.object}; }
 
 bool IsKnown(const MemoryOrigin& origin) {
   return origin.kind != Kind::kPrivate && origin.kind != Kind::kUnknown;
@@ -47,8 +45,8 @@ std::optional<Placed> Place(const TensorSpec& tensor, const Piece& piece, int64_
   return placed;
 }
 
-// Whether `small` is a part of `big`, with each of its elements where `big` has it, and `big` has no
-// two elements at one place.
+// Whether `small` is a part of `big`, with each of its elements where `big` has it, and `big` has
+// no two elements at one place.
 bool IsPartOf(const Placed& small, const Placed& big, int64_t* steps) {
   const Piece& s = *small.piece;
   const Piece& b = *big.piece;
@@ -85,7 +83,8 @@ std::string Name(const Object& object) {
 absl::Status Overlap(const Object& object, const Placed& a, std::string_view label_a,
                      const Placed& b, std::string_view label_b) {
   return Precondition(
-      "tensor {} of {} and tensor {} of {} overlap in memory ({}: bytes {} to {}, and {} to {}) and "
+      "tensor {} of {} and tensor {} of {} overlap in memory ({}: bytes {} to {}, and {} to {}) "
+      "and "
       "are not the same elements at the same places, so that writing one would change the other: "
       "give each its own memory",
       a.tensor->name, label_a, b.tensor->name, label_b, Name(object), a.bytes.begin, a.bytes.end,
@@ -127,17 +126,16 @@ std::vector<Placed> PiecesIn(const std::vector<std::pair<uint32_t, RegionId>>& r
     const PlacedLayout& member = members[m];
     for (const Piece& piece : member.layout->pieces) {
       if (!of_member.contains(piece.region)) continue;
-      std::optional<Placed> placed = Place(member.layout->tensors[piece.tensor], piece,
-                                           member.origins.at(piece.region).begin);
+      std::optional<Placed> placed =
+          Place(member.layout->tensors[piece.tensor], piece, member.origins.at(piece.region).begin);
       if (!placed.has_value()) continue;
       placed->member = m;
       placed->destination = member.destination;
       pieces.push_back(*std::move(placed));
     }
   }
-  std::stable_sort(pieces.begin(), pieces.end(), [](const Placed& a, const Placed& b) {
-    return a.bytes.begin < b.bytes.begin;
-  });
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [](const Placed& a, const Placed& b) { return a.bytes.begin < b.bytes.begin; });
   return pieces;
 }
 

@@ -1,7 +1,7 @@
-// Whether members' memory overlaps where the moves of a refit, or of a bucket, would spoil it (P11):
-// a destination that shares bytes with a source, or with another destination, changes it when it is
-// written. Only the very same elements at the very same places may share memory: what is written
-// there is what is there.
+// Whether members' memory overlaps where the moves of a refit, or of a bucket, would spoil it
+// (P11): a destination that shares bytes with a source, or with another destination, changes it
+// when it is written. Only the very same elements at the very same places may share memory: what is
+// written there is what is there.
 //
 // Members bring memory as regions, each of which this daemon maps for itself, so addresses don't
 // tell whether two regions are one memory; origins do.
@@ -54,8 +54,8 @@ struct PlacedLayout {
 // FAILED_PRECONDITION, naming both tensors and members: a destination shares bytes with a source or
 // another destination, other than the same elements at the same places; or this can't be excluded
 // within a limit of steps, which layouts of real models don't come near. Regions without a known
-// origin, and regions that `origins` lacks, count as sharing nothing. Costs a pass over the regions,
-// and a sort of the pieces that lie in memory which several regions share.
+// origin, and regions that `origins` lacks, count as sharing nothing. Costs a pass over the
+// regions, and a sort of the pieces that lie in memory which several regions share.
 absl::Status CheckOverlap(const std::vector<PlacedLayout>& members);
 
 // By member: the regions of sources of which nothing tells whether they are the memory of a

@@ -39,9 +39,9 @@ TEST_CASE("a source and a destination in one memory, shifted by 64 bytes, are re
       CheckOverlap({Member("trainer rank 0", false, PieceAt(kAll, 0, {4, 1})),
                     Member("engine a rank 0", true, PieceAt(kAll, 64, {4, 1}))});
   CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(std::string(status.message()),
-             Contains("tensor w of trainer rank 0") && Contains("tensor w of engine a rank 0") &&
-                 Contains("bytes 0 to 128, and 64 to 192"));
+  CHECK_THAT(std::string(status.message()), Contains("tensor w of trainer rank 0") &&
+                                                Contains("tensor w of engine a rank 0") &&
+                                                Contains("bytes 0 to 128, and 64 to 192"));
 }
 
 TEST_CASE("the same elements at the same places may share memory, also as a part") {

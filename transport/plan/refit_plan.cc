@@ -171,15 +171,16 @@ class ReplicaFinder {
     }
     if (missing == 0) return absl::OkStatus();
     return Precondition(
-        "tensor {}: it is one memory with tensor {} in {}, and the trainers' ranks lack {} elements "
+        "tensor {}: it is one memory with tensor {} in {}, and the trainers' ranks lack {} "
+        "elements "
         "of it, so that the two can't be compared",
         tensors_[t].name, tied_to, destination, missing);
   }
 
   // The holder set of these ranks.
   uint32_t SetOf(Ids ranks) {
-    const auto [it, added] = set_of_ranks_.try_emplace(
-        ranks, static_cast<uint32_t>(replicas_.holder_sets.size()));
+    const auto [it, added] =
+        set_of_ranks_.try_emplace(ranks, static_cast<uint32_t>(replicas_.holder_sets.size()));
     if (added) replicas_.holder_sets.push_back(std::move(ranks));
     return it->second;
   }
@@ -548,9 +549,8 @@ ReplicaFraction NextFraction(const Replicas& replicas, uint64_t cursor, int64_t 
   const int64_t share = (boxes.back().second + every - 1) / every;
   const auto begin = std::lower_bound(boxes.begin(), boxes.end(), std::pair(cursor, int64_t{0}));
   const int64_t before = begin == boxes.begin() ? 0 : std::prev(begin)->second;
-  const auto end = std::find_if(begin, boxes.end(), [&](const auto& box) {
-    return box.second - before >= share;
-  });
+  const auto end = std::find_if(begin, boxes.end(),
+                                [&](const auto& box) { return box.second - before >= share; });
   ReplicaFraction part;
   part.first = cursor;
   // Boxes of one hash are not parted.

@@ -29,9 +29,7 @@ struct ReplicaFraction {
   uint32_t parts = 1;  // at least 1
   uint64_t first = 0;
   uint64_t last = UINT64_MAX;
-  bool Has(uint64_t hash) const {
-    return first <= hash && hash <= last && hash % parts == part;
-  }
+  bool Has(uint64_t hash) const { return first <= hash && hash <= last && hash % parts == part; }
   bool operator==(const ReplicaFraction&) const = default;
 };
 

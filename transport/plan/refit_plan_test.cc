@@ -385,19 +385,21 @@ RefitPlanPtr TiedPlan() {
   return *plan;
 }
 
-TEST_CASE("a head that the engine ties to the embedding must have its values, else both are named") {
+TEST_CASE(
+    "a head that the engine ties to the embedding must have its values, else both are named") {
   const RefitPlanPtr plan = TiedPlan();
   CHECK(plan->content.unwanted == std::vector<std::string>{"head"});
   REQUIRE(plan->replicas.ties.size() == 1);
   CHECK(plan->replicas.replicated == 0);
   CHECK(plan->replicas.boxes.size() == 4);
   CHECK(NextFraction(plan->replicas, 0, 32) == ReplicaFraction());
-  // Each rank has a half of each: the boxes come by tensor ("head" first), each node has one of two.
+  // Each rank has a half of each: the boxes come by tensor ("head" first), each node has one of
+  // two.
   CHECK(CompareReplicas(*plan, {{1, 3}, {2, 0}}).ok());
   const absl::Status differ = CompareReplicas(*plan, {{1, 3}, {2, 1}});
   CHECK(differ.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(std::string(differ.message()), Contains("tensor head and tensor embed") &&
-                                                Contains("engine x rank 0"));
+  CHECK_THAT(std::string(differ.message()),
+             Contains("tensor head and tensor embed") && Contains("engine x rank 0"));
 }
 
 TEST_CASE("a tie of which the trainers have one name, or pushes one, is not compared") {
@@ -424,7 +426,8 @@ TEST_CASE("a tie of which the trainers have one name, or pushes one, is not comp
   const LayoutPtr part = Make(tensors, {Dense(0, {{0}, {8}}), Dense(1, {{0}, {4}}, 8)});
   const auto refused = CompileRefit({{part, 0, 0, "trainer"}}, engines, {});
   CHECK(refused.status().code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(std::string(refused.status().message()), Contains("tensor head") && Contains("lack 4"));
+  CHECK_THAT(std::string(refused.status().message()),
+             Contains("tensor head") && Contains("lack 4"));
 }
 
 // `count` tensors, each held by two ranks; tensor i has `bytes(i)` bytes.
@@ -438,14 +441,17 @@ RefitPlanPtr Replicated(int count, const std::function<int64_t(int)>& bytes) {
     end += bytes(i);
   }
   const LayoutPtr layout = Make(tensors, pieces);
-  const auto plan = CompileRefit({{layout, 0, 0, "trainer rank 0"}, {layout, 0, 0, "trainer rank 1"}},
-                                 {{layout, 0, 0, "engine"}}, {});
+  const auto plan =
+      CompileRefit({{layout, 0, 0, "trainer rank 0"}, {layout, 0, 0, "trainer rank 1"}},
+                   {{layout, 0, 0, "engine"}}, {});
   REQUIRE(plan.ok());
   return *plan;
 }
 
-TEST_CASE("half-stale replicas of a model of few tensors are found at once, of others in bounded time") {
-  const RefitPlanPtr few = Replicated(static_cast<int>(kTensorsComparedAlways), [](int) { return 9; });
+TEST_CASE(
+    "half-stale replicas of a model of few tensors are found at once, of others in bounded time") {
+  const RefitPlanPtr few =
+      Replicated(static_cast<int>(kTensorsComparedAlways), [](int) { return 9; });
   CHECK(NextFraction(few->replicas, 7, 32) == ReplicaFraction());
   for (const auto& bytes : std::vector<std::function<int64_t(int)>>{
            [](int) { return 8; }, [](int i) { return i == 5 ? 1 << 20 : 1 + i % 7; }}) {
@@ -483,8 +489,8 @@ TEST_CASE("the error for half-stale replicas says what is likely the cause") {
   const RefitPlanPtr plan = FourTrainers();
   const absl::Status differ = CompareReplicas(*plan, DigestsOf(*plan, {1}));
   CHECK(differ.code() == absl::StatusCode::kDataLoss);
-  CHECK_THAT(std::string(differ.message()),
-             Contains("tensor a") && Contains("trainer rank 1") && Contains("overlap_param_gather"));
+  CHECK_THAT(std::string(differ.message()), Contains("tensor a") && Contains("trainer rank 1") &&
+                                                Contains("overlap_param_gather"));
 }
 
 }  // namespace
