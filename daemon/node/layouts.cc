@@ -18,7 +18,7 @@ std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
     Layout layout;
     ByteLedger::Hold hold;
   };
-  const auto both = std::make_shared<const Both>(std::move(layout), std::move(hold));
+  const auto both = std::make_shared<const Both>(Both{std::move(layout), std::move(hold)});
   return {both, &both->layout};
 }
 

@@ -21,6 +21,7 @@
 #include "daemon/refitctl/safetensors.h"
 #include "proto/delivery.h"
 #include "transport/base/mutex.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/broadcast_method.h"
 
@@ -513,10 +514,11 @@ struct Pushed {
 // Gives the update up for `failure`. The result also says how the update left the engines' weights,
 // if the daemon says so.
 absl::Status GivenUp(client::Update& update, const absl::Status& failure) {
-  update.Abort(Message(failure).substr(0, 256)).IgnoreError();  // the update may be over by now
+  const std::string reason = Message(failure);
+  update.Abort(std::string(Shorten(reason, 256))).IgnoreError();  // the update may be over by now
   const absl::Status lost = update.Lost();
   if (absl::IsAborted(failure) || !absl::IsAborted(lost)) return failure;
-  return Error(failure.code(), "{}; {}", Message(failure), Message(lost));
+  return WithFailureOf(lost, Error(failure.code(), "{}; {}", reason, Message(lost)));
 }
 
 absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoint& checkpoint,

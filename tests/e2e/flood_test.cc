@@ -22,14 +22,19 @@
 namespace refitd::e2e {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int64_t kSanitized = 8;  // a sanitizer keeps freed memory, and shadows all of it
-#else
-constexpr int64_t kSanitized = 1;
+// A sanitizer keeps freed memory, and shadows all of it.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define REFITD_SANITIZED 8
 #endif
-constexpr int64_t kGrowth =
-    kSanitized * (int64_t{64} << 20);  // the most that an attack may cost the daemon
-constexpr size_t kConnections = 64;    // at a time
+#endif
+#if !defined(REFITD_SANITIZED)
+#define REFITD_SANITIZED 1
+#endif
+// The most that an attack may cost the daemon.
+constexpr int64_t kGrowth = REFITD_SANITIZED * (int64_t{64} << 20);
+constexpr size_t kConnections = 64;  // at a time
+
 // The most memory that the process has had, in bytes.
 int64_t PeakMemory(pid_t pid) {
   std::ifstream status(fmt::format("/proc/{}/status", pid));
