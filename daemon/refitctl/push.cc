@@ -20,8 +20,8 @@
 #include "daemon/refitctl/render.h"
 #include "daemon/refitctl/safetensors.h"
 #include "proto/delivery.h"
-#include "transport/base/mutex.h"
 #include "transport/base/failure.h"
+#include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast_method.h"
 
