@@ -1,6 +1,5 @@
 """Pushed updates: what tensors are taken, how they are packed, how updates end."""
 
-import itertools
 import array
 import itertools
 import random
