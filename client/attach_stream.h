@@ -113,14 +113,13 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     const bool certain = absl::IsUnauthenticated(answer);
     if (!AwaitEnd(After(certain ? kCertainEndFactor * limit : limit))) {
       if (!certain) return absl::OkStatus();
-      return Error(absl::StatusCode::kUnavailable, "{}: the lease ended: daemon at {}: {}", what,
-                   options_.daemon, Message(answer));
+      return SuspectDaemon(
+          Error(absl::StatusCode::kUnavailable, "{}: the lease ended: daemon at {}: {}", what,
+                options_.daemon, Message(answer)),
+          options_.daemon);
     }
     const absl::Status end = status();
-    constexpr std::string_view kSaysSo = "the lease ended";
-    const std::string why = Message(end);
-    return Error(end.code(), "{}: {}{}", what,
-                 why.find(kSaysSo) == 0 ? "" : "the lease ended: ", why);
+    return SaysSo(end) ? Prefixed(end, "{}", what) : Prefixed(end, "{}: the lease ended", what);
   }
 
   // True if the lease has ended and no event is left.
@@ -152,6 +151,13 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
 
  private:
   static constexpr int kCertainEndFactor = 5;
+  static constexpr std::string_view kLeaseEnded = "the lease ended";
+
+  // Whether the words of such an end say that the lease ended: Finish puts them before the first
+  // two, and daemons end leases with the third.
+  static bool SaysSo(const absl::Status& end) {
+    return absl::IsUnavailable(end) || absl::IsDeadlineExceeded(end) || absl::IsAborted(end);
+  }
 
   explicit AttachStream(Options options) : options_(std::move(options)) {
     static_assert(noexcept(this->OnWriteDone(true))&& noexcept(this->OnReadDone(true))&& noexcept(
@@ -262,7 +268,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
       status_ = detaching_ ? Error(absl::StatusCode::kCancelled, "detached")
                            : Error(absl::StatusCode::kUnavailable, "the daemon ended the lease");
     }
-    status_ = NameDaemon("the lease ended", options_.daemon, status_);
+    status_ = NameDaemon(kLeaseEnded, options_.daemon, status_);
     done_ = true;
     handler->swap(options_.handler);
     ended->swap(options_.ended);

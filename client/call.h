@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "proto/grpc_status.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -30,12 +31,6 @@ namespace refitd::client {
 inline constexpr std::chrono::milliseconds kCleanupLimit{1'000};
 // No wait is longer than this, whatever a caller asks for, so that time arithmetic can't overflow.
 inline constexpr std::chrono::hours kLongestWait{24 * 365};
-
-// gRPC's codes are Abseil's, number by number.
-inline absl::Status FromGrpc(const grpc::Status& status) {
-  if (status.ok()) return absl::OkStatus();
-  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
-}
 
 // Waits that a stop request must end are cut into pieces of this length.
 inline constexpr std::chrono::milliseconds kStopPoll{50};
@@ -119,9 +114,12 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
 }
 
 // Puts `what` and the daemon's socket before the message of UNAVAILABLE and DEADLINE_EXCEEDED,
-// because gRPC's own words for a daemon that is gone or silent name nobody. Other statuses stay as
-// they are.
+// because gRPC's own words for a daemon that is gone or silent name nobody, and makes the daemon a
+// suspect if the status has none. Other statuses stay as they are.
 absl::Status NameDaemon(std::string_view what, std::string_view socket, const absl::Status& status);
+
+// The status with the daemon at that socket or address as its suspect, if it has none.
+absl::Status SuspectDaemon(absl::Status status, std::string_view socket);
 
 }  // namespace refitd::client
 

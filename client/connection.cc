@@ -97,8 +97,10 @@ absl::Status Probe(const Target& target, TimePoint deadline) {
 
 absl::Status NoDaemon(const Target& target, const absl::Status& why) {
   if (!why.ok() && !absl::IsUnavailable(why)) return why;
-  return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
-               why.ok() ? "it takes connections and says nothing" : Message(why));
+  return SuspectDaemon(
+      Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
+            why.ok() ? "it takes connections and says nothing" : Message(why)),
+      target.name);
 }
 
 absl::Status WaitConnected(grpc::Channel* channel, const Target& target, TimePoint deadline,
@@ -251,8 +253,9 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
   REFITD_ASSIGN_OR_RETURN(const Target target, TargetOf(options));
   if (absl::Status why = Probe(target, deadline); !why.ok()) {
     if (Refused(why)) return why;
-    return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
-                 Message(why));
+    return SuspectDaemon(Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}",
+                               target.name, Message(why)),
+                         target.name);
   }
   auto channel = MakeChannel(target, options.silence);
   // This is UNAVAILABLE, so that the caller tries again: certificates that are being replaced will
@@ -332,6 +335,7 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     request.kind = DescriptorRequestKind::kRegisterRegion;
     request.region_kind = source.kind;
     request.bytes = source.bytes;
+    request.region_id = source.address;
     const Duration extra = source.on_device()
                                ? kDeviceLimit
                                : std::chrono::seconds(source.bytes / kPopulateBytesPerSecond);
@@ -481,7 +485,8 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddBlock(const std::string& han
   return Share(std::move(source), nullptr);
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, int64_t bytes) {
+absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, int64_t bytes,
+                                                             uint64_t address) {
   if (!exported.valid() || bytes <= 0) {
     return Error(absl::StatusCode::kInvalidArgument, "device memory of {} bytes with descriptor {}",
                  bytes, exported.get());
@@ -490,6 +495,7 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, 
   source.kind = RegionKind::kDevice;
   source.fd = std::move(exported);
   source.bytes = bytes;
+  source.address = address;
   return Share(std::move(source), nullptr);
 }
 

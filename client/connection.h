@@ -66,6 +66,7 @@ struct RegionSource {
   UniqueFd fd{};
   std::string handle{};  // not empty: the driver's handle of a block, in place of `fd`
   int64_t bytes = 0;
+  uint64_t address = 0;  // of exported memory in this process; 0: not told
 
   bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
 };
@@ -156,7 +157,8 @@ class Regions : public std::enable_shared_from_this<Regions> {
   // The same for device memory. INVALID_ARGUMENT: the handle or the block has a wrong number of
   // bytes.
   absl::StatusOr<std::shared_ptr<Region>> AddBlock(const std::string& handle, int64_t bytes);
-  absl::StatusOr<std::shared_ptr<Region>> AddExported(UniqueFd exported, int64_t bytes);
+  absl::StatusOr<std::shared_ptr<Region>> AddExported(UniqueFd exported, int64_t bytes,
+                                                      uint64_t address);
   // Registers every region with the daemon of `connection`, then makes that the current connection.
   absl::Status MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop);
   // The regions that the layout's pieces lie in; the daemon knows a region as long as anyone holds

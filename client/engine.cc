@@ -13,6 +13,8 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "refitd/v1/engine.grpc.pb.h"
+#include "transport/base/failure.h"
+#include "transport/base/identity.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -44,7 +46,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
       : Member(options.connect, /*engine=*/true, options.instance, options.rank),
         options_(options),
         state_(options.held_version, options.dirty),
-        origin_(options.held_origin) {}
+        origin_(options.held_origin),
+        owner_(options.held_owner) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -102,7 +105,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // mutex_ is held while an answer is queued, so that answers leave in the order in which the state
   // allowed them.
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
-  uint64_t origin_ ABSL_GUARDED_BY(mutex_);  // incarnation of state_'s version; 0: not known
+  uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
+  std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -130,6 +134,8 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
   }
+  hello->set_held_owner(options.held_owner);
+  hello->set_trainer_identity(options.trainer_identity);
   hello->set_dirty(options.dirty);
   hello->set_fill(options.fill && Fills(options.delivery));
   return message;
@@ -146,6 +152,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "held_version is {} and dirty is set: weights that hold a version are not dirty",
                  *options.held_version);
+  }
+  if (!options.trainer_identity.empty()) {
+    REFITD_RETURN_IF_ERROR(CheckOwnerPattern(options.trainer_identity, "trainer_identity"));
   }
   if (!options.manifest) return absl::OkStatus();
   if (!DeclaresManifest(options.delivery)) {
@@ -174,6 +183,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
     if (lease_ != nullptr) {
       options.held_version = state_.version();
       options.held_origin = origin_;
+      options.held_owner = owner_;
       options.dirty = state_.weights() != Weights::kGood;
     }
   }
@@ -214,6 +224,7 @@ void EngineImpl::NoteEnd() const {
 // ---- the conversation ----
 
 absl::Status EngineImpl::Register(Layout layout) {
+  TieSharedTensors(&layout);
   std::shared_ptr<EngineLease> session;
   absl::Status status;
   {
@@ -233,8 +244,8 @@ absl::Status EngineImpl::Register(Layout layout) {
   const absl::Status end = session->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
   if (end.ok()) return status;
   if (!reattaches() || !DaemonGone(end)) return end;
-  return Error(absl::StatusCode::kUnavailable, "{}; register once more after Reattached",
-               Message(end));
+  return WithFailureOf(end, Error(absl::StatusCode::kUnavailable,
+                                  "{}; register once more after Reattached", Message(end)));
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
@@ -282,14 +293,19 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     origin_ = committed->incarnation != 0 ? committed->incarnation
                                           : session.connection->lease().incarnation();
     committed->incarnation = origin_;
+    owner_ = committed->owner;
     if (state_.weights() == Weights::kGood) return event;
+    Failure failure;
+    failure.version = committed->version.value();
+    failure.weights = WeightsLeft::kDirty;
     return Aborted{committed->version, "it was committed, but this rank had failed",
-                   /*dirty=*/true};
+                   /*dirty=*/true, failure};
   } else if (auto* aborted = std::get_if<Aborted>(&event)) {
     if (!state_.OnAborted(aborted->version, aborted->dirty)) return Nothing{};
     // A restarted daemon does not know what the daemon before it left in this memory; this rank
     // does (P2).
     aborted->dirty = aborted->dirty || state_.weights() != Weights::kGood;
+    if (aborted->dirty) aborted->failure.weights = WeightsLeft::kDirty;
   }
   return event;
 }
@@ -337,7 +353,7 @@ absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) 
   v1::EngineMessage message;
   message.mutable_failed()->set_version(version.value());
   message.mutable_failed()->set_update_id(EngineLease::ToProto(state_.update()));
-  message.mutable_failed()->set_reason(CleanText(reason, kMaxReasonBytes));
+  message.mutable_failed()->set_reason(CleanText(Escaped(reason), kMaxReasonBytes));
   return Send(state_.update(), std::move(message));
 }
 

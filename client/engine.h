@@ -50,6 +50,7 @@
 
 #include "client/types.h"
 #include "proto/delivery.h"
+#include "transport/base/failure.h"
 
 namespace refitd::client {
 
@@ -85,6 +86,14 @@ struct EngineOptions {
   std::optional<Version> held_version{};
   // With held_version: the Committed::incarnation that came with that version. 0: not known.
   uint64_t held_origin = 0;
+  // The Committed::owner that came with the last version that was committed into this memory, also
+  // if it is dirty since. Empty: not known. A group that is made again belongs to that owner; a
+  // group that another identity owns refuses the rank (PERMISSION_DENIED).
+  std::string held_owner{};
+  // Whose weights the rank takes: "uid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*",
+  // "dns:NAME" or "dns:*.DOMAIN". A group that another identity owns refuses the rank
+  // (PERMISSION_DENIED). Empty: any owner's.
+  std::string trainer_identity{};
   // The memory may hold no whole version, because an update of an earlier lease failed or its
   // outcome was never heard. If you don't know whether the weights are whole, say dirty: the only
   // cost is that the rank does not count as good before the next commit. Not with held_version
@@ -127,12 +136,14 @@ struct Committed {
   // The incarnation of the group in which the version was committed; versions of two incarnations
   // can't be compared. An engine that comes back in another process tells both (EngineOptions).
   uint64_t incarnation = 0;
+  std::string owner{};  // the identity that owns the group; told in the same way
 };
 
 struct Aborted {
   Version version;
   std::string reason;
   bool dirty = false;  // this rank's instance has no version until the next commit
+  Failure failure{};
 };
 
 struct Draining {};

@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "proto/convert.h"
+#include "proto/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -63,6 +64,7 @@ void ShowOne(const Committed& committed, std::vector<refit_view>*, refit_event* 
   shown->kind = REFIT_EVENT_COMMITTED;
   shown->version = committed.version.value();
   shown->incarnation = committed.incarnation;
+  shown->owner = committed.owner.c_str();
 }
 
 void ShowOne(const Aborted& aborted, std::vector<refit_view>*, refit_event* shown) {
@@ -97,11 +99,13 @@ Event DecodeEvent(const v1::EngineEvent& event) {
                    prepare.tensor_count()};
   }
   if (event.has_committed()) {
-    return Committed{Version(event.committed().version()), event.committed().incarnation()};
+    return Committed{Version(event.committed().version()), event.committed().incarnation(),
+                     event.committed().owner()};
   }
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();
-    return Aborted{Version(aborted.version()), aborted.reason(), aborted.dirty()};
+    return Aborted{Version(aborted.version()), aborted.reason(), aborted.dirty(),
+                   FailureFromProto(aborted.failure()).value_or(Failure())};
   }
   if (event.has_draining()) return Draining{};
   return Nothing{};
@@ -151,6 +155,7 @@ void Show(const std::vector<TensorView>& tensors, std::vector<refit_view>* views
 refit_event Show(const Event& event, std::vector<refit_view>* views) {
   refit_event shown{};
   shown.reason = "";
+  shown.owner = "";
   std::visit([&](const auto& kind) { ShowOne(kind, views, &shown); }, event);
   return shown;
 }

@@ -39,7 +39,7 @@ void SayHello(const ConnectOptions& connect, int rank, int world_size, TimePoint
   hello->set_world_size(world_size);
   hello->set_wait_ms(
       std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
-  hello->set_client(CleanText(connect.client, kMaxClientBytes));
+  hello->set_client(CleanText(Escaped(connect.client), kMaxClientBytes));
   hello->set_pid(::getpid());
   hello->mutable_device()->set_name(connect.device);
 }
@@ -137,8 +137,9 @@ class Member : public Interface {
                                                          int64_t bytes) final {
     return Share([&] { return regions_->AddBlock(handle, bytes); });
   }
-  absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes) final {
-    return Share([&] { return regions_->AddExported(std::move(exported), bytes); });
+  absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes,
+                                                          uint64_t address) final {
+    return Share([&] { return regions_->AddExported(std::move(exported), bytes, address); });
   }
 
   bool reattaches() const { return connect_.reattach.count() > 0; }

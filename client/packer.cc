@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -98,14 +99,17 @@ std::optional<int64_t> Packer::Reserve(int64_t number, int64_t bytes) {
 absl::Status Packer::Add(int64_t number, int64_t start, int64_t count, int64_t offset) {
   const KnownTensor* tensor = &known_->At(number);
   if (start < 0 || count < 0 || start > tensor->elements || count > tensor->elements - start) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "tensor '{}': elements from {}, {} of them, of {}", tensor->spec.name, start,
-                 count, tensor->elements);
+    return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
+                             "tensor '{}': elements from {}, {} of them, of {}", tensor->spec.name,
+                             start, count, tensor->elements),
+                       tensor->spec.name);
   }
   const int64_t bytes = count * ElementBytes(tensor->spec.dtype);
   if (RoomFor(number) < 0 || offset < 0 || offset > bytes_ || bytes > bytes_ - offset) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "tensor '{}': {} bytes at {} are not reserved", tensor->spec.name, bytes, offset);
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} bytes at {} are not reserved",
+              tensor->spec.name, bytes, offset),
+        tensor->spec.name);
   }
   if (number >= static_cast<int64_t>(listed_.size())) listed_.resize(number + 1);
   entries_.push_back({tensor, start, count, offset});

@@ -4,6 +4,7 @@
 
 #include "client/engine.h"
 #include "client/slot_memory.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -41,8 +42,8 @@ absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t e
   joined.elements = elements;
   auto buffer = slots == nullptr ? NewHostBuffer(bytes) : slots->NewBuffer(bytes);
   if (!buffer.ok()) {
-    return Error(buffer.status().code(), "no memory to join \"{}\" of {} bytes: {}",
-                 view.tensor.name, bytes, Message(buffer.status()));
+    return Prefixed(buffer.status(), "no memory to join \"{}\" of {} bytes", view.tensor.name,
+                    bytes);
   }
   joined.buffer = *std::move(buffer);
   return &open.emplace(view.tensor.name, std::move(joined)).first->second;

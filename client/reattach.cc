@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "client/call.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -40,7 +41,6 @@ bool RefusedForGood(const absl::Status& attempt) {
   switch (attempt.code()) {
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kFailedPrecondition:
-    case absl::StatusCode::kPermissionDenied:
     case absl::StatusCode::kUnimplemented:
     case absl::StatusCode::kOutOfRange:
       return true;
@@ -111,16 +111,17 @@ bool Reattacher::ComeBack(absl::Status why, const std::stop_token& stop) {
     if (stop.stop_requested()) return false;
     if (attached.ok()) return true;
     if (RefusedForGood(attached)) {
-      hooks_.give_up(Error(attached.code(), "attaching again to the daemon at {}: {}", daemon_,
-                           Message(attached)));
+      hooks_.give_up(Prefixed(attached, "attaching again to the daemon at {}", daemon_));
       return false;
     }
     const Duration pause = backoff.Next();
     if (After(pause) >= deadline) {
-      hooks_.give_up(Error(absl::StatusCode::kUnavailable,
-                           "the daemon at {} did not take this member back within {} ms "
-                           "(reattach): {}",
-                           daemon_, ToMillis(limit_), Message(attached)));
+      const bool denied = absl::IsPermissionDenied(attached);
+      hooks_.give_up(SuspectDaemon(
+          Error(denied ? attached.code() : absl::StatusCode::kUnavailable,
+                "the daemon at {} did not take this member back within {} ms (reattach): {}",
+                daemon_, ToMillis(limit_), Message(attached)),
+          daemon_));
       return false;
     }
     if (!Sleep(pause, stop)) return false;

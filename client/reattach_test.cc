@@ -44,7 +44,7 @@ TEST_CASE("a lease is followed by another where the daemon went away, not where 
   CHECK_FALSE(DaemonGone(absl::ResourceExhaustedError("events left unread")));
   CHECK_FALSE(DaemonGone(absl::PermissionDeniedError("")));
   CHECK(RefusedForGood(absl::FailedPreconditionError("spec differs")));
-  CHECK(RefusedForGood(absl::PermissionDeniedError("")));
+  CHECK_FALSE(RefusedForGood(absl::PermissionDeniedError("another identity came first")));
   CHECK_FALSE(RefusedForGood(absl::AlreadyExistsError("the old lease is not noticed yet")));
   CHECK_FALSE(RefusedForGood(absl::NotFoundError("no group yet")));
   CHECK_FALSE(RefusedForGood(absl::UnavailableError("")));

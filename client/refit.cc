@@ -22,6 +22,7 @@
 #include "client/python.h"
 #include "client/trainer.h"
 #include "proto/delivery.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -41,13 +42,13 @@ using refitd::Version;
 
 struct refit_update {
   std::unique_ptr<client::Update> update;
-  std::vector<client::InstanceOutcome> outcomes;  // after a successful commit or refit
+  client::CommitResult result;  // of a successful commit or refit
 };
 
 struct refit_trainer {
   std::unique_ptr<client::Trainer> trainer;
   mutable refitd::Mutex mutex;
-  std::vector<client::InstanceOutcome> outcomes ABSL_GUARDED_BY(mutex);  // of the last refit
+  client::CommitResult result ABSL_GUARDED_BY(mutex);  // of the last refit
 };
 
 struct refit_engine {
@@ -74,11 +75,54 @@ struct refit_packer {
 
 namespace {
 
-thread_local std::string last_error;  // of this thread's last call
+// The failure of this thread's last call, and what the structure of the C interface points to.
+struct LastFailure {
+  absl::StatusCode code = absl::StatusCode::kOk;
+  std::string what;
+  refitd::Failure failure;
+  std::vector<refit_suspect> suspects;
+  std::vector<const char*> dirty;
+};
+thread_local LastFailure last;
+
+void Note(absl::StatusCode code, std::string what, refitd::Failure failure) {
+  last = {code, std::move(what), std::move(failure), {}, {}};
+}
 
 refit_status Report(const absl::Status& status) {
-  last_error = refitd::Message(status);
+  Note(status.code(), refitd::Message(status), refitd::FailureOf(status));
   return static_cast<refit_status>(status.code());
+}
+
+// A call that succeeded tells of a failure that ended before.
+void NoteOutcome(const std::string& reason, const refitd::Failure& failure) {
+  Note(absl::StatusCode::kAborted, reason, failure);
+}
+
+refit_failure ShowLast() {
+  const refitd::Failure& failure = last.failure;
+  last.suspects.clear();
+  for (const refitd::Suspect& suspect : failure.suspects) {
+    last.suspects.push_back({static_cast<int32_t>(suspect.role), suspect.rank.value_or(-1),
+                             suspect.pid, suspect.daemon.c_str(), suspect.instance.c_str()});
+  }
+  last.dirty.clear();
+  for (const std::string& name : failure.dirty_instances) last.dirty.push_back(name.c_str());
+  refit_failure shown{};
+  shown.status = static_cast<int32_t>(last.code);
+  shown.weights_left = static_cast<int32_t>(failure.weights);
+  shown.what = last.what.c_str();
+  shown.suspects = last.suspects.data();
+  shown.suspects_named = static_cast<int64_t>(last.suspects.size());
+  shown.suspect_count = failure.suspect_count;
+  shown.dirty_instances = last.dirty.data();
+  shown.dirty_named = static_cast<int64_t>(last.dirty.size());
+  shown.dirty_count = failure.dirty_count;
+  shown.tensor = failure.tensor.c_str();
+  shown.field = failure.field.c_str();
+  shown.version = failure.version.value_or(-1);
+  shown.may_be_retried = failure.may_be_retried ? 1 : 0;
+  return shown;
 }
 
 // Runs `body`, which returns an absl::Status, and lets no exception cross the C boundary.
@@ -188,9 +232,10 @@ absl::Status AddMemfd(Member* member, int descriptor, int64_t bytes, refit_regio
 }
 
 template <typename Member>
-absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_region** region) {
+absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t address,
+                        refit_region** region) {
   REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
-  return Give(member->AddCudaRegion(std::move(own), bytes), &refit_region::region, region);
+  return Give(member->AddCudaRegion(std::move(own), bytes, address), &refit_region::region, region);
 }
 
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
@@ -296,6 +341,19 @@ absl::Status GiveOutcome(const std::vector<client::InstanceOutcome>& outcomes, i
   return absl::OkStatus();
 }
 
+void NoteIfLost(const client::InstanceOutcome& outcome) {
+  if (!outcome.committed) NoteOutcome(outcome.reason, outcome.failure);
+}
+
+absl::Status GiveLeftOut(const std::vector<std::string>& names, int32_t index, const char** name) {
+  if (name == nullptr) return Null("name");
+  if (index < 0 || index >= static_cast<int32_t>(names.size())) {
+    return Error(absl::StatusCode::kOutOfRange, "name {} of {}", index, names.size());
+  }
+  *name = names[index].c_str();
+  return absl::OkStatus();
+}
+
 absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options* raw) {
   REFITD_ASSIGN_OR_RETURN(const refit_engine_options given, Read(raw, "options"));
   client::EngineOptions options;
@@ -317,6 +375,8 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
   }
+  options.held_owner = Text(given.held_owner);
+  options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
   if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
     return Error(absl::StatusCode::kInvalidArgument, "fill is {}", given.fill);
@@ -361,7 +421,12 @@ extern "C" {
 
 const char* refit_version(void) { return refitd::kVersion; }
 
-const char* refit_last_error(void) { return last_error.c_str(); }
+const char* refit_last_error(void) { return last.what.c_str(); }
+
+refit_status refit_last_failure(refit_failure* failure) {
+  if (failure == nullptr) return REFIT_INVALID_ARGUMENT;
+  return static_cast<refit_status>(Write(ShowLast(), failure, "failure").code());
+}
 
 const char* refit_status_name(int32_t status) {
   static constexpr const char* kNames[] = {"OK",
@@ -433,13 +498,16 @@ refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* 
 }
 
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome) {
-  return Guarded([&]() -> absl::Status {
+  client::UpdateOutcome told;
+  const refit_status status = Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
     if (outcome == nullptr) return Null("outcome");
-    absl::StatusOr<client::UpdateOutcome> update = trainer->trainer->GetUpdate(Version(version));
-    if (update.ok()) *outcome = update->kind;
-    return update.status();
+    REFITD_ASSIGN_OR_RETURN(told, trainer->trainer->GetUpdate(Version(version)));
+    *outcome = told.kind;
+    return absl::OkStatus();
   });
+  if (told.kind == client::UpdateOutcome::kAborted) NoteOutcome(told.reason, told.failure);
+  return status;
 }
 
 refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason) {
@@ -481,7 +549,16 @@ refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, 
   return Guarded([&] {
     if (trainer == nullptr) return Null("trainer");
     if (region == nullptr) return Null("region");
-    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, region);
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, 0, region);
+  });
+}
+
+refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                           uint64_t address, refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, address, region);
   });
 }
 
@@ -539,7 +616,8 @@ refit_status refit_update_push_async(refit_update* update, const refit_bucket* b
     REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
     update->update->PushAsync(std::move(wanted), [done, argument](const absl::Status& status) {
       if (done == nullptr) return;
-      done(argument, static_cast<refit_status>(status.code()), refitd::Message(status).c_str());
+      const refit_status code = Report(status);
+      done(argument, code, refitd::Message(status).c_str());
     });
     return absl::OkStatus();
   });
@@ -555,7 +633,7 @@ refit_status refit_update_commit(refit_update* update, refit_commit_result* resu
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
     const absl::Status shown = Show(committed, result);
-    update->outcomes = std::move(committed.instances);
+    update->result = std::move(committed);
     return shown;
   });
 }
@@ -566,17 +644,19 @@ refit_status refit_update_refit(refit_update* update, refit_commit_result* resul
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Refit());
     const absl::Status shown = Show(committed, result);
-    update->outcomes = std::move(committed.instances);
+    update->result = std::move(committed);
     return shown;
   });
 }
 
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
                                   int32_t* committed, const char** reason) {
-  return Guarded([&]() -> absl::Status {
+  const refit_status status = Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
-    return GiveOutcome(update->outcomes, index, instance, committed, reason);
+    return GiveOutcome(update->result.instances, index, instance, committed, reason);
   });
+  if (status == REFIT_OK) NoteIfLost(update->result.instances[static_cast<size_t>(index)]);
+  return status;
 }
 
 refit_status refit_trainer_register(refit_trainer* trainer, const refit_tensor* tensors,
@@ -601,17 +681,39 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, trainer->trainer->Refit(wanted));
     const absl::Status shown = Show(committed, result);
     refitd::MutexLock lock(&trainer->mutex);
-    trainer->outcomes = std::move(committed.instances);
+    trainer->result = std::move(committed);
     return shown;
   });
 }
 
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason) {
+  client::InstanceOutcome told{"", true, ""};
+  const refit_status status = Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    refitd::MutexLock lock(&trainer->mutex);
+    REFITD_RETURN_IF_ERROR(
+        GiveOutcome(trainer->result.instances, index, instance, committed, reason));
+    told = trainer->result.instances[static_cast<size_t>(index)];
+    return absl::OkStatus();
+  });
+  NoteIfLost(told);
+  return status;
+}
+
+refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    return GiveLeftOut(update->result.left_out, index, name);
+  });
+}
+
+refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index,
+                                    const char** name) {
   return Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
     refitd::MutexLock lock(&trainer->mutex);
-    return GiveOutcome(trainer->outcomes, index, instance, committed, reason);
+    return GiveLeftOut(trainer->result.left_out, index, name);
   });
 }
 
@@ -665,7 +767,16 @@ refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int
   return Guarded([&] {
     if (engine == nullptr) return Null("engine");
     if (region == nullptr) return Null("region");
-    return AddCudaVmm(engine->engine.get(), descriptor, bytes, region);
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, 0, region);
+  });
+}
+
+refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, address, region);
   });
 }
 
@@ -681,7 +792,7 @@ refit_status refit_engine_register(refit_engine* engine, const refit_tensor* ten
 }
 
 refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event) {
-  return Guarded([&]() -> absl::Status {
+  const refit_status status = Guarded([&]() -> absl::Status {
     if (engine == nullptr) return Null("engine");
     if (event == nullptr) return Null("event");
     // A bad structure is refused before an event is taken.
@@ -690,6 +801,10 @@ refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_e
                             engine->engine->Next(std::chrono::milliseconds(timeout_ms)));
     return Write(client::Show(engine->event, &engine->views), event, "event");
   });
+  if (status != REFIT_OK) return status;
+  const auto* aborted = std::get_if<client::Aborted>(&engine->event);
+  if (aborted != nullptr) NoteOutcome(aborted->reason, aborted->failure);
+  return status;
 }
 
 refit_status refit_engine_ready(refit_engine* engine, int64_t version) {
@@ -842,10 +957,11 @@ refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t 
     }
     const std::optional<int64_t> offset = packer->packer->Reserve(number, bytes);
     if (!offset.has_value()) {
-      return Error(absl::StatusCode::kResourceExhausted,
-                   "tensor '{}': {} bytes, of which the bucket has room for {}",
-                   packer->packer->known()->At(number).spec.name, bytes,
-                   packer->packer->RoomFor(number));
+      return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
+                               "tensor '{}': {} bytes, of which the bucket has room for {}",
+                               packer->packer->known()->At(number).spec.name, bytes,
+                               packer->packer->RoomFor(number)),
+                         packer->packer->known()->At(number).spec.name);
     }
     *byte_offset = *offset;
     return absl::OkStatus();

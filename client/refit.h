@@ -81,6 +81,59 @@ const char* refit_version(void);
 /* The message of this thread's last call that returned a status; "" if that call succeeded. Never
  * NULL. */
 const char* refit_last_error(void);
+
+/* Who is held to have caused a failure, or was waited for. */
+enum {
+  REFIT_ROLE_UNKNOWN = 0,
+  REFIT_ROLE_TRAINER = 1,
+  REFIT_ROLE_ENGINE = 2, /* an engine rank; without a rank: a whole instance */
+  REFIT_ROLE_DAEMON = 3,
+  REFIT_ROLE_OPERATOR = 4 /* somebody who called the daemon's service for operators */
+};
+typedef struct refit_suspect {
+  int32_t role; /* one of REFIT_ROLE_* */
+  int32_t rank; /* -1: none, or not known */
+  int64_t pid;  /* on the daemon's machine; 0: not known */
+  /* The daemon's id, else its address; of a member, the daemon that it is attached to. "": not
+   * known. */
+  const char* daemon;
+  const char* instance; /* an engine's, else "" */
+} refit_suspect;
+
+/* What the end of an update left of the weights that engines hold. */
+enum {
+  REFIT_WEIGHTS_LEFT_UNKNOWN = 0, /* the failure is not of an update's end, or it is not known */
+  REFIT_WEIGHTS_LEFT_CLEAN = 1,   /* every engine still holds the version before */
+  REFIT_WEIGHTS_LEFT_DIRTY = 2    /* an engine has no version until the next commit */
+};
+
+/* What is known of a failure, as data: programs decide by this and by the status, never by the
+ * text, which is for people, holds what members said, and may be cut. */
+typedef struct refit_failure {
+  size_t struct_size;
+  int32_t status;       /* a refit_status; REFIT_OK: there is no failure */
+  int32_t weights_left; /* one of REFIT_WEIGHTS_LEFT_* */
+  const char* what;     /* refit_last_error() */
+  const refit_suspect* suspects;
+  int64_t suspects_named; /* entries of suspects, the likeliest first */
+  int64_t suspect_count;  /* with those that are not named */
+  const char* const* dirty_instances;
+  int64_t dirty_named;    /* entries of dirty_instances */
+  int64_t dirty_count;    /* with those that are not named */
+  const char* tensor;     /* the first that the failure is about; "": none */
+  const char* field;      /* the field or argument that was refused; "": none */
+  int64_t version;        /* -1: none */
+  int32_t may_be_retried; /* 1: what failed may pass, and the same call may succeed later */
+} refit_failure;
+#define REFIT_FAILURE_INIT \
+  { .struct_size = sizeof(refit_failure) }
+/* Tells the failure of this thread's last call that returned a status. Three calls that succeed
+ * tell of a failure as well: refit_trainer_get_update of an update that was aborted,
+ * refit_update_outcome and refit_trainer_outcome of an instance that was not committed, and
+ * refit_engine_next that gave ABORTED. In the callback of refit_update_push_async it is the push's.
+ * Pointers stay valid until the next other call on the same thread. Changes neither this failure
+ * nor refit_last_error(). REFIT_INVALID_ARGUMENT: failure is NULL, or its struct_size is wrong. */
+refit_status refit_last_failure(refit_failure* failure);
 /* The name of a refit_status, such as "DEADLINE_EXCEEDED"; "UNKNOWN" for a number that is no
  * status. The string is static. */
 const char* refit_status_name(int32_t status);
@@ -291,6 +344,11 @@ refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ip
  * as a POSIX descriptor. The caller keeps owning the descriptor. */
 refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, int64_t bytes,
                                         refit_region** region);
+/* The same; `address`: of the memory in this process. By it the daemon recognises memory of which a
+ * trainer and an engine of one process have different parts; otherwise it finds by digests, at the
+ * first version, whether an engine's tensors overlap with a trainer's. */
+refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                           uint64_t address, refit_region** region);
 
 enum {
   REFIT_VERIFICATION_DEFAULT = 0,
@@ -412,7 +470,8 @@ typedef struct refit_commit_result {
   /* Bytes of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not
    * counted. */
   int64_t pushed_bytes[5];
-  /* Tensors of trainers' layouts that no engine wants and a refit left out, and their bytes. */
+  /* Tensors that came and were written nowhere, because no engine wants them or their memory is
+   * another tensor's (tied weights), and their bytes. refit_update_left_out() tells their names. */
   int64_t left_out_tensors;
   int64_t left_out_bytes;
 } refit_commit_result;
@@ -426,6 +485,9 @@ refit_status refit_update_commit(refit_update* update, refit_commit_result* resu
  * the update. REFIT_OUT_OF_RANGE: no such instance. */
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
                                   int32_t* committed, const char** reason);
+/* Tells the name of the tensor `index` of those that were left out, sorted: of the first 64. The
+ * string lives as long as the update. REFIT_OUT_OF_RANGE: no such name. */
+refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name);
 refit_status refit_update_abort(refit_update* update, const char* reason);
 /* After a call that failed because the update is over, and after refit_update_abort(): the error
  * that other calls of the lost update get, REFIT_ABORTED, which says whether weights of engines are
@@ -463,6 +525,8 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
  * until the trainer's next refit; call this on the thread that made the refit. */
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason);
+/* Does what refit_update_left_out() does, for the trainer's last successful refit. */
+refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index, const char** name);
 /* Refits within an update that was begun, in place of commit: waits for the pushes of the tensors
  * registered as pushed, then moves all other tensors. */
 refit_status refit_update_refit(refit_update* update, refit_commit_result* result);
@@ -504,6 +568,14 @@ typedef struct refit_engine_options {
    * unchanged. Choose REFIT_FILL_NEVER if that memory may change, or if events are not asked for
    * between updates. Callers that were compiled before this field existed take no part. */
   int32_t fill;
+  /* The refit_event.owner that came with the last version that was committed into this memory, also
+   * if it is dirty since; NULL: not known. A group that is made again belongs to that owner; a
+   * group that another identity owns refuses the rank (REFIT_PERMISSION_DENIED). */
+  const char* held_owner;
+  /* Whose weights the rank takes: "uid:N", "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/..." with
+   * a star for its last element, "dns:NAME" or "dns:*.DOMAIN". A group that another identity owns
+   * refuses the rank (REFIT_PERMISSION_DENIED). NULL: any owner's. */
+  const char* trainer_identity;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -522,10 +594,13 @@ refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_h
                                          int64_t bytes, refit_region** region);
 refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
                                        refit_region** region);
+refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
+                                          uint64_t address, refit_region** region);
 
 /* Registers the parameters of this rank (registered delivery). Not allowed during an update. If two
- * tensors share their memory (tied weights), one has pieces and the other is in `tensors` without
- * any piece: trainers may push or refit the other, and nothing is written for it. The pieces'
+ * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit
+ * either or both, the memory is written once, and values that differ are refused. Trainers may also
+ * send a tensor that is in `tensors` without any piece; nothing is written for it. The pieces'
  * regions must stay until parameters are registered anew or the engine is freed. */
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
@@ -574,6 +649,8 @@ typedef struct refit_event {
    * incarnations can't be compared. An engine that comes back in another process tells both
    * (refit_engine_options). */
   uint64_t incarnation;
+  const char*
+      owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

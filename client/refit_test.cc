@@ -15,6 +15,30 @@ namespace {
 
 using refitd::Initialised;
 
+TEST_CASE("the last failure is told as data, into a structure of any size") {
+  REQUIRE(refit_trainer_health(nullptr) == REFIT_INVALID_ARGUMENT);
+  auto failure = Initialised<refit_failure>();
+  REQUIRE(refit_last_failure(&failure) == REFIT_OK);
+  CHECK(failure.status == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(failure.what) == refit_last_error());
+  CHECK(failure.weights_left == REFIT_WEIGHTS_LEFT_UNKNOWN);
+  CHECK(failure.suspects_named == 0);
+  CHECK(failure.suspect_count == 0);
+  CHECK(failure.dirty_named == 0);
+  CHECK(failure.version == -1);
+  CHECK(std::string(failure.tensor).empty());
+  auto small = Initialised<refit_failure>();
+  small.struct_size = offsetof(refit_failure, suspects);
+  small.version = 77;
+  REQUIRE(refit_last_failure(&small) == REFIT_OK);
+  CHECK(std::string(small.what) == failure.what);
+  CHECK(small.version == 77);
+  small.struct_size = 0;
+  CHECK(refit_last_failure(&small) == REFIT_INVALID_ARGUMENT);
+  CHECK(refit_last_failure(nullptr) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()) == failure.what);
+}
+
 TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
   int64_t number = 0;
   int32_t outcome = 0;
@@ -37,6 +61,8 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_joiner_add(nullptr, nullptr, nullptr, nullptr),
       refit_trainer_add_cuda_block(nullptr, "", 1, &region),
       refit_trainer_add_cuda_vmm(nullptr, 0, 1, &region),
+      refit_trainer_add_cuda_vmm_at(nullptr, 0, 1, 0, &region),
+      refit_engine_add_cuda_vmm_at(nullptr, 0, 1, 0, &region),
       refit_engine_add_cuda_block(nullptr, "", 1, &region),
       refit_engine_add_cuda_vmm(nullptr, 0, 1, &region),
       refit_trainer_begin(nullptr, nullptr, &update),
@@ -46,6 +72,8 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_update_flush(nullptr),
       refit_update_commit(nullptr, nullptr),
       refit_update_outcome(nullptr, 0, nullptr, nullptr, nullptr),
+      refit_update_left_out(nullptr, 0, nullptr),
+      refit_trainer_left_out(nullptr, 0, nullptr),
       refit_update_abort(nullptr, nullptr),
       refit_update_lost(nullptr),
       refit_trainer_register(nullptr, nullptr, 0, nullptr, 0, nullptr, 0),

@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/cuda/memory.h"
@@ -109,8 +110,7 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
   };
   auto mapped = map();
   if (mapped.ok()) return mapped;
-  return Error(mapped.status().code(), "mapping the staging slots of GPU {}: {}", device,
-               Message(mapped.status()));
+  return Prefixed(mapped.status(), "mapping the staging slots of GPU {}", device);
 }
 
 }  // namespace refitd::client

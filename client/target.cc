@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/tls/grpc_credentials.h"
 #include "transport/tls/probe.h"
@@ -93,7 +94,7 @@ std::string DaemonName(const ConnectOptions& options) {
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> CredentialsOf(const Target& target) {
   if (target.tls.empty()) return grpc::InsecureChannelCredentials();
   const auto loaded = LoadCertificates(target.tls);
-  if (!loaded.ok()) return Error(loaded.status().code(), "tls: {}", Message(loaded.status()));
+  if (!loaded.ok()) return Prefixed(loaded.status(), "tls");
   return TlsChannel(**loaded, target.server);
 }
 

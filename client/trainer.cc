@@ -12,7 +12,9 @@
 #include "client/bucket.h"
 #include "client/member.h"
 #include "proto/convert.h"
+#include "proto/failure.h"
 #include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -358,7 +360,7 @@ void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
   request.set_version(version_.value());
   request.set_update_id(update_id_);
   request.set_reason(
-      CleanText(fmt::format("bucket {}: {}", seq, Message(status)), kMaxReasonBytes));
+      CleanText(Escaped(fmt::format("bucket {}: {}", seq, Message(status))), kMaxReasonBytes));
   CallAndForget<v1::AbortRequest, v1::AbortResponse>(core_, &Stub::Abort, std::move(request));
 }
 
@@ -510,8 +512,10 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   result.seconds = response.seconds();
   result.left_out_tensors = response.left_out_tensors();
   result.left_out_bytes = response.left_out_bytes();
+  result.left_out.assign(response.left_out().begin(), response.left_out().end());
   for (const v1::InstanceResult& instance : response.instances()) {
-    result.instances.push_back({instance.instance(), instance.committed(), instance.reason()});
+    result.instances.push_back({instance.instance(), instance.committed(), instance.reason(),
+                                FailureFromProto(instance.failure()).value_or(Failure())});
   }
   for (const v1::BroadcastTotals& totals : response.pushed()) {
     // A daemon of the next version may know more methods.
@@ -583,7 +587,7 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
   v1::AbortRequest request;
   request.set_version(version_.value());
   request.set_update_id(begun_.update_id());
-  request.set_reason(CleanText(reason, kMaxReasonBytes));
+  request.set_reason(CleanText(Escaped(reason), kMaxReasonBytes));
   const auto response = core_->Call<v1::AbortRequest, v1::AbortResponse>(
       &Stub::Abort, std::move(request), After(kCleanupLimit), "Abort");
   if (response.ok()) ended_ = true;
@@ -786,8 +790,9 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
       // The group lives on, and the other ranks were told that this rank was lost, so they begin
       // anew. If this call were made again, it would open an update without them.
       if (options_.world_size > 1) {
-        return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
-                     call.version, Message(why));
+        return WithFailureOf(
+            why, Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                       call.version, Message(why)));
       }
     }
     bool untaken = false;
@@ -842,7 +847,7 @@ absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<Core
 absl::Status TrainerImpl::Abort(Version version, const std::string& reason) {
   v1::AbortRequest request;
   request.set_version(version.value());
-  request.set_reason(CleanText(reason, kMaxReasonBytes));
+  request.set_reason(CleanText(Escaped(reason), kMaxReasonBytes));
   return LastLease()
       ->Call<v1::AbortRequest, v1::AbortResponse>(&Stub::Abort, std::move(request),
                                                   After(kCleanupLimit), "Abort")
@@ -865,16 +870,12 @@ absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
   if (!response.ok()) {
     return NameDaemon("GetUpdate", core->connection->socket(), response.status());
   }
-  switch (response->outcome()) {
-    case v1::UPDATE_OUTCOME_RUNNING:
-      return UpdateOutcome{UpdateOutcome::kRunning, response->reason()};
-    case v1::UPDATE_OUTCOME_COMMITTED:
-      return UpdateOutcome{UpdateOutcome::kCommitted, response->reason()};
-    case v1::UPDATE_OUTCOME_ABORTED:
-      return UpdateOutcome{UpdateOutcome::kAborted, response->reason()};
-    default:
-      return UpdateOutcome{UpdateOutcome::kUnknown, response->reason()};
-  }
+  UpdateOutcome outcome{UpdateOutcome::kUnknown, response->reason(),
+                        FailureFromProto(response->failure()).value_or(Failure())};
+  if (response->outcome() == v1::UPDATE_OUTCOME_RUNNING) outcome.kind = UpdateOutcome::kRunning;
+  if (response->outcome() == v1::UPDATE_OUTCOME_COMMITTED) outcome.kind = UpdateOutcome::kCommitted;
+  if (response->outcome() == v1::UPDATE_OUTCOME_ABORTED) outcome.kind = UpdateOutcome::kAborted;
+  return outcome;
 }
 
 v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
@@ -922,7 +923,8 @@ absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::Attached(TimePoint deadline) 
     if (lease.ok()) return lease_;
     if (!reattaches()) return lease;
     if (changed_.WaitUntil(&mutex_, deadline) || Until(deadline) > Duration::zero()) continue;
-    return Error(absl::StatusCode::kUnavailable, "not attached again in time; {}", Message(lease));
+    return WithFailureOf(lease, Error(absl::StatusCode::kUnavailable,
+                                      "not attached again in time; {}", Message(lease)));
   }
 }
 

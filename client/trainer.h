@@ -44,6 +44,7 @@
 #include <vector>
 
 #include "client/types.h"
+#include "transport/base/failure.h"
 #include "transport/transport.h"
 
 namespace refitd::client {
@@ -84,7 +85,8 @@ struct RefitOptions {
 struct InstanceOutcome {
   std::string instance;
   bool committed = false;
-  std::string reason;
+  std::string reason;  // why not, for people
+  Failure failure{};
 };
 
 // Totals of what all ranks of an update pushed by one method of broadcast.
@@ -100,10 +102,12 @@ struct CommitResult {
   int64_t bytes = 0;
   double seconds = 0;                     // first Begin to decision, by the daemon's clock
   std::vector<BroadcastTotals> pushed{};  // by method; what a refit moved is not counted
-  // Tensors of trainers' layouts that the refit left out because no engine wants them
-  // (GroupSpec::unwanted_tensors), and their bytes.
+  // Tensors that came and were written nowhere, because no engine wants them
+  // (GroupSpec::unwanted_tensors) or their memory is another tensor's; their bytes; and the names
+  // of the first 64, sorted.
   int64_t left_out_tensors = 0;
   int64_t left_out_bytes = 0;
+  std::vector<std::string> left_out{};
 };
 
 // A staging slot to pack one bucket into. The slot is the daemon's again when the bucket was
@@ -197,7 +201,8 @@ struct UpdateOutcome {
   // kUnknown: the daemon never heard of the update, has forgotten it, or it belongs to an
   // incarnation that is gone, as every update from before a daemon's restart does.
   Kind kind = kUnknown;
-  std::string reason;
+  std::string reason;  // for people
+  Failure failure{};   // of an update that was aborted
 };
 
 // A trainer rank, attached to its daemon. Thread-safe. Destroying it detaches.

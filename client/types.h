@@ -159,12 +159,15 @@ class SharesMemory {
   // Region): a block of cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor
   // (torch's expandable segments, ncclMemAlloc). Buckets and layouts name it as any other region;
   // the daemon writes an engine's. Errors: as refitd.v1.Trainer.RegisterRegion; those of
-  // docs/descriptor_socket.md.
+  // docs/descriptor_socket.md. `address`: of exported memory in this process, by which the daemon
+  // recognises memory of which a trainer and an engine of this process have other parts; 0: not
+  // told.
   absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) {
     return AddDeviceBlock(block.handle, block.bytes);
   }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) {
-    return AddDeviceMemory(std::move(vmm), bytes);
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes,
+                                                        uint64_t address = 0) {
+    return AddDeviceMemory(std::move(vmm), bytes, address);
   }
 
  protected:
@@ -172,8 +175,8 @@ class SharesMemory {
   // names, or memory that its driver exported as a descriptor.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceBlock(const std::string& handle,
                                                                  int64_t bytes) = 0;
-  virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported,
-                                                                  int64_t bytes) = 0;
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes,
+                                                                  uint64_t address) = 0;
 };
 
 }  // namespace refitd::client

@@ -79,8 +79,16 @@ constexpr std::array kSettings = {
             "pools of the groups that an identity made; 0: any"},
     Setting{"identity-updates", "limits.per_identity.updates",
             "running updates that an identity began; 0: any"},
+    Setting{"identity-mapped-bytes", "limits.per_identity.mapped_bytes",
+            "host memory of an identity's members, mapped; 0: any"},
+    Setting{"identity-held-bytes", "limits.per_identity.held_bytes",
+            "layouts and inline bytes of an identity's members; 0: any"},
     Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up"},
     Setting{"max-region-bytes", "limits.max_region_bytes", "of one region"},
+    Setting{"mapped-bytes", "limits.mapped_bytes",
+            "host memory mapped for members; 0: four times the machine's"},
+    Setting{"held-bytes", "limits.held_bytes",
+            "layouts and inline bytes of members; 0: a quarter of the machine's memory"},
     Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none"},
     Setting{"slots", "staging.slots", "staging slots where a group says none"},
     Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
@@ -439,7 +447,8 @@ absl::Status CheckPerIdentity(const RefitdConfig::Limits::PerIdentity& limits) {
   for (const auto& [field, value] :
        {std::pair("groups", limits.groups()), std::pair("members", limits.members()),
         std::pair("regions", limits.regions()), std::pair("pool_bytes", limits.pool_bytes()),
-        std::pair("updates", limits.updates())}) {
+        std::pair("updates", limits.updates()), std::pair("mapped_bytes", limits.mapped_bytes()),
+        std::pair("held_bytes", limits.held_bytes())}) {
     REFITD_RETURN_IF_ERROR(
         CheckRange(fmt::format("limits.per_identity.{}", field), value, 0, kMost));
   }
@@ -475,6 +484,9 @@ absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
       CheckRange("limits.max_members", limits.max_members(), 1, kMaxConfiguredMembers));
   REFITD_RETURN_IF_ERROR(CheckRange("limits.max_region_bytes", limits.max_region_bytes(),
                                     kSlotBytesMultiple, kMaxConfiguredRegionBytes));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.mapped_bytes", limits.mapped_bytes(), 0, kMost));
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.held_bytes", limits.held_bytes(), 0, kMost));
   return CheckPerIdentity(limits.per_identity());
 }
 
@@ -613,12 +625,16 @@ LimitsConfig FromProto(const RefitdConfig::Limits& limits) {
                       .max_groups = limits.max_groups(),
                       .max_members = limits.max_members(),
                       .max_region_bytes = limits.max_region_bytes(),
+                      .mapped_bytes = limits.mapped_bytes(),
+                      .held_bytes = limits.held_bytes(),
                       .group_idle = Ms(limits.group_idle_ms()),
                       .per_identity = {.groups = limits.per_identity().groups(),
                                        .members = limits.per_identity().members(),
                                        .regions = limits.per_identity().regions(),
                                        .pool_bytes = limits.per_identity().pool_bytes(),
-                                       .updates = limits.per_identity().updates()}};
+                                       .updates = limits.per_identity().updates(),
+                                       .mapped_bytes = limits.per_identity().mapped_bytes(),
+                                       .held_bytes = limits.per_identity().held_bytes()}};
 }
 
 void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
@@ -638,6 +654,8 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
   out->set_max_groups(limits.max_groups);
   out->set_max_members(limits.max_members);
   out->set_max_region_bytes(limits.max_region_bytes);
+  out->set_mapped_bytes(limits.mapped_bytes);
+  out->set_held_bytes(limits.held_bytes);
   out->set_group_idle_ms(ms(limits.group_idle));
   RefitdConfig::Limits::PerIdentity* const each = out->mutable_per_identity();
   each->set_groups(limits.per_identity.groups);
@@ -645,6 +663,8 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
   each->set_regions(limits.per_identity.regions);
   each->set_pool_bytes(limits.per_identity.pool_bytes);
   each->set_updates(limits.per_identity.updates);
+  each->set_mapped_bytes(limits.per_identity.mapped_bytes);
+  each->set_held_bytes(limits.per_identity.held_bytes);
 }
 
 // Role follows the file's enumerators, which begin with 1.
@@ -652,7 +672,11 @@ static_assert(static_cast<int>(Role::kTrainer) + 1 == RefitdConfig::Rule::TRAINE
 static_assert(static_cast<int>(Role::kPeer) + 1 == RefitdConfig::Rule::PEER);
 
 PolicyRule FromProto(const RefitdConfig::Rule& in) {
-  PolicyRule rule{.who = in.who(), .roles = {}, .group = in.group(), .any_owner = in.any_owner()};
+  PolicyRule rule{.who = in.who(),
+                  .roles = {},
+                  .group = in.group(),
+                  .any_owner = in.any_owner(),
+                  .owner = in.owner()};
   for (const int role : in.role()) rule.roles.push_back(static_cast<Role>(role - 1));
   return rule;
 }
@@ -664,6 +688,7 @@ void ToProto(const PolicyRule& rule, RefitdConfig::Rule* out) {
   }
   out->set_group(rule.group);
   out->set_any_owner(rule.any_owner);
+  out->set_owner(rule.owner);
 }
 
 // The enumerators of LogFormat and LogLevel follow the file's.

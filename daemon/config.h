@@ -87,8 +87,10 @@ struct LimitsConfig {
   int64_t inline_bytes = 4 << 20;             // inside one call
   int64_t message_bytes = 8 << 20;            // of any gRPC message
   int max_groups = 64;
-  int max_members = 4096;                          // of all groups
-  int64_t max_region_bytes = int64_t{1} << 44;     // of one region
+  int max_members = 4096;                       // of all groups
+  int64_t max_region_bytes = int64_t{1} << 44;  // of one region
+  int64_t mapped_bytes = 0;  // host memory of members, mapped; 0: four times the machine's
+  int64_t held_bytes = 0;    // layouts, inline bytes; 0: a quarter of the machine's memory
   Duration group_idle = std::chrono::minutes(10);  // a group without a member
   IdentityLimits per_identity;
   bool operator==(const LimitsConfig&) const = default;

@@ -310,7 +310,7 @@ TEST_CASE("Rules come from the file, load again as the same, and are refused by 
   const std::string rules = R"(
     rule { who: "spiffe://prod/trainer/*" role: TRAINER role: OPERATOR_READ group: "llama-*" }
     rule { who: "gid:7" role: OPERATOR_WRITE group: "*" }
-    rule { who: "spiffe://prod/admin" role: TRAINER group: "*" any_owner: true }
+    rule { who: "spiffe://prod/admin" role: TRAINER group: "*" any_owner: true owner: true }
   )";
   const auto loaded = Load(With(kTls, {"--validate", "--config", WriteFile(folder, rules)}));
   INFO(loaded.status());
@@ -318,6 +318,7 @@ TEST_CASE("Rules come from the file, load again as the same, and are refused by 
   REQUIRE(loaded->config.rules.size() == 3);
   CHECK(loaded->config.rules[0].roles == std::vector<Role>{Role::kTrainer, Role::kOperatorRead});
   CHECK(loaded->config.rules[2].any_owner);
+  CHECK(loaded->config.rules[2].owner);
   CHECK(Load({"--config", WriteFile(folder, *loaded->print)})->config == loaded->config);
   RequireInvalid(Load({"--config", WriteFile(folder, rules)}),
                  "rule[0].who is \"spiffe://prod/trainer/*\", but without tls");
@@ -333,6 +334,10 @@ TEST_CASE("The audit log and the limits of an identity are off by default, and c
   RequireInvalid(Load({"--audit-file=a"}), "audit.file is \"a\"");
   CHECK(Load({"--identity-pool-bytes=1GiB"})->config.limits.per_identity.pool_bytes == 1 << 30);
   RequireInvalid(Load({"--identity-groups=-1"}), "limits.per_identity.groups is -1");
+  CHECK(Load({"--mapped-bytes=1GiB"})->config.limits.mapped_bytes == 1 << 30);
+  CHECK(Load({"--identity-held-bytes=1MiB"})->config.limits.per_identity.held_bytes == 1 << 20);
+  RequireInvalid(Load({"--mapped-bytes=-1"}), "limits.mapped_bytes is -1");
+  RequireInvalid(Load({"--held-bytes=-1"}), "limits.held_bytes is -1");
 }
 
 TEST_CASE("Validate prints the settings in force, and they load again as the same") {

@@ -30,6 +30,7 @@
 #include "daemon/node/regions.h"
 #include "daemon/policy/policy_store.h"
 #include "daemon/process/audit_log.h"
+#include "daemon/process/last_words.h"
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
 #include "daemon/process/service_manager.h"
@@ -44,6 +45,7 @@
 #include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/certificate_store.h"
+#include "daemon/sockets/connection_guard.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
@@ -71,6 +73,8 @@ constexpr std::chrono::seconds kLostGrace{2};
 constexpr std::chrono::seconds kLostLimit{8};
 // How long a connection over TCP may take for its handshake (P4).
 constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
+// Calls of a connection at a time, beside unanswered buckets of one rank.
+constexpr int kOtherStreams = 256;
 
 DaemonOptions DaemonOptionsOf(const Config& config) {
   DaemonOptions options;
@@ -95,6 +99,8 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.default_slots = config.staging.slots;
   options.max_pool_bytes = config.staging.max_pool_bytes;
   options.max_region_bytes = config.limits.max_region_bytes;
+  if (config.limits.mapped_bytes > 0) options.max_mapped_bytes = config.limits.mapped_bytes;
+  if (config.limits.held_bytes > 0) options.max_held_bytes = config.limits.held_bytes;
   options.inline_bytes = config.limits.inline_bytes;
   options.message_bytes = config.limits.message_bytes;
   options.max_groups = config.limits.max_groups;
@@ -132,6 +138,7 @@ class DeviceLoss {
   static void EndProcess() {
     std::this_thread::sleep_for(kLostLimit);
     LogError("ended {} s after the GPUs were lost: work on them had not ended", kLostLimit.count());
+    FlushLog();
     _exit(kExitFailure);
   }
 
@@ -225,9 +232,11 @@ void TakeGrpcLog() {
   gpr_set_log_function([](gpr_log_func_args* line) {
     const std::string text = fmt::format("gRPC: {}", line->message);
     // gRPC ends the process after this line, so no limit may leave it out.
-    if (std::string_view(line->message).starts_with("assertion failed"))
-      return LogError("{}", text);
-    LogOfStrangers(text);
+    if (!std::string_view(line->message).starts_with("assertion failed")) {
+      return LogOfStrangers(text);
+    }
+    LogError("{}", text);
+    FlushLog();
   });
 }
 
@@ -283,6 +292,20 @@ PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates
       };
 }
 
+// What the policy of the moment says of an identity as a group's owner. `policies` must outlive the
+// result.
+std::function<OwnerRule(const std::string&, const std::string&)> OwnerRuleOf(
+    const PolicyStore* policies) {
+  return [policies](const std::string& group, const std::string& identity) {
+    const std::shared_ptr<const Policy> policy = policies->Current();
+    if (!policy->NamesOwner(group)) return OwnerRule::kNone;
+    if (policy->NamesOwner(group, identity)) return OwnerRule::kNamed;
+    const absl::StatusOr<Principal> caller = ParsePrincipal(identity, "identity");
+    const bool exempt = caller.ok() && policy->MayJoinOthers(*caller, group);
+    return exempt ? OwnerRule::kExempt : OwnerRule::kOther;
+  };
+}
+
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
 
 // A gRPC server, and its way in for connections over TCP. It does not listen: accept loops hand it
@@ -314,6 +337,9 @@ void StartServer(const Config& config, const std::vector<grpc::Service*>& servic
   // traffic.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // More than a rank's unanswered buckets (limits.outstanding_buckets) and its other calls.
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                             config.limits.outstanding_buckets + kOtherStreams);
   for (grpc::Service* service : services) builder.RegisterService(service);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
                              static_cast<int>(ToMillis(kHandshakeLimit)));
@@ -331,11 +357,12 @@ struct TcpLoops {
 
   // `kind`: "tcp" or "peers".
   absl::Status Listen(const std::string& kind, const std::vector<std::string>& addresses,
-                      const AcceptLoop::Serve& serve) {
+                      const AcceptLoop::Serve& serve, ConnectionGuard* guard) {
     for (const std::string& address : addresses) {
       REFITD_ASSIGN_OR_RETURN(std::vector<TcpListener> listeners, ListenTcp(address));
       for (TcpListener& listener : listeners) {
-        REFITD_ASSIGN_OR_RETURN(auto loop, AcceptLoop::CreateTcp(std::move(listener), serve));
+        REFITD_ASSIGN_OR_RETURN(auto loop,
+                                AcceptLoop::CreateTcp(std::move(listener), serve, guard));
         // Callers need the port in use, where port 0 was asked for.
         const std::string name = kind + ":" + loop->path();
         if (names.empty() || names.back() != name) names.push_back(name);
@@ -486,14 +513,16 @@ struct Sockets {
 // `peers` is told who is at the other end of each connection of the unix socket. The servers must
 // be started before the sockets.
 absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
-                    const Door* door, Daemon* daemon, Sockets* sockets) {
+                    const Door* door, ConnectionGuard* guard, Daemon* daemon, Sockets* sockets) {
   // The unix socket comes first: of two daemons with one path only one may start.
   REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
-                          AcceptLoop::Create({config.listen.unix_path, config.listen.unix_mode},
-                                             peers, [&servers](UniqueFd fd) {
-                                               grpc::AddInsecureChannelFromFd(
-                                                   servers.members.server.get(), fd.Release());
-                                             }));
+                          AcceptLoop::Create(
+                              {config.listen.unix_path, config.listen.unix_mode}, peers,
+                              [&servers](UniqueFd fd) {
+                                grpc::AddInsecureChannelFromFd(servers.members.server.get(),
+                                                               fd.Release());
+                              },
+                              guard));
   REFITD_ASSIGN_OR_RETURN(
       sockets->descriptors,
       DescriptorSocket::Create(
@@ -504,11 +533,14 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
   return absl::OkStatus();
 }
 
-absl::Status ListenOnTcp(const Config& config, const Servers& servers, Sockets* sockets) {
+absl::Status ListenOnTcp(const Config& config, const Servers& servers, ConnectionGuard* guard,
+                         Sockets* sockets) {
   REFITD_RETURN_IF_ERROR(sockets->tcp.Listen(
-      "tcp", config.listen.tcp, [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); }));
-  return sockets->tcp.Listen("peers", config.peers.listen,
-                             [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); });
+      "tcp", config.listen.tcp, [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); },
+      guard));
+  return sockets->tcp.Listen(
+      "peers", config.peers.listen, [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); },
+      guard);
 }
 
 // The addresses that callers can use, as "unix:PATH" and "tcp:HOST:PORT".
@@ -634,16 +666,16 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
 
 int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()> reload) {
   const Config& config = invocation.config;
-  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
-  for (const std::string& warning : invocation.warnings) LogWarning("{}", warning);
-
-  // Changes the environment, so it must come before any thread.
-  LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
+  // These change the environment, so they must come before any thread.
+  const NcclEnvironment nccl = CleanNcclEnvironment(config.peers.interface);
   RequireTls13();
   TurnOffTlsResumption();
-  TakeGrpcLog();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
+  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+  for (const std::string& warning : invocation.warnings) LogWarning("{}", warning);
+  LogNcclEnvironment(nccl);
+  TakeGrpcLog();
 
   absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
   if (!processes.ok()) return Fail(processes.status());
@@ -654,6 +686,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   if (!audit.ok()) return Fail(audit.status());
   options.audit = audit->get();
   PolicyStore policies(*Policy::Make(PolicySettingsOf(config)));  // LoadConfig has checked it
+  options.owner_rule = OwnerRuleOf(&policies);
   const auto certificates = LoadOwnCertificates(config, audit->get());
   if (!certificates.ok()) {
     // The tool that issues the certificates may not have written them yet. The service manager
@@ -670,6 +703,9 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
                 MakeDialer(config, certificates->get()));
 
   PeerTable peers;
+  ConnectionGuard guard([](const std::string& source, const std::string& why) {
+    LogOfStrangers(fmt::format("a connection of {} is ended: {}", source, why));
+  });
   Identities& identities = daemon.identities();
   const Door door(
       {.peers = &peers,
@@ -677,6 +713,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
        .owner = [&identities](const std::string& group) { return identities.OwnerOf(group); },
        .has_lease = [&identities](const std::string& who) { return identities.HasLease(who); },
        .audit = audit->get(),
+       .guard = &guard,
        .tls = *certificates != nullptr});
   Services services(config, &door, &daemon);
   Followed followed{certificates->get(), audit->get(), &policies, config, std::move(reload)};
@@ -684,11 +721,11 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
 
   Servers servers;
   Sockets sockets;
-  if (absl::Status status = Listen(config, &peers, servers, &door, &daemon, &sockets);
+  if (absl::Status status = Listen(config, &peers, servers, &door, &guard, &daemon, &sockets);
       !status.ok()) {
     return Fail(status);
   }
-  if (absl::Status status = ListenOnTcp(config, servers, &sockets); !status.ok()) {
+  if (absl::Status status = ListenOnTcp(config, servers, &guard, &sockets); !status.ok()) {
     LogError("can't listen on {}", Message(status));
     return kExitInUse;
   }
@@ -713,6 +750,7 @@ int main(int argc, char** argv) {
   // Debian builds Abseil with its deadlock detector, which takes a process-wide lock at each lock
   // and unlock in gRPC. That would cost a fifth of the instructions of an update.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+  refitd::InstallLastWords();
   absl::StatusOr<refitd::Invocation> invocation = refitd::LoadConfig(argc, argv, environ);
   if (!invocation.ok()) {
     std::fprintf(stderr, "refitd: %s\n", refitd::Message(invocation.status()).c_str());
@@ -725,5 +763,9 @@ int main(int argc, char** argv) {
     std::fputs(invocation->print->c_str(), stdout);
     return refitd::kExitOk;
   }
-  return refitd::Run(*invocation, [argc, argv] { return refitd::LoadConfig(argc, argv, environ); });
+  const int code =
+      refitd::Run(*invocation, [argc, argv] { return refitd::LoadConfig(argc, argv, environ); });
+  // A log that takes no lines must not hold up the end (P4).
+  if (!refitd::FlushLog()) _exit(code);
+  return code;
 }

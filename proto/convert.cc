@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -29,7 +30,7 @@ std::string Quoted(std::string_view name) {
 }
 
 absl::Status Annotate(const absl::Status& status, std::string_view where) {
-  return Error(status.code(), "{}: {}", where, Message(status));
+  return Prefixed(status, "{}", where);
 }
 
 // Returns a shape in which no product of dimensions can overflow, not even a product that leaves
@@ -62,16 +63,20 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
   const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
   const auto type = DTypeFromProto(dtype);
   if (!type.ok()) {
-    return Annotate(type.status(),
-                    fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor()));
+    return AboutTensor(Annotate(type.status(), fmt::format("{}.dtypes[{}] = {} of {}", field, index,
+                                                           dtype, tensor())),
+                       name);
   }
   if (!dims.ok()) {
-    return Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor()));
+    return AboutTensor(
+        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())), name);
   }
   REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(*dims));
   if (count > kMaxTensorBytes / ElementBytes(*type)) {
-    return Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes",
-                 field, index, tensor(), ToString(*type, *dims), kMaxTensorBytes);
+    return AboutTensor(
+        Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes", field,
+              index, tensor(), ToString(*type, *dims), kMaxTensorBytes),
+        name);
   }
   TensorSpec spec{std::move(name), *type, *dims};
   if (absl::Status status = ValidateTensor(spec); !status.ok()) {
@@ -198,6 +203,20 @@ absl::StatusOr<std::string> CodedName(const v1::LayoutChunk& chunk, int i,
   return name;
 }
 
+// Beyond four dimensions, Dims allocates.
+int64_t HeapOf(const Dims& dims) {
+  return dims.size() <= 4 ? 0 : static_cast<int64_t>(dims.capacity() * sizeof(int64_t));
+}
+
+int64_t BytesOf(const TensorSpec& tensor) {
+  return static_cast<int64_t>(sizeof(tensor) + tensor.name.capacity()) + HeapOf(tensor.shape);
+}
+
+int64_t BytesOf(const Piece& piece) {
+  return static_cast<int64_t>(sizeof(piece)) + HeapOf(piece.box.offset) + HeapOf(piece.box.extent) +
+         HeapOf(piece.strides);
+}
+
 // The numbers of bytes that two names share at their start, and at the end of the rest.
 std::pair<size_t, size_t> Shared(std::string_view a, std::string_view b) {
   const size_t most = std::min(a.size(), b.size());
@@ -236,7 +255,8 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
 
   REFITD_RETURN_IF_ERROR(AddTensors(chunk));
   REFITD_RETURN_IF_ERROR(AddPieces(chunk));
-  return AddPushed(chunk);
+  REFITD_RETURN_IF_ERROR(AddPushed(chunk));
+  return AddTies(chunk);
 }
 
 absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
@@ -285,6 +305,13 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
                             TensorFromProto(std::move(name), chunk.dtypes(i), dims, "layout", i));
     if (back == 0) ++next_shape;
+    name_bytes_ += static_cast<int64_t>(tensor.name.size());
+    if (name_bytes_ > kMaxLayoutNameBytes) {
+      return Error(StatusCode::kResourceExhausted,
+                   "layout.{}: the names of the first {} tensors have more than {} bytes",
+                   names_field, layout_.tensors.size() + 1, kMaxLayoutNameBytes);
+    }
+    bytes_ += BytesOf(tensor);
     layout_.tensors.push_back(std::move(tensor));
   }
   return absl::OkStatus();
@@ -308,8 +335,9 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
     piece.box.extent.assign(box + rank, box + 2 * rank);
     box += 2 * rank;
     if (absl::Status status = ValidateBox(piece.box, tensor.shape); !status.ok()) {
-      return Annotate(
-          status, fmt::format("layout.piece_boxes of piece {}, tensor {}", i, Quoted(tensor.name)));
+      return AboutTensor(Annotate(status, fmt::format("layout.piece_boxes of piece {}, tensor {}",
+                                                      i, Quoted(tensor.name))),
+                         tensor.name);
     }
     piece.region = RegionId(chunk.piece_region(i));
     piece.byte_offset = chunk.piece_byte_offset(i);
@@ -319,6 +347,7 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
       piece.strides.assign(stride, stride + rank);
       stride += rank;
     }
+    bytes_ += BytesOf(piece);
     layout_.pieces.push_back(std::move(piece));
   }
   return absl::OkStatus();
@@ -340,6 +369,28 @@ absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
                    tensor, pushed.back());
     }
     pushed.push_back(tensor);
+  }
+  return absl::OkStatus();
+}
+
+// The tensors of ties must ascend, so there are at most as many as tensors.
+absl::Status LayoutDecoder::AddTies(const v1::LayoutChunk& chunk) {
+  REFITD_RETURN_IF_ERROR(CheckLength("layout", "tied_to", chunk.tied_to_size(), "tied_tensors",
+                                     chunk.tied_tensors_size()));
+  std::vector<Tie>& ties = layout_.ties;
+  for (int i = 0; i < chunk.tied_tensors_size(); ++i) {
+    const Tie tie{chunk.tied_tensors(i), chunk.tied_to(i)};
+    if (tie.tensor >= layout_.tensors.size() || tie.same_as >= layout_.tensors.size()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.tied_tensors[{}] is {}, tied to {}, where {} tensors were named", i,
+                   tie.tensor, tie.same_as, layout_.tensors.size());
+    }
+    if (!ties.empty() && tie.tensor <= ties.back().tensor) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.tied_tensors[{}] is {}, which comes after {}: they must ascend", i,
+                   tie.tensor, ties.back().tensor);
+    }
+    ties.push_back(tie);
   }
   return absl::OkStatus();
 }
@@ -384,6 +435,11 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
   }
   for (const uint32_t tensor : layout.pushed_tensors) {
     writer.Room(VarintBytes(tensor)).add_pushed_tensors(tensor);
+  }
+  for (const Tie& tie : layout.ties) {
+    v1::LayoutChunk& chunk = writer.Room(VarintBytes(tie.tensor) + VarintBytes(tie.same_as));
+    chunk.add_tied_tensors(tie.tensor);
+    chunk.add_tied_to(tie.same_as);
   }
   std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
   chunks.back().set_last(true);

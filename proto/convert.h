@@ -19,10 +19,16 @@
 
 namespace refitd {
 
+// The names of one layout's tensors together: DeepSeek-V3's take 3 MiB.
+inline constexpr int64_t kMaxLayoutNameBytes = 32 << 20;
+
 // Puts the LayoutChunks of a client stream together. Not thread-safe.
 class LayoutDecoder {
  public:
   absl::Status Add(const v1::LayoutChunk& chunk);
+  // About how much memory the layout takes so far. Names are coded, so a chunk may become a hundred
+  // times larger.
+  int64_t bytes() const { return bytes_; }
   // Returns the layout; ValidateLayout must still check it against the regions.
   absl::StatusOr<Layout> Finish() &&;
 
@@ -30,8 +36,11 @@ class LayoutDecoder {
   absl::Status AddTensors(const v1::LayoutChunk& chunk);
   absl::Status AddPieces(const v1::LayoutChunk& chunk);
   absl::Status AddPushed(const v1::LayoutChunk& chunk);
+  absl::Status AddTies(const v1::LayoutChunk& chunk);
 
   Layout layout_;
+  int64_t bytes_ = 0;
+  int64_t name_bytes_ = 0;
   bool any_ = false;
   bool last_ = false;
 };

@@ -1,5 +1,6 @@
 #include "proto/convert.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cctype>
 #include <cstdint>
@@ -53,6 +54,7 @@ void CheckSame(const Layout& a, const Layout& b) {
   CHECK(a.pieces == b.pieces);
   CHECK(a.binding_generation == b.binding_generation);
   CHECK(a.pushed_tensors == b.pushed_tensors);
+  CHECK(a.ties == b.ties);
 }
 
 // One tensor "w" of float32 [4, 6], and one piece that is the whole tensor.
@@ -97,6 +99,17 @@ TEST_CASE("Strides travel where any piece is not dense") {
   const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), 60));
   REQUIRE(decoded.ok());
   CheckSame(*decoded, layout);
+}
+
+TEST_CASE("Ties travel, whatever the size of the chunks") {
+  Layout layout = SomeLayout(300);
+  for (uint32_t i = 1; i < 300; i += 3) layout.ties.push_back({i, i - 1});
+  for (const int64_t chunk_bytes : {1, 100, 1 << 20}) {
+    const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), chunk_bytes));
+    INFO(decoded.status());
+    REQUIRE(decoded.ok());
+    CheckSame(*decoded, layout);
+  }
 }
 
 TEST_CASE("Tensors that are pushed travel, whatever the size of the chunks") {
@@ -257,6 +270,19 @@ TEST_CASE("Malformed layout chunks are refused with field and value") {
          c.add_pushed_tensors(0);
          c.add_pushed_tensors(0);
        }},
+      {"tied_to", "0", [](auto& c) { c.add_tied_tensors(0); }},
+      {"tied_tensors[0]", "1 tensors",
+       [](auto& c) {
+         c.add_tied_tensors(0);
+         c.add_tied_to(1);
+       }},
+      {"tied_tensors[1]", "0",
+       [](auto& c) {
+         for (int i = 0; i < 2; ++i) {
+           c.add_tied_tensors(0);
+           c.add_tied_to(0);
+         }
+       }},
       {"names", "1", [](auto& c) { c.add_name_middles("w"); }},
       {"name_prefix", "1", [](auto& c) { c.add_name_prefix(1); }},
       {"name_suffix", "1", [](auto& c) { c.add_name_suffix(1); }},
@@ -315,6 +341,30 @@ TEST_CASE("More tensors than the limit are refused across chunks") {
   const absl::Status status = decoder.Add(chunk);
   CHECK(status.code() == StatusCode::kResourceExhausted);
   CHECK_THAT(Message(status), Contains("262144"));
+}
+
+TEST_CASE("A few megabytes of coded names became a hundred times as much") {
+  LayoutDecoder decoder;
+  v1::LayoutChunk chunk;
+  absl::Status status;
+  int64_t wire = 0;
+  for (int i = 0; status.ok(); ++i) {
+    chunk.Clear();
+    for (int n = 0; n < 1024; ++n) {
+      const bool first = i == 0 && n == 0;
+      chunk.add_name_prefix(first ? 0 : 500);
+      chunk.add_name_middles(first ? std::string(512, 'n') : std::string(12, 'm'));
+      chunk.add_name_suffix(0);
+      chunk.add_dtypes(v1::DTYPE_INT8);
+      chunk.add_shapes();
+    }
+    wire += static_cast<int64_t>(chunk.ByteSizeLong());
+    status = decoder.Add(chunk);
+    CHECK(decoder.bytes() >= std::min((i + 1) * int64_t{1024 * 512}, kMaxLayoutNameBytes));
+  }
+  CHECK(status.code() == StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(status), Contains("layout.name_middles") && Contains("33554432"));
+  CHECK(wire < kMaxLayoutNameBytes / 10);
 }
 
 TEST_CASE("A manifest's errors name the field given") {

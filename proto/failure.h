@@ -26,6 +26,11 @@ inline constexpr size_t kMaxStatusDetailsBytes = kMaxFailureBytes + kMaxStatusTe
 static_assert(3 * kMaxStatusTextBytes + kMaxStatusDetailsBytes / 3 * 4 + 512 <= 8192);
 
 void ToProto(const Failure& failure, v1::Failure* message);
+// Sets message field `failure` of `message` if there is anything to say.
+template <typename Message>
+void SetFailure(const Failure& failure, Message* message) {
+  if (failure != Failure()) ToProto(failure, message->mutable_failure());
+}
 // INVALID_ARGUMENT: a field is beyond its limit.
 absl::StatusOr<Failure> FailureFromProto(const v1::Failure& message);
 

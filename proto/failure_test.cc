@@ -137,8 +137,8 @@ TEST_CASE("a long text is cut at its head, since its end says the outcome") {
 
 TEST_CASE("control characters and marks of direction are written out") {
   CHECK(Escaped("plain \xC3\xA9") == "plain \xC3\xA9");
-  CHECK(Escaped("a\x1b[31m\n\t\r\x7f") == "a\\x1b[31m\\n\\t\\r\\x7f");
-  CHECK(Escaped("\xC2\x9B") == "\\x9b");
+  CHECK(Escaped("a\x1b[31m\n\t\r\x7f") == "a\\u001b[31m\\n\\t\\r\\u007f");
+  CHECK(Escaped("\xC2\x9B") == "\\u009b");
   CHECK(Escaped("a\xE2\x80\xAE"
                 "b") == "a\\u202eb");
   CHECK(Escaped("\xE2\x81\xA6\xE2\x80\x8F\xD8\x9C") == "\\u2066\\u200f\\u061c");

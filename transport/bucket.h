@@ -15,6 +15,7 @@
 
 #include "transport/base/ids.h"
 #include "transport/plan/layout.h"
+#include "transport/plan/overlap.h"
 #include "transport/pool.h"
 
 namespace refitd {
@@ -41,6 +42,7 @@ struct CheckedBucket {
     RegionId region{};
     int64_t byte_offset = 0;
     std::shared_ptr<const void> keep_alive{};
+    MemoryOrigin origin{};  // kDevice
   };
   std::vector<Place> places;
   std::optional<SlotGrant> slot;  // set with kSlot, and only then

@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "transport/broadcast_method.h"
 #include "transport/plan/layout.h"
+#include "transport/plan/overlap.h"
 #include "transport/plan/plan.h"
 
 namespace refitd {
@@ -28,6 +29,7 @@ struct MemorySpan {
   char* data = nullptr;
   int64_t bytes = 0;
   std::shared_ptr<const void> keep_alive;
+  MemoryOrigin origin{};
 };
 
 // One piece, with the memory in which it lies.

@@ -25,8 +25,8 @@
 //   NOT_FOUND            no such epoch is open
 //   RESOURCE_EXHAUSTED   one of the limits below
 // After an operation began and failed, the epoch is lost: every later operation fails at once, and
-// a new epoch is needed. In a message, "rank N" stands only for a rank that may be to blame; a
-// broadcast's root is written "root N".
+// a new epoch is needed. Failure::ranks (transport/base/failure.h) of a status are the ranks that
+// may be at fault, all of them; its message names some for people.
 //
 // Whether bytes are encrypted and authenticated is each wire's own matter (P9); where they are not,
 // the configuration must name interfaces that are trusted. Thread-safe. No call waits for a peer.

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -133,7 +134,8 @@ absl::Status WireEpoch::Do(const WireWork& work) {
   {
     MutexLock lock(&mutex_);
     if (!failure_.ok()) {
-      return Error(StatusCode::kFailedPrecondition, "epoch {} is lost: {}", id_, Message(failure_));
+      return WithFailureOf(failure_, Error(StatusCode::kFailedPrecondition, "epoch {} is lost: {}",
+                                           id_, Message(failure_)));
     }
     if (connects == (state_ == "connected")) {
       return Error(StatusCode::kFailedPrecondition, "epoch {} is {}", id_,

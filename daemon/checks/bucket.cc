@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/device_memory.h"
 
@@ -58,9 +59,10 @@ absl::Status Placer::operator()(const std::vector<std::string_view>& chunks) {
   }
   for (size_t i = 0; i < count(); ++i) {
     if (chunks[i].size() != static_cast<size_t>(BytesOf(i))) {
-      return Error(StatusCode::kInvalidArgument, "{} has {} bytes where {} are carried",
-                   BucketEntry("inline_bytes.chunks", i, bucket().tensors[i]), chunks[i].size(),
-                   BytesOf(i));
+      return AboutTensor(Error(StatusCode::kInvalidArgument, "{} has {} bytes where {} are carried",
+                               BucketEntry("inline_bytes.chunks", i, bucket().tensors[i]),
+                               chunks[i].size(), BytesOf(i)),
+                         bucket().tensors[i].name);
     }
     places->push_back({.inline_data = chunks[i].data()});
   }
@@ -94,10 +96,12 @@ absl::Status CheckRef(const RegionRef& ref, int64_t bytes, size_t index,
 absl::Status CheckAlignment(std::string_view list, size_t index, int64_t byte_offset,
                             const TensorSpec& tensor) {
   if (byte_offset % ElementBytes(tensor.dtype) == 0) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument,
-               "bucket.{}[{}].byte_offset is {}: unaligned for tensor \"{}\", not a multiple of {} "
-               "bytes",
-               list, index, byte_offset, tensor.name, ElementBytes(tensor.dtype));
+  return AboutTensor(
+      Error(StatusCode::kInvalidArgument,
+            "bucket.{}[{}].byte_offset is {}: unaligned for tensor \"{}\", not a multiple of {} "
+            "bytes",
+            list, index, byte_offset, tensor.name, ElementBytes(tensor.dtype)),
+      tensor.name);
 }
 
 absl::Status Placer::operator()(const std::vector<RegionRef>& refs) {
@@ -195,6 +199,8 @@ absl::Status Placer::operator()(const std::vector<DeviceRef>& handles) {
     place.inline_data =
         block.data + handle.byte_offset + (packed() ? received.packing->offsets[i] : 0);
     place.keep_alive = block.keep_alive;
+    place.origin = block.origin;
+    place.origin.begin += place.inline_data - block.data;
     places->push_back(std::move(place));
   }
   return absl::OkStatus();
@@ -267,14 +273,25 @@ absl::StatusOr<std::vector<CheckedBucket::Place>> PlacesOf(const ReceivedBucket&
 
 absl::Status CheckName(std::string_view name, std::string_view field) {
   if (name.empty() || name.size() > kMaxGroupNameBytes) {
-    return Error(StatusCode::kInvalidArgument, "{} has {} characters, outside of 1 to {}", field,
-                 name.size(), kMaxGroupNameBytes);
+    return AboutField(
+        Error(StatusCode::kInvalidArgument, "{} has {} characters, outside of 1 to {}", field,
+              name.size(), kMaxGroupNameBytes),
+        field);
   }
   const auto bad = std::find_if_not(name.begin(), name.end(), IsNameCharacter);
   if (bad != name.end()) {
-    return Error(StatusCode::kInvalidArgument,
-                 "{} has byte 0x{:02x} at {}: only letters, digits, '.', '_' and '-' are allowed",
-                 field, static_cast<unsigned char>(*bad), bad - name.begin());
+    return AboutField(
+        Error(StatusCode::kInvalidArgument,
+              "{} has byte 0x{:02x} at {}: only letters, digits, '.', '_' and '-' are allowed",
+              field, static_cast<unsigned char>(*bad), bad - name.begin()),
+        field);
+  }
+  if (name == "." || name == ".." || name.front() == '-') {
+    return AboutField(
+        Error(StatusCode::kInvalidArgument,
+              "{} is \"{}\": a name is neither \".\" nor \"..\", and does not begin with '-'",
+              field, name),
+        field);
   }
   return absl::OkStatus();
 }

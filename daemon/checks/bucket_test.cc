@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "daemon/checks/bucket_test_util.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -401,6 +402,15 @@ TEST_CASE("Names of groups and instances keep to their alphabet and length") {
     CHECK_THAT(Message(status), Contains("instance"));
   }
   CHECK_THAT(Message(CheckName("a/b", "group")), Contains("0x2f at 1"));
+}
+
+TEST_CASE("A group could be named as a folder or as an option of a command") {
+  for (const std::string name : {".", "..", "-", "-x", "--help"}) {
+    const absl::Status status = CheckName(name, "group");
+    CHECK(status.code() == StatusCode::kInvalidArgument);
+    CHECK(FailureOf(status).field == "group");
+  }
+  for (const std::string name : {"...", ".a", "_-", "a-"}) CHECK(CheckName(name, "group").ok());
 }
 
 TEST_CASE("Whatever is accepted of random buckets lies inside its memory") {

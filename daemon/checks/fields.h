@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
 
@@ -22,14 +23,14 @@ inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
 inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
   constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
   if (ms < 0 || ms > kMaxMillis) {
-    return Invalid("{}: {} is not in 0..{}", field, ms, kMaxMillis);
+    return AboutField(Invalid("{}: {} is not in 0..{}", field, ms, kMaxMillis), field);
   }
   return Millis(ms);
 }
 
 inline absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
   if (value >= low && value <= high) return absl::OkStatus();
-  return Invalid("{} is {}, outside of {} to {}", field, value, low, high);
+  return AboutField(Invalid("{} is {}, outside of {} to {}", field, value, low, high), field);
 }
 
 inline absl::Status NotNegative(int64_t value, std::string_view field) {
@@ -38,18 +39,18 @@ inline absl::Status NotNegative(int64_t value, std::string_view field) {
 
 inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view field) {
   if (entries <= limit) return absl::OkStatus();
-  return Invalid("{} has {} entries, more than {}", field, entries, limit);
+  return AboutField(Invalid("{} has {} entries, more than {}", field, entries, limit), field);
 }
 
 // OK: a list has as many entries as the list `names` beside it.
 inline absl::Status SameLength(int got, size_t want, std::string_view field) {
   if (static_cast<size_t>(got) == want) return absl::OkStatus();
-  return Invalid("{} has {} entries where names has {}", field, got, want);
+  return AboutField(Invalid("{} has {} entries where names has {}", field, got, want), field);
 }
 
 inline absl::Status CheckText(std::string_view text, size_t limit, std::string_view field) {
   if (text.size() <= limit) return absl::OkStatus();
-  return Invalid("{}: {} bytes are more than {}", field, text.size(), limit);
+  return AboutField(Invalid("{}: {} bytes are more than {}", field, text.size(), limit), field);
 }
 
 // A text for people, which terminals show: CheckText, and no control characters.
@@ -62,7 +63,7 @@ inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_v
     const bool c1 =
         byte == 0xc2 && next < 0xa0;  // UTF-8 encodes U+0080 to U+009F as C2 80 to C2 9F
     if (!c0 && !c1) continue;
-    return Invalid("{}: a control character at byte {}", field, i);
+    return AboutField(Invalid("{}: a control character at byte {}", field, i), field);
   }
   return absl::OkStatus();
 }

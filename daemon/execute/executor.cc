@@ -23,10 +23,17 @@ struct BoundSource {
   std::vector<Piece> planned;
   std::vector<BoundPiece> pieces;
   std::vector<uint32_t> range_of_piece;  // index into the part's ranges
+  std::vector<MemoryOrigin> origins;     // of the pieces
 };
 
 // Whether another daemon sent the part into this daemon's slot.
 bool CameOverTheWire(const StartTransfer& start) { return start.bucket_call == CallId(); }
+
+MemorySpan Advance(MemorySpan span, int64_t bytes) {
+  span.data += bytes;
+  span.origin.begin += bytes;
+  return span;
+}
 
 // The memory from the first element of the part's range i on.
 absl::StatusOr<MemorySpan> SourceOf(const StartTransfer& start, size_t i,
@@ -49,11 +56,11 @@ absl::StatusOr<MemorySpan> SourceOf(const StartTransfer& start, size_t i,
       // The request outlives its answer, which comes after the last read (P6).
       return MemorySpan{const_cast<char*>(place.inline_data) + within, 0, nullptr};
     case CheckedBucket::Source::kDevice:
-      return MemorySpan{const_cast<char*>(place.inline_data) + within, 0, place.keep_alive};
+      return Advance({const_cast<char*>(place.inline_data), 0, place.keep_alive, place.origin},
+                     within);
     case CheckedBucket::Source::kRegions: {
       REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Region(start.trainer, place.region));
-      span.data += place.byte_offset + within;
-      return span;
+      return Advance(std::move(span), place.byte_offset + within);
     }
     case CheckedBucket::Source::kSlot: {
       REFITD_ASSIGN_OR_RETURN(MemorySpan span,
@@ -88,13 +95,28 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryR
     const int64_t element_bytes = ElementBytes(tensor.dtype);
     const Dims strides = RowMajorStrides(tensor.shape);
     for (Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
-      char* data = span.data + (FirstIndex(box, tensor.shape) - range.start) * element_bytes;
+      const int64_t from = (FirstIndex(box, tensor.shape) - range.start) * element_bytes;
+      char* data = span.data + from;
+      source.origins.push_back(span.origin);
+      source.origins.back().begin += from;
       source.planned.push_back({range.tensor - begin, box, RegionId(), 0, strides});
       source.pieces.push_back({tensor.dtype, tensor.shape, box, strides, data, tensor.name});
       source.range_of_piece.push_back(i);
     }
   }
   return source;
+}
+
+// Whether the part's bytes lie in memory of which a destination has other bytes (P11).
+absl::Status CheckPlaces(const StartTransfer& start, const BoundSource& source,
+                         const DestinationPlaces& places, const MemoryResolver& memory) {
+  for (size_t p = 0; p < source.pieces.size(); ++p) {
+    if (!places.Shares(source.origins[p])) continue;
+    const TensorSpec& tensor = source.tensors[source.planned[p].tensor];
+    REFITD_RETURN_IF_ERROR(places.Check(tensor, source.pieces[p].box, source.origins[p],
+                                        memory.LabelOf(start.trainer)));
+  }
+  return absl::OkStatus();
 }
 
 void AddUnique(MemorySpan slot, std::vector<MemorySpan>* slots) {
@@ -270,7 +292,7 @@ absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMetho
 }
 
 absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryResolver& memory,
-                                      const Transport& transport,
+                                      const Transport& transport, const DestinationPlaces* places,
                                       std::vector<std::vector<uint32_t>>* originals,
                                       std::vector<uint32_t>* range_of_piece) {
   Transfer transfer;
@@ -278,6 +300,9 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryRe
   transfer.verification = start.verification;
   transfer.label = fmt::format("version {}, part {}", start.version, start.part);
   REFITD_ASSIGN_OR_RETURN(BoundSource source, BindSource(start, memory, &transfer.keep_alive));
+  if (places != nullptr) {
+    REFITD_RETURN_IF_ERROR(CheckPlaces(start, source, *places, memory));
+  }
   if (start.index != nullptr && !start.index->destinations().empty()) {
     PlanOptions options;
     options.skip_destination = start.skip_destination;
@@ -309,6 +334,11 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryRe
   return transfer;
 }
 
+bool Lists(const std::vector<std::weak_ptr<const BoundProgram>>& list, const BoundProgram* bound) {
+  return std::any_of(list.begin(), list.end(),
+                     [bound](const auto& listed) { return listed.lock().get() == bound; });
+}
+
 }  // namespace
 
 absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& memory,
@@ -317,7 +347,8 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
   std::vector<std::vector<uint32_t>> originals;
   std::vector<uint32_t> range_of_piece;
   REFITD_ASSIGN_OR_RETURN(Transfer transfer,
-                          MakeTransfer(start, memory, *transport_, &originals, &range_of_piece));
+                          MakeTransfer(start, memory, *transport_, PlacesFor(start, memory).get(),
+                                       &originals, &range_of_piece));
   const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
   Done base;
   base.update = start.update;
@@ -358,6 +389,29 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
   return absl::OkStatus();
 }
 
+// Only members' memory can be an engine's, so buckets in slots and in requests cost nothing here.
+std::shared_ptr<const DestinationPlaces> Executor::PlacesFor(const StartTransfer& start,
+                                                             const MemoryResolver& memory) {
+  const CheckedBucket::Source source = start.content->bucket->source;
+  const bool members =
+      source == CheckedBucket::Source::kRegions || source == CheckedBucket::Source::kDevice;
+  if (!members || CameOverTheWire(start) || start.index == nullptr) return nullptr;
+  for (const KeptPlaces& kept : kept_places_) {
+    if (kept.index.lock() == start.index && kept.destinations == start.destinations) {
+      return kept.places;
+    }
+  }
+  std::vector<PlacedLayout> placed;
+  for (size_t d = 0; d < start.index->destinations().size(); ++d) {
+    const std::shared_ptr<const Layout>& layout = start.index->destinations()[d];
+    if (layout != nullptr) placed.push_back(PlaceOf(start.destinations[d], layout, true, memory));
+  }
+  auto places = std::make_shared<const DestinationPlaces>(std::move(placed));
+  std::erase_if(kept_places_, [](const KeptPlaces& kept) { return kept.index.expired(); });
+  kept_places_.push_back({start.index, start.destinations, places});
+  return places;
+}
+
 void Executor::UpdateSums::Add(uint32_t destination, uint32_t piece, uint64_t digest) {
   if (by_piece.size() <= destination) by_piece.resize(destination + 1);
   std::vector<std::optional<uint64_t>>& of = by_piece[destination];
@@ -384,6 +438,10 @@ void Executor::Finished(const Done& done) {
 }
 
 void Executor::Finished(Moved* moved) {
+  if (moved->witnessed != nullptr && moved->done.status.ok()) {
+    moved->done.status = Witness(*moved);
+    moved->witnessed = nullptr;
+  }
   const auto it = sums_.find(moved->done.update);
   if (it == sums_.end() || moved->pieces == nullptr) return;
   UpdateSums& sums = it->second;
@@ -394,6 +452,30 @@ void Executor::Finished(Moved* moved) {
   }
   sums.AddUp();
   sums.Add(*moved->pieces, moved->digests);
+}
+
+// The first run of a binding shows whether the destinations' memory is the sources' (P11).
+absl::Status Executor::Witness(const Moved& moved) {
+  const std::vector<uint64_t>& digests = moved.done.digests;
+  const auto known = std::find_if(before_.begin(), before_.end(), [&moved](const Before& b) {
+    return b.bound.lock() == moved.witnessed;
+  });
+  if (known == before_.end()) {
+    before_.push_back({moved.witnessed, {moved.done.update}, digests});
+    return absl::OkStatus();
+  }
+  known->updates.insert(moved.done.update);
+  for (size_t i = 0; i < std::min(digests.size(), known->digests.size()); ++i) {
+    if (digests[i] == known->digests[i]) continue;
+    return Error(
+        absl::StatusCode::kDataLoss,
+        "tensor {}: its bytes changed while they were being moved: it shares memory with an "
+        "engine's tensor at another place, or the trainer wrote to it",
+        (*moved.names)[i]);
+  }
+  std::erase_if(unwitnessed_,
+                [&moved](const auto& bound) { return bound.lock() == moved.witnessed; });
+  return absl::OkStatus();
 }
 
 // ---- compiled refits ----
@@ -470,6 +552,9 @@ absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMo
   TakeKept(moves.get());
   if (IsBound(*moves)) return moves;
   REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory));
+  if (!Lists(checked_, start.bound.get()) && moves->memory.places.empty()) {
+    moves->memory.places = PlacesOf(*start.bound, memory);
+  }
   std::erase_if(binding_, [](const std::weak_ptr<Moves>& other) { return other.expired(); });
   binding_.push_back(moves);
   return moves;
@@ -482,6 +567,14 @@ absl::Status Executor::Bind(Transport* transport, Moves* moves) {
   prepared->sections = std::move(bound.sections);
   prepared->section_of_piece = std::move(bound.section_of_piece);
   prepared->sums = std::make_shared<StepSums>();
+  const auto unknown = UnknownSources(moves->memory.places);
+  prepared->unknown = std::any_of(unknown.begin(), unknown.end(),
+                                  [](const auto& regions) { return !regions.empty(); });
+  if (moves->start.step == MoveStep::kWitness) {
+    std::vector<std::string> names;
+    for (const BoundPiece& piece : bound.transfer.source) names.push_back(piece.name);
+    prepared->names = std::make_shared<const std::vector<std::string>>(std::move(names));
+  }
   REFITD_ASSIGN_OR_RETURN(prepared->transfer, transport->Prepare(std::move(bound.transfer)));
   moves->prepared = std::move(prepared);
   moves->memory = {};  // the transfer holds it
@@ -517,11 +610,20 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
   const bool writes = start.step == MoveStep::kLocal || start.step == MoveStep::kUnpack;
   const size_t destinations = writes ? bound.destinations.size() : 0;
   Keep(*moves);
+  if (!Lists(checked_, &bound)) {
+    checked_.push_back(start.bound);
+    if (moves->prepared->unknown) unwitnessed_.push_back(start.bound);
+  }
   if (writes && start.verification == Verification::kReadback) sums_.try_emplace(start.update);
   Moved base;
   base.done.update = start.update;
   base.done.step = start.step;
   base.done.round = start.round;
+  base.done.witness = start.step == MoveStep::kCompare && Lists(unwitnessed_, &bound);
+  if (start.step == MoveStep::kWitness) {
+    base.witnessed = start.bound;
+    base.names = moves->prepared->names;
+  }
   std::string label = fmt::format("version {}", start.version);
   transport_->Replay(moves->prepared->transfer, start.verification, std::move(label),
                      [moved = std::move(base), prepared = moves->prepared, destinations,
@@ -534,7 +636,7 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
                          to.bytes_written = std::move(result.bytes_written);
                          to.failed_destination = result.failed_destination;
                        }
-                       if (to.step == MoveStep::kCompare) {
+                       if (to.step == MoveStep::kCompare || to.step == MoveStep::kWitness) {
                          to.digests = std::move(result.source_digests);
                        } else if (sections) {
                          to.sections = prepared->sections;
@@ -561,6 +663,8 @@ absl::Status Executor::Start(const StartMoves& start, const MemoryResolver& memo
 void Executor::DropUnused() {
   std::erase_if(kept_, [](const Kept& kept) { return kept.bound.expired(); });
   std::erase_if(kept_readbacks_, [](const KeptReadback& kept) { return kept.index.expired(); });
+  std::erase_if(checked_, [](const auto& bound) { return bound.expired(); });
+  std::erase_if(unwitnessed_, [](const auto& bound) { return bound.expired(); });
 }
 
 void Executor::Release(MemberId member) {
@@ -587,6 +691,7 @@ void Executor::Release(MemberId member) {
 
 void Executor::Forget(UpdateId update) {
   sums_.erase(update);
+  std::erase_if(before_, [update](const Before& b) { return b.updates.contains(update); });
   DropUnused();
 }
 

@@ -19,6 +19,8 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -66,6 +68,8 @@ class Executor {
     // step share one list. Null: there are no digests.
     std::shared_ptr<const Pieces> pieces;
     std::vector<uint64_t> digests;
+    std::shared_ptr<const BoundProgram> witnessed;          // witness: what was run, or will be
+    std::shared_ptr<const std::vector<std::string>> names;  // witness: of done.digests
   };
   // A step that passes through Resolve, Bind and Submit.
   class Moves;
@@ -129,6 +133,8 @@ class Executor {
     std::vector<SectionDigest> sections;
     std::vector<uint32_t> section_of_piece;
     std::shared_ptr<StepSums> sums;
+    std::shared_ptr<const std::vector<std::string>> names;  // witness: of the source pieces
+    bool unknown = false;                                   // there are sources to witness
   };
   // The prepared local moves of a bound program.
   struct Kept {
@@ -154,7 +160,12 @@ class Executor {
       const StartVerify& verify, std::shared_ptr<const Pieces> pieces,
       const MemoryResolver& memory);
 
+  // Null: nothing of the part can lie in an engine's memory.
+  std::shared_ptr<const DestinationPlaces> PlacesFor(const StartTransfer& start,
+                                                     const MemoryResolver& memory);
   void DropUnused();
+  // Takes the digests of a witness step: notes them, or compares them with those noted before.
+  absl::Status Witness(const Moved& moved);
 
   Transport* const transport_;
   std::vector<std::weak_ptr<Moves>> binding_;  // resolved and perhaps not bound yet
@@ -162,6 +173,24 @@ class Executor {
   std::vector<Kept> kept_;
   std::vector<KeptReadback> kept_readbacks_;  // one for each group
   std::map<UpdateId, UpdateSums> sums_;
+  // Where the destinations of pushes lie, for the next part with the same destinations.
+  struct KeptPlaces {
+    std::weak_ptr<const DestinationIndex> index;
+    std::vector<MemberId> destinations;
+    std::shared_ptr<const DestinationPlaces> places;
+  };
+  std::vector<KeptPlaces> kept_places_;
+  // Bound programs whose members' memory was found not to overlap.
+  std::vector<std::weak_ptr<const BoundProgram>> checked_;
+  // Bound programs that have sources to witness, until that was done.
+  std::vector<std::weak_ptr<const BoundProgram>> unwitnessed_;
+  // The digests of sources before a binding's first run. `updates`: the ids of its attempts.
+  struct Before {
+    std::weak_ptr<const BoundProgram> bound;
+    std::set<UpdateId> updates;
+    std::vector<uint64_t> digests;
+  };
+  std::vector<Before> before_;
 };
 
 // Makes the answer to moves that could not be started.

@@ -31,7 +31,9 @@ class TestMemory : public MemoryResolver {
   absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
     const auto it = regions.find({member, region});
     if (it == regions.end()) return absl::NotFoundError("no such region");
-    return MemorySpan{it->second->data(), static_cast<int64_t>(it->second->size()), it->second};
+    const auto origin = origins.find(member);
+    return MemorySpan{it->second->data(), static_cast<int64_t>(it->second->size()), it->second,
+                      origin == origins.end() ? MemoryOrigin() : origin->second};
   }
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
     return MemorySpan{slots.at(slot.value())->data(),
@@ -64,6 +66,7 @@ class TestMemory : public MemoryResolver {
     return -1;
   }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
+  std::map<MemberId, MemoryOrigin> origins;
   std::vector<std::shared_ptr<std::string>> slots;
   std::map<MemberId, size_t> devices;  // not listed: host memory
   std::vector<std::vector<std::shared_ptr<std::string>>> device_slots;
@@ -296,6 +299,23 @@ TEST_CASE("a transfer writes every destination and the slot, and reads back as w
   const VerifyDone verified = bench.Verify();
   CHECK(verified.status.ok());
   CHECK(verified.failed_destinations.empty());
+}
+
+TEST_CASE("a push whose bytes lie in an engine's memory at another place is refused by name") {
+  Bench bench;
+  MemoryOrigin origin{MemoryOrigin::Kind::kFile, 1, 7, 0};
+  bench.memory.origins[kTrainer] = origin;
+  const MemberId engine(10);  // its tensors begin at byte 64
+  bench.memory.origins[engine] = origin;
+  const absl::Status refused = bench.Refused();
+  CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(refused.message()), Catch::Contains("tensor matrix of member"));
+  for (const int64_t begin : {int64_t{-64}, int64_t{1} << 20}) {  // the same place; apart
+    Bench other;
+    origin.begin = begin;
+    other.memory.origins = {{kTrainer, bench.memory.origins[kTrainer]}, {engine, origin}};
+    CHECK(other.Transfer(Verification::kReadback).status.ok());
+  }
 }
 
 TEST_CASE("a wrong source offset planted in a program is caught by transfer") {

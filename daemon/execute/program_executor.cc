@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/by_tensor.h"
 
@@ -56,9 +57,10 @@ absl::StatusOr<BoundPiece> BindPiece(const Layout& layout, const Piece& piece,
   REFITD_ASSIGN_OR_RETURN(const int64_t bytes, SpanBytes(piece, tensor.dtype));
   if (region == regions.end() || piece.byte_offset < 0 || bytes > region->second.bytes ||
       piece.byte_offset > region->second.bytes - bytes) {
-    return Error(absl::StatusCode::kInternal,
-                 "tensor {}: a piece of {} bytes at byte {} leaves region {}", tensor.name, bytes,
-                 piece.byte_offset, piece.region);
+    return AboutTensor(Error(absl::StatusCode::kInternal,
+                             "tensor {}: a piece of {} bytes at byte {} leaves region {}",
+                             tensor.name, bytes, piece.byte_offset, piece.region),
+                       tensor.name);
   }
   return BoundPiece{
       tensor.dtype, tensor.shape, piece.box, piece.strides, region->second.data + piece.byte_offset,
@@ -85,9 +87,11 @@ absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, u
       return PiecePair{&p, &q};
     }
   }
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "tensor {}: the layout in force does not have piece {} as the program does",
-               tensor.name, piece);
+  return AboutTensor(
+      Error(absl::StatusCode::kFailedPrecondition,
+            "tensor {}: the layout in force does not have piece {} as the program does",
+            tensor.name, piece),
+      tensor.name);
 }
 
 class Binder {
@@ -101,6 +105,9 @@ class Binder {
     switch (start_.step) {
       case MoveStep::kCompare:
         REFITD_RETURN_IF_ERROR(BindCompare());
+        break;
+      case MoveStep::kWitness:
+        REFITD_RETURN_IF_ERROR(BindWitness());
         break;
       case MoveStep::kLocal:
         REFITD_RETURN_IF_ERROR(BindLocal());
@@ -349,6 +356,24 @@ class Binder {
     return absl::OkStatus();
   }
 
+  absl::Status BindWitness() {
+    Transfer& transfer = result_.transfer;
+    transfer.want_source_digests = true;
+    const std::vector<std::vector<RegionId>> unknown = UnknownSources(memory_.places);
+    for (size_t m = 0; m < program_.sources.size() && m < unknown.size(); ++m) {
+      const PlacedLayout& member = memory_.places[m];
+      for (const Piece& piece : member.layout->pieces) {
+        const auto& regions = unknown[m];
+        if (std::find(regions.begin(), regions.end(), piece.region) == regions.end()) continue;
+        REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
+                                BindPiece(*member.layout, piece, memory_.sources[m]));
+        bound.name = fmt::format("{} of {}", bound.name, member.label);
+        transfer.source.push_back(std::move(bound));
+      }
+    }
+    return absl::OkStatus();
+  }
+
   // Pieces of one layout, in order, by the plan's number of their tensor. Pieces of tensors that
   // the plan does not have are left out.
   using Holdings = ByTensor<const Piece*>;
@@ -412,10 +437,12 @@ class Binder {
         return Holds(*piece, share.box);
       });
       if (holder == pieces.end()) {
-        return Error(absl::StatusCode::kFailedPrecondition,
-                     "tensor {}: source {} does not hold the box at [{}] of extent [{}]",
-                     tensor.name, share.source, fmt::join(share.box.offset, ", "),
-                     fmt::join(share.box.extent, ", "));
+        return AboutTensor(
+            Error(absl::StatusCode::kFailedPrecondition,
+                  "tensor {}: source {} does not hold the box at [{}] of extent [{}]", tensor.name,
+                  share.source, fmt::join(share.box.offset, ", "),
+                  fmt::join(share.box.extent, ", ")),
+            tensor.name);
       }
       REFITD_ASSIGN_OR_RETURN(BoundPiece piece,
                               BindPiece(layout, **holder, memory_.sources[member->second]));
@@ -460,6 +487,7 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
     REFITD_ASSIGN_OR_RETURN(found.destinations[i],
                             Regions(bound.destinations[i], *bound.destination_layouts[i], memory));
   }
+  if (start.step == MoveStep::kWitness) found.places = PlacesOf(bound, memory);
   if (UsesSlot(start.step)) {
     REFITD_ASSIGN_OR_RETURN(found.slot, memory.Slot(start.slot));
   }
@@ -469,7 +497,32 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
   return found;
 }
 
+std::string MemoryResolver::LabelOf(MemberId member) const {
+  return fmt::format("member {}", member);
+}
+
+PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout, bool destination,
+                     const MemoryResolver& memory) {
+  PlacedLayout placed{layout, {}, memory.LabelOf(member), destination};
+  const absl::StatusOr<std::map<RegionId, MemorySpan>> regions = Regions(member, *layout, memory);
+  if (!regions.ok()) return placed;
+  for (const auto& [id, span] : *regions) placed.origins.emplace(id, span.origin);
+  return placed;
+}
+
+std::vector<PlacedLayout> PlacesOf(const BoundProgram& bound, const MemoryResolver& memory) {
+  std::vector<PlacedLayout> places;
+  for (size_t i = 0; i < bound.sources.size(); ++i) {
+    places.push_back(PlaceOf(bound.sources[i], bound.source_layouts[i], false, memory));
+  }
+  for (size_t i = 0; i < bound.destinations.size(); ++i) {
+    places.push_back(PlaceOf(bound.destinations[i], bound.destination_layouts[i], true, memory));
+  }
+  return places;
+}
+
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory) {
+  REFITD_RETURN_IF_ERROR(CheckOverlap(memory.places));
   return Binder(start, memory).Run();
 }
 

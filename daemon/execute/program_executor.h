@@ -33,6 +33,8 @@ class MemoryResolver {
   virtual absl::StatusOr<MemorySpan> SlotOf(MemberId /*member*/, SlotIndex slot) const {
     return Slot(slot);
   }
+  // What messages call a member of this daemon.
+  virtual std::string LabelOf(MemberId member) const;
   // The device of a member's memory, by ordinal; nullopt: the host, or a member of another daemon.
   virtual std::optional<int> DeviceOf(MemberId /*member*/) const { return std::nullopt; }
 };
@@ -43,7 +45,16 @@ struct ProgramMemory {
   std::vector<std::map<RegionId, MemorySpan>> destinations;  // by program->destinations
   MemorySpan slot;
   MemorySpan received;  // pack with chains: the slot that is forwarded from
+  // The sources, then the destinations, that are attached; empty: they need not be checked.
+  std::vector<PlacedLayout> places;
 };
+
+// A member's layout, and where its regions come from. A member that has left shares nothing.
+PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout, bool destination,
+                     const MemoryResolver& memory);
+
+// The layouts of the program's members that are attached, and where their regions come from.
+std::vector<PlacedLayout> PlacesOf(const BoundProgram& bound, const MemoryResolver& memory);
 
 struct BoundStep {
   Transfer transfer;
@@ -58,9 +69,10 @@ struct BoundStep {
 // INTERNAL: lists of the bound program differ in length, or a member or region is gone.
 absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory);
 
-// FAILED_PRECONDITION: a layout in force has another structure than the program's, or a rank does
-// not hold a replica. INVALID_ARGUMENT: a round that the program does not have, or a slot that is
-// too small. INTERNAL: a piece outside its region.
+// FAILED_PRECONDITION: a layout in force has another structure than the program's, a rank does not
+// hold a replica, or members' memory overlaps (CheckOverlap of memory.places). INVALID_ARGUMENT: a
+// round that the program does not have, or a slot that is too small. INTERNAL: a piece outside its
+// region.
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory);
 
 }  // namespace refitd

@@ -28,13 +28,19 @@ class TestMemory : public MemoryResolver {
   absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
     const auto it = regions.find({member, region});
     if (it == regions.end()) return absl::NotFoundError("no such region");
-    return MemorySpan{it->second->data(), static_cast<int64_t>(it->second->size()), it->second};
+    const auto origin = origins.find(member);
+    return MemorySpan{it->second->data(), static_cast<int64_t>(it->second->size()), it->second,
+                      origin == origins.end() ? MemoryOrigin() : origin->second};
   }
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
     return MemorySpan{slots.at(slot.value())->data(),
                       static_cast<int64_t>(slots.at(slot.value())->size()), slots.at(slot.value())};
   }
+  std::string LabelOf(MemberId member) const override {
+    return member == MemberId(1) ? "trainer rank 0" : "engine x rank 0";
+  }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
+  std::map<MemberId, MemoryOrigin> origins;
   std::vector<std::shared_ptr<std::string>> slots;
 };
 
@@ -635,6 +641,98 @@ TEST_CASE("Engines and peers that are gone are left out") {
     for (const auto& [name, region] : before) CHECK(*region == bytes[name]);
     CHECK(*daemon->memory.slots[0] == std::string(1024, '-'));
   }
+}
+
+// A trainer and an engine of one daemon, whose tensor "w" of 64 bytes lies in one string: the
+// trainer's at byte 0, the engine's at byte `shift`.
+struct OneMemory {
+  OneMemory(Bench* bench, int64_t shift, MemoryOrigin trainer, MemoryOrigin engine)
+      : daemon(&bench->transport) {
+    const auto layout = [](int64_t byte_offset) {
+      auto made = std::make_shared<Layout>();
+      made->tensors = {{"w", DType::kUint8, {64}}};
+      made->pieces = {{0, {{0}, {64}}, RegionId(1), byte_offset, {1}}};
+      return made;
+    };
+    const LayoutPtr source = layout(0);
+    const LayoutPtr destination = layout(shift);
+    const auto plan =
+        CompileRefit({{source, 0, 0, "trainer"}}, {{destination, 0, 0, "engine"}}, {});
+    REQUIRE(plan.ok());
+    auto program = CompileNode((*plan)->routes, 0, {{0, source}}, {{0, destination}}, {});
+    REQUIRE(program.ok());
+    auto bound = std::make_shared<BoundProgram>();
+    bound->program = std::make_shared<const NodeProgram>(*std::move(program));
+    bound->replicas = std::make_shared<const std::vector<ReplicaShare>>();
+    bound->plan = {*plan, &(*plan)->routes};
+    bound->sources = {MemberId(1)};
+    bound->destinations = {MemberId(2)};
+    bound->source_layouts = {source};
+    bound->destination_layouts = {destination};
+    daemon.bound = std::move(bound);
+    for (size_t i = 0; i < memory->size(); ++i) (*memory)[i] = static_cast<char>('A' + i % 50);
+    for (const MemberId member : {MemberId(1), MemberId(2)}) {
+      daemon.memory.regions[{member, RegionId(1)}] = memory;
+    }
+    daemon.memory.origins = {{MemberId(1), trainer}, {MemberId(2), engine}};
+  }
+  MovesDone Run(MoveStep step) { return daemon.Run(daemon.Step(step, Verification::kReadback)); }
+  std::shared_ptr<std::string> memory = std::make_shared<std::string>(256, '-');
+  Daemon daemon;
+};
+
+TEST_CASE(
+    "a source and a destination shifted in one memory are refused before anything is written") {
+  Bench bench;
+  using Kind = MemoryOrigin::Kind;
+  const MemoryOrigin file{Kind::kFile, 1, 7, 0};
+  const MemoryOrigin block{Kind::kBlock, 0, 4096, 0};
+  const MemoryOrigin exported{Kind::kExported, 0, 77, 1 << 20};
+  for (const MemoryOrigin& origin : {file, block, exported}) {
+    OneMemory shifted(&bench, 8, origin, origin);
+    const std::string before = *shifted.memory;
+    for (const MoveStep step : {MoveStep::kCompare, MoveStep::kLocal}) {
+      const absl::Status refused =
+          shifted.daemon.Refused(shifted.daemon.Step(step, Verification::kReadback));
+      CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
+      CHECK_THAT(std::string(refused.message()),
+                 Catch::Contains("tensor w of trainer rank 0") &&
+                     Catch::Contains("tensor w of engine x rank 0"));
+    }
+    CHECK(*shifted.memory == before);
+    OneMemory same(&bench, 0, origin, origin);
+    CHECK(same.Run(MoveStep::kCompare).status.ok());
+    CHECK(same.Run(MoveStep::kLocal).status.ok());
+    CHECK_FALSE(same.Run(MoveStep::kCompare).witness);
+    OneMemory apart(&bench, 64, origin, origin);
+    CHECK(apart.Run(MoveStep::kLocal).status.ok());
+  }
+}
+
+TEST_CASE(
+    "sources in memory that can't be recognised are looked at before and after the first run") {
+  Bench bench;
+  const MemoryOrigin unknown{MemoryOrigin::Kind::kUnknown, 0, 0, 0};
+  OneMemory shifted(&bench, 8, unknown, unknown);
+  CHECK(shifted.Run(MoveStep::kCompare).witness);
+  CHECK(shifted.Run(MoveStep::kWitness).status.ok());
+  CHECK(shifted.Run(MoveStep::kLocal).status.ok());
+  const absl::Status changed = shifted.Run(MoveStep::kWitness).status;
+  CHECK(changed.code() == absl::StatusCode::kDataLoss);
+  CHECK_THAT(std::string(changed.message()),
+             Catch::Contains("tensor w of trainer rank 0: its bytes changed"));
+  // The next update begins anew, and the binding is still to be looked at.
+  shifted.daemon.executor.Forget(kUpdate);
+  CHECK(shifted.Run(MoveStep::kCompare).witness);
+  CHECK(shifted.Run(MoveStep::kWitness).status.ok());
+
+  OneMemory apart(&bench, 64, unknown, unknown);
+  CHECK(apart.Run(MoveStep::kCompare).witness);
+  for (const MoveStep step : {MoveStep::kWitness, MoveStep::kLocal, MoveStep::kWitness}) {
+    CHECK(apart.Run(step).status.ok());
+  }
+  apart.daemon.executor.Forget(kUpdate);
+  CHECK_FALSE(apart.Run(MoveStep::kCompare).witness);
 }
 
 TEST_CASE("Memory and layouts that don't fit the program are refused before anything moves") {

@@ -254,7 +254,7 @@ void Group::Impl::Assemble() {
     update->participants.clear();  // nobody takes part yet
     update->participant_of.clear();
     update->readers.clear();
-    GiveUp why{Message(status), GiveUpClass::kOther};
+    GiveUp why{Message(status), GiveUpClass::kOther, FailureOf(status)};
     why.begin_code = status.code();
     Abandon(why);
     return;
@@ -268,7 +268,7 @@ void Group::Impl::Assemble() {
     update->program.reset();
     update->compiled.reset();
     if (at_hand.ok()) return;
-    GiveUp why{Message(at_hand.status()), GiveUpClass::kOther};
+    GiveUp why{Message(at_hand.status()), GiveUpClass::kOther, FailureOf(at_hand.status())};
     why.begin_code = at_hand.status().code();
     Abandon(std::move(why));
     return;
@@ -404,6 +404,33 @@ std::string Group::Impl::WaitedForReady() const {
   return group::Few(missing);
 }
 
+// The ranks that WaitedForToAssemble names.
+void Group::Impl::SuspectMissing(Failure* failure) const {
+  if (FillRuns()) return;
+  for (int rank = 0; rank < spec.trainer_ranks; ++rank) {
+    if (!update->trainers.contains(rank)) failure->Add({SuspectRole::kTrainer, "", "", rank, 0});
+  }
+  for (const auto& [instance_name, instance] : instances) {
+    if (Available(instance)) continue;
+    for (int rank = 0; rank < instance.world_size; ++rank) {
+      const auto it = instance.ranks.find(rank);
+      if (it == instance.ranks.end()) {
+        failure->Add({SuspectRole::kEngine, "", instance_name, rank, 0});
+      } else if (const Member* member = Find(it->second);
+                 NeedsLayout(member->delivery) && member->layout == nullptr) {
+        failure->Add(group::SuspectOf(*member));
+      }
+    }
+  }
+}
+
+void Group::Impl::SuspectUnready(const Participant& participant, Failure* failure) const {
+  for (const MemberId id : participant.members) {
+    const Member* member = Find(id);
+    if (member->state == MemberState::kPreparing) failure->Add(group::SuspectOf(*member));
+  }
+}
+
 void Group::Impl::FailUnready() {
   for (uint32_t i = 0; i < update->participants.size(); ++i) {
     Participant& participant = update->participants[i];
@@ -416,6 +443,7 @@ void Group::Impl::FailUnready() {
         "{} did not answer Ready within {}", Label(*late),
         group::Seconds(std::min(limits.ready_limit, update->deadline - update->started)))};
     why.kind = GiveUpClass::kDeadline;
+    SuspectUnready(participant, &why.failure);
     why.begin_code = absl::StatusCode::kDeadlineExceeded;
     FailEngine(i, why);
   }

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::group {
@@ -15,9 +16,11 @@ bool Same(const TensorSpec& a, const TensorSpec& b) {
 
 absl::Status Disagree(const TensorSpec& tensor, std::string_view who, std::string_view verb,
                       const TensorSpec& known, std::string_view declared_by) {
-  return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
-               tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), declared_by,
-               ToString(known.dtype, known.shape));
+  return AboutTensor(
+      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
+            tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), declared_by,
+            ToString(known.dtype, known.shape)),
+      tensor.name);
 }
 
 }  // namespace
@@ -54,8 +57,25 @@ void Catalog::AddRank(uint32_t index) {
   list_of_rank_.push_back(list);
   if (list == kNoList) return;
   if (used_.size() <= list) used_.resize(list + 1);
-  if (!used_[list] && rank.layout != nullptr) layouts_.push_back(rank.layout);
+  if (!used_[list] && rank.layout != nullptr) {
+    layouts_.push_back(rank.layout);
+    AddTies(rank);
+  }
   used_[list] = true;
+}
+
+void Catalog::AddTies(const Rank& rank) {
+  for (const Tie& tie : rank.layout->ties) {
+    const std::string& tensor = rank.layout->tensors[tie.tensor].name;
+    const std::string& same_as = rank.layout->tensors[tie.same_as].name;
+    const bool known = std::any_of(ties_.begin(), ties_.end(), [&](const TiedNames& t) {
+      return t.tensor == tensor && t.same_as == same_as;
+    });
+    if (known) continue;
+    ties_.push_back({tensor, same_as, rank.label});
+    tied_.insert(tensor);
+    tied_.insert(same_as);
+  }
 }
 
 void Catalog::FindKinds() {
@@ -76,7 +96,7 @@ void Catalog::FindKinds() {
 
 // Looks only at names about which the table has seen ranks disagree.
 absl::Status Catalog::CheckAgreement() const {
-  for (const std::string& name : table_->mixed()) {
+  for (const std::string_view name : table_->mixed()) {
     const TensorTable::Uses* uses = table_->Find(name);
     const bool engine_only = table_->engine_only(name);
     std::map<ListId, const TensorSpec*> specs;
@@ -142,7 +162,7 @@ bool Catalog::UsesAllLists() const {
 // engine-only ones, are looked at.
 int64_t Catalog::CountWanted() const {
   auto count = static_cast<int64_t>(table_->tensors().size());
-  for (const std::string& name : table_->partly_unwanted()) {
+  for (const std::string_view name : table_->partly_unwanted()) {
     ++looked_at_;
     if (!WantedBy(used_, *table_->Find(name))) --count;
   }
@@ -184,21 +204,24 @@ void Catalog::AddLacking(const absl::flat_hash_set<std::string_view>& held,
 const std::vector<std::string>& Catalog::unwanted() const {
   if (unwanted_.has_value()) return *unwanted_;
   unwanted_.emplace();
-  for (const std::string& name : table_->partly_unwanted()) {
+  for (const std::string_view name : table_->partly_unwanted()) {
     const TensorTable::Uses& uses = *table_->Find(name);
     const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
       return use.list < used_.size() && used_[use.list];
     });
-    if (known && !table_->engine_only(name) && !WantedBy(used_, uses)) unwanted_->push_back(name);
+    if (known && !table_->engine_only(name) && !WantedBy(used_, uses))
+      unwanted_->emplace_back(name);
   }
   return *unwanted_;
 }
 
 absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const {
   if (table_->engine_only(tensor.name)) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "tensor '{}' is engine-only in the group's spec: trainers never push it",
-                 tensor.name);
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition,
+              "tensor '{}' is engine-only in the group's spec: trainers never push it",
+              tensor.name),
+        tensor.name);
   }
   static const TensorTable::Uses kNone;
   const TensorTable::Uses* found = table_->Find(tensor.name);
@@ -221,8 +244,9 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
     // Nothing of it is written then. Ranks that read slots would be handed a tensor that their
     // manifest does not list.
     if (!reads_slots_[i] && table_->may_be_unwanted(tensor.name)) continue;
-    return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}",
-                 tensor.name, instances_[i]);
+    return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                             "tensor '{}' is unknown to instance {}", tensor.name, instances_[i]),
+                       tensor.name);
   }
   return absl::OkStatus();
 }
@@ -248,8 +272,10 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   if (missing_uses == nullptr) return absl::OkStatus();
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
-  return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
-               missing, instances_[wanted_by]);
+  return AboutTensor(
+      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
+            missing, instances_[wanted_by]),
+      missing);
 }
 
 const Catalog::Rank* Catalog::OpenRank(const std::vector<bool>& evicted) const {

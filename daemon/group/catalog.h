@@ -33,6 +33,13 @@
 
 namespace refitd::group {
 
+// Two names of one memory of an engine rank (Tie).
+struct TiedNames {
+  std::string tensor;
+  std::string same_as;
+  std::string rank;  // the label of a rank that ties them
+};
+
 class Catalog {
  public:
   struct Rank {
@@ -79,6 +86,12 @@ class Catalog {
   // the update that wants it.
   absl::Status CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
                               const std::vector<bool>& evicted) const;
+  // The ties of all registered ranks, each pair of names once. Empty for most models.
+  const std::vector<TiedNames>& ties() const { return ties_; }
+  // Whether the tensor is one of a tie's two.
+  bool IsTied(std::string_view tensor) const {
+    return !tied_.empty() && tied_.contains(absl::string_view(tensor.data(), tensor.size()));
+  }
   // A staged rank without manifest; null: there is none.
   const Rank* OpenRank(const std::vector<bool>& evicted) const;
 
@@ -108,6 +121,7 @@ class Catalog {
   Catalog() = default;
   const Rank& rank(uint32_t destination) const { return ranks_[rank_of_[destination]]; }
   void AddRank(uint32_t rank);
+  void AddTies(const Rank& rank);
   void FindKinds();
   absl::Status CheckAgreement() const;
   // The first of this catalog's ranks that declares the tensor, and its declaration.
@@ -131,6 +145,8 @@ class Catalog {
   std::vector<MemberId> destinations_;
   std::vector<uint32_t> rank_of_;  // by destination
   std::vector<std::shared_ptr<const Layout>> layouts_;
+  std::vector<TiedNames> ties_;
+  absl::flat_hash_set<std::string> tied_;
   // Computed when they are first asked for.
   mutable std::optional<int64_t> wanted_count_;
   mutable int64_t looked_at_ = 0;

@@ -1,15 +1,15 @@
 #include "daemon/group/coordinator.h"
 
 #include <algorithm>
-#include <charconv>
+#include <array>
 #include <iterator>
 #include <set>
 #include <string_view>
-#include <system_error>
 #include <type_traits>
 #include <utility>
 
 #include "daemon/group/coordinator_impl.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 #include "transport/sockets/address_security.h"
@@ -38,7 +38,8 @@ std::string Seconds(Duration duration) {
 
 Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
     : options(std::move(coordinator_options)),
-      group(options.name, options.incarnation, options.spec, options.limits, options.next_update),
+      group(options.name, options.incarnation, options.spec, options.limits, options.next_update,
+            options.owner_rule),
       worker({.next_update = options.next_update,
               .layout =
                   [this](MemberId member) {
@@ -71,29 +72,60 @@ bool Coordinator::Impl::Speaks(NodeId node, Protocol version) const {
   return it != nodes.end() && it->second.protocol >= version;
 }
 
-std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) const {
-  constexpr std::string_view kWord = "rank ";
-  std::set<size_t> ranks;
-  for (size_t at = message.find(kWord); at != std::string_view::npos;
-       at = message.find(kWord, at + kWord.size())) {
-    const std::string_view rest = message.substr(at + kWord.size());
-    size_t rank = 0;
-    const auto read = std::from_chars(rest.data(), rest.data() + rest.size(), rank);
-    if (read.ec == std::errc() && epoch.has_value() && rank < epoch->ranks.size()) {
-      ranks.insert(rank);
-    }
+Suspect Coordinator::Impl::SuspectOf(NodeId node) const {
+  Suspect suspect;
+  suspect.role = SuspectRole::kDaemon;
+  const auto it = nodes.find(node);
+  if (node == kCoordinatorNode) {
+    suspect.daemon = options.daemon_id;
+  } else {
+    suspect.daemon = it == nodes.end() ? fmt::format("{}", node) : it->second.daemon_id;
   }
-  return {ranks.begin(), ranks.end()};
+  return suspect;
+}
+
+Failure Coordinator::Impl::LossOf(NodeId node) const {
+  Failure failure = Suspecting(std::array{node});
+  failure.may_be_retried = true;
+  return failure;
+}
+
+std::vector<NodeId> Coordinator::Impl::NodesNamed(const absl::Status& status) const {
+  std::set<NodeId> named;  // a daemon may name a rank twice
+  if (!epoch.has_value()) return {};
+  for (const int rank : FailureOf(status).ranks) {
+    if (static_cast<size_t>(rank) < epoch->ranks.size()) named.insert(epoch->ranks[rank]);
+  }
+  return {named.begin(), named.end()};
+}
+
+Failure Coordinator::Impl::FailureOfNode(NodeId node, const absl::Status& status) const {
+  Failure failure = FailureOf(status);
+  for (const NodeId named : NodesNamed(status)) failure.Add(SuspectOf(named));
+  failure.ranks.clear();
+  if (failure.suspects.empty() && failure.tensor.empty()) failure.Add(SuspectOf(node));
+  return failure;
 }
 
 // Explains the wire's rank numbers in a message, as in " (rank 2 is daemon c)".
-std::string Coordinator::Impl::NamesOfRanks(std::string_view message) const {
+std::string Coordinator::Impl::NamesOfRanks(const absl::Status& status) const {
+  constexpr size_t kShown = 16;
   std::string names;
-  for (const size_t rank : RanksNamed(message)) {
+  if (!epoch.has_value()) return names;
+  const std::vector<int> ranks = FailureOf(status).ranks;
+  for (size_t i = 0; i < std::min(ranks.size(), kShown); ++i) {
+    const auto rank = static_cast<size_t>(ranks[i]);
+    if (rank >= epoch->ranks.size()) continue;
     names +=
         fmt::format("{}rank {} is {}", names.empty() ? "" : ", ", rank, Name(epoch->ranks[rank]));
   }
   return names.empty() ? "" : fmt::format(" ({})", names);
+}
+
+absl::Status Coordinator::Impl::Told(NodeId node, const absl::Status& status, bool of_wire) const {
+  return WithFailure(Error(status.code(), "{}: {}{}", Name(node), Message(status),
+                           of_wire ? NamesOfRanks(status) : ""),
+                     FailureOfNode(node, status));
 }
 
 void Coordinator::Impl::Send(NodeId node, PeerCommand command) {
@@ -185,7 +217,7 @@ void Coordinator::Impl::Tick() {
   FindNodesDue();
   if (!spread.has_value() || spread->abandoned) return;
   if (spread->wire_verdict.has_value() && now >= spread->wire_verdict->due) {
-    if (FindCulprit()) return DropCulprit();
+    if (FindNodeToDrop()) return DropSuspect();
     Judge().IgnoreError();
     return;
   }
@@ -196,7 +228,7 @@ void Coordinator::Impl::Tick() {
              "the wire of {} was not free within {}: {} has it",
              Name(spread->lock_order[spread->locks_held]), Seconds(options.peer_limits.wire),
              spread->lock_holder.empty() ? "nobody answered who" : "group " + spread->lock_holder),
-         GiveUpClass::kDeadline);
+         GiveUpClass::kDeadline, Suspecting(std::array{spread->lock_order[spread->locks_held]}));
   }
 }
 
@@ -241,6 +273,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   const auto it = nodes.find(id);
   if (it == nodes.end()) return;
   const std::string name = Name(id);
+  const Failure loss = LossOf(id);
   const Node node = std::move(it->second);
   nodes.erase(it);
   known_programs.erase(id);
@@ -248,7 +281,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   slow.Forget(id);
   Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
   if (spread.has_value() && spread->nodes.erase(id) > 0 && spread->data_began) {
-    LoseInDataPhase(id, fmt::format("{} was lost: {}", name, reason));
+    LoseInDataPhase(id, fmt::format("{} was lost: {}", name, reason), loss);
   }
   if (epoch.has_value() &&
       std::find(epoch->ranks.begin(), epoch->ranks.end(), id) != epoch->ranks.end()) {
@@ -272,15 +305,20 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   if (spread.has_value() && spread->nodes.erase(id) > 0) {
     // The loss of one member of the node may have assembled an update with its other members, which
     // are lost by now as well. The node was not told of that update.
-    if (spread->data_began)
-      Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
+    if (spread->data_began) {
+      Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost, loss);
+    }
     if (epoch.has_value()) CloseEpochEverywhere();
   }
   if (spread.has_value()) {
-    LoseNodeInParts(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
+    LoseNodeInParts(
+        id,
+        WithFailure(Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason), loss));
   }
   if (spread.has_value() && spread->program.has_value()) {
-    LoseNodeInProgram(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
+    LoseNodeInProgram(
+        id,
+        WithFailure(Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason), loss));
   }
   // The lost node's destinations were evicted above, so that nobody waits for their read-back.
   if (spread.has_value() && spread->verifying.erase(id) > 0) CompleteVerifyIfDone();
@@ -296,9 +334,9 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
 // new epoch. If the program was running, they go on with it (RunAgainIfEnded), and parts that were
 // under way are sent again to those that lack them (SendCutPartsAgain). The writes that the lost
 // node owed do not matter, since its instances are evicted (P1).
-void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
+void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason, const Failure& loss) {
   if (spread->abandoned) return;
-  if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost);
+  if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost, loss);
   spread->wire_verdict.reset();
   if (!CutShort()) return;
   Do(GroupAction(LogLine{LogLine::kWarning,
@@ -464,6 +502,10 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
     Feed(std::move(attached));
   } else {
     TrainerAttached attached{ours, std::get<TrainerIdentity>(r.identity)};
+    // Another daemon's rule does not count against a rule of this one (P9).
+    TrainerIdentity& who = attached.identity;
+    who.any_owner = who.any_owner && (options.owner_rule == nullptr ||
+                                      options.owner_rule(who.identity) != OwnerRule::kOther);
     attached.identity.node = id;
     attached.identity.daemon = daemon;
     attached.identity.relays = Speaks(id, Protocol::kV3);
@@ -658,6 +700,7 @@ bool Coordinator::Impl::ReplyToNode(Reply* reply) {
 }
 
 bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
+  layouts.erase(refusal->member);
   const auto it = remotes.find(refusal->member);
   if (it == remotes.end()) return false;
   const RemoteMember refused = it->second;
@@ -665,7 +708,6 @@ bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
     node->second.members.erase(refused.id);
   }
   remotes.erase(it);
-  layouts.erase(refusal->member);
   Send(refused.node, RefuseMember{refused.id, std::move(refusal->status)});
   return true;
 }
@@ -827,11 +869,13 @@ PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const StartTransfer& a, con
   header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
   for (const TensorRange& range : a.content->ranges) header.bucket_ranges.push_back(range.tensor);
   header.broadcast = a.broadcast;
+  header.digests = a.want_source_digests;
   return header;
 }
 
-void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
-  if (spread.has_value() && !spread->abandoned) Feed(FailUpdate{spread->update, reason, kind});
+void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind, const Failure& failure) {
+  if (!spread.has_value() || spread->abandoned) return;
+  Feed(FailUpdate{spread->update, reason, kind, failure});
 }
 
 // From now on nodes start nothing new. Collectives that run are cut off, since their other ends may
@@ -860,7 +904,7 @@ void Coordinator::Impl::End(const UpdateEnded& a) {
   std::set<NodeId> told = ended.nodes;
   told.insert(ended.left.begin(), ended.left.end());
   for (const NodeId node : told) {
-    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason, a.fill});
+    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason, a.fill, a.failure});
   }
   if (!epoch.has_value() || epoch->ready) return;
   // The next update starts with a new epoch.
@@ -879,9 +923,11 @@ void Coordinator::Impl::HeaderAcknowledged(NodeId node, const PeerHeaderAck& r) 
     part.unacknowledged.erase(node);
     return;
   }
+  Failure failure = Suspecting(std::array{node});
+  failure.tensor = r.mismatch_tensor;
   Fail(fmt::format("{} does not agree about part {}: {}", Name(node), r.part,
                    r.mismatch.empty() ? "the digest of what it read differs" : r.mismatch),
-       GiveUpClass::kTransfer);
+       GiveUpClass::kTransfer, failure);
 }
 
 // The wire locks are asked for only when there is something to send: by StartPart, or here if the
@@ -953,7 +999,7 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   HearEnd(node, r, fmt::format("part {}", seq), part.header.wired, &part);
   // HearEnd may have ended the update, or found the node whose wire failed.
   if (!spread.has_value()) return;
-  if (spread->culprit.has_value()) return DropCulprit();
+  if (spread->to_drop.has_value()) return DropSuspect();
   CompleteIfDone(seq);
 }
 
@@ -964,15 +1010,13 @@ void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
     const Duration wait = std::min<Duration>(options.peer_limits.wire / 4, kLongestVerdict);
     verdict = coordinator::WireVerdict{{}, what, now + wait};
   }
-  std::vector<NodeId> named;
-  for (const size_t rank : RanksNamed(Message(status))) named.push_back(epoch->ranks[rank]);
-  verdict->words.push_back({node, std::move(named), Told(node, status, true)});
+  verdict->words.push_back({node, NodesNamed(status), Told(node, status, true)});
 }
 
 // Ranks that waited say more than ranks whose connection broke, since the end of one run breaks the
 // connections of others. Of the nodes that are named, one that said nothing itself is to blame
 // first, and then the one that more of the others name.
-std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
+std::optional<NodeId> Coordinator::Impl::SuspectOfWire() const {
   const std::vector<coordinator::WireVerdict::Word>& words = spread->wire_verdict->words;
   const auto waited = [](const auto& word) {
     return word.status.code() == absl::StatusCode::kDeadlineExceeded;
@@ -1001,9 +1045,9 @@ std::optional<NodeId> Coordinator::Impl::WireCulprit() const {
   return worst;
 }
 
-bool Coordinator::Impl::FindCulprit() {
+bool Coordinator::Impl::FindNodeToDrop() {
   if (!spread->wire_verdict.has_value() || (!ProgramRuns() && !AnyWired())) return false;
-  const std::optional<NodeId> node = WireCulprit();
+  const std::optional<NodeId> node = SuspectOfWire();
   if (!node.has_value() || *node == kCoordinatorNode || !nodes.contains(*node)) return false;
   const bool others = std::any_of(
       spread->destinations.begin(), spread->destinations.end(),
@@ -1015,13 +1059,13 @@ bool Coordinator::Impl::FindCulprit() {
            std::find(word.named.begin(), word.named.end(), *node) != word.named.end();
   };
   const auto word = std::find_if(words.begin(), words.end(), names);
-  spread->culprit.emplace(*node, fmt::format("its data plane failed: {}", Message(word->status)));
+  spread->to_drop.emplace(*node, fmt::format("its data plane failed: {}", Message(word->status)));
   spread->wire_verdict.reset();
   return CutShort();
 }
 
-void Coordinator::Impl::DropCulprit() {
-  const auto [node, reason] = *std::exchange(spread->culprit, std::nullopt);
+void Coordinator::Impl::DropSuspect() {
+  const auto [node, reason] = *std::exchange(spread->to_drop, std::nullopt);
   Do(PeerAction(DropNode{node, absl::UnavailableError(reason)}));
   LoseNode(node, reason);
   if (spread.has_value() && spread->program.has_value() && spread->program->again) {
@@ -1058,7 +1102,7 @@ absl::Status Coordinator::Impl::Judge() {
 void Coordinator::Impl::FailForOthers(const std::string& what, const absl::Status& status) {
   const bool lost = status.code() == absl::StatusCode::kDataLoss;
   Fail(fmt::format("{} of {}: {}", lost ? "verification" : "transfer", what, Message(status)),
-       lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer);
+       lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer, FailureOf(status));
 }
 
 // Compares what each node received with what the root read (P1).
@@ -1075,8 +1119,10 @@ absl::Status Coordinator::Impl::CompareDigests(const PartJob& part) const {
                         i < root->second.size() && i < received->second.size() &&
                         root->second[i] == received->second[i];
       if (same) continue;
-      return Error(absl::StatusCode::kDataLoss, "tensor '{}': what {} received is not what {} sent",
-                   content.tensor(i).name, Name(sink), Name(part.root));
+      return AboutTensor(
+          Error(absl::StatusCode::kDataLoss, "tensor '{}': what {} received is not what {} sent",
+                content.tensor(i).name, Name(sink), Name(part.root)),
+          content.tensor(i).name);
     }
   }
   return absl::OkStatus();
@@ -1096,6 +1142,9 @@ void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
   done.bytes_written = std::move(part.bytes_written);
   done.failed_destination = part.failed_destination;
   done.broadcast = part.broadcast;
+  if (const auto root = part.digests.find(part.root); root != part.digests.end()) {
+    done.source_digests = root->second;
+  }
   Feed(done);
 }
 
@@ -1258,8 +1307,7 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
     status = absl::InternalError("it read back before its parts had ended");
   }
   if (!status.ok() && spread->verify_status.ok()) {
-    spread->verify_status =
-        absl::Status(status.code(), fmt::format("{}: {}", Name(node), Message(status)));
+    spread->verify_status = Told(node, status, false);
   }
   if (const auto index = spread->destinations.find(node); index != spread->destinations.end()) {
     for (const uint32_t d : r.failed_destinations) {
@@ -1334,20 +1382,22 @@ void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
   }
   if (epoch->connecting) return;
   if (!r.status.ok()) {
-    return EpochFailed(
-        {node}, fmt::format("the data plane did not open on {}: {}", Name(node), Message(r.status)),
-        GiveUpClass::kTransfer);
+    return EpochFailed({node}, {fmt::format("the data plane did not open on {}: {}", Name(node),
+                                            Message(r.status)),
+                                GiveUpClass::kTransfer, FailureOfNode(node, r.status)});
   }
   if (group.spec().encrypted_data) {
     // A daemon that can't encrypt was refused when it joined. The address of its end must say that
     // the end takes connections under TLS alone.
     const absl::StatusOr<AddressSecurity> security = SecurityOfAddress(r.address);
     if (!security.ok() || !security->encrypted) {
+      Failure failure = Suspecting(std::array{node});
+      failure.field = "spec.encrypted_data";
       return EpochFailed({node},
-                         fmt::format("spec.encrypted_data: the group demands it, and the data "
-                                     "plane of {} is in the clear",
-                                     Name(node)),
-                         GiveUpClass::kTransfer);
+                         {fmt::format("spec.encrypted_data: the group demands it, and the data "
+                                      "plane of {} is in the clear",
+                                      Name(node)),
+                          GiveUpClass::kTransfer, failure});
     }
   }
   epoch->addresses[node] = r.address;
@@ -1379,18 +1429,16 @@ void Coordinator::Impl::CameUp(NodeId node, const EpochUp& r) {
   }
   // A rank closed its end, which makes an epoch that was up useless. No daemon is to blame.
   if (epoch->ready && !r.status.ok()) {
-    return EpochFailed({},
-                       fmt::format("the data plane broke on {}: {}", Name(node), Message(r.status)),
-                       GiveUpClass::kTransfer);
+    return EpochFailed(
+        {}, {fmt::format("the data plane broke on {}: {}", Name(node), Message(r.status)),
+             GiveUpClass::kTransfer, FailureOfNode(node, r.status)});
   }
   if (!epoch->connecting || epoch->ready) return;
   if (r.status.ok()) {
     epoch->up.insert(node);
   } else {
-    std::vector<NodeId> named;
-    for (const size_t rank : RanksNamed(Message(r.status))) {
-      if (epoch->ranks[rank] != node) named.push_back(epoch->ranks[rank]);
-    }
+    std::vector<NodeId> named = NodesNamed(r.status);
+    std::erase(named, node);
     if (epoch->failed.empty()) epoch->first_failed = node;
     epoch->failed.insert_or_assign(node, Epoch::Failure{std::move(named), r.status});
     // The other ranks time out at about the same moment; together they say more.
@@ -1423,9 +1471,9 @@ std::vector<NodeId> Coordinator::Impl::StillAwaited() const {
 // If two ranks could not reach each other, one of them must go: the rank that more of the others
 // could not reach. Ranks with trainers stay, since no update can do without them.
 std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const {
-  std::set<NodeId> culprits;
+  std::set<NodeId> suspects;
   if (over) {
-    for (const NodeId id : StillAwaited()) culprits.insert(id);
+    for (const NodeId id : StillAwaited()) suspects.insert(id);
   }
   std::vector<std::pair<NodeId, NodeId>> parted;  // ranks that could not reach each other
   for (const auto& [node, failure] : epoch->failed) {
@@ -1434,20 +1482,20 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
       // A rank that names nobody is to blame if others came up while it timed out, or if it was the
       // first to fail for another reason.
       const bool own = waited ? !epoch->up.empty() : node == epoch->first_failed;
-      if (own) culprits.insert(node);
+      if (own) suspects.insert(node);
     }
     for (const NodeId named : failure.named) {
       // A rank that is up has reached every other, so the rank that could not reach it is to blame.
       if (epoch->up.contains(named)) {
-        culprits.insert(node);
+        suspects.insert(node);
       } else {
         parted.emplace_back(node, named);
       }
     }
   }
   while (true) {
-    std::erase_if(parted, [&culprits](const auto& pair) {
-      return culprits.contains(pair.first) || culprits.contains(pair.second);
+    std::erase_if(parted, [&suspects](const auto& pair) {
+      return suspects.contains(pair.first) || suspects.contains(pair.second);
     });
     if (parted.empty()) break;
     std::map<NodeId, int> times;
@@ -1462,63 +1510,67 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
       if (count > most || (count == most && !group.SendsFrom(node))) worst = node;
     }
     if (group.SendsFrom(worst)) return std::set<NodeId>();
-    culprits.insert(worst);
+    suspects.insert(worst);
   }
-  if (!culprits.empty()) return culprits;
+  if (!suspects.empty()) return suspects;
   // No rank knows whom it waited for. If only one rank can be left out, that one is left out.
-  culprits = Candidates(epoch->ranks);
-  if (culprits.size() > 1 || search.active()) return std::nullopt;
-  return culprits;
+  suspects = Candidates(epoch->ranks);
+  if (suspects.size() > 1 || search.active()) return std::nullopt;
+  return suspects;
 }
 
 coordinator::EpochFailure Coordinator::Impl::HowEpochFailed(
-    const std::set<NodeId>& culprits) const {
+    const std::set<NodeId>& suspects) const {
   if (epoch->failed.empty()) {
     std::string waits;
-    for (const NodeId id : StillAwaited()) waits += (waits.empty() ? "" : ", ") + Name(id);
+    const std::vector<NodeId> awaited = StillAwaited();
+    for (const NodeId id : awaited) waits += (waits.empty() ? "" : ", ") + Name(id);
     return {fmt::format("the data plane did not come up within {}: waited for {}",
                         Seconds(epoch->limit), waits),
-            GiveUpClass::kDeadline};
+            GiveUpClass::kDeadline, Suspecting(awaited)};
   }
-  // A rank that waited for a culprit says more than the culprit itself.
-  auto word = std::find_if(epoch->failed.begin(), epoch->failed.end(), [&culprits](const auto& f) {
+  // A rank that waited for a suspect says more than the suspect itself.
+  auto word = std::find_if(epoch->failed.begin(), epoch->failed.end(), [&suspects](const auto& f) {
     return std::any_of(f.second.named.begin(), f.second.named.end(),
-                       [&culprits](NodeId named) { return culprits.contains(named); });
+                       [&suspects](NodeId named) { return suspects.contains(named); });
   });
   if (word == epoch->failed.end()) word = epoch->failed.begin();
-  const std::string message = Message(word->second.status);
-  return {fmt::format("the data plane did not come up on {}: {}{}", Name(word->first), message,
-                      NamesOfRanks(message)),
-          GiveUpClass::kTransfer};
+  const absl::Status& status = word->second.status;
+  return {fmt::format("the data plane did not come up on {}: {}{}", Name(word->first),
+                      Message(status), NamesOfRanks(status)),
+          GiveUpClass::kTransfer,
+          suspects.empty() ? FailureOfNode(word->first, status) : Suspecting(suspects)};
 }
 
 void Coordinator::Impl::JudgeEpoch() {
   // An attempt that had too little time blames no daemon.
   const bool had_time =
       epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
-  const std::optional<std::set<NodeId>> culprits =
+  const std::optional<std::set<NodeId>> suspects =
       had_time ? Unreachable(now >= epoch->deadline) : std::set<NodeId>();
-  if (!culprits.has_value()) return SearchOn();
-  const coordinator::EpochFailure how = HowEpochFailed(*culprits);
-  EpochFailed(*culprits, how.reason, how.kind);
+  if (!suspects.has_value()) return SearchOn();
+  const coordinator::EpochFailure how = HowEpochFailed(*suspects);
+  EpochFailed(*suspects, how);
 }
 
-void Coordinator::Impl::EpochFailed(const std::set<NodeId>& culprits, const std::string& reason,
-                                    GiveUpClass kind) {
+void Coordinator::Impl::EpochFailed(const std::set<NodeId>& suspects,
+                                    const coordinator::EpochFailure& how) {
   CloseEpochEverywhere();
   if (!spread.has_value() || spread->abandoned) return;
-  const bool needed = std::any_of(culprits.begin(), culprits.end(),
+  const bool needed = std::any_of(suspects.begin(), suspects.end(),
                                   [this](NodeId node) { return group.SendsFrom(node); });
-  if (culprits.empty() || needed || spread->data_began) return Fail(reason, kind);
-  spread->unreachable.insert(culprits.begin(), culprits.end());
-  KeepOut(culprits, {reason, kind});
+  if (suspects.empty() || needed || spread->data_began) {
+    return Fail(how.reason, how.kind, how.failure);
+  }
+  spread->unreachable.insert(suspects.begin(), suspects.end());
+  KeepOut(suspects, how);
   if (spread.has_value() && !spread->abandoned) EnsureEpoch();
 }
 
-void Coordinator::Impl::KeepOut(const std::set<NodeId>& culprits,
+void Coordinator::Impl::KeepOut(const std::set<NodeId>& suspects,
                                 const coordinator::EpochFailure& how) {
-  KeepNodesOut keep{spread->update, {}, how.reason, how.kind};
-  for (const NodeId node : culprits) {
+  KeepNodesOut keep{spread->update, {}, how.reason, how.kind, false, how.failure};
+  for (const NodeId node : suspects) {
     search.Forget(node);
     keep.nodes[node] =
         fmt::format("{} is kept out until it attaches anew: {}", Name(node), how.reason);
@@ -1535,7 +1587,7 @@ void Coordinator::Impl::SearchOn() {
   CloseEpochEverywhere();
   if (!spread.has_value() || spread->abandoned) return;
   if (candidates.empty() || spread->data_began || spread->fill) {
-    return Fail(search_failure.reason, search_failure.kind);
+    return Fail(search_failure.reason, search_failure.kind, search_failure.failure);
   }
   const Sharing sharing = HowNodesShare();
   LeaveOutForTry(sharing.AllOf(search.Failed(sharing.FirstOf(candidates))));
@@ -1543,7 +1595,8 @@ void Coordinator::Impl::SearchOn() {
 }
 
 void Coordinator::Impl::LeaveOutForTry(const std::set<NodeId>& out) {
-  KeepNodesOut leave{spread->update, {}, search_failure.reason, search_failure.kind, true};
+  KeepNodesOut leave{spread->update,      {},   search_failure.reason,
+                     search_failure.kind, true, search_failure.failure};
   std::string names;
   for (const NodeId node : out) {
     if (!spread->nodes.contains(node) || !spread->unreachable.insert(node).second) continue;
@@ -1658,8 +1711,8 @@ void Coordinator::Impl::LeaveOutSlow() {
   if (!sharing.LeavesInstance(out)) return;
   if (!std::all_of(out.begin(), out.end(), [this](NodeId node) { return FillsReach(node); }))
     return;
-  KeepNodesOut leave{
-      spread->update, {}, "every instance is on a slow daemon", GiveUpClass::kSlow, true};
+  KeepNodesOut leave{spread->update,     {},   "every instance is on a slow daemon",
+                     GiveUpClass::kSlow, true, Suspecting(nodes_slow)};
   for (const NodeId node : out) {
     if (!spread->nodes.contains(node) || !spread->unreachable.insert(node).second) continue;
     const std::string why = WhySlow(node);
@@ -1729,6 +1782,14 @@ void Coordinator::Impl::TellJoined() {
   }
 }
 
+void Coordinator::Impl::TellOwner() {
+  for (auto& [id, node] : nodes) {
+    if (node.told_owner == group.owner()) continue;
+    node.told_owner = group.owner();
+    Send(id, PeerOwner{node.told_owner});
+  }
+}
+
 // ---- the wire locks ----
 
 void Coordinator::Impl::AskLocks() {
@@ -1795,6 +1856,7 @@ void Coordinator::Handle(MachineEvent& event, TimePoint now, MachineActions* act
   impl_->now = now;
   impl_->actions = actions;
   impl_->Handle(event);
+  impl_->TellOwner();
   impl_->TellReadiness();
   impl_->actions = nullptr;
   impl_->CheckState();
@@ -1820,6 +1882,7 @@ const std::string& Coordinator::name() const { return impl_->group.name(); }
 uint64_t Coordinator::incarnation() const { return impl_->group.incarnation(); }
 const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
 bool Coordinator::has_members() const { return impl_->group.has_members(); }
+const std::string& Coordinator::owner() const { return impl_->group.owner(); }
 bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
 bool Coordinator::fill_running() const { return impl_->group.fill_running(); }

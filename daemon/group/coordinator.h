@@ -37,6 +37,8 @@ struct CoordinatorOptions {
   // The coordinator calls this before a member of another daemon attaches: OK lets the member
   // attach, any other status refuses it. Null: every member may attach.
   std::function<absl::Status()> admit_remote{};
+  // What this daemon's policy says of an identity as the group's owner. Null: nothing.
+  Ownership::Rule owner_rule{};
 };
 
 class Coordinator : public GroupMachine {
@@ -52,6 +54,7 @@ class Coordinator : public GroupMachine {
   const GroupSpec& spec() const override;
   bool has_members() const override;   // of any daemon
   bool has_trainers() const override;  // of any daemon
+  const std::string& owner() const override;
   bool update_running() const override;
   bool fill_running() const override;
   bool is_coordinator() const override { return true; }

@@ -33,6 +33,7 @@ struct Node {
   TimePoint next_ping;
   uint64_t pings = 0;
   bool told_readiness = false;           // the node knows everything of Impl::book
+  std::string told_owner;                // what the daemon was told last of who owns the group
   std::map<MemberId, MemberId> members;  // the node's id of a member -> the coordinator's
 };
 struct KnownLayout {
@@ -158,7 +159,7 @@ struct Spread {
   std::deque<PartSeq> to_issue;  // wired, in order; the program comes last
   std::optional<WireVerdict> wire_verdict;
   // A node whose wire failed while its link holds, and why it is dropped.
-  std::optional<std::pair<NodeId, std::string>> culprit;
+  std::optional<std::pair<NodeId, std::string>> to_drop;
   bool verify_owed = false;  // the group waits for the read-back
   std::set<NodeId> verifying;
   std::optional<StartVerify> verify;  // the request that the nodes were sent
@@ -176,6 +177,7 @@ struct Spread {
 struct EpochFailure {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kTransfer;
+  Failure failure;
 };
 struct Epoch {
   // A rank for which the epoch did not come up.
@@ -324,12 +326,9 @@ struct Coordinator::Impl {
     }
     if (!r.status.ok() && job->status.ok()) job->status = Told(node, r.status, r.wire_failed);
   }
-  // The status of a node's failed result, with the node's name.
-  absl::Status Told(NodeId node, const absl::Status& status, bool of_wire) const {
-    const std::string message = Message(status);
-    return absl::Status(status.code(), fmt::format("{}: {}{}", Name(node), message,
-                                                   of_wire ? NamesOfRanks(message) : ""));
-  }
+  // The status of a node's failed result, with the node's name. Ranks of the wire that it names
+  // become daemons; a failure that names nobody is the node's own.
+  absl::Status Told(NodeId node, const absl::Status& status, bool of_wire) const;
   // Takes note that a node has ended its share of a part or of the program, while other nodes may
   // still run theirs. A failure fails the update: at once, or, if the wire failed, when the other
   // nodes had time to say whom they waited for.
@@ -339,24 +338,24 @@ struct Coordinator::Impl {
     const bool failed = !r.status.ok();
     if (failed && r.wire_failed && !spread->abandoned) {
       HearOfWire(node, what, r.status);
-      if (job->running.empty() && !FindCulprit()) job->status = Judge();
+      if (job->running.empty() && !FindNodeToDrop()) job->status = Judge();
       return;
     }
     if (failed && !job->running.empty()) FailForOthers(what, absl::Status(job->status));
     if (wired && failed) CloseEpochEverywhere();
     if (job->running.empty() && spread.has_value() && spread->wire_verdict.has_value() &&
-        !FindCulprit()) {
+        !FindNodeToDrop()) {
       job->status = Judge();
     }
   }
   void HearOfWire(NodeId node, const std::string& what, const absl::Status& status);
   // The node whose wire failed, by what the others said of it; nullopt: nobody was named, or the
   // update can't go on without that node.
-  std::optional<NodeId> WireCulprit() const;
+  std::optional<NodeId> SuspectOfWire() const;
   // Whether the update goes on without the node whose wire failed. Then that node is to be dropped
-  // (DropCulprit) once the event that told of it is handled.
-  bool FindCulprit();
-  void DropCulprit();
+  // (DropSuspect) once the event that told of it is handled.
+  bool FindNodeToDrop();
+  void DropSuspect();
   // Closes the epoch and fails the update. Returns the status of a node that waited only for nodes
   // that reported nothing themselves, else the status that came first.
   absl::Status Judge();
@@ -378,9 +377,10 @@ struct Coordinator::Impl {
   void IssueParts();
   bool WaitsForAgreement() const;
   bool WireInFlight() const;
-  void Fail(const std::string& reason, GiveUpClass kind);
+  void Fail(const std::string& reason, GiveUpClass kind, const Failure& failure = {});
 
   // ---- readiness ----
+  void TellOwner();
   void TellReadiness();
   void TellJoined();
 
@@ -419,18 +419,18 @@ struct Coordinator::Impl {
   // Called when a program has ended, before the group hears of it.
   void JudgeSlow(const ProgramJob& job);
   std::string WhySlow(NodeId node) const;
-  coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& culprits) const;
+  coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& suspects) const;
   // Called when the epoch failed and no node is named: leaves out some of the nodes, for a try.
   void SearchOn();
   void LeaveOutForTry(const std::set<NodeId>& out);
   // Called when the epoch is up. If the search knows by now which nodes are broken, since the epoch
   // came up without them, keeps them out until they attach anew.
   void JudgeSearch();
-  void KeepOut(const std::set<NodeId>& culprits, const coordinator::EpochFailure& how);
+  void KeepOut(const std::set<NodeId>& suspects, const coordinator::EpochFailure& how);
   std::vector<NodeId> StillAwaited() const;
   void JudgeEpoch();
-  // Goes on without the culprits, or gives the update up.
-  void EpochFailed(const std::set<NodeId>& culprits, const std::string& reason, GiveUpClass kind);
+  // Goes on without the suspects, or gives the update up.
+  void EpochFailed(const std::set<NodeId>& suspects, const coordinator::EpochFailure& how);
   void EnsureEpoch();
   void CloseEpochEverywhere();
   void AskLocks();
@@ -441,7 +441,7 @@ struct Coordinator::Impl {
   // ---- nodes ----
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
-  void LoseInDataPhase(NodeId node, const std::string& reason);
+  void LoseInDataPhase(NodeId node, const std::string& reason, const Failure& loss);
   // Whether an update whose data phase has begun can do without a node that is lost.
   bool CanGoOnWithout(NodeId node) const;
   // Whether the update may still send something over the wire.
@@ -463,9 +463,22 @@ struct Coordinator::Impl {
     const auto it = remotes.find(member);
     return it == remotes.end() ? kCoordinatorNode : it->second.node;
   }
-  // The epoch's ranks that the wire's message names.
-  std::vector<size_t> RanksNamed(std::string_view message) const;
-  std::string NamesOfRanks(std::string_view message) const;
+  // A failure that a node was lost, which may pass.
+  Failure LossOf(NodeId node) const;
+  // The daemon as failures name it.
+  Suspect SuspectOf(NodeId node) const;
+  template <typename Nodes>
+  Failure Suspecting(const Nodes& suspects) const {
+    Failure failure;
+    for (const NodeId node : suspects) failure.Add(SuspectOf(node));
+    return failure;
+  }
+  // The nodes whose ranks of the epoch the wire's failure names.
+  std::vector<NodeId> NodesNamed(const absl::Status& status) const;
+  // What is known of a failure that a node reported: ranks of the wire become daemons; a failure
+  // that names nobody is the node's own.
+  Failure FailureOfNode(NodeId node, const absl::Status& status) const;
+  std::string NamesOfRanks(const absl::Status& status) const;
   Worker::Output Out() { return {actions, &own_reports}; }
   template <typename Action>
   void Do(Action action) {

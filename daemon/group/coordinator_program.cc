@@ -2,10 +2,12 @@
 // the streams that they derived from it (P5), lets them compare replicas and run the program, and
 // compares what was received with what was sent (P1).
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <utility>
 
 #include "daemon/group/coordinator_impl.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -103,7 +105,7 @@ void Coordinator::Impl::Built(NodeId node, const PeerProgramBuilt& r) {
   if (!r.status.ok()) {
     known_programs.erase(node);
     Fail(fmt::format("{}: its part of the program: {}", Name(node), Message(r.status)),
-         GiveUpClass::kTransfer);
+         GiveUpClass::kTransfer, FailureOfNode(node, r.status));
     return;
   }
   SendPlans();
@@ -121,7 +123,8 @@ void Coordinator::Impl::AgreeIfBuilt() {
     return Fail(
         fmt::format("{} and {} do not agree about what the program sends between them",
                     Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
-        GiveUpClass::kTransfer);
+        GiveUpClass::kTransfer,
+        Suspecting(std::array{job.use.nodes[differ->first], job.use.nodes[differ->second]}));
   }
   const auto& [first_node, first_built] = *job.built.begin();
   for (const auto& [node, built] : job.built) {
@@ -129,7 +132,7 @@ void Coordinator::Impl::AgreeIfBuilt() {
     known_programs.clear();
     return Fail(fmt::format("the program has {} rounds for {}, {} for {}", first_built.rounds,
                             Name(first_node), built.rounds, Name(node)),
-                GiveUpClass::kTransfer);
+                GiveUpClass::kTransfer, Suspecting(std::array{first_node, node}));
   }
   job.agreed = true;
   CompareIfAgreed();
@@ -161,8 +164,7 @@ void Coordinator::Impl::Compared(NodeId node, const PeerCompared& r) {
   ProgramJob& job = *spread->program;
   if (job.comparing.erase(node) == 0) return;
   if (!r.status.ok() && job.compared.ok()) {
-    job.compared =
-        absl::Status(r.status.code(), fmt::format("{}: {}", Name(node), Message(r.status)));
+    job.compared = Told(node, r.status, false);
   }
   const auto command = job.commands.find(node);
   if (command != job.commands.end()) job.digests[command->second.node] = r.digests;
@@ -244,7 +246,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   job.run_ends.Tell(job.commands.at(node).node, r.streams);
   HearEnd(node, r, "the refit", job.wired, &job);
   if (!spread.has_value() || !spread->program.has_value()) return;
-  if (spread->culprit.has_value()) return DropCulprit();
+  if (spread->to_drop.has_value()) return DropSuspect();
   CompleteRunIfDone();
 }
 
@@ -259,8 +261,11 @@ void Coordinator::Impl::CompleteRunIfDone() {
   job.complete = true;
   if (job.status.ok() && spread->verification != Verification::kOff) {
     if (const auto differ = job.run_ends.FirstDifference(); differ.has_value()) {
-      job.status = Error(absl::StatusCode::kDataLoss, "what {} received is not what {} sent",
-                         Name(job.use.nodes[differ->second]), Name(job.use.nodes[differ->first]));
+      const NodeId from = job.use.nodes[differ->first];
+      const NodeId to = job.use.nodes[differ->second];
+      job.status = WithFailure(Error(absl::StatusCode::kDataLoss,
+                                     "what {} received is not what {} sent", Name(to), Name(from)),
+                               Suspecting(std::array{from, to}));
     }
   }
   if (job.status.ok() && job.wired) NoteRun(job);

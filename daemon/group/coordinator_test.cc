@@ -347,9 +347,8 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
-  // The numbers of ranks are read whole: rank 1 is named, though rank 10 comes before it.
-  done.status =
-      absl::UnavailableError("epoch 1: rank 0: the connection broke, not rank 10's but rank 1's");
+  // The text decides nothing: it names rank 7, and leaves rank 1 out.
+  done.status = AboutRanks(absl::UnavailableError("the connection to rank 7 broke"), {0, 1});
   f.Report(done);
   f.Do(WireDone{kEpoch, WireSeq(0), absl::OkStatus()});
   const auto ended = f.Sent<PeerUpdateEnded>();
@@ -369,12 +368,13 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
-  done.status = absl::DeadlineExceededError("epoch 1: waited 2000 ms for rank 0");
+  done.status = AboutRanks(absl::DeadlineExceededError("epoch 1: waited 2000 ms for rank 0"), {0});
   f.Report(done);
   CHECK(f.Sent<PeerAbandon>().empty());
   std::string culprit;
   SECTION("rank 0 has its say in time") {
-    f.Do(WireDone{kEpoch, WireSeq(0), absl::DeadlineExceededError("waited 2000 ms for rank 2")});
+    f.Do(WireDone{kEpoch, WireSeq(0),
+                  AboutRanks(absl::DeadlineExceededError("waited 2000 ms for rank 2"), {2})});
     CHECK(f.Local<DropNode>().empty());  // rank 2 may have a report of its own
     f.Wait(std::chrono::milliseconds(600));
     CHECK(f.Sent<PeerAbandon>().empty());
@@ -387,8 +387,9 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   }
   SECTION("rank 0, which passes on what rank 2 sends, sees that rank 1 closed its connection") {
     f.Do(WireDone{kEpoch, WireSeq(0),
-                  absl::UnavailableError("the connection to rank 1 broke: it was closed while this "
-                                         "rank waited for rank 2")});
+                  AboutRanks(absl::UnavailableError("the connection to rank 1 broke: it was closed "
+                                                    "while this rank waited for rank 2"),
+                             {1, 2})});
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
     culprit = "for rank 2 (rank 1 is daemon a, rank 2 is daemon c)";
@@ -658,9 +659,11 @@ TEST_CASE("a group that demands encryption connects no daemon whose data plane i
 TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {
   BrokenDataPlane f;
   f.Open();
-  const absl::Status waited = absl::DeadlineExceededError("epoch 1: waited 4000 ms for rank 0");
+  const absl::Status waited =
+      AboutRanks(absl::DeadlineExceededError("epoch 1: waited 4000 ms for rank 0"), {0});
   f.ReportAll(EpochUp{kEpoch, waited});
-  f.Do(EpochUp{kEpoch, absl::DeadlineExceededError("epoch 1: waited for rank 1, rank 2")});
+  f.Do(EpochUp{kEpoch, AboutRanks(absl::DeadlineExceededError("epoch 1: waited for rank 1, rank 2"),
+                                  {1, 2})});
   const std::vector<Reply> replies = f.Local<Reply>();
   REQUIRE(replies.size() == 1);
   CHECK(replies[0].status.code() == absl::StatusCode::kAborted);
@@ -1244,14 +1247,14 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   cut.update = f.update();
   cut.part = PartSeq(0);
   cut.wire_failed = true;
-  cut.status = absl::DeadlineExceededError("waited 2000 ms for rank 2");
+  cut.status = AboutRanks(absl::DeadlineExceededError("waited 2000 ms for rank 2"), {2});
   f.Do(ReportReceived{kNode, cut});
   f.Do(ReportReceived{kFourth, cut});
   CHECK(f.Local<DropNode>().empty());
   const bool last = GENERATE(false, true);
   if (last) {
     // All nodes have reported.
-    f.EndHere(kEpoch, 0, absl::UnavailableError("the connection to rank 1 broke"));
+    f.EndHere(kEpoch, 0, AboutRanks(absl::UnavailableError("the connection to rank 1 broke"), {1}));
     f.End(kThird, 0, true);
   } else {
     f.Wait(std::chrono::milliseconds(600));
@@ -1482,7 +1485,8 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
   const NodeId other = culprit == kNode ? kThird : kNode;
   // Here ranks of the epoch are the numbers of nodes.
   const auto waited = [](NodeId rank) {
-    return absl::DeadlineExceededError(fmt::format("waited 2000 ms for rank {}", rank));
+    return AboutRanks(absl::DeadlineExceededError(fmt::format("waited 2000 ms for rank {}", rank)),
+                      {static_cast<int>(rank.value())});
   };
   f.Cut(other, 3, 0, waited(culprit));
   f.Cut(kFourth, 4, 0, waited(culprit));

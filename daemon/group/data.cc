@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/failure.h"
 
 namespace refitd {
 namespace {
@@ -11,8 +12,9 @@ absl::Status Told(const group::EndedUpdate& ended) {
   if (ended.what.outcome == Outcome::kCommitted) {
     return Precondition("version {} is committed already", ended.version);
   }
-  return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", ended.version,
-               ended.what.reason);
+  return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                           ended.version, ended.what.reason),
+                     ended.what.failure);
 }
 
 // The content of a part that goes directly, without a slot.
@@ -51,8 +53,11 @@ absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& membe
   if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
   if (update == nullptr || FillRuns() || update->version != wanted) return NotOpen(wanted);
   if (update->state == UpdateState::kEnding) {
-    return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
-                 update->give_up.reason);
+    Failure failure = update->give_up.failure;
+    failure.version = wanted.value();
+    return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                             wanted, update->give_up.reason),
+                       failure);
   }
   const auto it = update->trainers.find(member.rank);
   if (member.state != MemberState::kReady || it == update->trainers.end()) {
@@ -173,12 +178,31 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
   for (const TensorSpec& tensor : bucket.tensors) {
     REFITD_RETURN_IF_ERROR(update->catalog->Check(tensor, update->evicted));
     if (Moves(tensor.name)) {
-      return Precondition(
-          "tensor '{}' comes with the registered layouts: list it in pushed_tensors to push it",
+      return AboutTensor(
+          Precondition(
+              "tensor '{}' comes with the registered layouts: list it in pushed_tensors to push it",
+              tensor.name),
           tensor.name);
     }
+    REFITD_RETURN_IF_ERROR(CheckTiedBucket(tensor.name));
   }
   return CheckParts(bucket);
+}
+
+// Two names of one memory are compared where both are pushed, or both refitted.
+absl::Status Group::Impl::CheckTiedBucket(std::string_view tensor) const {
+  if (!update->catalog->IsTied(tensor) || !update->program.has_value()) return absl::OkStatus();
+  for (const group::TiedNames& tie : update->catalog->ties()) {
+    if (tie.tensor != tensor && tie.same_as != tensor) continue;
+    const std::string& other = tie.tensor == tensor ? tie.same_as : tie.tensor;
+    if (!InProgram(other)) continue;
+    return Precondition(
+        "tensor '{}' is one memory with tensor '{}' in {}, and is pushed, while the other comes "
+        "with the registered layouts: the two can't be compared; leave one of them out, or push "
+        "both",
+        tensor, other, tie.rank);
+  }
+  return absl::OkStatus();
 }
 
 // Many ranges may name the same source bytes, so a small message could ask for any number of parts;
@@ -249,13 +273,15 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
       CountPushed(known, 1);
     } else {
       if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
-        return Precondition("tensor '{}': the bucket has {}, but an earlier one had {}",
-                            tensor.name, ToString(tensor.dtype, tensor.shape),
-                            ToString(known.dtype, known.shape));
+        return AboutTensor(
+            Precondition("tensor '{}': the bucket has {}, but an earlier one had {}", tensor.name,
+                         ToString(tensor.dtype, tensor.shape), ToString(known.dtype, known.shape)),
+            tensor.name);
       }
       if (known.elements == 0) {
-        return Error(absl::StatusCode::kAlreadyExists, "tensor '{}' was pushed before",
-                     tensor.name);
+        return AboutTensor(
+            Error(absl::StatusCode::kAlreadyExists, "tensor '{}' was pushed before", tensor.name),
+            tensor.name);
       }
       taken->before.emplace_back(&tensor.name, known.covered);
     }
@@ -264,9 +290,10 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
     const bool fresh = known.covered.Add(range.start, range.start + range.count);
     CountPushed(known, 1);
     if (!fresh) {
-      return Error(absl::StatusCode::kAlreadyExists,
-                   "tensor '{}': elements of [{}, {}) were pushed before", tensor.name, range.start,
-                   range.start + range.count);
+      return AboutTensor(Error(absl::StatusCode::kAlreadyExists,
+                               "tensor '{}': elements of [{}, {}) were pushed before", tensor.name,
+                               range.start, range.start + range.count),
+                         tensor.name);
     }
   }
   const auto tensors = static_cast<int64_t>(update->pushed.size());
@@ -292,7 +319,8 @@ void Group::Impl::On(const BucketEvent& e) {
     // The rank's Commit would wait forever for the refused bucket, so it is refused as well.
     if (progress.ok() && seq >= (*progress)->next_seq && seq < (*progress)->announced.value_or(0) &&
         !(*progress)->early.contains(seq)) {
-      WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", seq, Message(status)));
+      WithdrawAnnounced(*progress, WithFailureOf(status, Precondition("seq {} was refused: {}", seq,
+                                                                      Message(status))));
     }
     Refuse(e.call, std::move(status));
     return;
@@ -452,11 +480,56 @@ void Group::Impl::StartPart(Part* part) {
   start.skip_destination = update->skip_destination;
   start.verification = update->verification;
   start.touched = part->touched;
+  start.want_source_digests = AnyTied(*part->content);
   if (part->slot.has_value()) {
     for (const auto& [id, reader] : update->readers) start.staged.push_back(id);
     if (update->through_slots) start.broadcast = *update->broadcast;
   }
   Do(std::move(start));
+}
+
+bool Group::Impl::AnyTied(const PartContent& content) const {
+  if (update->catalog->ties().empty()) return false;
+  for (uint32_t i = 0; i < content.ranges.size(); ++i) {
+    if (update->catalog->IsTied(content.tensor(i).name)) return true;
+  }
+  return false;
+}
+
+void Group::Impl::AddTiedDigests(const PartContent& content, const std::vector<uint64_t>& digests) {
+  for (uint32_t i = 0; i < content.ranges.size(); ++i) {
+    const std::string& tensor = content.tensor(i).name;
+    if (!update->catalog->IsTied(tensor)) continue;
+    group::PushedTensor& pushed = update->pushed.at(tensor);
+    if (i < digests.size()) {
+      pushed.digest += digests[i];
+    } else {
+      pushed.digested = false;
+    }
+  }
+}
+
+// Two names of one memory must have come with the same values (P11).
+absl::Status Group::Impl::CheckTies() const {
+  for (const group::TiedNames& tie : update->catalog->ties()) {
+    const auto tensor = update->pushed.find(tie.tensor);
+    const auto same_as = update->pushed.find(tie.same_as);
+    if (tensor == update->pushed.end() || same_as == update->pushed.end()) continue;
+    if (!tensor->second.digested || !same_as->second.digested) {
+      return Precondition(
+          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, "
+          "which "
+          "is of an earlier release, can't compare them: push only '{}'",
+          tie.tensor, tie.same_as, tie.rank, tie.same_as);
+    }
+    if (tensor->second.digest == same_as->second.digest) continue;
+    return Precondition(
+        "tensor '{}' and tensor '{}' are one memory in {}, and the pushed values of them differ: "
+        "tie "
+        "them in the trainer too, or serve a model that keeps them apart",
+        tie.tensor, tie.same_as, tie.rank);
+  }
+  return absl::OkStatus();
 }
 
 // The first byte is about to be written: from here on a failure leaves the instance dirty (P2).
@@ -489,6 +562,7 @@ void Group::Impl::On(const TransferDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
+  if (AnyTied(*part.content)) AddTiedDigests(*part.content, e.source_digests);
   const int64_t bytes = part.content->CarriedBytes();
   update->moved_bytes += bytes;
   part.bucket->bytes_by_method[static_cast<size_t>(e.broadcast)] += bytes;

@@ -2,8 +2,33 @@
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/failure.h"
 
 namespace refitd {
+namespace {
+
+// What an update that failed left of the weights, in words for people.
+std::string Describe(const Failure& failure) {
+  if (failure.dirty_count == 0) return "weights are whole";
+  std::vector<std::string> names = failure.dirty_instances;
+  names.resize(static_cast<size_t>(failure.dirty_count));
+  return "weights are dirty: instance " + group::Few(names);
+}
+
+// The failure with these suspects before its own: a rank says more than the daemon that reported
+// it.
+Failure ThenThose(std::vector<Suspect> first, Failure failure) {
+  const int64_t unnamed = failure.suspect_count - static_cast<int64_t>(failure.suspects.size());
+  const std::vector<Suspect> own = std::exchange(failure.suspects, {});
+  failure.suspect_count = 0;
+  for (Suspect& suspect : first) failure.Add(std::move(suspect));
+  for (const Suspect& suspect : own) failure.Add(suspect);
+  failure.suspect_count += unnamed;
+  return failure;
+}
+
+}  // namespace
+
 // ---- commit ----
 
 absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const {
@@ -55,8 +80,10 @@ absl::Status Group::Impl::CheckCoverage() const {
     }
     REFITD_CHECK(partial != nullptr);
     const group::PushedTensor& tensor = update->pushed.at(*partial);
-    return Precondition("tensor '{}': element {} of {} was never pushed", *partial,
-                        tensor.covered.FirstGap(tensor.elements).value_or(0), tensor.elements);
+    return AboutTensor(
+        Precondition("tensor '{}': element {} of {} was never pushed", *partial,
+                     tensor.covered.FirstGap(tensor.elements).value_or(0), tensor.elements),
+        *partial);
   }
   REFITD_RETURN_IF_ERROR(CheckAllPushed());
   const int64_t moved = update->program.has_value() ? update->program->plan->content.tensors : 0;
@@ -138,7 +165,7 @@ void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
   if (progress->announced != progress->next_seq) return;
   if (const absl::Status covered = CheckCoverageIfLast(*progress); !covered.ok()) {
     if (progress->one_call) {
-      GiveUp why{Message(covered), GiveUpClass::kOther};
+      GiveUp why{Message(covered), GiveUpClass::kOther, FailureOf(covered)};
       why.commit_code = covered.code();
       return Abandon(std::move(why));
     }
@@ -180,9 +207,10 @@ absl::Status Group::Impl::WrittenInFull() const {
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
     if (update->skip_destination[d]) continue;
     if (update->bytes_written[d] == known.expected_bytes(d)) continue;
-    return Error(absl::StatusCode::kDataLoss,
-                 "verification: {} bytes were written to {}, its layout has {}",
-                 update->bytes_written[d], known.label(d), known.expected_bytes(d));
+    return WithFailure(Error(absl::StatusCode::kDataLoss,
+                             "verification: {} bytes were written to {}, its layout has {}",
+                             update->bytes_written[d], known.label(d), known.expected_bytes(d)),
+                       Suspecting(known.destinations()[d]));
   }
   return absl::OkStatus();
 }
@@ -215,8 +243,13 @@ void Group::Impl::SettleIfDone() {
   if (update->program.has_value() && update->refit != group::RefitPhase::kDone) return;
   if (!update->acks.nobody_owes()) return;
   if (const absl::Status written = WrittenInFull(); !written.ok()) {
-    Abandon({Message(written), GiveUpClass::kVerification});
+    Abandon({Message(written), GiveUpClass::kVerification, FailureOf(written)});
     return;
+  }
+  if (const absl::Status tied = CheckTies(); !tied.ok()) {
+    GiveUp why{Message(tied), GiveUpClass::kVerification};
+    why.commit_code = tied.code();
+    return Abandon(std::move(why));
   }
   if (update->readback != Readback::kRunning) return Decide();
   Step(&update->state, UpdateTrigger::kVerify);
@@ -241,13 +274,17 @@ void Group::Impl::On(const VerifyDone& e) {
     if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
-  std::vector<std::string> culprits;
+  std::vector<std::string> labels;
+  std::vector<Suspect> ranks;
   for (const uint32_t d : e.failed_destinations) {
-    if (d < known.destinations().size()) culprits.push_back(known.label(d));
+    if (d >= known.destinations().size()) continue;
+    labels.push_back(known.label(d));
+    const Member* member = Find(known.destinations()[d]);
+    if (member != nullptr) ranks.push_back(group::SuspectOf(*member));
   }
-  Abandon({fmt::format("verification{}{}: {}", culprits.empty() ? "" : " of ", group::Few(culprits),
+  Abandon({fmt::format("verification{}{}: {}", labels.empty() ? "" : " of ", group::Few(labels),
                        Message(e.status)),
-           GiveUpClass::kVerification});
+           GiveUpClass::kVerification, ThenThose(std::move(ranks), FailureOf(e.status))});
 }
 
 void Group::Impl::Decide() {
@@ -270,8 +307,8 @@ void Group::Impl::On(const EngineFailed& e) {
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;
   if (update->state == UpdateState::kEnding) return;
-  FailEngine(*index,
-             {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted});
+  FailEngine(*index, {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted,
+                      Suspecting(e.member)});
 }
 
 // The rank failed while it was told of the commit: it does not have the version (P2).
@@ -299,6 +336,7 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   Participant& participant = update->participants[index];
   participant.evicted = true;
   participant.reason = why.reason;
+  participant.failure = why.failure;
   update->evicted[index] = true;
   const Catalog& known = *update->catalog;
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
@@ -374,14 +412,15 @@ void Group::Impl::On(const KeepNodesOut& e) {
     }
     any_left |= why[i] == nullptr && !p.evicted;
   }
-  if (!any_left) return Abandon({e.reason, e.kind});
+  if (!any_left) return Abandon({e.reason, e.kind, e.failure});
   for (const auto& [node, reason] : e.nodes) {
     if (e.for_now) break;
     kept_out[node] = reason;
     LetInIfEmpty(node);
   }
   for (uint32_t i = 0; i < why.size(); ++i) {
-    if (why[i] != nullptr && !update->participants[i].evicted) Evict(i, {*why[i], e.kind});
+    if (why[i] != nullptr && !update->participants[i].evicted)
+      Evict(i, {*why[i], e.kind, e.failure});
   }
   Changed();
 }
@@ -392,17 +431,24 @@ void Group::Impl::TellEvictedIfQuiet() {
   for (Participant& participant : update->participants) {
     if (!participant.evicted || participant.told || participant.touching > 0) continue;
     participant.told = true;
-    TellAborted(participant, participant.reason);
+    TellAborted(participant, participant.reason, participant.failure);
   }
 }
 
-void Group::Impl::TellAborted(const Participant& participant, const std::string& reason) {
+// A member hears what became of its own instance.
+void Group::Impl::TellAborted(const Participant& participant, const std::string& reason,
+                              const Failure& failure) {
   const auto it = instances.find(participant.instance);
+  const bool dirty = group::IsDirty(it->second.state);
+  Failure told = failure;
+  told.version = update->version.value();
+  told.weights = WeightsLeft::kClean;
+  if (dirty) told.AddDirty(participant.instance);
   for (const MemberId id : participant.members) {
     Member* member = Find(id);
     if (member == nullptr || member->state == MemberState::kLeaving) continue;
     Step(&member->state, MemberTrigger::kOutcome);
-    Do(SendAborted{id, update->version, reason, group::IsDirty(it->second.state)});
+    Do(SendAborted{id, update->version, reason, dirty, told});
   }
 }
 
@@ -413,12 +459,16 @@ group::GiveUp Group::Impl::FailedMove(std::string_view what, const absl::Status&
                                       int failed_destination) const {
   const Catalog& known = *update->catalog;
   const auto d = static_cast<size_t>(std::max(failed_destination, 0));
-  const bool known_culprit = failed_destination >= 0 && d < known.destinations().size();
+  const bool to_known = failed_destination >= 0 && d < known.destinations().size();
   const bool lost = status.code() == absl::StatusCode::kDataLoss;
+  std::vector<Suspect> ranks;
+  const Member* member = to_known ? Find(known.destinations()[d]) : nullptr;
+  if (member != nullptr) ranks.push_back(group::SuspectOf(*member));
   return {fmt::format("{} of {}{}{}: {}", lost ? "verification" : "transfer", what,
-                      known_culprit ? " to " : "",
-                      known_culprit ? known.label(static_cast<uint32_t>(d)) : "", Message(status)),
-          lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer};
+                      to_known ? " to " : "", to_known ? known.label(static_cast<uint32_t>(d)) : "",
+                      Message(status)),
+          lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer,
+          ThenThose(std::move(ranks), FailureOf(status))};
 }
 
 void Group::Impl::Abandon(GiveUp why) {
@@ -459,9 +509,11 @@ void Group::Impl::On(const AbortEvent& e) {
   const std::string what = fmt::format("abort of version {}", e.version);
   if (Repeated(member, CallKind::kAbort, e.request_id, what, e.call)) return;
   if (const std::set<Version> waiting = DeferredOf(e.member); waiting.contains(e.version)) {
-    RefuseDeferred(e.version, Error(absl::StatusCode::kAborted,
-                                    "the update to version {} is lost: {} gave the update up: {}",
-                                    e.version, member->label, e.reason));
+    RefuseDeferred(e.version,
+                   WithFailure(Error(absl::StatusCode::kAborted,
+                                     "the update to version {} is lost: {} gave the update up: {}",
+                                     e.version, member->label, e.reason),
+                               Unwritten(e.version, member->id)));
     Finish(Track(member, CallKind::kAbort, e.request_id, what, e.call), absl::OkStatus(),
            EmptyReply{});
     return;
@@ -473,8 +525,8 @@ void Group::Impl::On(const AbortEvent& e) {
     return;
   }
   Track(member, CallKind::kAbort, e.request_id, what, e.call);
-  Abandon(
-      {fmt::format("{} gave the update up: {}", member->label, e.reason), GiveUpClass::kAborted});
+  Abandon({fmt::format("{} gave the update up: {}", member->label, e.reason), GiveUpClass::kAborted,
+           Suspecting(member->id)});
 }
 
 void Group::Impl::On(const OperatorAbort& e) {
@@ -483,12 +535,15 @@ void Group::Impl::On(const OperatorAbort& e) {
     return;
   }
   update->operator_calls.push_back(e.call);
-  Abandon({fmt::format("an operator gave the update up: {}", e.reason), GiveUpClass::kOperator});
+  Failure failure;
+  failure.Add({SuspectRole::kOperator, "", "", std::nullopt, 0});
+  Abandon({fmt::format("an operator gave the update up: {}", e.reason), GiveUpClass::kOperator,
+           std::move(failure)});
 }
 
 void Group::Impl::On(const FailUpdate& e) {
   if (update == nullptr || update->id != e.update) return;
-  Abandon({e.reason, e.kind});
+  Abandon({e.reason, e.kind, e.failure});
 }
 
 // ---- the end ----
@@ -497,8 +552,9 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
   std::vector<InstanceOutcome> outcomes;
   for (const Participant& p : update->participants) {
     const bool installed = committed && !p.evicted;
-    outcomes.push_back(
-        {p.instance, installed, installed || p.evicted ? p.reason : update->give_up.reason});
+    const bool own = installed || p.evicted;
+    outcomes.push_back({p.instance, installed, own ? p.reason : update->give_up.reason,
+                        own ? p.failure : update->give_up.failure});
   }
   return outcomes;
 }
@@ -508,6 +564,7 @@ void Group::Impl::InstallVersion() {
   if (FillRuns()) {
     failed_fills = 0;
   } else {
+    ownership.Committed();
     ++committed_updates;
     ForgetFailedFills();
   }
@@ -523,6 +580,7 @@ void Group::Impl::InstallVersion() {
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
+      NoteInstalled(*member);
       member->updated = member->verified = true;
       Step(&member->state, MemberTrigger::kOutcome);
       Do(SendCommitted{id, update->version});
@@ -548,7 +606,7 @@ void Group::Impl::TellGivenUp(Participant* participant) {
   Step(&instance.state, InstanceTrigger::kGiveUp);
   NoteStanding(participant->instance);
   if (participant->written) instance.reason = reason;
-  TellAborted(*participant, reason);
+  TellAborted(*participant, reason, update->give_up.failure);
 }
 
 void Group::Impl::TellQuiet() {
@@ -579,6 +637,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   } else {
     TearDown();
   }
+  const Failure failure = committed ? Failure() : FailureAfterGivingUp();
   for (const auto& [rank, progress] : update->trainers) {
     Member* member = Find(progress.member);
     if (member == nullptr || member->state == MemberState::kLeaving) continue;
@@ -586,25 +645,24 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
     if (committed) {
       Do(SendCommitted{member->id, update->version});
     } else {
-      Do(SendAborted{member->id, update->version, reason, false});
+      Do(SendAborted{member->id, update->version, reason, false, failure});
     }
   }
   const std::vector<InstanceOutcome> outcomes = Outcomes(committed);
-  // Trainers read from this text whether the engines may serve on.
-  const std::string told =
-      committed ? reason : fmt::format("{} ({})", reason, WeightsAfterGivingUp());
-  AnswerAll(committed, told, outcomes);
+  const std::string told = committed ? reason : fmt::format("{} ({})", reason, Describe(failure));
+  AnswerAll(committed, told, failure, outcomes);
   last_was_fill = FillRuns();
   std::optional<UpdateView>& last = last_was_fill ? last_fill : last_update;
   last = ViewOf(*update);
   last->outcome = outcome;
+  last->failure = failure;
   last->instances = outcomes;
   last->elapsed = now - update->started;
   if (!last_was_fill) {
-    past.push_back({update->id, update->version, PastUpdate{outcome, told}});
+    past.push_back({update->id, update->version, PastUpdate{outcome, told, failure}});
     if (past.size() > kRememberedUpdates) past.pop_front();
   }
-  UpdateEnded ended = Ended(outcome, reason);
+  UpdateEnded ended = Ended(outcome, reason, failure);
   ended.remains = std::make_shared<decltype(update->pushed)>(std::move(update->pushed));
   Do(std::move(ended));
   LogEnd(outcome, reason);
@@ -625,15 +683,23 @@ void Group::Impl::LogEnd(Outcome outcome, const std::string& reason) {
   }
   Log(LogLine::kInfo, fmt::format("update committed: version {}, {} bytes in {}", update->version,
                                   update->accepted_bytes, group::Seconds(now - update->started)));
+  const LeftOut left_out = LeftOutOf(*update);
+  if (left_out.tensors == 0) return;
+  std::vector<std::string> named = left_out.names;
+  named.resize(static_cast<size_t>(left_out.tensors));  // Few prints the first ones, and counts
+  Log(LogLine::kInfo, fmt::format("version {} leaves out {} tensors, {} bytes: {}", update->version,
+                                  left_out.tensors, left_out.bytes, group::Few(named)));
 }
 
-UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const {
+UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason,
+                               const Failure& failure) const {
   const Update& u = *update;
   UpdateEnded ended;
   ended.update = u.id;
   ended.version = u.version;
   ended.outcome = outcome;
   ended.reason = reason;
+  ended.failure = failure;
   ended.fill = u.fill.has_value();
   ended.gave_way = ended.fill && u.fill->gave_way;
   ended.bytes = ended.fill ? FilledBytes() : u.accepted_bytes;
@@ -649,34 +715,57 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const
   return ended;
 }
 
-// Says whether the participants still hold their version; clients parse it (docs/protocol.md).
-std::string Group::Impl::WeightsAfterGivingUp() const {
-  std::vector<std::string> dirty;
+Failure Group::Impl::FailureAfterGivingUp() const {
+  Failure failure = update->give_up.failure;
+  failure.version = update->version.value();
+  failure.may_be_retried = group::MayPass(update->give_up.kind);
+  failure.weights = WeightsLeft::kClean;
   for (const Participant& participant : update->participants) {
     const auto it = instances.find(participant.instance);
-    if (it != instances.end() && group::IsDirty(it->second.state)) {
-      dirty.push_back(participant.instance);
+    if (it == instances.end() || !group::IsDirty(it->second.state)) continue;
+    failure.AddDirty(participant.instance);
+  }
+  return failure;
+}
+
+// Whoever pushes says by that alone that the tensors are to be delivered, so that those which no
+// instance stores are named. A rank without a manifest takes them all.
+LeftOut Group::Impl::LeftOutOf(const Update& u) {
+  LeftOut left_out;
+  if (u.fill.has_value() || u.catalog == nullptr) return left_out;
+  std::vector<std::string> names;
+  if (u.program.has_value()) {
+    names = u.program->plan->content.unwanted;
+    left_out.bytes = u.program->plan->content.unwanted_bytes;
+  }
+  const bool any = static_cast<int64_t>(u.pushed.size()) > u.pushed_wanted;
+  if (any && u.catalog->OpenRank(u.evicted) == nullptr) {
+    for (const auto& [tensor_name, tensor] : u.pushed) {
+      if (tensor.wanted) continue;
+      names.push_back(tensor_name);
+      left_out.bytes += tensor.elements * ElementBytes(tensor.dtype);
     }
   }
-  if (dirty.empty()) return "weights are whole";
-  return fmt::format("weights are dirty: instance {}", fmt::join(dirty, ", "));
+  std::sort(names.begin(), names.end());
+  left_out.tensors = static_cast<int64_t>(names.size());
+  if (names.size() > kMaxNamedLeftOut) names.resize(kMaxNamedLeftOut);
+  left_out.names = std::move(names);
+  return left_out;
 }
 
 // Answers every call that waits, once.
-void Group::Impl::AnswerAll(bool committed, const std::string& reason,
+void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                             const std::vector<InstanceOutcome>& outcomes) {
   const GiveUp& why = update->give_up;
-  const std::string lost =
-      fmt::format("the update to version {} is lost: {}", update->version, reason);
+  const auto lost = [this, &reason, &failure](absl::StatusCode code) {
+    return WithFailure(Error(code, "the update to version {} is lost: {}", update->version, reason),
+                       failure);
+  };
   // Includes calls whose callers went away, since a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
-  CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
-                   bucket_log.Totals()};
-  if (update->program.has_value()) {
-    const RefitContent& content = update->program->plan->content;
-    done.left_out_tensors = static_cast<int64_t>(content.unwanted.size());
-    done.left_out_bytes = content.unwanted_bytes;
-  }
+  CommitReply done{update->version,     outcomes, update->accepted_bytes, now - update->started,
+                   bucket_log.Totals(), {}};
+  done.left_out = LeftOutOf(*update);
   for (const auto& [call, request] : waiting) {
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);
@@ -685,17 +774,17 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason,
     }
     switch (request->kind) {
       case CallKind::kBegin:
-        Finish(request, absl::Status(why.begin_code, lost), EmptyReply{});
+        Finish(request, lost(why.begin_code), EmptyReply{});
         break;
       case CallKind::kBucket:
-        Finish(request, absl::Status(why.bucket_code, lost), EmptyReply{});
+        Finish(request, lost(why.bucket_code), EmptyReply{});
         break;
       case CallKind::kCommit:
-        Finish(request, absl::Status(why.commit_code, lost), EmptyReply{});
+        Finish(request, lost(why.commit_code), EmptyReply{});
         break;
       case CallKind::kRefit: {
         const bool began = update->data_began != TimePoint();
-        Finish(request, absl::Status(began ? why.commit_code : why.begin_code, lost), EmptyReply{});
+        Finish(request, lost(began ? why.commit_code : why.begin_code), EmptyReply{});
         break;
       }
       case CallKind::kAbort:
@@ -704,11 +793,33 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason,
     }
   }
   for (const SlotWaiter& waiter : std::exchange(slot_waiters, {})) {
-    Refuse(waiter.call, absl::Status(why.lease_code, lost));
+    Refuse(waiter.call, lost(why.lease_code));
   }
   for (const CallId call : update->operator_calls) {
     Do(Reply{call, absl::OkStatus(), EmptyReply{}});
   }
+}
+
+Failure Group::Impl::SuspectAwaited() const {
+  Failure failure;
+  if (update->state == UpdateState::kOpening) SuspectMissing(&failure);
+  if (update->state == UpdateState::kPreparing) {
+    for (const Participant& participant : update->participants) {
+      if (!participant.evicted) SuspectUnready(participant, &failure);
+    }
+  }
+  if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) {
+    return failure;
+  }
+  for (const auto& [id, reader] : update->readers) {
+    const Member* member = Find(id);
+    if (!reader.outstanding.empty() && member != nullptr) failure.Add(group::SuspectOf(*member));
+  }
+  for (const auto& [rank, progress] : update->trainers) {
+    const Member* member = progress.committed ? nullptr : Find(progress.member);
+    if (member != nullptr) failure.Add(group::SuspectOf(*member));
+  }
+  return failure;
 }
 
 // Names who is waited for now, for messages (P4).

@@ -230,8 +230,10 @@ void Group::Impl::RefuseOverdueDeferred() {
   std::erase_if(deferred, [this](const group::DeferredCall& call) {
     if (call.deadline > now) return false;
     const CallId id = std::visit([](const auto& e) { return e.call; }, call.event);
-    Refuse(id, Error(absl::StatusCode::kDeadlineExceeded,
-                     "the fill that runs did not end in time: waited for {}", WaitedFor()));
+    Refuse(id,
+           WithFailure(Error(absl::StatusCode::kDeadlineExceeded,
+                             "the fill that runs did not end in time: waited for {}", WaitedFor()),
+                       SuspectAwaited()));
     return true;
   });
 }

@@ -90,6 +90,7 @@ struct Follower::Impl {
   void Take(const PeerPing& c) { Report(PeerPong{c.number}); }
   void Take(const PeerIncarnation& c);
   void Take(const PeerReadiness& c);
+  void Take(const PeerOwner& c) { owner = c.owner; }
   template <typename WorkerCommand>
   void Take(const WorkerCommand& c) {
     worker.Handle(c, now, Out());
@@ -123,6 +124,7 @@ struct Follower::Impl {
   GroupSpec spec;
   std::optional<Version> version;
   std::string coordinator_id;
+  std::string owner;                 // of the group
   Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
   bool entered = false;              // a member has attached
   std::map<MemberId, Member> members;
@@ -316,6 +318,7 @@ void Follower::Impl::On(const LinkUp& e) {
   spec = e.spec;
   version = e.version;
   coordinator_id = e.coordinator_id;
+  owner.clear();
   protocol = e.protocol;
   Do(GroupAction(LogLine{LogLine::kInfo, fmt::format("joined daemon {} at {}", coordinator_id,
                                                      options.coordinator_address)}));
@@ -327,12 +330,16 @@ void Follower::Impl::Lose(const absl::Status& status) {
   if (state == State::kLost) return;
   const bool joined = state == State::kJoined;
   state = State::kLost;
+  Failure failure = FailureOf(status);
+  failure.Add({SuspectRole::kDaemon, options.coordinator_address, "", std::nullopt, 0});
+  failure.may_be_retried = failure.may_be_retried || joined;
   const std::string loss = fmt::format("the coordinator at {} {}: {}", options.coordinator_address,
                                        joined ? "is lost" : "could not be joined", Message(status));
   const std::string what = fmt::format("group {}: {}", options.name, loss);
   // A refusal keeps its code. A broken link is UNAVAILABLE, whatever broke it.
   lost = absl::Status(joined ? absl::StatusCode::kUnavailable : status.code(), what);
   if (lost.ok()) lost = absl::UnavailableError(what);
+  lost = WithFailure(lost, failure);
   Do(GroupAction(LogLine{LogLine::kWarning, loss}));  // the log names the group
   worker.AbandonAll(now, Out());
   reports.clear();
@@ -471,7 +478,7 @@ void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
   // A fill has the version of an update that was committed, so it is not remembered.
-  if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
+  if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason, c.failure});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
 }
@@ -582,6 +589,7 @@ const std::string& Follower::name() const { return impl_->options.name; }
 uint64_t Follower::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Follower::spec() const { return impl_->spec; }
 bool Follower::has_members() const { return !impl_->members.empty(); }
+const std::string& Follower::owner() const { return impl_->owner; }
 bool Follower::has_trainers() const {
   return std::any_of(impl_->members.begin(), impl_->members.end(),
                      [](const auto& member) { return !member.second.engine; });
@@ -643,6 +651,7 @@ MachineView Follower::View(TimePoint now) const {
   view.coordinator_address = f.options.coordinator_address;
   view.group.name = f.options.name;
   view.group.incarnation = f.incarnation;
+  view.group.owner = f.owner;
   view.group.spec = f.spec;
   view.group.version = f.version;
   switch (f.state) {

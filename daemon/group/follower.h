@@ -38,8 +38,9 @@ class Follower : public GroupMachine {
   const std::string& name() const override;
   uint64_t incarnation() const override;
   const GroupSpec& spec() const override;
-  bool has_members() const override;     // of this daemon
-  bool has_trainers() const override;    // of this daemon
+  bool has_members() const override;   // of this daemon
+  bool has_trainers() const override;  // of this daemon
+  const std::string& owner() const override;
   bool update_running() const override;  // this daemon takes part in an update
   bool is_coordinator() const override { return false; }
   absl::Status CanRegisterLayout(MemberId member) const override;

@@ -13,6 +13,29 @@ std::string Seconds(Duration duration) {
   return fmt::format("{:g} s", std::chrono::duration<double>(duration).count());
 }
 
+Suspect SuspectOf(const Member& member) {
+  return {member.engine ? SuspectRole::kEngine : SuspectRole::kTrainer, member.daemon,
+          member.instance, member.rank, member.pid};
+}
+
+bool MayPass(GiveUpClass kind) {
+  switch (kind) {
+    case GiveUpClass::kDeadline:
+    case GiveUpClass::kMemberLost:
+    case GiveUpClass::kPeerLost:
+    case GiveUpClass::kAborted:
+    case GiveUpClass::kOperator:
+    case GiveUpClass::kTransfer:
+    case GiveUpClass::kSlow:
+      return true;
+    case GiveUpClass::kNone:
+    case GiveUpClass::kVerification:
+    case GiveUpClass::kOther:
+      return false;
+  }
+  return false;
+}
+
 std::string Few(const std::vector<std::string>& names) {
   constexpr size_t kShown = 4;
   std::string text;
@@ -26,12 +49,14 @@ std::string Few(const std::vector<std::string>& names) {
 }  // namespace group
 
 Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec group_spec,
-                  GroupLimits group_limits, std::function<UpdateId()> next)
+                  GroupLimits group_limits, std::function<UpdateId()> next,
+                  Ownership::Rule owner_rule)
     : name(std::move(group_name)),
       incarnation(first_incarnation),
       spec(std::move(group_spec)),
       limits(group_limits),
       next_update(std::move(next)),
+      ownership(name, std::move(owner_rule)),
       ledger(spec.slots),
       declared(
           std::make_shared<group::TensorTable>(spec.engine_only_tensors, spec.unwanted_tensors)) {}
@@ -39,6 +64,7 @@ Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec 
 void Group::Impl::Pump() {
   GiveUpFillIfGiversChanged();
   PumpUpdate();
+  ExpelUnwelcome();
   TakeDeferred();
   OpenFillIfDue();
   ServeLeases();
@@ -199,7 +225,7 @@ void Group::Impl::On(const Tick&) {
     const std::string reason =
         fmt::format("{} did not submit leased slot {} within its lease", Label(holder), grant.slot);
     Log(LogLine::kWarning, reason);
-    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline});
+    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline, Suspecting(holder)});
   }
   if (update != nullptr && update->state == UpdateState::kEnding) {
     if (now >= update->cleanup_deadline && !update->cleanup_logged) ReportOverdueCleanUp();
@@ -224,7 +250,7 @@ void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
   if (now >= update->deadline) {
     Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()),
-             GiveUpClass::kDeadline, kDeadline, kDeadline, kDeadline, kDeadline});
+             GiveUpClass::kDeadline, SuspectAwaited(), kDeadline, kDeadline, kDeadline, kDeadline});
     return;
   }
   if (update->state == UpdateState::kPreparing && now >= update->ready_deadline) {
@@ -234,7 +260,7 @@ void Group::Impl::TickUpdate() {
     const group::StagedReader& reader = update->readers.at(late->second);
     GiveUp why{fmt::format("{} did not acknowledge part {} within {}", Label(late->second),
                            reader.outstanding.front().part, group::Seconds(limits.ack_limit)),
-               GiveUpClass::kDeadline};
+               GiveUpClass::kDeadline, Suspecting(late->second)};
     if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
     FailEngine(reader.participant, why);
   }
@@ -242,7 +268,7 @@ void Group::Impl::TickUpdate() {
   if (const std::optional<TimePoint> idle = IdleDeadline(); idle.has_value() && *idle <= now) {
     Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
                          group::Seconds(limits.idle_limit), WaitedFor()),
-             GiveUpClass::kDeadline});
+             GiveUpClass::kDeadline, SuspectAwaited()});
   }
 }
 
@@ -259,7 +285,11 @@ void Group::Impl::On(const ReplaceGroup& e) {
     return;
   }
   state = *next;
+  committed_to.clear();
+  replaced.insert(incarnation);
+  if (replaced.size() > kRememberedIncarnations) replaced.erase(replaced.begin());
   incarnation = e.incarnation;
+  ownership.Replaced(e.by);
   had_version = had_version || version.has_value();
   version.reset();
   past.clear();
@@ -296,9 +326,9 @@ bool EqualButTrainers(GroupSpec a, const GroupSpec& b) {
 }
 
 Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
-             std::function<UpdateId()> next_update)
+             std::function<UpdateId()> next_update, Ownership::Rule owner_rule)
     : impl_(std::make_unique<Impl>(std::move(name), incarnation, std::move(spec), limits,
-                                   std::move(next_update))) {}
+                                   std::move(next_update), std::move(owner_rule))) {}
 
 Group::~Group() = default;
 
@@ -340,6 +370,7 @@ const std::string& Group::name() const { return impl_->name; }
 uint64_t Group::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Group::spec() const { return impl_->spec; }
 bool Group::has_members() const { return !impl_->members.empty(); }
+const std::string& Group::owner() const { return impl_->ownership.owner(); }
 bool Group::has_trainers() const { return !impl_->trainers.empty(); }
 bool Group::update_running() const { return impl_->update != nullptr; }
 std::optional<Version> Group::version() const { return impl_->version; }

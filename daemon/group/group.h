@@ -12,8 +12,8 @@
 // transfer touches the member's memory), P8 (a lost member leaves nothing behind) and P10 (refused
 // events change nothing).
 //
-// Culprits are named "engine INSTANCE rank R", "trainer rank R", or "instance INSTANCE", with pid
-// where known.
+// Texts name members "engine INSTANCE rank R", "trainer rank R", or "instance INSTANCE", with pid
+// where known. What programs decide by stands beside each text as a Failure.
 #ifndef REFITD_DAEMON_GROUP_GROUP_H_
 #define REFITD_DAEMON_GROUP_GROUP_H_
 
@@ -31,8 +31,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/group/ownership.h"
 #include "daemon/group/readiness.h"
 #include "proto/delivery.h"
+#include "transport/base/failure.h"
 #include "transport/base/ids.h"
 #include "transport/bucket.h"
 #include "transport/plan/layout.h"
@@ -74,8 +76,9 @@ inline constexpr int64_t kMaxLag = 1'000'000'000;
 // must stay up grow with their number, while from a few givers on a newcomer's own link is the
 // limit.
 inline constexpr int kMaxGivers = 8;
-inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
-inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
+inline constexpr int kRememberedUpdates = 64;          // outcomes kept for GetUpdate
+inline constexpr int kRememberedRequests = 256;        // finished request ids kept per member
+inline constexpr size_t kRememberedIncarnations = 16;  // that were replaced
 // Records of ended buckets that are kept, of the running update or else of the last update.
 inline constexpr int kRememberedBuckets = 4096;
 
@@ -148,6 +151,10 @@ struct TrainerIdentity {
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
   bool relays = true;    // that daemon agreed to a protocol version with chains
+  // Who it is, as the daemon that it is attached to found out; empty: not known.
+  std::string identity{};
+  // A rule of that daemon lets it in, whoever owns the group.
+  bool any_owner = false;
 };
 
 struct EngineIdentity {
@@ -174,6 +181,12 @@ struct EngineIdentity {
   // unchanged, so that it may be given to other instances; and the rank answers Prepare at any
   // time, so that it may be filled. False for clients and daemons that do not say so.
   bool fill = false;
+  // The pattern of identities whose weights the rank takes: it enters no group that another one
+  // owns. Empty: it takes those of any owner.
+  std::string trainer_identity{};
+  // The identity that owned the group when held_version, or the version before its weights became
+  // dirty, was committed; empty: the rank does not say.
+  std::string held_owner{};
 };
 
 // ---- how an update ends ----
@@ -225,10 +238,22 @@ struct UpdateStatistics {
 
 // ---- what calls are answered with ----
 
+// The most tensors that LeftOut names.
+inline constexpr size_t kMaxNamedLeftOut = 64;
+
+// Tensors that an update brought and that were written nowhere, because no engine wants them
+// (GroupSpec::unwanted_tensors) or their memory is another tensor's (Tie).
+struct LeftOut {
+  int64_t tensors = 0;
+  int64_t bytes = 0;
+  std::vector<std::string> names;  // sorted; the first kMaxNamedLeftOut
+};
+
 struct InstanceOutcome {
   std::string instance;
   bool committed = false;
   std::string reason;
+  Failure failure{};  // of an instance that was not committed
 };
 
 struct BeginReply {
@@ -252,10 +277,7 @@ struct CommitReply {
   int64_t bytes = 0;
   Duration elapsed{};
   std::vector<BroadcastTotals> pushed;  // by method
-  // How many tensors of trainers' layouts no engine wants (GroupSpec::unwanted_tensors), and their
-  // bytes.
-  int64_t left_out_tensors = 0;
-  int64_t left_out_bytes = 0;
+  LeftOut left_out;
 };
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
@@ -447,6 +469,7 @@ struct OperatorAbort {
 struct ReplaceGroup {
   CallId call;
   uint64_t incarnation = 0;
+  std::string by{};  // the identity that asks for it
 };
 // SIGTERM came: no new update is opened; the running update ends or meets its deadline.
 struct DrainEvent {};
@@ -456,6 +479,7 @@ struct FailUpdate {
   UpdateId update;
   std::string reason;
   GiveUpClass kind = GiveUpClass::kPeerLost;
+  Failure failure{};
 };
 // Whether the data plane between the update's nodes is up: while it is not, no transfer is started.
 // Without this event it counts as up.
@@ -474,6 +498,7 @@ struct KeepNodesOut {
   GiveUpClass kind = GiveUpClass::kTransfer;
   // Only this update goes on without them; they take part in the next.
   bool for_now = false;
+  Failure failure{};  // beside each of these reasons
 };
 // Time has passed: the group does whatever is due. Sent at NextDeadline() or later.
 struct Tick {};
@@ -548,14 +573,16 @@ struct SendPart {
 struct SendCommitted {
   MemberId member;
   Version version;
-  // The group's incarnation. The member's own daemon sets it when it tells the member.
+  // The group's incarnation and owner. The member's own daemon sets them when it tells the member.
   uint64_t incarnation = 0;
+  std::string owner{};
 };
 struct SendAborted {
   MemberId member;
   Version version;
   std::string reason;
   bool dirty = false;
+  Failure failure{};
 };
 struct SendDraining {
   MemberId member;
@@ -648,6 +675,7 @@ struct UpdateEnded {
   Version version;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  Failure failure;  // of an update that was aborted
   // How long each phase took; zero for a phase that was not reached.
   Duration prepare{};  // from Begin to every rank ready
   Duration data{};     // from there to the last Commit
@@ -726,6 +754,7 @@ struct UpdateView {
   std::string_view state;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  Failure failure;  // of an update that is given up, or was
   int64_t bytes = 0;
   int64_t total_bytes = 0;
   int64_t tensors = 0;
@@ -737,6 +766,7 @@ struct UpdateView {
   std::string note;
   bool fill = false;
   std::vector<std::string> givers;  // a fill's: the instances that give
+  LeftOut left_out;                 // so far
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
@@ -752,6 +782,7 @@ struct SlotView {
 struct GroupView {
   std::string name;
   uint64_t incarnation = 0;
+  std::string owner;  // the identity that owns it; empty: nobody does
   std::string_view state;
   GroupSpec spec;
   std::optional<Version> version;
@@ -767,14 +798,16 @@ struct GroupView {
 struct PastUpdate {
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
+  Failure failure{};
 };
 
 // Not thread-safe.
 class Group {
  public:
   // `next_update` gives update ids that are unique in the daemon.
+  // `owner_rule`: what the daemon's policy says of an identity as the group's owner.
   Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
-        std::function<UpdateId()> next_update);
+        std::function<UpdateId()> next_update, Ownership::Rule owner_rule = nullptr);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -795,6 +828,8 @@ class Group {
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
+  // The identity that owns the group; empty: nobody does.
+  const std::string& owner() const;
   // Whether a trainer rank is attached to that node.
   bool TrainsOn(NodeId node) const;
   // Whether the running update can't do without that node: a trainer rank is attached to it, or a

@@ -43,7 +43,7 @@ namespace group {
 struct HeldVersion {
   Version version;
   uint64_t origin = 0;  // incarnation in which it was committed; 0: the rank did not tell
-  bool operator==(const HeldVersion&) const = default;
+  auto operator<=>(const HeldVersion&) const = default;
 };
 
 struct Member {
@@ -54,13 +54,20 @@ struct Member {
   int rank = 0;
   int world_size = 0;
   int pid = 0;
-  NodeId node;         // of the daemon that it is attached to
-  bool relays = true;  // that daemon can forward along chains
-  std::string label;   // for messages
+  NodeId node;             // of the daemon that it is attached to
+  bool relays = true;      // that daemon can forward along chains
+  std::string label;       // for messages
+  std::string daemon;      // that daemon's id; empty: the coordinator's
+  std::string identity;    // trainers
+  bool any_owner = false;  // trainers: may enter groups of any owner
+  // Trainers: another identity owns the group now. The rank's lease ends when no update runs.
+  bool unwelcome = false;
+  std::string takes_of;  // engines: the pattern of owners whose weights they take; empty: any
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
+  uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled
@@ -127,6 +134,10 @@ constexpr bool IsDirty(InstanceState state) {
   return state == InstanceState::kFormingDirty || state == InstanceState::kDirty ||
          state == InstanceState::kDirtyPreparing || state == InstanceState::kDirtyReady;
 }
+// The member as failures name it.
+Suspect SuspectOf(const Member& member);
+// Whether the next update may succeed where one was given up for such a reason.
+bool MayPass(GiveUpClass kind);
 // Formats a duration, as in "1.5 s".
 std::string Seconds(Duration duration);
 // Formats a list that may be long, as in "a, b, c and 4 more".
@@ -150,7 +161,7 @@ struct Group::Impl {
   using Update = group::Update;
 
   Impl(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
-       std::function<UpdateId()> next_update);
+       std::function<UpdateId()> next_update, Ownership::Rule owner_rule);
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
   ~Impl() {
@@ -240,8 +251,17 @@ struct Group::Impl {
   // The attached trainer rank of that id. Null: there is none, and the call was refused.
   Member* Trainer(MemberId id, CallId call);
   std::string Label(MemberId id) const;
+  // A failure whose suspect is that member.
+  Failure Suspecting(MemberId id) const;
+  // The failure of an update to `wanted` that was never opened, and whom that is due to.
+  Failure Unwritten(Version wanted, MemberId suspect) const;
   void Admit(Member member);
   absl::Status CheckTrainer(const TrainerIdentity& who) const;
+  absl::Status CheckEnginesTake(const std::string& identity) const;
+  std::string ClaimOf(const EngineIdentity& who) const;
+  void FindUnwelcome();
+  absl::Status WhyUnwelcome(const Member& member) const;
+  void ExpelUnwelcome();
   absl::Status CheckEngine(const EngineIdentity& identity) const;
   void CompleteIfAllHere(Instance* instance);
   bool Complete(const Instance& instance) const;
@@ -249,6 +269,10 @@ struct Group::Impl {
   InstanceStanding StandingOf(const std::string& instance_name) const;
   // Called where the instance's state, ranks or version change.
   void NoteStanding(const std::string& instance_name) { restood.insert(instance_name); }
+  void FindLineage();
+  void NoteInstalled(const Member& member);
+  bool Believed(const EngineIdentity& who) const;
+  bool OfLineage(const group::HeldVersion& held) const;
   // Called when a rank brings a version that an earlier incarnation of the group committed.
   void NoteEarlierVersion();
   absl::Status CheckHeld(const EngineIdentity& who) const;
@@ -287,6 +311,8 @@ struct Group::Impl {
   BeginReply MakeBeginReply() const;
   std::string WaitedForToAssemble() const;
   std::string WaitedForReady() const;
+  void SuspectMissing(Failure* failure) const;
+  void SuspectUnready(const Participant& participant, Failure* failure) const;
 
   // ---- data.cc ----
   // The progress of the rank in the running update, or why its data calls are refused. `wanted`:
@@ -299,6 +325,10 @@ struct Group::Impl {
     return wanted != UpdateId() && (update == nullptr || update->id != wanted);
   }
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
+  absl::Status CheckTiedBucket(std::string_view tensor) const;
+  bool AnyTied(const PartContent& content) const;
+  void AddTiedDigests(const PartContent& content, const std::vector<uint64_t>& digests);
+  absl::Status CheckTies() const;
   absl::Status CheckParts(const CheckedBucket& bucket) const;
   absl::Status Reserve(const BucketEvent& e);
   // The tensors and elements that a bucket adds: tensors that no bucket brought before, and for the
@@ -344,8 +374,12 @@ struct Group::Impl {
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
   bool LeavesOut(const group::PlannedRefit& compiled, std::string_view tensor) const;
+  bool Lists(std::string_view tensor) const;
+  bool InProgram(std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
+  std::vector<std::shared_ptr<const Layout>> SourceLayouts() const;
+  std::vector<std::pair<MemberId, uint64_t>> DestinationBindings() const;
   std::optional<ReplicaFraction> PartToCompare() const;
   void CountCompared();
   bool TakeProgramSlots();
@@ -400,6 +434,7 @@ struct Group::Impl {
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
   absl::Status CheckCoverage() const;
   int64_t UnwantedAndNotPushed() const;
+  static LeftOut LeftOutOf(const Update& u);
   absl::Status CheckAllPushed() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();
@@ -424,19 +459,23 @@ struct Group::Impl {
   void TellQuiet();
   void TellGivenUp(Participant* participant);
   void ReportOverdueCleanUp();
-  void TellAborted(const Participant& participant, const std::string& reason);
+  void TellAborted(const Participant& participant, const std::string& reason,
+                   const Failure& failure);
   void InstallVersion();
   void TearDown();
-  std::string WeightsAfterGivingUp() const;
-  // `reason`: why the update was given up.
-  void AnswerAll(bool committed, const std::string& reason,
+  // What is known of the update that is given up, with what it leaves of the engines' weights.
+  Failure FailureAfterGivingUp() const;
+  // `reason` and `failure`: why the update was given up.
+  void AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   void LogEnd(Outcome outcome, const std::string& reason);
-  UpdateEnded Ended(Outcome outcome, const std::string& reason) const;
+  UpdateEnded Ended(Outcome outcome, const std::string& reason, const Failure& failure) const;
   std::optional<uint32_t> ParticipantOf(MemberId member) const;
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
   std::string WaitedFor() const;
+  // A failure whose suspects are those that WaitedFor names.
+  Failure SuspectAwaited() const;
 
   // Constant after construction, except the incarnation and the spec's trainer_ranks.
   const std::string name;
@@ -445,6 +484,9 @@ struct Group::Impl {
   const GroupLimits limits;
   const std::function<UpdateId()> next_update;
 
+  Ownership ownership;
+  // A trainer is attached that may not stay (Member::unwelcome).
+  bool any_unwelcome = false;
   GroupState state = GroupState::kIdle;
   std::optional<Version> version;  // last committed in this incarnation
   // A version was committed in an earlier incarnation: a rank brought it, or the group was
@@ -456,6 +498,15 @@ struct Group::Impl {
   // The names of instances, also of those that are gone, whose standing may have changed since
   // TakeStandings.
   std::set<std::string> restood;
+  // Of the versions of earlier incarnations that clean instances brought, the one that most of them
+  // hold; nullopt: there is none, or the group has committed a version itself.
+  std::optional<group::HeldVersion> lineage;
+  // The last version of this incarnation that was committed to each rank, also of instances that
+  // are gone, by instance and rank: what a rank that comes back says is compared with it. At most
+  // kMaxEngineRanks.
+  std::map<std::pair<std::string, int>, Version> committed_to;
+  // Incarnations of this group before it was replaced: what they committed is not to be served.
+  std::set<uint64_t> replaced;  // at most kRememberedIncarnations
   // Nodes with members that are kept out of updates, and why.
   std::map<NodeId, std::string> kept_out;
   SlotLedger ledger;

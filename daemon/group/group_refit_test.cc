@@ -375,14 +375,15 @@ TEST_CASE("what only trainers have is left out where the spec allows it, and cou
   p.g.FinishVerify();
   const auto reply = p.g.Get<CommitReply>(call);
   CHECK(reply.bytes == 24);
-  CHECK(reply.left_out_tensors == 2);
-  CHECK(reply.left_out_bytes == 12);
+  CHECK(reply.left_out.tensors == 2);
+  CHECK(reply.left_out.bytes == 12);
 }
 
 // "head" shares the memory of "embed": the layout has its name without a piece.
 std::shared_ptr<const Layout> TiedLayout() {
   auto layout = std::make_shared<Layout>(*LayoutOf({Bytes("embed", 8)}));
   layout->tensors.push_back(Bytes("head", 8));
+  layout->ties = {{1, 0}};
   return layout;
 }
 
@@ -402,6 +403,33 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     const CallId commit = g.Commit(trainer, 1, 1);
     g.FinishVerify();
     CHECK(g.Code(commit) == StatusCode::kOk);
+    const auto reply = g.Get<CommitReply>(commit);
+    CHECK(reply.left_out.tensors == (one ? 0 : 1));
+    CHECK(reply.left_out.bytes == (one ? 0 : 8));
+    if (!one) CHECK(reply.left_out.names == std::vector<std::string>{"head"});
+    CHECK(g.group.ViewUpdate(g.now)->left_out.names == reply.left_out.names);
+  }
+  SECTION("pushed by a trainer that has not tied them: values that differ are not committed") {
+    g.digests = {{"embed", 5}, {"head", 6}};
+    g.Open(trainer, 1);
+    g.Push(trainer, 1, 0, both);
+    REQUIRE(g.running.at(0).transfer.want_source_digests);
+    g.FinishAll();
+    const CallId commit = g.Commit(trainer, 1, 1);
+    if (g.verifying.has_value()) g.FinishVerify();
+    CHECK(g.Code(commit) == StatusCode::kFailedPrecondition);
+    CHECK_THAT(g.Text(commit),
+               Contains("tensor 'head' and tensor 'embed' are one memory in engine x"));
+    CHECK(g.Instance("x").state == "dirty");
+  }
+  SECTION("pushed in part: what layouts bring can't be compared with it, and is refused by name") {
+    g.Shards(trainer, both, 0, 1, {1});
+    g.Open(trainer, 1);
+    if (g.compiling.has_value()) g.FinishCompile();
+    g.ReadyAll();
+    const CallId push = g.Push(trainer, 1, 0, {both[1]});
+    CHECK(g.Code(push) == StatusCode::kFailedPrecondition);
+    CHECK_THAT(g.Text(push), Contains("tensor 'head'") && Contains("tensor 'embed'"));
   }
   SECTION("pushed under the name that has no memory alone: the other is missed") {
     g.Open(trainer, 1);
@@ -426,7 +454,8 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     g.FinishVerify();
     const auto reply = g.Get<CommitReply>(call);
     CHECK(reply.bytes == 8);
-    CHECK(reply.left_out_tensors == (one ? 0 : 1));
+    CHECK(reply.left_out.tensors == (one ? 0 : 1));
+    if (!one) CHECK(reply.left_out.names == std::vector<std::string>{"head"});
   }
   SECTION("beside an engine that stores both") {
     g.Registered("y", both);
@@ -438,7 +467,7 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     g.FinishVerify();
     const auto reply = g.Get<CommitReply>(call);
     CHECK(reply.bytes == 16);
-    CHECK(reply.left_out_tensors == 0);
+    CHECK(reply.left_out.tensors == 0);
   }
 }
 
@@ -522,12 +551,15 @@ TEST_CASE("all replicas are compared on a registration's first version, then a p
   GroupLimits limits;
   limits.compare_every = 3;
   Pair p(TestGroup::DefaultSpec(), limits);
-  std::vector<uint32_t> compared;  // the parts that were compared; 0: none
+  std::vector<uint64_t> compared;  // how many of 300 boxes were compared; 0: none
   const auto version = [&](int64_t number) {
     p.g.Refit(p.trainer, number);
     if (p.g.compiling.has_value()) p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
     p.g.ReadyAll();
-    compared.push_back(p.g.comparing.has_value() ? p.g.comparing->part.parts : 0);
+    compared.push_back(0);
+    for (uint64_t i = 0; i < 300 && p.g.comparing.has_value(); ++i) {
+      compared.back() += p.g.comparing->part.Has(i << 32) ? 1 : 0;
+    }
     if (p.g.comparing.has_value()) {
       CHECK_FALSE(p.g.refitting.has_value());
       CHECK(p.g.Instance("x").state == "clean_ready");  // nothing is written yet
@@ -537,11 +569,42 @@ TEST_CASE("all replicas are compared on a registration's first version, then a p
     p.g.FinishVerify();
   };
   for (int64_t v = 1; v <= 7; ++v) version(v);
-  // The only box is in the first part.
-  CHECK(compared == std::vector<uint32_t>{1, 3, 0, 0, 3, 0, 0});
+  CHECK(compared == std::vector<uint64_t>{300, 100, 100, 100, 100, 100, 100});
   p.g.Shards(p.trainer, kModel);  // in other memory
   version(8);
-  CHECK(compared.back() == 1);
+  CHECK(compared.back() == 300);
+}
+
+TEST_CASE("tensors that can't be right are refused before a byte is written") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
+  p.g.ReadyAll();
+  p.g.FinishCompare(absl::FailedPreconditionError("tensor a and tensor b overlap"));
+  CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(call),
+             Contains("tensor a and tensor b overlap") && Contains("weights are whole"));
+  CHECK(p.g.Instance("x").state == "clean");
+}
+
+TEST_CASE("a binding's first version asks the daemons, whether or not there are replicas") {
+  Pair p;
+  const auto asked = [&](int64_t version) {
+    int before = p.g.compares;
+    p.g.Refit(p.trainer, version);
+    if (p.g.compiling.has_value()) p.g.FinishCompile();
+    p.g.ReadyAll();
+    p.g.FinishRefit();
+    p.g.FinishVerify();
+    return p.g.compares - before;
+  };
+  CHECK(asked(1) == 1);
+  CHECK(asked(2) == 0);
+  p.g.Shards(p.trainer, kModel);  // in other memory
+  CHECK(asked(3) == 1);
+  p.g.Register(p.engine, LayoutOf(kModel));  // likewise
+  CHECK(asked(4) == 1);
+  CHECK(asked(5) == 0);
 }
 
 TEST_CASE("replicas that differ abort before a byte is written") {

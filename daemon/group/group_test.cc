@@ -1215,6 +1215,29 @@ TEST_CASE("a part of a bucket that fails ends the update when the others have en
   CHECK(g.Instance("r").state == "dirty");
   CHECK(g.Instance("tp").state == "dirty");
   CHECK(g.aborted.size() == 4);
+  const Failure failure = FailureOf(g.Answer(g.push)->status);
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(NameOf(failure.suspects[0]) == "engine r rank 0");
+  CHECK(failure.weights == WeightsLeft::kDirty);
+  CHECK(failure.dirty_instances == std::vector<std::string>{"r", "tp"});
+  CHECK(failure.version == 1);
+  CHECK_FALSE(failure.may_be_retried);  // other bytes than were sent: that does not pass
+  CHECK(g.group.Past(Version(1)).failure == failure);
+  for (const SendAborted& told : g.aborted) CHECK(told.failure.version == 1);
+}
+
+TEST_CASE("a reason that calls weights whole made dirty engines read as whole") {
+  InParts g;
+  g.Finish(0);
+  const std::string reason = "loader died (weights are whole): tensor 'forged' of trainer rank 9";
+  g.Fail(g.whole, UpdateId(1), reason);
+  while (!g.running.empty()) g.Finish(0);
+  CHECK_THAT(g.Text(g.push), Contains(reason) && Contains("weights are dirty: instance"));
+  const Failure failure = FailureOf(g.Answer(g.push)->status);
+  CHECK(failure.weights == WeightsLeft::kDirty);
+  CHECK(failure.tensor.empty());
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].role == SuspectRole::kEngine);
 }
 
 TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until the next commit") {
@@ -1972,6 +1995,92 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
     CAPTURE(name);
     CHECK(standing(name) == Standing::kClean);
   }
+}
+
+TEST_CASE("of engines that bring versions of different incarnations one lineage is ready") {
+  TestGroup g(SpecOf(1, 1));
+  const auto standings = [&g] {
+    g.group.TakeStandings();
+    std::map<std::string, Standing> all;
+    for (const InstanceStanding& each : g.group.Standings()) all[each.instance] = each.standing;
+    return all;
+  };
+  AttachHolding(&g, "stale", 0, 1, 9, 0x44);
+  CHECK(standings().at("stale") == Standing::kClean);
+  const MemberId first = AttachHolding(&g, "a", 0, 1, 4, 0x55);
+  // Of equal numbers the first stays: what is served does not change to and fro.
+  CHECK(standings().at("stale") == Standing::kClean);
+  CHECK(standings().at("a") == Standing::kStray);
+  AttachHolding(&g, "b", 0, 1, 4, 0x55);
+  CHECK(standings().at("stale") == Standing::kStray);
+  CHECK(standings().at("a") == Standing::kClean);
+  CHECK(standings().at("b") == Standing::kClean);
+  // A version above that of the others, and one behind them, is another one as well (max_lag 0).
+  AttachHolding(&g, "liar", 0, 1, 999, 0x55);
+  AttachHolding(&g, "late", 0, 1, 3, 0x55);
+  CHECK(standings().at("liar") == Standing::kStray);
+  CHECK(standings().at("late") == Standing::kStray);
+  CHECK(standings().at("a") == Standing::kClean);
+  g.Lose(first);
+  CHECK(standings().at("b") == Standing::kClean);
+  // The next version makes all of them ready.
+  const MemberId trainer = g.AttachTrainer();
+  g.Install(trainer, 1, kModel);
+  for (const auto& [name, standing] : standings()) {
+    CAPTURE(name);
+    CHECK(standing == Standing::kClean);
+  }
+}
+
+TEST_CASE("a rank that says it holds a version which was never committed to it is not believed") {
+  OneToOne g(5);
+  g.PushAndCommit(g.trainer, 5, kModel);
+  AttachHolding(&g, "other", 0, 1, 5, 7);
+  CHECK(g.Instance("other").state == "clean");
+  CHECK(g.Instance("other").version == std::nullopt);
+}
+
+TEST_CASE("a version that a replaced incarnation committed is not believed") {
+  OneToOne g(5);
+  g.PushAndCommit(g.trainer, 5, kModel);
+  g.Do(ReplaceGroup{g.NewCall(), 8});
+  g.dirty.insert("r");
+  AttachHolding(&g, "away", 0, 1, 5, 7);
+  CHECK(g.Instance("away").version == std::nullopt);
+  g.group.TakeStandings();
+  for (const InstanceStanding& each : g.group.Standings()) {
+    if (each.instance == "away") CHECK(each.standing == Standing::kEmpty);
+  }
+}
+
+TEST_CASE("a trainer that another owner's engine puts out leaves when its update is over") {
+  TestGroup g(SpecOf(1, 1));
+  const auto attach = [&g](const std::string& identity) {
+    const MemberId id = g.NewMember();
+    TrainerIdentity who;
+    who.identity = identity;
+    g.Do(TrainerAttached{id, std::move(who)});
+    return id;
+  };
+  const MemberId thief = attach("uid:666");
+  CHECK(g.group.owner() == "uid:666");
+  CHECK(g.refused.contains(attach("uid:7")));
+  g.Registered("new", kModel);
+  const CallId begin = g.Begin(thief, 4);
+  EngineIdentity who{"old", 0, 1, DeliveryMode::kStaged, 0, Version(3), kModel};
+  who.held_origin = 0x55;
+  who.held_owner = "uid:7";
+  g.AttachEngine(std::move(who));
+  CHECK(g.group.owner() == "uid:7");
+  CHECK(g.Code(begin) == absl::StatusCode::kAborted);
+  CHECK_FALSE(g.group.update_running());
+  REQUIRE(g.refused.contains(thief));
+  CHECK(g.refused.at(thief).code() == absl::StatusCode::kPermissionDenied);
+  CHECK_FALSE(g.group.has_trainers());
+  const MemberId owner = attach("uid:7");
+  CHECK_FALSE(g.refused.contains(owner));
+  g.Install(owner, 4, kModel);
+  CHECK(g.refused.contains(attach("uid:666")));
 }
 
 TEST_CASE("replacing a group marks every instance dirty and starts versions anew") {

@@ -221,6 +221,8 @@ class GroupMachine {
   virtual bool has_members() const = 0;
   // Whether trainers are attached; for a follower: to this daemon.
   virtual bool has_trainers() const = 0;
+  // The identity that owns the group, as far as this daemon knows; empty: nobody does.
+  virtual const std::string& owner() const = 0;
   virtual bool update_running() const = 0;  // fills included
   // Whether the update that runs is a fill. A follower does not tell the two apart.
   virtual bool fill_running() const { return false; }

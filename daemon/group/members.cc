@@ -1,7 +1,10 @@
 // Attach, loss and release of members; instances.
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/identity.h"
 
 namespace refitd {
 namespace {
@@ -51,6 +54,10 @@ group::Member* Group::Impl::Trainer(MemberId id, CallId call) {
            Error(absl::StatusCode::kFailedPrecondition, "{} is not a trainer rank", member->label));
     return nullptr;
   }
+  if (member->unwelcome) {
+    Refuse(call, WhyUnwelcome(*member));
+    return nullptr;
+  }
   if (update != nullptr) update->last_call = now;
   return member;
 }
@@ -60,9 +67,26 @@ std::string Group::Impl::Label(MemberId id) const {
   return member == nullptr ? fmt::format("member {}", id) : member->label;
 }
 
+Failure Group::Impl::Suspecting(MemberId id) const {
+  Failure failure;
+  if (const Member* member = Find(id); member != nullptr) failure.Add(group::SuspectOf(*member));
+  return failure;
+}
+
+Failure Group::Impl::Unwritten(Version wanted, MemberId suspect) const {
+  Failure failure = Suspecting(suspect);
+  failure.version = wanted.value();
+  failure.weights = WeightsLeft::kClean;
+  failure.may_be_retried = true;
+  return failure;
+}
+
 // After all trainers have left, trainers of another world size may attach. No update can run then,
 // since the loss of any of its trainer ranks gives it up.
 absl::Status Group::Impl::CheckTrainer(const TrainerIdentity& who) const {
+  REFITD_RETURN_IF_ERROR(ownership.CheckTrainer(who.identity, who.any_owner));
+  // Engines that came after the owner were compared with it.
+  if (ownership.WouldOwn(who.identity)) REFITD_RETURN_IF_ERROR(CheckEnginesTake(who.identity));
   REFITD_RETURN_IF_ERROR(CheckRank(who.rank, who.world_size, kMaxTrainerRanks));
   if (who.world_size != spec.trainer_ranks && !trainers.empty()) {
     std::vector<std::string> attached;
@@ -74,9 +98,70 @@ absl::Status Group::Impl::CheckTrainer(const TrainerIdentity& who) const {
                  attached.size() == 1 ? "is" : "are");
   }
   if (const auto it = trainers.find(who.rank); it != trainers.end()) {
-    return Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second));
+    return WithFailure(Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second)),
+                       Suspecting(it->second));
   }
   return absl::OkStatus();
+}
+
+// OK: no engine of the group says that it takes the weights of others alone (P9).
+absl::Status Group::Impl::CheckEnginesTake(const std::string& identity) const {
+  for (const auto& [id, member] : members) {
+    if (member.takes_of.empty() || MatchesOwner(member.takes_of, identity)) continue;
+    return Error(absl::StatusCode::kPermissionDenied,
+                 "{} may not own group '{}': {} takes weights of {} alone (trainer_identity)",
+                 identity, name, member.label, member.takes_of);
+  }
+  return absl::OkStatus();
+}
+
+// What the rank says of its version's owner, unless it does not take that owner's weights any more.
+std::string Group::Impl::ClaimOf(const EngineIdentity& who) const {
+  const std::string& takes = who.trainer_identity;
+  return takes.empty() || MatchesOwner(takes, who.held_owner) ? who.held_owner : "";
+}
+
+// The owner has changed: trainers of the owner before leave the group once the update is over that
+// they had begun. Copies of theirs may run until then (P6).
+void Group::Impl::FindUnwelcome() {
+  for (const auto& [rank, id] : trainers) {
+    Member* const member = Find(id);
+    member->unwelcome = !ownership.Stays(member->identity, member->any_owner);
+    any_unwelcome = any_unwelcome || member->unwelcome;
+  }
+  if (!any_unwelcome) return;
+  Log(LogLine::kWarning, fmt::format("{} owns the group now: trainers of another identity leave it",
+                                     ownership.owner()));
+  if (update == nullptr || FillRuns() || update->state == UpdateState::kEnding) return;
+  Abandon({fmt::format("another identity owns group '{}'", name), GiveUpClass::kOther});
+}
+
+absl::Status Group::Impl::WhyUnwelcome(const Member& member) const {
+  absl::Status why = ownership.CheckTrainer(member.identity, member.any_owner);
+  if (!why.ok()) return why;
+  return absl::AbortedError("the group's owner has changed: attach again");
+}
+
+void Group::Impl::ExpelUnwelcome() {
+  if (!any_unwelcome || (update != nullptr && !FillRuns())) return;
+  any_unwelcome = false;
+  const std::map<int, MemberId> before = trainers;
+  for (const auto& [rank, id] : before) {
+    Member* const member = Find(id);
+    if (!member->unwelcome) continue;
+    absl::Status why = WhyUnwelcome(*member);
+    if (member->touching > 0) {  // P6
+      any_unwelcome = true;
+      continue;
+    }
+    ledger.Forget(id);
+    const NodeId node = member->node;
+    LoseTrainer(member, Message(why));
+    members.erase(id);
+    LetInIfEmpty(node);
+    Do(RefuseMember{id, std::move(why)});
+  }
+  Changed();
 }
 
 void Group::Impl::On(const TrainerAttached& e) {
@@ -97,9 +182,14 @@ void Group::Impl::On(const TrainerAttached& e) {
   member.pid = who.pid;
   member.node = who.node;
   member.relays = who.relays;
+  member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("trainer rank {}", who.rank), who);
+  member.identity = who.identity;
+  member.any_owner = who.any_owner;
+  const bool displaces = ownership.EnterTrainer(who.identity);
   trainers[who.rank] = e.member;
   Admit(std::move(member));
+  if (displaces) FindUnwelcome();
 }
 
 void Group::Impl::Admit(Member member) {
@@ -125,9 +215,25 @@ absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
                name);
 }
 
+void Group::Impl::NoteInstalled(const Member& member) {
+  committed_to[{member.instance, member.rank}] = update->version;
+  if (committed_to.size() > static_cast<size_t>(kMaxEngineRanks))
+    committed_to.erase(committed_to.begin());
+}
+
+// Whether the rank may hold the version that it says. The group knows what it committed to whom in
+// its own incarnation; a replacement makes every instance dirty, also those that were away.
+bool Group::Impl::Believed(const EngineIdentity& who) const {
+  if (replaced.contains(who.held_origin)) return false;
+  if (who.held_origin != incarnation) return true;
+  const auto it = committed_to.find({who.instance, who.rank});
+  return it != committed_to.end() && it->second >= *who.held_version;
+}
+
 absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
   REFITD_RETURN_IF_ERROR(CheckRank(who.rank, who.world_size, kMaxEngineRanks));
   REFITD_RETURN_IF_ERROR(CheckHeld(who));
+  REFITD_RETURN_IF_ERROR(ownership.CheckEngine(who.trainer_identity, ClaimOf(who)));
   if (members.size() >= static_cast<size_t>(kMaxEngineRanks) + kMaxTrainerRanks) {
     return Error(absl::StatusCode::kResourceExhausted, "group {} has {} members already", name,
                  members.size());
@@ -140,7 +246,9 @@ absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
                  who.world_size, it->second.world_size, who.instance);
   }
   if (const auto rank = it->second.ranks.find(who.rank); rank != it->second.ranks.end()) {
-    return Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(rank->second));
+    return WithFailure(
+        Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(rank->second)),
+        Suspecting(rank->second));
   }
   return absl::OkStatus();
 }
@@ -160,16 +268,18 @@ void Group::Impl::On(const EngineAttached& e) {
   member.pid = who.pid;
   member.node = who.node;
   member.relays = who.relays;
+  member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   member.delivery = who.delivery;
   member.on_device = who.on_device;
   member.fill = who.fill;
+  member.takes_of = who.trainer_identity;
   if (who.manifest.has_value()) {
     member.manifest = declared->Shared(*who.manifest);
     declared->Add(member.manifest);
   }
   if (who.held_version.has_value()) {
-    member.held = {*who.held_version, who.held_origin};
+    if (Believed(who)) member.held = {*who.held_version, who.held_origin};
     if (who.held_origin != incarnation) NoteEarlierVersion();
   }
   Instance& instance = instances[who.instance];
@@ -188,6 +298,8 @@ void Group::Impl::On(const EngineAttached& e) {
     update->lacks_slots = member.label;
   }
   Admit(std::move(member));
+  const std::string claim = ClaimOf(who);
+  if (CheckEnginesTake(claim).ok() && ownership.EnterEngine(claim)) FindUnwelcome();
   CompleteIfAllHere(&instance);
 }
 
@@ -204,6 +316,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   if (member->layout != nullptr) member->held.reset();
   if (member->engine) look_for_fill = true;
   member->layout = e.layout;
+  ++member->registrations;
   member->verified = false;
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
@@ -277,6 +390,36 @@ std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instanc
   return common;
 }
 
+// Versions of two incarnations can't be compared, so the number of instances decides: a rank's word
+// about a version can't be checked, and one that says too much does not make the others unready. Of
+// equal numbers what was chosen before stays, and then the greater version counts.
+void Group::Impl::FindLineage() {
+  std::map<group::HeldVersion, int> holders;
+  if (!version.has_value()) {
+    for (const auto& [instance_name, instance] : instances) {
+      if (const auto held = VersionOf(instance); held.has_value()) ++holders[*held];
+    }
+  }
+  std::optional<group::HeldVersion> most;
+  int count = 0;
+  for (const auto& [held, instances_of_it] : holders) {
+    const bool stays = instances_of_it == count && most != lineage;
+    if (instances_of_it > count || stays) {
+      most = held;
+      count = instances_of_it;
+    }
+  }
+  if (std::exchange(lineage, most) == most) return;
+  for (const auto& [instance_name, instance] : instances) NoteStanding(instance_name);
+}
+
+// Whether the version, of an earlier incarnation, may be served beside what the others hold.
+bool Group::Impl::OfLineage(const group::HeldVersion& held) const {
+  if (held.origin == incarnation || version.has_value() || !lineage.has_value()) return true;
+  if (held.origin != lineage->origin || held.version > lineage->version) return false;
+  return lineage->version.value() - held.version.value() <= spec.max_lag;
+}
+
 InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const {
   InstanceStanding standing{.instance = instance_name, .version = std::nullopt};
   const auto it = instances.find(instance_name);
@@ -295,6 +438,7 @@ InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const
   const bool whole =
       standing.standing == Standing::kClean || standing.standing == Standing::kUpdating;
   if (whole && had_version && !held.has_value()) standing.standing = Standing::kEmpty;
+  if (whole && held.has_value() && !OfLineage(*held)) standing.standing = Standing::kStray;
   if (held.has_value() && held->origin == incarnation) standing.version = held->version;
   return standing;
 }
@@ -328,8 +472,8 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
   if (update == nullptr) return;
   const std::optional<uint32_t> participant = ParticipantOf(member->id);
   if (participant.has_value() && !update->participants[*participant].evicted) {
-    Evict(*participant,
-          {fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
+    Evict(*participant, {fmt::format("{} was lost: {}", member->label, reason),
+                         GiveUpClass::kMemberLost, Suspecting(member->id)});
   }
 }
 
@@ -339,14 +483,16 @@ void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
     // A call that waits for the fill is lost too, as an update that the rank has begun would be: no
     // other rank can complete it.
     for (const Version wanted : DeferredOf(member->id)) {
-      RefuseDeferred(wanted, Error(absl::StatusCode::kAborted,
-                                   "the update to version {} is lost: {} was lost: {}", wanted,
-                                   member->label, reason));
+      RefuseDeferred(wanted, WithFailure(Error(absl::StatusCode::kAborted,
+                                               "the update to version {} is lost: {} was lost: {}",
+                                               wanted, member->label, reason),
+                                         Unwritten(wanted, member->id)));
     }
     return;
   }
   if (update == nullptr) return;
-  Abandon({fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
+  Abandon({fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost,
+           Suspecting(member->id)});
 }
 
 void Group::Impl::Touch(MemberId id, int by) {

@@ -91,7 +91,8 @@ struct PeerHeaderAck {
   UpdateId update;
   PartSeq part;
   uint64_t digest = 0;   // HeaderDigest of the header that came
-  std::string mismatch;  // names the first tensor that differs; empty: none
+  std::string mismatch;  // how the first tensor differs; empty: none does
+  std::string mismatch_tensor{};
 };
 // This node's share of a part has ended: the node neither reads, writes, sends nor receives it any
 // more.
@@ -234,6 +235,7 @@ struct PeerHeader {
   // The part was announced before, over an epoch that was closed. The root sends the slot that it
   // packed then; the other nodes of this header lack the part.
   bool again = false;
+  bool digests = false;  // root: the answer has digests, whatever the verification
 };
 struct PeerIssue {
   UpdateId update;
@@ -312,6 +314,7 @@ struct PeerUpdateEnded {
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
   bool fill = false;  // not an update of the trainers: no answer to GetUpdate
+  Failure failure{};
 };
 struct PeerEpochConnect {
   EpochId epoch;
@@ -334,13 +337,18 @@ struct PeerIncarnation {
   uint64_t incarnation = 0;
 };
 
+// Who owns the group now.
+struct PeerOwner {
+  std::string owner;  // empty: nobody
+};
+
 // PeerReadiness (readiness.h) is a command as well.
 // The actions of Group among the commands are for members and calls of the joined daemon.
 using PeerCommand =
     std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, PeerSendPart,
                  MemberAction, PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
                  PeerUpdateEnded, OpenEpoch, PeerEpochConnect, CloseEpoch, PeerWireLock,
-                 PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness>;
+                 PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness, PeerOwner>;
 
 // A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
 // counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same

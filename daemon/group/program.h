@@ -61,9 +61,13 @@ struct BoundProgram {
 
 enum class MoveStep : uint8_t {
   kCompare,  // digests of `replicas`; moves nothing
-  kLocal,    // program->local
-  kPack,     // one round: from the sources and from `received` into `slot`
-  kUnpack,   // one round: from `slot` into the destinations
+  // Before and after a binding's first run: digests of sources of which nothing tells whether they
+  // are the memory of a destination. The second time in an update, DATA_LOSS names one that has
+  // changed.
+  kWitness,
+  kLocal,   // program->local
+  kPack,    // one round: from the sources and from `received` into `slot`
+  kUnpack,  // one round: from `slot` into the destinations
 };
 
 // Answered by MovesDone.
@@ -97,6 +101,8 @@ struct MovesDone {
   std::vector<int64_t> bytes_written;  // local, unpack: by program->destinations
   int failed_destination = -1;         // index as in `bytes_written`; if not OK and known
   std::vector<uint64_t> digests;  // compare: by bound->replicas; only those of the part are set
+  // Compare: the run that follows must be between two witness steps.
+  bool witness = false;
   // Pack: of the sources' bytes, not of what is forwarded; unpack: of the bytes received. Empty if
   // verification is off.
   std::vector<SectionDigest> sections;

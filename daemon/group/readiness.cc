@@ -8,8 +8,8 @@
 namespace refitd {
 
 std::string_view Name(Standing standing) {
-  constexpr std::array<std::string_view, kStandings> kNames = {"gone",  "forming",  "dirty",
-                                                               "clean", "updating", "empty"};
+  constexpr std::array<std::string_view, kStandings> kNames = {
+      "gone", "forming", "dirty", "clean", "updating", "empty", "stray"};
   return kNames[static_cast<size_t>(standing)];
 }
 
@@ -56,6 +56,9 @@ std::optional<Readiness> ReadinessBook::Of(const std::string& instance, int64_t 
   if (known.standing == Standing::kEmpty) {
     readiness.lag.reset();
     readiness.reason = "it holds no version, and the group had one before";
+  } else if (known.standing == Standing::kStray) {
+    readiness.lag.reset();
+    readiness.reason = "it holds another version than the group's other instances brought";
   } else if (known.standing != Standing::kClean && known.standing != Standing::kUpdating) {
     readiness.lag.reset();
     readiness.reason = fmt::format("it is {}", Name(known.standing));

@@ -6,9 +6,11 @@
 // instance. An instance without a version of the group's incarnation can't be compared with the
 // group: it is ready only while the group has committed no version. Even then it is not ready if it
 // holds no version at all while the group is known to have had one: another instance brought a
-// version of an earlier incarnation, or the group was replaced. An instance whose update has
-// written nothing yet still holds its version and stays ready; from the first byte to the commit
-// it is dirty (P2), hence not ready.
+// version of an earlier incarnation, or the group was replaced. Of instances that bring versions of
+// earlier incarnations one lineage is ready: the version that most of them hold, and what is at
+// most max_lag behind it in the same incarnation. The others wait for the next version. An instance
+// whose update has written nothing yet still holds its version and stays ready; from the first byte
+// to the commit it is dirty (P2), hence not ready.
 //
 // Pure. ReadinessBook is not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_READINESS_H_
@@ -37,10 +39,11 @@ enum class Standing : uint8_t {
   kClean = 3,     // complete, and not dirty
   kUpdating = 4,  // clean, and in an update that has not written to it yet
   kEmpty = 5,     // complete, but without a version in a group that has had one
+  kStray = 6,     // clean, but its version is not of the lineage that the group's instances hold
 };
-inline constexpr int kStandings = 6;
-// Messages name the standings below this number by their numbers. kEmpty is told as kForming, which
-// joined daemons of every release know and do not count as ready.
+inline constexpr int kStandings = 7;
+// Messages name the standings below this number by their numbers. kEmpty and kStray are told as
+// kForming, which joined daemons of every release know and do not count as ready.
 inline constexpr int kWireStandings = 5;
 std::string_view Name(Standing standing);
 

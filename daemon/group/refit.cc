@@ -144,7 +144,7 @@ group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const
   std::set<std::string> pushed;
   for (const MemberId id : sources) {
     const Member& member = *Find(id);
-    key.sources.push_back({number(member.node), 0, member.layout_digest});
+    key.sources.push_back({number(member.node), 0, member.layout_digest, {}});
     for (const uint32_t t : member.layout->pushed_tensors) {
       pushed.insert(member.layout->tensors[t].name);
     }
@@ -153,7 +153,8 @@ group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const
   const Catalog& known = *update->catalog;
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
     const Member& member = *Find(known.destinations()[d]);
-    key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
+    key.destinations.push_back(
+        {number(member.node), known.instance_of(d), member.layout_digest, member.layout->ties});
   }
   key.pushed.assign(pushed.begin(), pushed.end());
   key.nodes = static_cast<uint32_t>(nodes.size());
@@ -237,12 +238,25 @@ void Group::Impl::On(const RefitPlanned& e) {
 
 // Whether the program of the running update brings the tensor.
 bool Group::Impl::Moves(std::string_view tensor) const {
+  return Lists(tensor) && !LeavesOut(*update->compiled, tensor);
+}
+
+// Whether the plan of the running update lists the tensor.
+bool Group::Impl::Lists(std::string_view tensor) const {
   if (!update->program.has_value()) return false;
   const std::vector<TensorSpec>& tensors = update->program->plan->routes.tensors;
   const auto at =
       std::lower_bound(tensors.begin(), tensors.end(), tensor,
                        [](const TensorSpec& t, std::string_view n) { return t.name < n; });
-  return at != tensors.end() && at->name == tensor && !LeavesOut(*update->compiled, tensor);
+  return at != tensors.end() && at->name == tensor;
+}
+
+// Whether the sources of the running update's program hold the tensor, even if it is moved nowhere.
+bool Group::Impl::InProgram(std::string_view tensor) const {
+  if (Moves(tensor)) return true;
+  if (!update->program.has_value()) return false;
+  const std::vector<std::string>& unwanted = update->program->plan->content.unwanted;
+  return std::binary_search(unwanted.begin(), unwanted.end(), tensor);
 }
 
 // A plan also lists tensors that it does not move.
@@ -280,19 +294,33 @@ void Group::Impl::RunProgramIfDue() {
   if (update->refit == group::RefitPhase::kCompared && update->data_plane_up) StartProgram();
 }
 
-// The share of the replicas to compare now; nullopt: there is nothing to compare.
-std::optional<ReplicaFraction> Group::Impl::PartToCompare() const {
-  const std::vector<Replica>& boxes = update->program->plan->replicas.boxes;
-  if (boxes.empty()) return std::nullopt;
+std::vector<std::shared_ptr<const Layout>> Group::Impl::SourceLayouts() const {
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
-  if (update->compiled->compared_layouts != layouts) return ReplicaFraction();
-  ReplicaFraction part;
-  part.parts = static_cast<uint32_t>(limits.compare_every);
-  part.part = update->compiled->next_part % part.parts;
-  const bool any = std::any_of(boxes.begin(), boxes.end(),
-                               [part](const Replica& box) { return part.Has(box.hash); });
-  return any ? std::optional(part) : std::nullopt;
+  return layouts;
+}
+
+// The update's registered ranks, each with the number of its layout.
+std::vector<std::pair<MemberId, uint64_t>> Group::Impl::DestinationBindings() const {
+  std::vector<std::pair<MemberId, uint64_t>> bindings;
+  for (const MemberId member : update->catalog->destinations()) {
+    const Member* const rank = Find(member);  // null: it was lost
+    bindings.emplace_back(member, rank == nullptr ? 0 : rank->registrations);
+  }
+  return bindings;
+}
+
+// The share of the replicas to compare now; nullopt: there is nothing to compare. With layouts for
+// which the program did not run before, daemons are asked even if there are no replicas: they look
+// for sources and destinations that share memory before anything is written (P11).
+std::optional<ReplicaFraction> Group::Impl::PartToCompare() const {
+  const Replicas& replicas = update->program->plan->replicas;
+  if (update->compiled->compared_layouts != SourceLayouts()) return ReplicaFraction();
+  if (replicas.boxes.empty()) {
+    const bool bound = update->compiled->destination_bindings == DestinationBindings();
+    return bound ? std::nullopt : std::optional(ReplicaFraction());
+  }
+  return NextFraction(replicas, update->compiled->next_hash, limits.compare_every);
 }
 
 void Group::Impl::On(const CompareDone& e) {
@@ -305,10 +333,11 @@ void Group::Impl::On(const CompareDone& e) {
   TouchSources(-1);
   if (update->state == UpdateState::kEnding) return;
   if (!e.status.ok()) {
-    Abandon({Message(e.status), e.status.code() == absl::StatusCode::kDataLoss
-                                    ? GiveUpClass::kVerification
-                                    : GiveUpClass::kTransfer});
-    return;
+    GiveUp why{Message(e.status), GiveUpClass::kTransfer, FailureOf(e.status)};
+    if (e.status.code() == absl::StatusCode::kDataLoss) why.kind = GiveUpClass::kVerification;
+    // What is wrong with the tensors will be wrong again.
+    if (e.status.code() == absl::StatusCode::kFailedPrecondition) why.commit_code = e.status.code();
+    return Abandon(std::move(why));
   }
   update->compared = true;
 }
@@ -316,10 +345,12 @@ void Group::Impl::On(const CompareDone& e) {
 // Only a version that was installed counts: another attempt may bring other bytes.
 void Group::Impl::CountCompared() {
   group::PlannedRefit& compiled = *update->compiled;
-  std::vector<std::shared_ptr<const Layout>> layouts;
-  for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
+  std::vector<std::shared_ptr<const Layout>> layouts = SourceLayouts();
+  compiled.destination_bindings = DestinationBindings();
   if (layouts == compiled.compared_layouts) {
-    compiled.next_part = (compiled.next_part + 1) % static_cast<uint32_t>(limits.compare_every);
+    const ReplicaFraction part =
+        NextFraction(update->program->plan->replicas, compiled.next_hash, limits.compare_every);
+    compiled.next_hash = part.last + 1;  // after the greatest hash: 0
   } else if (update->compared) {
     compiled.compared_layouts = std::move(layouts);
   }

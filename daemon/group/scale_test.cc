@@ -168,6 +168,20 @@ TEST_CASE("A tensor is found by its name when the list whose name it was entered
   CHECK(table.tensors().find("both")->first.data() == second->tensors[0].name.data());
 }
 
+TEST_CASE("Names that ranks disagree about were kept once more") {
+  TensorTable table({});
+  auto first = LayoutOf({Bytes("t", 16)});
+  const auto second = LayoutOf({Bytes("t", 8)});
+  table.Add(first);
+  table.Add(second);
+  REQUIRE(table.mixed().size() == 1);
+  CHECK(table.mixed().begin()->data() == first->tensors[0].name.data());
+  first.reset();
+  table.Add(LayoutOf({Bytes("other", 8)}));  // removes what nobody has any more
+  REQUIRE(table.mixed().size() == 1);
+  CHECK(table.mixed().begin()->data() == second->tensors[0].name.data());
+}
+
 TEST_CASE("A layout that is gone disagrees with nobody") {
   const auto table = std::make_shared<TensorTable>(std::vector<std::string>());
   auto wide = LayoutOf({Bytes("t", 16)});

@@ -12,6 +12,12 @@ namespace {
 constexpr int kRemovedAtOnce = 2;
 
 absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
+std::string_view View(absl::string_view name) { return {name.data(), name.size()}; }
+
+// Lets the set refer to another copy of a name that it may have.
+void Move(std::set<std::string_view>* names, std::string_view to) {
+  if (names->erase(to) > 0) names->insert(to);
+}
 
 }  // namespace
 
@@ -115,14 +121,15 @@ TensorTable::ListId TensorTable::AddList(const void* key, List list) {
   if (tensors_.empty()) tensors_.reserve(tensors.size());
   looked_up_ += static_cast<int64_t>(tensors.size());
   for (uint32_t t = 0; t < tensors.size(); ++t) {
-    Uses& uses = tensors_[Key(tensors[t].name)];
+    const auto entry = tensors_.try_emplace(Key(tensors[t].name)).first;
+    Uses& uses = entry->second;
     if (!uses.empty()) {
       const TensorSpec& first = spec(uses.front());
       if (first.dtype != tensors[t].dtype || first.shape != tensors[t].shape) {
-        mixed_.insert(tensors[t].name);
+        mixed_.insert(View(entry->first));
       }
     }
-    if (!lists_[id].wanted[t]) partly_unwanted_.insert(tensors[t].name);
+    if (!lists_[id].wanted[t]) partly_unwanted_.insert(View(entry->first));
     if (uses.empty() && MatchesAny(engine_only_patterns_, tensors[t].name)) {
       matched_.insert(tensors[t].name);
     }
@@ -163,6 +170,8 @@ void TensorTable::Remove(ListId id) {
       tensors_.erase(it);
       const absl::string_view name = Key(spec(left.front()).name);
       tensors_.emplace(name, std::move(left));
+      Move(&mixed_, View(name));
+      Move(&partly_unwanted_, View(name));
     }
   }
 }

@@ -65,7 +65,7 @@ class TensorTable {
   // it with elements.
   bool wanted(const Use& use) const { return lists_[use.list].wanted[use.tensor]; }
   // Names that some layout or manifest declares, or declared, and does not want.
-  const std::set<std::string>& partly_unwanted() const { return partly_unwanted_; }
+  const std::set<std::string_view>& partly_unwanted() const { return partly_unwanted_; }
   // Null: the list is a manifest.
   const Layout* layout(ListId list) const { return lists_[list].layout.get(); }
   // How many bytes an update writes to a rank with that list.
@@ -80,7 +80,7 @@ class TensorTable {
   // All list numbers are below this number.
   size_t lists() const { return lists_.size(); }
   // Names that are, or were, declared with different dtypes or shapes.
-  const std::set<std::string>& mixed() const { return mixed_; }
+  const std::set<std::string_view>& mixed() const { return mixed_; }
 
   // How many tensors were looked up to be added or removed; tests check the cost by it.
   int64_t looked_up() const { return looked_up_; }
@@ -120,8 +120,9 @@ class TensorTable {
   absl::flat_hash_map<const void*, ListId> ids_;
   // A key is the name in a list that declares the tensor, so that entering it copies nothing.
   absl::flat_hash_map<absl::string_view, Uses> tensors_;
-  std::set<std::string> mixed_;
-  std::set<std::string> partly_unwanted_;
+  // Keys of tensors_: no name is kept twice, since a layout may have 262,144 of them (P10).
+  std::set<std::string_view> mixed_;
+  std::set<std::string_view> partly_unwanted_;
   int64_t looked_up_ = 0;
 };
 

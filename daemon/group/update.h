@@ -78,6 +78,7 @@ struct Participant {
   bool evicted = false;
   bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
+  Failure failure;     // of the eviction
   int touching = 0;    // transfers and verifications that touch its memory
 };
 
@@ -99,6 +100,9 @@ struct PushedTensor {
   int64_t elements = 0;
   bool wanted = false;  // by an instance of the update's catalog
   IntervalSet covered;
+  // Of a tied tensor: the sum of the digests of its elements, so far as they were transferred.
+  uint64_t digest = 0;
+  bool digested = true;  // false: a daemon did not tell a digest
   bool complete() const { return covered.total() == elements; }
 };
 
@@ -107,6 +111,7 @@ struct PushedTensor {
 struct GiveUp {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kOther;
+  Failure failure{};
   absl::StatusCode begin_code = absl::StatusCode::kAborted;
   absl::StatusCode bucket_code = absl::StatusCode::kAborted;
   absl::StatusCode commit_code = absl::StatusCode::kAborted;
@@ -120,6 +125,7 @@ struct ProgramKey {
     uint32_t node = 0;
     uint32_t instance = 0;
     uint64_t layout_digest = 0;
+    std::vector<Tie> ties = {};  // which the digest leaves out
     bool operator==(const Rank&) const = default;
   };
   std::vector<Rank> sources;
@@ -145,9 +151,10 @@ struct PlannedRefit {
   std::weak_ptr<const Catalog> covers;
   // By source: the layouts whose replicas were all compared and found equal.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
-  // The share of the replicas that the next version compares. Successive versions compare all
-  // shares.
-  uint32_t next_part = 0;
+  // The registered ranks, each with the number of its layout, for which the program ran last.
+  std::vector<std::pair<MemberId, uint64_t>> destination_bindings;
+  // Where the share of the replicas begins that the next version compares (NextFraction).
+  uint64_t next_hash = 0;
 };
 
 enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };

@@ -13,6 +13,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   view.state = Name(u.state);
   view.outcome = Outcome::kRunning;
   view.reason = u.give_up.reason;
+  view.failure = u.give_up.failure;
   view.bytes = u.moved_bytes;
   view.total_bytes = u.total_bytes;
   view.tensors = static_cast<int64_t>(u.pushed.size());
@@ -24,6 +25,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
     view.fill = true;
     view.givers = u.fill->givers;
   }
+  view.left_out = LeftOutOf(u);
   for (const Participant& p : u.participants) {
     view.instances.push_back({p.instance, false, p.reason});
   }
@@ -62,6 +64,7 @@ GroupView Group::View(TimePoint now) const {
   GroupView view;
   view.name = g.name;
   view.incarnation = g.incarnation;
+  view.owner = g.ownership.owner();
   view.state = Name(g.state);
   view.spec = g.spec;
   view.version = g.version;
@@ -110,6 +113,7 @@ GroupView Group::View(TimePoint now) const {
 }
 
 std::vector<InstanceStanding> Group::TakeStandings() {
+  if (!impl_->restood.empty()) impl_->FindLineage();
   std::vector<InstanceStanding> standings;
   for (const std::string& name : std::exchange(impl_->restood, {})) {
     standings.push_back(impl_->StandingOf(name));

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -11,6 +13,14 @@ namespace {
 
 // A limit, since layouts are large and many engines may die while no update begins.
 constexpr size_t kMaxLostLayouts = 16;
+
+absl::Status Differs(const TensorSpec& tensor, const std::string& who, DType dtype,
+                     const Dims& shape) {
+  return AboutTensor(
+      Precondition("tensor '{}': the header has {}, but {} has {}", tensor.name,
+                   ToString(tensor.dtype, tensor.shape), who, ToString(dtype, shape)),
+      tensor.name);
+}
 
 }  // namespace
 
@@ -142,54 +152,56 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
 
 // ---- agreement ----
 
-// The first tensor of the header that differs from what this daemon knows by itself; empty: none
-// (P5).
-std::string Worker::Disagreement(const Update& update, const PeerHeader& command) const {
+// Not OK: the first tensor of the header that differs from what this daemon knows by itself (P5).
+absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) const {
+  if (command.is_root) REFITD_RETURN_IF_ERROR(AgreesWithBucket(command));
   const PartContent& content = *command.header.content;
-  const auto disagree = [](const TensorSpec& tensor, const std::string& who, DType dtype,
-                           const Dims& shape) {
-    return fmt::format("tensor '{}': the header has {}, but {} has {}", tensor.name,
-                       ToString(tensor.dtype, tensor.shape), who, ToString(dtype, shape));
-  };
-  if (command.is_root) {
-    const std::shared_ptr<const CheckedBucket> bucket = callbacks_.bucket(command.bucket_call);
-    if (bucket == nullptr) return "the trainer's bucket is gone";
-    if (command.bucket_ranges.size() != content.ranges.size()) {
-      return fmt::format("{} ranges of the bucket, but the header has {}",
-                         command.bucket_ranges.size(), content.ranges.size());
-    }
-    for (size_t i = 0; i < content.ranges.size(); ++i) {
-      const uint32_t b = command.bucket_ranges[i];
-      const TensorRange& range = content.ranges[i];
-      if (b >= bucket->ranges.size() || range.tensor >= content.bucket->tensors.size()) {
-        return fmt::format("range {} names what the bucket does not have", i);
-      }
-      const TensorSpec& tensor = content.tensor(i);
-      const TensorSpec& pushed = bucket->tensors[b];
-      if (tensor.name != pushed.name) {
-        return fmt::format("tensor '{}': the bucket has '{}' there", tensor.name, pushed.name);
-      }
-      if (tensor.dtype != pushed.dtype || tensor.shape != pushed.shape) {
-        return disagree(tensor, "the trainer's bucket", pushed.dtype, pushed.shape);
-      }
-      const TensorRange& whole = bucket->ranges[b];
-      if (range.start < whole.start || range.count < 0 ||
-          range.start - whole.start > whole.count - range.count) {
-        return fmt::format("tensor '{}': elements [{}, {}) are not in the bucket's [{}, {})",
-                           tensor.name, range.start, range.start + range.count, whole.start,
-                           whole.start + whole.count);
-      }
-    }
-  }
   for (size_t i = 0; i < content.ranges.size(); ++i) {
     const TensorSpec& tensor = content.tensor(i);
     const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
     if (known == nullptr || (known->dtype == tensor.dtype && known->shape == tensor.shape)) {
       continue;
     }
-    return disagree(tensor, "an engine's layout", known->dtype, known->shape);
+    return Differs(tensor, "an engine's layout", known->dtype, known->shape);
   }
-  return "";
+  return absl::OkStatus();
+}
+
+absl::Status Worker::AgreesWithBucket(const PeerHeader& command) const {
+  const PartContent& content = *command.header.content;
+  const std::shared_ptr<const CheckedBucket> bucket = callbacks_.bucket(command.bucket_call);
+  if (bucket == nullptr) return Precondition("the trainer's bucket is gone");
+  if (command.bucket_ranges.size() != content.ranges.size()) {
+    return Precondition("{} ranges of the bucket, but the header has {}",
+                        command.bucket_ranges.size(), content.ranges.size());
+  }
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const uint32_t b = command.bucket_ranges[i];
+    const TensorRange& range = content.ranges[i];
+    if (b >= bucket->ranges.size() || range.tensor >= content.bucket->tensors.size()) {
+      return Precondition("range {} names what the bucket does not have", i);
+    }
+    const TensorSpec& tensor = content.tensor(i);
+    const TensorSpec& pushed = bucket->tensors[b];
+    if (tensor.name != pushed.name) {
+      return AboutTensor(
+          Precondition("tensor '{}': the bucket has '{}' there", tensor.name, pushed.name),
+          tensor.name);
+    }
+    if (tensor.dtype != pushed.dtype || tensor.shape != pushed.shape) {
+      return Differs(tensor, "the trainer's bucket", pushed.dtype, pushed.shape);
+    }
+    const TensorRange& whole = bucket->ranges[b];
+    if (range.start < whole.start || range.count < 0 ||
+        range.start - whole.start > whole.count - range.count) {
+      return AboutTensor(
+          Precondition("tensor '{}': elements [{}, {}) are not in the bucket's [{}, {})",
+                       tensor.name, range.start, range.start + range.count, whole.start,
+                       whole.start + whole.count),
+          tensor.name);
+    }
+  }
+  return absl::OkStatus();
 }
 
 std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& skip) const {
@@ -233,28 +245,33 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
     out.reports->push_back(std::move(ack));
     return;
   }
-  ack.mismatch = Disagreement(*update, command);
-  if (ack.mismatch.empty() && command.again) ack.mismatch = WhyNotAgain(*update, command);
-  std::string mismatch = ack.mismatch;
-  if (mismatch.empty() && ack.digest != command.digest) mismatch = "the header's digest differs";
+  absl::Status agreed = Agrees(*update, command);
+  if (agreed.ok() && command.again) agreed = MayComeAgain(*update, command);
+  ack.mismatch = Message(agreed);
+  ack.mismatch_tensor = FailureOf(agreed).tensor;
+  if (agreed.ok() && ack.digest != command.digest) {
+    agreed = Precondition("the header's digest differs");
+  }
   out.reports->push_back(std::move(ack));
-  Announce(update, command, mismatch, out);
+  Announce(update, command, agreed, out);
 }
 
 // P1: what a daemon has stored is not stored once more, and a root sends what it has packed. The
 // header must be that of the first time, since the slot was granted for it.
-std::string Worker::WhyNotAgain(const Update& update, const PeerHeader& command) {
+absl::Status Worker::MayComeAgain(const Update& update, const PeerHeader& command) {
   const auto before = update.handouts.find(command.header.part);
-  if (before == update.handouts.end()) return "the part was not announced here before";
+  if (before == update.handouts.end())
+    return Precondition("the part was not announced here before");
   if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
-    return "the part was announced with another header before";
+    return Precondition("the part was announced with another header before");
   }
   // A root must hold the part, and another node must not.
-  if (command.is_root == before->second.held) return "";
-  return command.is_root ? "the part is not packed here" : "the part is stored here already";
+  if (command.is_root == before->second.held) return absl::OkStatus();
+  return command.is_root ? Precondition("the part is not packed here")
+                         : Precondition("the part is stored here already");
 }
 
-void Worker::Announce(Update* update, const PeerHeader& command, const std::string& mismatch,
+void Worker::Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                       const Output& out) {
   const PartSeq seq = command.header.part;
   update->cut.erase(seq);
@@ -265,8 +282,8 @@ void Worker::Announce(Update* update, const PeerHeader& command, const std::stri
   part.result.update = command.header.update;
   part.result.part = seq;
   part.result.bytes_written.resize(update->destinations.size());
-  if (!mismatch.empty()) {
-    Finish(update, seq, absl::FailedPreconditionError(mismatch), out);
+  if (!agreed.ok()) {
+    Finish(update, seq, agreed, out);
   } else if (update->abandoned) {
     Finish(update, seq, absl::CancelledError("the update was given up"), out);
   } else if (command.is_root && command.again) {
@@ -296,7 +313,8 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   StartTransfer start;
   start.skip_destination = Skip(*update, command.skip);
   start.verification = header.verification;
-  start.want_source_digests = command.wired && header.verification != Verification::kOff;
+  start.want_source_digests =
+      command.digests || (command.wired && header.verification != Verification::kOff);
   std::copy_if(command.staged.begin(), command.staged.end(), std::back_inserter(start.staged),
                callbacks_.attached);
   const bool fills = command.is_root && command.fill_slot && !header.leased;

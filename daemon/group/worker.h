@@ -49,6 +49,10 @@ struct Job {
   bool reported = false;                      // PeerProgramBuilt was sent
   std::shared_ptr<const BoundProgram> bound;  // null: not built
   bool comparing = false;
+  // Whether the run is between two steps that look at the sources (MoveStep::kWitness), and how far
+  // these are.
+  enum class Witness : uint8_t { kNone, kDue, kBefore, kRun, kAfter, kDone };
+  Witness witness = Witness::kNone;
   ReplicaFraction part;  // the share of the replicas that is, or was, compared
   std::optional<PeerRun> run;
   bool issued = false;
@@ -243,9 +247,10 @@ class Worker {
   void IndexDestinations(const PeerPrepare& command, const Output& out);
   Update* Find(UpdateId id);
   Update* FindLocal(UpdateId local);
-  std::string Disagreement(const Update& update, const PeerHeader& command) const;
-  static std::string WhyNotAgain(const Update& update, const PeerHeader& command);
-  void Announce(Update* update, const PeerHeader& command, const std::string& mismatch,
+  absl::Status Agrees(const Update& update, const PeerHeader& command) const;
+  absl::Status AgreesWithBucket(const PeerHeader& command) const;
+  static absl::Status MayComeAgain(const Update& update, const PeerHeader& command);
+  void Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                 const Output& out);
   std::shared_ptr<const PartContent> OfOwnBucket(const PeerHeader& command) const;
   std::vector<bool> Skip(const Update& update, const std::vector<bool>& skip) const;
@@ -268,6 +273,9 @@ class Worker {
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
+  // Starts a witness step that is due; whether the run has to wait for one.
+  bool WitnessBefore(Update* update, const Output& out);
+  bool WitnessAfter(Update* update, const Output& out);
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
   bool FinishRound(const WireDone& done, TimePoint now, const Output& out);
   static void CountLinks(const WireDone& done, Job* job);

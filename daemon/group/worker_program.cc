@@ -312,10 +312,12 @@ void Worker::BeginRun(Update* update, const PeerRun& command) {
     again.reported = job.reported;
     again.bound = std::move(job.bound);
     again.part = job.part;
+    again.witness = job.witness;
     job = std::move(again);
     update->earlier_locals.push_back(update->local);
     update->local = callbacks_.next_update();
   }
+  if (job.witness != Job::Witness::kNone) job.witness = Job::Witness::kDue;
   job.run = command;
   job.result.update = update->id;
   job.result.attempt = command.attempt;
@@ -336,6 +338,7 @@ absl::Status Worker::CheckSlots(const Job& job) {
 void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
   Job& job = *update->job;
   if (!job.run.has_value() || job.done) return;
+  if (WitnessBefore(update, out)) return EndRunIfQuiet(update, out);
   if (!job.local_begun && !job.stopped) {
     job.local_begun = true;
     if (!job.bound->program->local.moves.empty()) {
@@ -357,6 +360,24 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
     }
   } while (!job.rounds.empty() && job.rounds.begin()->second.ended);
   EndRunIfQuiet(update, out);
+}
+
+bool Worker::WitnessBefore(Update* update, const Output& out) {
+  Job& job = *update->job;
+  if (job.stopped) return false;
+  if (job.witness == Job::Witness::kDue) {
+    job.witness = Job::Witness::kBefore;
+    StartStep(update, MoveStep::kWitness, 0, out);
+  }
+  return job.witness == Job::Witness::kBefore;
+}
+
+bool Worker::WitnessAfter(Update* update, const Output& out) {
+  Job& job = *update->job;
+  if (job.stopped || job.witness != Job::Witness::kRun) return false;
+  job.witness = Job::Witness::kAfter;
+  StartStep(update, MoveStep::kWitness, 0, out);
+  return true;
 }
 
 void Worker::BeginRounds(Update* update, const Output& out) {
@@ -444,6 +465,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
   if (done.step == MoveStep::kCompare) {
     if (!job.comparing) return;
     job.comparing = false;
+    if (done.witness) job.witness = Job::Witness::kDue;
     out.reports->push_back(
         PeerCompared{id, update->abandoned ? GivenUp() : done.status, done.digests});
     return DropIfOver(id, out);
@@ -477,6 +499,9 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
       round->second.unpacking = false;
       round->second.ended = round->second.unpacked = true;
       Add(done.sections, program.incoming, &job.received);
+      break;
+    case MoveStep::kWitness:
+      job.witness = job.witness == Job::Witness::kBefore ? Job::Witness::kRun : Job::Witness::kDone;
       break;
     case MoveStep::kCompare:
       break;
@@ -547,7 +572,10 @@ bool Worker::OnWire(const Job& job) {
 }
 
 bool Worker::Running(const Job& job) {
-  if (job.comparing || job.local_running) return true;
+  if (job.comparing || job.local_running || job.witness == Job::Witness::kBefore ||
+      job.witness == Job::Witness::kAfter) {
+    return true;
+  }
   return std::any_of(job.rounds.begin(), job.rounds.end(), [](const auto& r) {
     return r.second.packing || r.second.on_wire || r.second.unpacking;
   });
@@ -559,6 +587,7 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   const NodeProgram& program = *job.bound->program;
   const int64_t rounds = job.run->wired ? program.rounds : 0;
   if (!job.stopped && (!job.local_begun || job.first_round < rounds)) return;
+  if (WitnessAfter(update, out)) return;
   job.done = true;
   NoteHeld(&job);
   if (!job.broken) job.result.lacks = program.FirstLacking(job.course);

@@ -12,6 +12,7 @@
 #include "daemon/link/member_actions.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 
@@ -22,6 +23,7 @@ using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckIncarnation;
 using peer::CheckSize;
+using peer::FailureOfMessage;
 using peer::FlagsOf;
 using peer::IndicesOf;
 using peer::kEnvelopeBytes;
@@ -89,6 +91,7 @@ void PutPayload(const CommitReply& r, v1::PeerReply* message) {
     result->set_instance(outcome.instance);
     result->set_committed(outcome.committed);
     result->set_reason(TextToProto(outcome.reason));
+    SetFailure(outcome.failure, result);
   }
   out->set_bytes(r.bytes);
   out->set_elapsed_us(
@@ -96,8 +99,9 @@ void PutPayload(const CommitReply& r, v1::PeerReply* message) {
   for (const BroadcastTotals& totals : r.pushed) {
     *out->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
   }
-  out->set_left_out_tensors(r.left_out_tensors);
-  out->set_left_out_bytes(r.left_out_bytes);
+  out->set_left_out_tensors(r.left_out.tensors);
+  out->set_left_out_bytes(r.left_out.bytes);
+  for (const std::string& name : r.left_out.names) out->add_left_out(name);
 }
 
 void Put(const Reply& v, v1::PeerAnswer* message) {
@@ -145,6 +149,7 @@ void Put(const PeerHeader& v, v1::PeerAnswer* message) {
   SetIds(v.staged, out->mutable_staged());
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToProto(v.broadcast));
   out->set_again(v.again);
+  out->set_digests(v.digests);
 }
 
 void Put(const PeerIssue& v, v1::PeerAnswer* message) {
@@ -166,9 +171,13 @@ void Put(const PeerVerify& v, v1::PeerAnswer* message) {
 
 void Put(const PeerCompare& v, v1::PeerAnswer* message) {
   message->mutable_compare()->set_update(v.update.value());
-  if (v.part.parts == 1) return;
-  message->mutable_compare()->set_part(v.part.part);
-  message->mutable_compare()->set_parts(v.part.parts);
+  v1::PeerCompare* out = message->mutable_compare();
+  if (v.part.parts != 1) {
+    out->set_part(v.part.part);
+    out->set_parts(v.part.parts);
+  }
+  if (v.part.first != 0) out->set_first_hash(v.part.first);
+  if (v.part.last != UINT64_MAX) out->set_last_hash(v.part.last);
 }
 
 void Put(const PeerRun& v, v1::PeerAnswer* message) {
@@ -195,6 +204,7 @@ void Put(const PeerUpdateEnded& v, v1::PeerAnswer* message) {
   out->set_version(v.version.value());
   out->set_outcome(static_cast<v1::UpdateOutcome>(v.outcome));
   out->set_reason(TextToProto(v.reason));
+  SetFailure(v.failure, out);
   out->set_fill(v.fill);
 }
 
@@ -237,8 +247,8 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
   if (v.version.has_value()) out->set_version(v.version->value());
   for (const InstanceStanding& standing : v.instances) {
     out->add_instances(standing.instance);
-    const bool empty = standing.standing == Standing::kEmpty;
-    const Standing told = empty ? Standing::kForming : standing.standing;
+    const bool known = static_cast<int>(standing.standing) < kWireStandings;
+    const Standing told = known ? standing.standing : Standing::kForming;
     out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(told) + 1));
     out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
   }
@@ -246,6 +256,10 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
 
 void Put(const PeerIncarnation& v, v1::PeerAnswer* message) {
   message->mutable_new_incarnation()->set_incarnation(v.incarnation);
+}
+
+void Put(const PeerOwner& v, v1::PeerAnswer* message) {
+  message->mutable_owner()->set_owner(TextToProto(v.owner, kMaxIdentityBytes));
 }
 
 // ---- commands: from the wire ----
@@ -316,7 +330,9 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
     const std::string field = fmt::format("reply.done.instances[{}]", i);
     REFITD_RETURN_IF_ERROR(CheckName(result.instance(), field + ".instance"));
     REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(result.reason(), field + ".reason"));
-    out.instances.push_back({result.instance(), result.committed(), std::move(reason)});
+    REFITD_ASSIGN_OR_RETURN(Failure failure, FailureOfMessage(result, field));
+    out.instances.push_back(
+        {result.instance(), result.committed(), std::move(reason), std::move(failure)});
   }
   REFITD_RETURN_IF_ERROR(NotNegative(message.bytes(), "reply.done.bytes"));
   out.bytes = message.bytes();
@@ -333,9 +349,14 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
     if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
   REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_tensors(), "reply.done.left_out_tensors"));
-  out.left_out_tensors = message.left_out_tensors();
+  out.left_out.tensors = message.left_out_tensors();
   REFITD_RETURN_IF_ERROR(NotNegative(message.left_out_bytes(), "reply.done.left_out_bytes"));
-  out.left_out_bytes = message.left_out_bytes();
+  out.left_out.bytes = message.left_out_bytes();
+  REFITD_RETURN_IF_ERROR(AtMost(message.left_out_size(), kMaxNamedLeftOut, "reply.done.left_out"));
+  for (const std::string& name : message.left_out()) {
+    REFITD_ASSIGN_OR_RETURN(std::string text, TextOf(name, "reply.done.left_out"));
+    out.left_out.names.push_back(std::move(text));
+  }
   return out;
 }
 
@@ -470,6 +491,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerB
     return Invalid("header.again is true where the part is not sent over the data plane");
   }
   out.again = message.again();
+  out.digests = message.digests();
   return out;
 }
 
@@ -489,12 +511,18 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const Pee
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const PeerBounds&) {
   PeerCompare v;
   v.update = UpdateId(message.update());
+  if (message.has_first_hash()) v.part.first = message.first_hash();
+  if (message.has_last_hash()) v.part.last = message.last_hash();
+  if (v.part.first > v.part.last) {
+    return Invalid("compare.first_hash {} is above last_hash {}", v.part.first, v.part.last);
+  }
   if (message.parts() == 0) return v;
   if (message.parts() > kMaxReplicaParts || message.part() >= message.parts()) {
     return Invalid("compare: part {} of {} parts, where {} are possible", message.part(),
                    message.parts(), kMaxReplicaParts);
   }
-  v.part = {message.part(), message.parts()};
+  v.part.part = message.part();
+  v.part.parts = message.parts();
   return v;
 }
 
@@ -550,6 +578,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& message, const 
                                  v1::UPDATE_OUTCOME_ABORTED, "update_ended.outcome"));
   out.outcome = static_cast<Outcome>(message.outcome());
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "update_ended.reason"));
+  REFITD_ASSIGN_OR_RETURN(out.failure, FailureOfMessage(message, "update_ended"));
   out.fill = message.fill();
   return out;
 }
@@ -610,6 +639,12 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
     }
     out.instances.push_back(std::move(standing));
   }
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerOwner& message, const PeerBounds&) {
+  PeerOwner out;
+  REFITD_ASSIGN_OR_RETURN(out.owner, TextOf(message.owner(), "owner.owner", kMaxIdentityBytes));
   return out;
 }
 
@@ -695,6 +730,8 @@ absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBo
       return CommandOf(answer.new_incarnation(), bounds);
     case v1::PeerAnswer::kReadiness:
       return CommandOf(answer.readiness(), bounds);
+    case v1::PeerAnswer::kOwner:
+      return CommandOf(answer.owner(), bounds);
     case v1::PeerAnswer::KIND_NOT_SET:
       return Invalid("kind is missing, or not known");
     default:

@@ -24,6 +24,9 @@ struct PeerGreeting {
   int64_t message_bytes = 0;      // the largest message that the daemon takes
   uint64_t dial = 0;              // the number of the link among those of its process; 0: not told
   std::string coordinator{};      // this daemon, as the other one's members name it
+  // With spec: the member that brings it, and whether that is a trainer.
+  std::string identity{};
+  bool trainer = false;
 };
 
 }  // namespace refitd

@@ -8,6 +8,7 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
 #include "daemon/link/values.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -101,6 +102,8 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
   }
   REFITD_RETURN_IF_ERROR(CheckMessageBytes(hello.message_bytes(), "hello.message_bytes"));
   REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator(), "hello.coordinator"));
+  REFITD_ASSIGN_OR_RETURN(std::string identity,
+                          TextOf(hello.identity(), "hello.identity", kMaxIdentityBytes));
   return PeerGreeting{.group = hello.group(),
                       .spec = hello.has_spec() ? std::optional(SpecOf(hello.spec())) : std::nullopt,
                       .wait = wait,
@@ -110,7 +113,9 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
                       .newer = agreed.newer,
                       .message_bytes = hello.message_bytes(),
                       .dial = hello.dial(),
-                      .coordinator = hello.coordinator()};
+                      .coordinator = hello.coordinator(),
+                      .identity = std::move(identity),
+                      .trainer = hello.trainer()};
 }
 
 v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes) {

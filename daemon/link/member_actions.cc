@@ -8,6 +8,7 @@
 namespace refitd {
 namespace {
 
+using peer::FailureOfMessage;
 using peer::MemberOf;
 using peer::TextOf;
 using peer::TextToProto;
@@ -35,6 +36,7 @@ template <typename Event>
 void Tell(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_version(v.version.value());
   event->mutable_committed()->set_incarnation(v.incarnation);
+  event->mutable_committed()->set_owner(v.owner);
 }
 
 // ---- aborted ----
@@ -44,6 +46,7 @@ void Write(const SendAborted& v, v1::PeerAnswer* answer) {
   out->set_member(v.member.value());
   out->set_version(v.version.value());
   out->set_reason(TextToProto(v.reason));
+  SetFailure(v.failure, out);
   out->set_dirty(v.dirty);
 }
 
@@ -52,6 +55,7 @@ absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& message) {
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "aborted.member"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "aborted.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "aborted.reason"));
+  REFITD_ASSIGN_OR_RETURN(out.failure, FailureOfMessage(message, "aborted"));
   out.dirty = message.dirty();
   return out;
 }
@@ -59,7 +63,8 @@ absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& message) {
 template <typename Event>
 void Tell(const SendAborted& v, Event* event) {
   event->mutable_aborted()->set_version(v.version.value());
-  event->mutable_aborted()->set_reason(v.reason);
+  event->mutable_aborted()->set_reason(CleanText(v.reason, kMaxPeerTextBytes));
+  SetFailure(v.failure, event->mutable_aborted());
   event->mutable_aborted()->set_dirty(v.dirty);
 }
 

@@ -17,6 +17,7 @@
 #include "daemon/link/limits.h"
 #include "daemon/link/order.h"
 #include "daemon/link/reports.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -40,8 +41,8 @@ FIELDS(TensorSpec, a, b, c)
 FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
-FIELDS(TrainerIdentity, a, b, c, d, e, f)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
+FIELDS(TrainerIdentity, a, b, c, d, e, f, g, h)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
 FIELDS(PeerAttach, a, b)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
@@ -55,7 +56,7 @@ FIELDS(AbortEvent, a, b, c, d, e, f)
 FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerCall, a)
 FIELDS(CallGone, a)
-FIELDS(PeerHeaderAck, a, b, c, d)
+FIELDS(PeerHeaderAck, a, b, c, d, e)
 FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
 FIELDS(VerifyDone, a, b, c)
 FIELDS(EpochOpened, a, b, c)
@@ -69,20 +70,21 @@ FIELDS(RefuseMember, a, b)
 FIELDS(BeginReply, a, b, c, d)
 FIELDS(LeaseSlotReply, a, b, c)
 FIELDS(BucketReply, a, b)
-FIELDS(InstanceOutcome, a, b, c)
+FIELDS(InstanceOutcome, a, b, c, d)
 FIELDS(BroadcastTotals, a, b, c)
-FIELDS(CommitReply, a, b, c, d, e, f, g)
+FIELDS(LeftOut, a, b, c)
+FIELDS(CommitReply, a, b, c, d, e, f)
 FIELDS(Reply, a, b, c)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
-FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o)
+FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
-FIELDS(SendAborted, a, b, c, d)
+FIELDS(SendAborted, a, b, c, d, e)
 FIELDS(SendDraining, a)
 FIELDS(PeerVerify, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
-FIELDS(ReplicaFraction, a, b)
+FIELDS(ReplicaFraction, a, b, c, d)
 FIELDS(PeerCompare, a, b)
 FIELDS(PeerRun, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerStream, a, b, c)
@@ -91,7 +93,7 @@ FIELDS(PeerCompared, a, b, c)
 FIELDS(PeerLinkUse, a, b, c)
 FIELDS(PeerRunDone, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerAbandon, a)
-FIELDS(PeerUpdateEnded, a, b, c, d, e)
+FIELDS(PeerUpdateEnded, a, b, c, d, e, f)
 FIELDS(OpenEpoch, a, b, c)
 FIELDS(PeerEpochConnect, a, b, c, d)
 FIELDS(CloseEpoch, a)
@@ -99,17 +101,19 @@ FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
+FIELDS(PeerOwner, a)
 FIELDS(InstanceStanding, a, b, c)
 FIELDS(PeerReadiness, a, b, c)
 FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
-// All fields but the incarnation, which the member's own daemon sets.
+// All fields but incarnation and owner, which the member's own daemon sets.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
-  auto& [a, b, incarnation] = v;
+  auto& [a, b, incarnation, owner] = v;
   (void)incarnation;
+  (void)owner;
   return std::tie(a, b);
 }
 // All fields but slots_on_devices, which is never true for a joined daemon's ranks.
@@ -268,11 +272,36 @@ void FillOne(Rng& rng, std::string* v) {
   for (int64_t n = Between(rng, 0, 20); n > 0; --n) *v += Between(rng, 0, 3) == 0 ? "\u20ac" : "x";
 }
 void FillOne(Rng& rng, Duration* v) { *v = std::chrono::milliseconds(Between(rng, 0, 86'400'000)); }
+void FillOne(Rng& rng, Failure* v) {
+  for (int64_t n = Between(rng, 0, 3); n > 0; --n) {
+    Suspect suspect;
+    suspect.role = static_cast<SuspectRole>(Between(rng, 0, 4));
+    FillOne(rng, &suspect.daemon);
+    FillOne(rng, &suspect.instance);
+    if (Between(rng, 0, 1) == 1) FillOne(rng, &suspect.rank.emplace());
+    FillOne(rng, &suspect.pid);
+    v->Add(std::move(suspect));
+  }
+  v->weights = static_cast<WeightsLeft>(Between(rng, 0, 2));
+  for (int64_t n = Between(rng, 0, 3); n > 0; --n) {
+    std::string instance;
+    FillOne(rng, &instance);
+    v->AddDirty(std::move(instance));
+  }
+  FillOne(rng, &v->tensor);
+  FillOne(rng, &v->field);
+  if (Between(rng, 0, 1) == 1) FillOne(rng, &v->version.emplace());
+  FillOne(rng, &v->may_be_retried);
+  for (int64_t n = Between(rng, 0, 5); n > 0; --n) FillOne(rng, &v->ranks.emplace_back());
+}
 void FillOne(Rng& rng, absl::Status* v) {
   if (Between(rng, 0, 2) == 0) return;
   std::string message;
   FillOne(rng, &message);
-  *v = absl::Status(static_cast<absl::StatusCode>(Between(rng, 1, 16)), message);
+  Failure failure;
+  FillOne(rng, &failure);
+  *v = WithFailure(absl::Status(static_cast<absl::StatusCode>(Between(rng, 1, 16)), message),
+                   failure);
 }
 void FillOne(Rng& rng, Verification* v) { *v = static_cast<Verification>(Between(rng, 1, 3)); }
 void FillOne(Rng& rng, BroadcastMethod* v) {
@@ -287,6 +316,8 @@ void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaFraction* v) {
   v->parts = static_cast<uint32_t>(Between(rng, 1, 40));
   v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
+  v->first = static_cast<uint64_t>(Between(rng, 0, 1000));
+  v->last = v->first + static_cast<uint64_t>(Between(rng, 0, 1000));
 }
 void FillOne(Rng& /*rng*/, EmptyReply* /*v*/) {}
 // Buckets and contents are filled together with the values that contain them (Agree).
@@ -385,6 +416,7 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->daemon.clear();
   v->relays = true;
   v->on_device = false;  // known to the own daemon only
+  v->trainer_identity = Between(rng, 0, 1) == 0 ? "" : "spiffe://prod/trainer/*";
   if (!NeedsLayout(v->delivery)) v->fill = false;
 }
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
@@ -566,10 +598,7 @@ TEST_CASE("A text with bytes that are no UTF-8, or too many, arrives shortened a
   ReportDecoder decoder(kBounds);
   const std::string reason = "\xff\xc3(" + std::string(1020, 'x') + "\u20ac";
   const PeerReport report = There(PeerReport(MemberLost{MemberId(1), reason}), &decoder);
-  CHECK(std::get<MemberLost>(report).reason ==
-        "?"
-        "?(" +
-            std::string(1020, 'x'));
+  CHECK(std::get<MemberLost>(report).reason == "..." + std::string(1018, 'x') + "\u20ac");
 }
 
 TEST_CASE("What a group was taken in with arrives as it was sent") {

@@ -17,8 +17,10 @@
 #include "daemon/link/peer_queue.h"
 #include "daemon/link/reports.h"
 #include "daemon/process/log.h"
+#include "proto/grpc_status.h"
 #include "proto/protocol.h"
 #include "refitd/v1/peer.grpc.pb.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/sockets/address_security.h"
@@ -55,6 +57,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     hello->set_message_bytes(dial_.limits.message_bytes);
     hello->set_dial(dial_.number);
     hello->set_coordinator(dial_.address);
+    hello->set_identity(dial_.identity);
+    hello->set_trainer(dial_.trainer);
 
     MutexLock lock(&mutex_);
     self_ = shared_from_this();
@@ -129,7 +133,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     }
     if (const absl::Status status = Take(); !status.ok()) {
       MutexLock lock(&mutex_);
-      EndLocked(Error(status.code(), "coordinator {}: {}", dial_.address, Message(status)));
+      EndLocked(Prefixed(status, "coordinator {}", dial_.address));
       return;
     }
     StartRead(&answer_);
@@ -288,8 +292,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     if (status.ok()) {
       return Error(StatusCode::kUnavailable, "coordinator {} ended the link", dial_.address);
     }
-    return Error(static_cast<StatusCode>(status.error_code()), "coordinator {}: {}", dial_.address,
-                 status.error_message());
+    return Prefixed(FromGrpc(status), "coordinator {}", dial_.address);
   }
 
   // Constant after construction, except callbacks_, which are dropped with the link.

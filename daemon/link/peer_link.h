@@ -65,7 +65,9 @@ struct PeerDial {
   std::string boot_id;  // kBootIdBytes
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   PeerLinkLimits limits;
-  uint64_t number = 0;  // of the links that this process dialled, counted up from 1
+  std::string identity{};  // of the member that brings the spec
+  bool trainer = false;    // whether it is a trainer
+  uint64_t number = 0;     // of the links that this process dialled, counted up from 1
 };
 
 struct PeerLinkCallbacks {

@@ -14,6 +14,7 @@
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "proto/delivery.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 
@@ -31,6 +32,7 @@ using peer::MillisToProto;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
+using peer::RequestIdOf;
 using peer::SetBucket;
 using peer::SetSlot;
 using peer::SetStatusOf;
@@ -53,6 +55,8 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
     t->set_rank(trainer->rank);
     t->set_world_size(trainer->world_size);
     t->set_pid(trainer->pid);
+    t->set_identity(TextToProto(trainer->identity, kMaxIdentityBytes));
+    t->set_any_owner(trainer->any_owner);
     return;
   }
   const auto& engine = std::get<EngineIdentity>(v.identity);
@@ -66,6 +70,8 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_dirty(engine.dirty);
   e->set_held_origin(engine.held_origin);
   e->set_fill(engine.fill);
+  e->set_trainer_identity(engine.trainer_identity);
+  e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -180,6 +186,7 @@ void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
   out->set_part(v.part.value());
   out->set_digest(v.digest);
   out->set_mismatch(TextToProto(v.mismatch));
+  out->set_mismatch_tensor(CleanText(v.mismatch_tensor, kMaxNameBytes));
 }
 
 void Put(const PeerPartDone& v, v1::PeerMessage* message) {
@@ -297,6 +304,9 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
     trainer.rank = t.rank();
     trainer.world_size = t.world_size();
     trainer.pid = t.pid();
+    REFITD_ASSIGN_OR_RETURN(trainer.identity,
+                            TextOf(t.identity(), "attach.trainer.identity", kMaxIdentityBytes));
+    trainer.any_owner = t.any_owner();
     out.identity = trainer;
     return out;
   }
@@ -316,6 +326,13 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
   engine.fill = e.fill();
+  engine.trainer_identity = e.trainer_identity();
+  if (!engine.trainer_identity.empty()) {
+    REFITD_RETURN_IF_ERROR(
+        CheckOwnerPattern(engine.trainer_identity, "attach.engine.trainer_identity"));
+  }
+  REFITD_ASSIGN_OR_RETURN(engine.held_owner,
+                          TextOf(e.held_owner(), "attach.engine.held_owner", kMaxIdentityBytes));
   if (engine.fill && !Fills(engine.delivery)) {
     return Invalid("attach.engine.fill: only {} delivery takes part in fills",
                    DeliveriesWith(Fills));
@@ -364,8 +381,7 @@ absl::StatusOr<AckEvent> ReportOf(const v1::PeerAck& message) {
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& message, const PeerBounds&) {
   BeginEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "begin.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "begin.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "begin.version"));
   REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "begin.duration_ms"));
   REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
@@ -397,8 +413,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerReleaseSlot& message, const Peer
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& message, const PeerBounds& bounds) {
   BucketEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "bucket.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "bucket.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "bucket.version"));
   REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(message, bounds, "bucket.slot"));
   out.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
@@ -408,8 +423,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& message, const PeerBound
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBounds&) {
   CommitEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "commit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "commit.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "commit.version"));
   REFITD_RETURN_IF_ERROR(NotNegative(message.bucket_count(), "commit.bucket_count"));
   out.bucket_count = message.bucket_count();
@@ -420,8 +434,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBound
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& message, const PeerBounds&) {
   RefitEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "refit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "refit.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "refit.version"));
   REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "refit.duration_ms"));
   REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
@@ -434,8 +447,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& message, const PeerBounds
 
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& message, const PeerBounds&) {
   AbortEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id,
-                          TextOf(message.request_id(), "abort.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "abort.request_id"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "abort.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "abort.reason", kMaxReasonBytes));
   out.update = UpdateId(message.update_id());
@@ -489,6 +501,8 @@ absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& message) {
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "header_ack.part"));
   out.digest = message.digest();
   REFITD_ASSIGN_OR_RETURN(out.mismatch, TextOf(message.mismatch(), "header_ack.mismatch"));
+  REFITD_ASSIGN_OR_RETURN(out.mismatch_tensor, TextOf(message.mismatch_tensor(),
+                                                      "header_ack.mismatch_tensor", kMaxNameBytes));
   return out;
 }
 

@@ -42,12 +42,18 @@ int64_t MillisToProto(Duration duration) {
 
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
                                    size_t max_bytes) {
-  if (text.size() <= max_bytes) return text;
-  return Invalid("{} has {} bytes, more than {}", field, text.size(), max_bytes);
+  REFITD_RETURN_IF_ERROR(CheckText(text, max_bytes, field));
+  return Harmless(text, max_bytes);
+}
+
+absl::StatusOr<std::string> RequestIdOf(const std::string& id, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(CheckText(id, kMaxRequestIdBytes, field));
+  return id;
 }
 
 absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view field) {
-  return TextOf(bytes, field, kMaxEpochAddressBytes);
+  REFITD_RETURN_IF_ERROR(CheckText(bytes, kMaxEpochAddressBytes, field));
+  return bytes;
 }
 
 // ---- statuses ----
@@ -55,6 +61,7 @@ absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view 
 void SetStatus(const absl::Status& status, v1::PeerStatus* message) {
   message->set_code(static_cast<uint32_t>(status.code()));
   message->set_message(TextToProto(Message(status)));
+  SetFailure(FailureOf(status), message);
 }
 
 constexpr uint32_t kMaxStatusCode = static_cast<uint32_t>(StatusCode::kUnauthenticated);
@@ -65,6 +72,9 @@ absl::Status ReadStatus(const v1::PeerStatus& message, std::string_view field, a
   REFITD_ASSIGN_OR_RETURN(const std::string text,
                           TextOf(message.message(), fmt::format("{}.message", field)));
   *out = absl::Status(static_cast<StatusCode>(message.code()), text);
+  if (!message.has_failure() || out->ok()) return absl::OkStatus();
+  REFITD_ASSIGN_OR_RETURN(const Failure failure, FailureOfMessage(message, field));
+  *out = WithFailure(std::move(*out), failure);
   return absl::OkStatus();
 }
 

@@ -24,8 +24,10 @@
 #include "daemon/checks/fields.h"
 #include "daemon/group/peer.h"
 #include "daemon/link/limits.h"
+#include "proto/failure.h"
 #include "refitd/v1/peer.pb.h"
 #include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
@@ -58,12 +60,25 @@ inline std::string TextToProto(std::string_view text, size_t max_bytes = kMaxPee
   return CleanText(text, max_bytes);
 }
 
+// A text of another daemon, as a terminal may show it: each control character becomes a "?". It is
+// not refused for one, since the texts of errors have had some in earlier releases.
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
                                    size_t max_bytes = kMaxPeerTextBytes);
+
+// A request's id stays as it is, whatever it holds, since ids are compared (P3).
+absl::StatusOr<std::string> RequestIdOf(const std::string& id, std::string_view field);
 
 absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view field);
 
 // ---- statuses ----
+
+template <typename Wire>
+absl::StatusOr<Failure> FailureOfMessage(const Wire& message, std::string_view field) {
+  if (!message.has_failure()) return Failure();
+  absl::StatusOr<Failure> failure = FailureFromProto(message.failure());
+  if (!failure.ok()) return Prefixed(failure.status(), "{}", field);
+  return failure;
+}
 
 void SetStatus(const absl::Status& status, v1::PeerStatus* message);
 

@@ -87,6 +87,7 @@ struct Actions::Performer {
   }
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     a.incarnation = group->machine->incarnation();
+    a.owner = group->machine->owner();
     Tell(a.member, a);
   }
   // The action itself is the news that the member is told.
@@ -132,7 +133,7 @@ struct Actions::Performer {
     if (a.outcome == Outcome::kUnknown) return;
     if (a.fill) return own->CountFill(*group, a);
     group->broadcasts = false;
-    own->identities_.AuditUpdate(*group, a, turn);
+    own->identities_.AuditUpdate(*group, a);
     own->Count(*group, a);
   }
   void operator()(RefuseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
@@ -143,7 +144,7 @@ struct Actions::Performer {
   }
   void operator()(WelcomeMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     MemberRecord* member = Find(a.member);
-    if (member != nullptr) own->members_.Welcome(group, member);
+    if (member != nullptr) own->members_.Welcome(group, member, turn);
   }
   void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     const TimePoint now = DaemonState::Now();
@@ -153,7 +154,7 @@ struct Actions::Performer {
   }
   void operator()(LogLine& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     if (!a.evicted.empty()) {
-      own->identities_.AuditEviction(*group, a, turn);
+      own->identities_.AuditEviction(*group, a);
       if (DaemonObserver* const observer = own->state_.options.observer; observer != nullptr) {
         observer->InstanceEvicted(group->name(), ReasonOf(a.cause, own->state_.aborts));
       }
@@ -162,8 +163,7 @@ struct Actions::Performer {
                            : a.level == LogLine::kWarning ? LogLevel::kWarning
                                                           : LogLevel::kError;
     if (!LogEnabled(level)) return;
-    own->state_.log->Add(level, fmt::format("group {}: {}", group->name(), a.text));
-    turn.Write(own->state_.log);
+    LogMessage(level, fmt::format("group {}: {}", group->name(), a.text));
   }
 
   // ---- other daemons ----

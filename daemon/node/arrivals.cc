@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "daemon/node/group_spec.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -58,13 +59,16 @@ void Arrivals::Attach(Arrival arrival, Turn& turn) {
   } else if (group == nullptr && arrival.wait == Duration(0)) {
     arrival.record.End(NoGroup(name));
   } else {
-    const bool brings = group != nullptr && arrival.spec.has_value() && !group->join.dialled_spec;
+    const bool engine = arrival.record.engine;
+    const bool brings = group != nullptr && arrival.spec.has_value() &&
+                        (!group->join.dialled_spec || (!engine && !group->join.dialled_trainer));
     GroupEvent attached = AttachedEvent(&arrival);
     state_.waiters.Wait(Waiters::OfGroup{
         std::move(arrival.record), std::move(attached), DaemonState::Now() + arrival.wait,
         arrival.wait > Duration(0), coordinator, std::move(arrival.spec)});
     // A spec lets the coordinator make the group, for which other members may wait there already.
-    // So a member that brings the first spec begins a new try at once.
+    // So a member that brings the first spec, or the first one of a trainer, begins a new try at
+    // once.
     if (group != nullptr && !group->join.redial.has_value() &&
         (group->join.link == nullptr || brings)) {
       joining_.Dial(group);
@@ -79,7 +83,10 @@ GroupEvent Arrivals::AttachedEvent(Arrival* arrival) {
   if (auto* engine = std::get_if<EngineIdentity>(&arrival->identity)) {
     return EngineAttached{member, std::move(*engine)};
   }
-  return TrainerAttached{member, std::get<TrainerIdentity>(std::move(arrival->identity))};
+  TrainerIdentity& trainer = std::get<TrainerIdentity>(arrival->identity);
+  trainer.identity = IdentityOf(arrival->record.peer);
+  trainer.any_owner = arrival->record.peer.any_owner;
+  return TrainerAttached{member, std::move(trainer)};
 }
 
 absl::StatusOr<GroupRecord*> Arrivals::GroupFor(const Arrival& arrival,
@@ -90,13 +97,14 @@ absl::StatusOr<GroupRecord*> Arrivals::GroupFor(const Arrival& arrival,
     REFITD_RETURN_IF_ERROR(CheckSpans(arrival));
     return joining_.Follow(record.group, coordinator, arrival.spec, IdentityOf(record.peer), turn);
   }
-  if (arrival.spec.has_value()) {
+  GroupRecord* const group = state_.groups.Find(record.group);
+  const std::string identity = IdentityOf(record.peer);
+  if (arrival.spec.has_value() &&
+      (group != nullptr || identities_.MayMake(record.group, identity))) {
     const auto* trainer = std::get_if<TrainerIdentity>(&arrival.identity);
     const auto trainers = trainer == nullptr ? std::nullopt : std::optional(trainer->world_size);
-    return life_.Make(record.group, *arrival.spec, trainers, IdentityOf(record.peer), created,
-                      turn);
+    return life_.Make(record.group, *arrival.spec, trainers, identity, created, turn);
   }
-  GroupRecord* const group = state_.groups.Find(record.group);
   if (group != nullptr && group->follower != nullptr) return Followed(*group);
   return group;
 }
@@ -119,7 +127,7 @@ absl::StatusOr<std::optional<int>> Arrivals::DeviceOf(const MemberRecord& record
   }
   const absl::StatusOr<int> ordinal = state_.options.devices.memory->DeviceOf(record.device);
   if (!ordinal.ok()) {
-    return Error(ordinal.status().code(), "device.name: {}", Message(ordinal.status()));
+    return Prefixed(ordinal.status(), "device.name");
   }
   // P9: this daemon opens handles with its own rights, so it must know whose they are.
   if (record.peer.credentials.has_value()) return *ordinal;

@@ -61,7 +61,8 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
   members_ = std::make_unique<Members>(state, processes, identities, life_.get(), slots, data);
   joining_ =
       std::make_unique<Joining>(state, std::move(dialer), identities, life_.get(), members_.get());
-  joiners_ = std::make_unique<Joiners>(state, life_.get(), members_.get(), joining_.get(), slots);
+  joiners_ = std::make_unique<Joiners>(state, identities, life_.get(), members_.get(),
+                                       joining_.get(), slots);
   arrivals_ = std::make_unique<Arrivals>(state, identities, life_.get(), members_.get(),
                                          joining_.get(), joiners_.get(), data);
   regions_ = std::make_unique<Regions>(state, identities, members_.get(), slots, data);

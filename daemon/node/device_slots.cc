@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -146,8 +147,7 @@ absl::Status DeviceSlots::MakeNow(const Missing& missing) {
   }
   absl::StatusOr<DevicePool> made = options_.memory->MakePool(missing.ordinal, bytes);
   if (!made.ok()) {
-    return Error(made.status().code(), "group '{}': staging slots: {}", missing.group,
-                 Message(made.status()));
+    return Prefixed(made.status(), "group '{}': staging slots", missing.group);
   }
   Pools::Device pool = Share(*std::move(made));
   MutexLock lock(mutex_);

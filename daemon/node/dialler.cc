@@ -33,10 +33,14 @@ void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   dial.boot_id = options_.boot_id;
   dial.limits.message_bytes = options_.message_bytes;
   dial.spec = std::move(wish.spec);
+  dial.identity = wish.identity;
+  dial.trainer = wish.trainer;
   dial.wait = wish.wait;
   dial.number = ++dialled_;
   join.redial.reset();
   join.dialled_spec = dial.spec.has_value();
+  join.dialled_identity = std::move(wish.identity);
+  join.dialled_trainer = wish.trainer;
   join.dialled_until = now + dial.wait;
   const DialTry current{group->name(), group->id, ++join.dial};
   PeerLinkCallbacks callbacks;
@@ -62,14 +66,15 @@ GroupRecord* Dialler::Current(const DialTry& of, Groups* groups) {
 
 // These members go on waiting after a failed try: if the group does not exist yet, another process
 // with this daemon's id has just ended, or the daemon that answers to the coordinator's name is not
-// the coordinator yet, every member whose own wait goes on; if a spec was
-// refused, the members that brought none.
+// the coordinator yet, every member whose own wait goes on; if a spec was refused, the members that
+// brought none; if the member that brought the spec may not make the group, the others.
 bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool goes_on,
                           TimePoint now, Waiters* waiters) {
   JoinRecord& join = group->join;
   const bool pause = absl::IsAlreadyExists(status) || absl::IsUnavailable(status);
   const bool of_spec =
       join.dialled_spec && (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status));
+  const bool of_right = join.dialled_trainer && absl::IsPermissionDenied(status);
   const bool of_time = pause || absl::IsNotFound(status);
   const absl::Status refusal(status.code(),
                              fmt::format("group {}: the coordinator at {} could not be joined: {}",
@@ -78,7 +83,9 @@ bool Dialler::TakeFailure(GroupRecord* group, const absl::Status& status, bool g
       group->name(), join.address,
       [&](const Waiters::OfGroup& w) {
         return goes_on &&
-               ((of_spec && !w.spec.has_value()) || (of_time && w.waits && w.deadline > now));
+               ((of_spec && !w.spec.has_value()) || (of_time && w.waits && w.deadline > now) ||
+                (of_right && (w.record.engine || !w.spec.has_value() ||
+                              IdentityOf(w.record.peer) != join.dialled_identity)));
       },
       refusal);
   if (join.link != nullptr) join.link->Close();

@@ -56,6 +56,11 @@ absl::StatusOr<GroupRecord*> GroupLife::Make(const std::string& name, const Grou
     kInTurn.AssertHeld();
     return CheckMembers();
   };
+  if (state_.options.owner_rule != nullptr) {
+    coordinator.owner_rule = [rule = state_.options.owner_rule, name](const std::string& identity) {
+      return rule(name, identity);
+    };
+  }
   GroupRecord* const group = state_.groups.Coordinate(std::move(coordinator), DaemonState::Now());
   group->creator = creator;
   LogInfo("group {}: created", name);

@@ -32,6 +32,13 @@ class GroupMemory : public MemoryResolver {
     return group_.pools.Slot(DeviceOf(member), slot, group_.machine->spec().slot_bytes);
   }
 
+  std::string LabelOf(MemberId member) const override {
+    const MemberRecord* const m = leases_.Find(member);
+    if (m == nullptr) return MemoryResolver::LabelOf(member);
+    return m->engine ? fmt::format("engine {} rank {}", m->instance, m->rank)
+                     : fmt::format("trainer rank {}", m->rank);
+  }
+
   std::optional<int> DeviceOf(MemberId member) const override {
     const MemberRecord* const m = leases_.Find(member);
     return m == nullptr ? std::nullopt : m->ordinal;

@@ -33,7 +33,7 @@ absl::Status CheckPatterns(const std::vector<std::string>& names, std::string_vi
                  count - patterns, patterns, kMaxTensorsPerLayout, kMaxNamePatterns);
   }
   for (const std::string& name : names) {
-    REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, field));
+    REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, field));
     if (!name.empty()) continue;
     return Error(absl::StatusCode::kInvalidArgument, "{}: a name is empty", field);
   }

@@ -42,7 +42,10 @@ struct JoinRecord {
   bool joining = false;
   uint64_t dial = 0;          // the number of the last try; callbacks of earlier tries are ignored
   bool dialled_spec = false;  // the try carries a spec, with which the coordinator makes the group
-  TimePoint dialled_until;    // without a spec: how long the try waits for the group
+  // The member that brings that spec, and whether it is a trainer.
+  std::string dialled_identity;
+  bool dialled_trainer = false;
+  TimePoint dialled_until;          // without a spec: how long the try waits for the group
   std::optional<TimePoint> redial;  // set between tries: when the next try begins
   absl::Status refusal;             // why the last try failed
 };
@@ -68,9 +71,6 @@ struct GroupRecord {
   int preparing_begins = 0;
   bool broadcasts = false;
   std::string creator;  // the identity whose call made the group, for its limits
-  // The identity of the first trainer that attached here since the group was made, or was replaced
-  // by another identity; empty: none did. It decides who else may be a trainer (P9).
-  std::string owner;
   // The identity that began the running update, or the last update, at this daemon.
   struct Opener {
     std::string identity;

@@ -49,7 +49,7 @@ std::optional<AuditEvent> AuditOf(const GroupEvent& event) {
 std::string Identities::OwnerOf(const std::string& group) {
   const Turn turn(state_.turns);
   const GroupRecord* const found = state_.groups.Find(group);
-  return found == nullptr ? "" : found->owner;
+  return found == nullptr ? "" : found->machine->owner();
 }
 
 bool Identities::HasLease(const std::string& identity) {
@@ -58,18 +58,10 @@ bool Identities::HasLease(const std::string& identity) {
                      [&](const auto& entry) { return Is(entry.second, identity); });
 }
 
-// The door has asked the policy before; here the group can't change owners any more.
-absl::Status Identities::TakeOwnership(GroupRecord* group, const MemberRecord& trainer) {
-  const std::string identity = IdentityOf(trainer.peer);
-  if (group->owner.empty()) group->owner = identity;
-  if (group->owner == identity || trainer.peer.any_owner) return absl::OkStatus();
-  return Error(absl::StatusCode::kPermissionDenied,
-               "{} may not be trainer of group '{}', which another identity owns", identity,
-               group->name());
-}
-
-void Identities::NoteReplaced(GroupRecord* group, const std::string& by) {
-  if (group->owner != by) group->owner.clear();
+bool Identities::MayMake(const std::string& group, const std::string& identity) const {
+  if (state_.options.owner_rule == nullptr) return true;
+  const OwnerRule rule = state_.options.owner_rule(group, identity);
+  return rule == OwnerRule::kNone || rule == OwnerRule::kNamed;
 }
 
 // ---- limits of each identity ----
@@ -137,13 +129,11 @@ absl::Status Identities::AdmitUpdate(const MemberRecord& trainer, const std::str
 
 // ---- the audit log ----
 
-void Identities::Audit(const AuditEvent& event, Turn& turn) const {
-  if (state_.options.audit == nullptr) return;
-  state_.options.audit->Add(event);
-  turn.Last([audit = state_.options.audit] { audit->Write(); });
+void Identities::Audit(const AuditEvent& event) const {
+  if (state_.options.audit != nullptr) state_.options.audit->Record(event);
 }
 
-void Identities::AuditAttach(const MemberRecord& member, Turn& turn) const {
+void Identities::AuditAttach(const MemberRecord& member) const {
   Audit({.what = AuditWhat::kAttach,
          .identity = IdentityOf(member.peer),
          .pid = PidOf(member.peer),
@@ -152,8 +142,7 @@ void Identities::AuditAttach(const MemberRecord& member, Turn& turn) const {
          .subject = member.engine ? fmt::format("engine of instance {}, member {}", member.instance,
                                                 member.id.value())
                                   : fmt::format("trainer, member {}", member.id.value()),
-         .outcome = "OK"},
-        turn);
+         .outcome = "OK"});
 }
 
 ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& event,
@@ -173,7 +162,7 @@ ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& ev
   };
 }
 
-void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended, Turn& turn) const {
+void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended) const {
   Audit({.what = AuditWhat::kUpdate,
          .identity = group.opener.identity,
          .pid = group.opener.pid,
@@ -181,18 +170,16 @@ void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended,
          .version = ended.version.value(),
          .outcome = ended.outcome == Outcome::kCommitted ? "committed" : "aborted",
          .reason = ended.reason,
-         .request_id = group.opener.request_id},
-        turn);
+         .request_id = group.opener.request_id});
 }
 
-void Identities::AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const {
+void Identities::AuditEviction(const GroupRecord& group, const LogLine& line) const {
   Audit({.what = AuditWhat::kEvict,
          .group = group.name(),
          .subject = line.evicted,
          .version = line.version.value(),
          .outcome = "evicted",
-         .reason = line.text},
-        turn);
+         .reason = line.text});
 }
 
 }  // namespace refitd

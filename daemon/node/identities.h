@@ -2,8 +2,9 @@
 // daemon's limits, and the audit log's lines about its actions. (daemon/policy says what an
 // identity may do; the services' door asks there.)
 //
-// P9: the door asks for a group's owner before a trainer attaches, and TakeOwnership asks again in
-// the turn that admits it, so that of two trainers that come at once only one becomes the owner.
+// P9: the door asks for a group's owner before a trainer attaches, and the group's machine, which
+// keeps the owner (daemon/group/ownership.h), asks again when the trainer enters, so that of two
+// trainers that come at once only one becomes the owner.
 //
 // Part of the daemon's state: used in a turn (turn.h), but for OwnerOf, HasLease and Audited.
 #ifndef REFITD_DAEMON_NODE_IDENTITIES_H_
@@ -34,11 +35,8 @@ class Identities {
   bool HasLease(const std::string& identity);
 
   // ---- owners ----
-  // Makes the first trainer's identity the owner. PERMISSION_DENIED: another identity owns the
-  // group, and no rule lets this trainer in.
-  static absl::Status TakeOwnership(GroupRecord* group, const MemberRecord& trainer);
-  // Another identity that replaces the group leaves it to the next trainer that attaches.
-  static void NoteReplaced(GroupRecord* group, const std::string& by);
+  // Whether the identity may make the group: a rule that names the group's owner lets nobody else.
+  bool MayMake(const std::string& group, const std::string& identity) const;
 
   // ---- limits of each identity ----
   // RESOURCE_EXHAUSTED names identity, limit and value.
@@ -54,11 +52,10 @@ class Identities {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   // ---- the audit log ----
-  void AuditAttach(const MemberRecord& member, Turn& turn) const
+  void AuditAttach(const MemberRecord& member) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void AuditUpdate(const GroupRecord& group, const UpdateEnded& ended) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  void AuditUpdate(const GroupRecord& group, const UpdateEnded& ended, Turn& turn) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  void AuditEviction(const GroupRecord& group, const LogLine& line, Turn& turn) const
+  void AuditEviction(const GroupRecord& group, const LogLine& line) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Returns a function that does what `reply` does, and tells the audit log how a Begin, Commit,
   // Refit or Abort was answered.
@@ -66,7 +63,7 @@ class Identities {
                         ReplyFunction reply) const;
 
  private:
-  void Audit(const AuditEvent& event, Turn& turn) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void Audit(const AuditEvent& event) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   DaemonState& state_;
 };

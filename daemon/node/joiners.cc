@@ -19,10 +19,7 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   REFITD_RETURN_IF_ERROR(state_.peers.CheckLatest(peer->hello));
   peer->deadline = DaemonState::Now() + peer->hello.wait;
   REFITD_RETURN_IF_ERROR(CheckNotFollowing(peer->hello));
-  if (peer->hello.spec.has_value()) {
-    REFITD_RETURN_IF_ERROR(
-        life_.Make(group, *peer->hello.spec, std::nullopt, /*creator=*/"", created, turn).status());
-  }
+  REFITD_RETURN_IF_ERROR(TakeSpec(&peer->hello, created, turn));
   state_.peers.ForgetEarlier(*peer);
   if (state_.groups.Find(group) != nullptr) return absl::OkStatus();
   if (peer->hello.wait == Duration(0)) return NoGroup(group);
@@ -42,6 +39,20 @@ absl::Status Joiners::CheckNotFollowing(const PeerGreeting& hello) const {
                               : "this daemon leaves another one");
 }
 
+absl::Status Joiners::TakeSpec(PeerGreeting* hello, bool* created, Turn& turn) {
+  if (!hello->spec.has_value()) return absl::OkStatus();
+  const bool exists = state_.groups.Find(hello->group) != nullptr;
+  if (exists || identities_.MayMake(hello->group, hello->identity)) {
+    return life_.Make(hello->group, *hello->spec, std::nullopt, /*creator=*/"", created, turn)
+        .status();
+  }
+  hello->spec.reset();
+  if (!hello->trainer) return absl::OkStatus();
+  return Error(absl::StatusCode::kPermissionDenied,
+               "{} may not make group '{}', whose owner a rule names", hello->identity,
+               hello->group);
+}
+
 void Joiners::CoordinateOwn(const PeerGreeting& hello, Turn& turn) {
   GroupRecord* const joining = state_.groups.Find(hello.group);
   if (joining == nullptr || !joining->join.joining) return;
@@ -50,8 +61,10 @@ void Joiners::CoordinateOwn(const PeerGreeting& hello, Turn& turn) {
   std::vector<Waiters::OfGroup> waiting = state_.waiters.TakeAll(hello.group, named);
   joining_.Leave(joining, turn);
   for (Waiters::OfGroup& w : waiting) {
-    const std::optional<GroupSpec> spec = std::exchange(w.spec, std::nullopt);
-    if (!spec.has_value()) continue;
+    const std::optional<GroupSpec>& spec = w.spec;
+    const std::string identity = IdentityOf(w.record.peer);
+    const bool exists = state_.groups.Find(hello.group) != nullptr;
+    if (!spec.has_value() || (!exists && !identities_.MayMake(hello.group, identity))) continue;
     bool created = false;
     const auto* const trainer = std::get_if<TrainerAttached>(&w.attached);
     const auto trainers =
@@ -135,7 +148,14 @@ void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {
   for (Waiters::OfGroup& w : state_.waiters.TakeAll(group, "")) {
     GroupRecord* const made = state_.groups.Find(group);
     if (!w.named.empty()) made->named = w.named;
-    members_.Enter(std::move(w.record), made, std::move(w.attached), turn);
+    absl::Status same = w.spec.has_value() ? CheckSameSpec(group, *w.spec, made->machine->spec(),
+                                                           state_.spec_limits)
+                                           : absl::OkStatus();
+    if (same.ok()) {
+      members_.Enter(std::move(w.record), made, std::move(w.attached), turn);
+    } else {
+      w.record.End(std::move(same));
+    }
   }
   for (Peers::Waiting& peer : state_.peers.TakeWaiting(group)) Admit(std::move(peer), turn);
 }

@@ -22,9 +22,10 @@ namespace refitd {
 
 class Joiners : public PeerAcceptor {
  public:
-  Joiners(DaemonState* state, GroupLife* life, Members* members, Joining* joining,
-          const DeviceSlots* slots)
+  Joiners(DaemonState* state, const Identities* identities, GroupLife* life, Members* members,
+          Joining* joining, const DeviceSlots* slots)
       : state_(*state),
+        identities_(*identities),
         life_(*life),
         members_(*members),
         joining_(*joining),
@@ -46,6 +47,10 @@ class Joiners : public PeerAcceptor {
   // to coordinate the group itself, as when the coordinator's name was pointed here.
   absl::Status CheckNotFollowing(const PeerGreeting& hello) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Makes the group that the hello's spec asks for, unless whoever brings it may not: a trainer is
+  // refused then, and an engine waits for the group.
+  absl::Status TakeSpec(PeerGreeting* hello, bool* created, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // This daemon reached itself: it is the one that answers to the coordinator's name, so the group
   // lives here, and the members that waited for that name enter it.
   void CoordinateOwn(const PeerGreeting& hello, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
@@ -59,6 +64,7 @@ class Joiners : public PeerAcceptor {
   void ShareLayout(uint64_t session, PeerLayout* report);
 
   DaemonState& state_;
+  const Identities& identities_;
   GroupLife& life_;
   Members& members_;
   Joining& joining_;

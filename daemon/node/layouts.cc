@@ -10,6 +10,19 @@
 #include "transport/plan/block_scales.h"
 
 namespace refitd {
+namespace {
+
+// The layout, whose bytes are counted while somebody refers to it.
+std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
+  struct Both {
+    Layout layout;
+    ByteLedger::Hold hold;
+  };
+  const auto both = std::make_shared<const Both>(Both{std::move(layout), std::move(hold)});
+  return {both, &both->layout};
+}
+
+}  // namespace
 
 absl::Status Layouts::CheckLease(const Caller& caller, bool engine) {
   const Turn turn(state_.turns);
@@ -18,7 +31,7 @@ absl::Status Layouts::CheckLease(const Caller& caller, bool engine) {
 
 // Checking a big layout takes long, so it is done outside the mutex, against a copy of the regions.
 absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& caller, bool engine,
-                                                             Layout layout) {
+                                                             Layout layout, ByteLedger::Hold hold) {
   // P8: the copy has no mappings, since a region that is released meanwhile must lose its mapping
   // at once.
   struct Region {
@@ -37,8 +50,14 @@ absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& calle
     const auto it = regions.find(id);
     return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
   };
+  if (!engine && !layout.ties.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "layout.tied_tensors has {} entries: only engines have tied tensors",
+                 layout.ties.size());
+  }
+  if (engine) TieSharedTensors(&layout);
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
-  if (!engine) return std::make_shared<const Layout>(std::move(layout));
+  if (!engine) return Counted(std::move(layout), std::move(hold));
   if (!layout.pushed_tensors.empty()) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "layout.pushed_tensors has {} entries: an engine rank pushes none",
@@ -52,7 +71,7 @@ absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& calle
                    piece.region, layout.tensors[piece.tensor].name);
     }
   }
-  return std::make_shared<const Layout>(std::move(layout));
+  return Counted(std::move(layout), std::move(hold));
 }
 
 absl::StatusOr<const MemberRecord*> Layouts::Admit(const Caller& caller, bool engine,
@@ -79,8 +98,10 @@ absl::StatusOr<const MemberRecord*> Layouts::Admit(const Caller& caller, bool en
   return member;
 }
 
-void Layouts::Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply) {
-  absl::StatusOr<std::shared_ptr<const Layout>> checked = Check(caller, engine, std::move(layout));
+void Layouts::Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply,
+                       ByteLedger::Hold hold) {
+  absl::StatusOr<std::shared_ptr<const Layout>> checked =
+      Check(caller, engine, std::move(layout), std::move(hold));
   if (!checked.ok()) return reply(checked.status());
   const Registered registered{(*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()),
                               (*checked)->Bytes()};

@@ -25,6 +25,11 @@ class Layouts {
   // OK: the lease is that of a rank of that role. Called to refuse a stream before its chunks are
   // collected.
   absl::Status CheckLease(const Caller& caller, bool engine);
+  // Counts what the caller's layout takes while it is collected: to be grown as it grows, which
+  // limits.held_bytes bounds.
+  ByteLedger::Hold HoldFor(const Caller& caller) const {
+    return state_.held.Empty(IdentityOf(caller.peer));
+  }
   struct Registered {
     uint64_t digest = 0;
     int64_t pieces = 0;
@@ -34,11 +39,13 @@ class Layouts {
   // Replies once, as a ReplyFunction does: OK when the group's coordinator has the layout. If the
   // coordinator is another daemon, its loss (PeerLimits::peer) and the end of the lease are answers
   // too (P4).
-  void Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply);
+  // `hold` counts the layout while it lives.
+  void Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply,
+                ByteLedger::Hold hold = {});
 
  private:
   absl::StatusOr<std::shared_ptr<const Layout>> Check(const Caller& caller, bool engine,
-                                                      Layout layout);
+                                                      Layout layout, ByteLedger::Hold hold);
   absl::StatusOr<const MemberRecord*> Admit(const Caller& caller, bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 

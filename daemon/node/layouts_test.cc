@@ -61,6 +61,29 @@ TEST_CASE("a layout must lie in the member's own regions (P10)") {
   CHECK(world.Register(LayoutOf(world.region, kBytes)).ok());
 }
 
+TEST_CASE("a layout is counted as long as somebody refers to it") {
+  World world;
+  const ByteLedger& held = world.parts.state().held;
+  const auto reply = [](const auto& registered) { REQUIRE(registered.ok()); };
+  for (const uint64_t generation : {1, 2}) {
+    ByteLedger::Hold hold = world.parts.layouts().HoldFor(world.engine.caller());
+    REQUIRE(hold.GrowTo(static_cast<int64_t>(1000 * generation)).ok());
+    world.parts.layouts().Register(world.parts.daemon().NewCall(), world.engine.caller(),
+                                   /*engine=*/true, LayoutOf(world.region, 100, generation), reply,
+                                   std::move(hold));
+    CHECK(held.held() >= static_cast<int64_t>(1000 * generation));
+  }
+  {
+    ByteLedger::Hold hold = world.parts.layouts().HoldFor(world.engine.caller());
+    REQUIRE(hold.GrowTo(5000).ok());
+    Layout outside = LayoutOf(world.region, kBytes + 1, 3);
+    world.parts.layouts().Register(
+        world.parts.daemon().NewCall(), world.engine.caller(), /*engine=*/true, std::move(outside),
+        [](const auto& refused) { CHECK_FALSE(refused.ok()); }, std::move(hold));
+  }
+  CHECK(held.held() < 5000);
+}
+
 TEST_CASE("an engine rank pushes no tensors, and a trainer's lease registers no engine's layout") {
   World world;
   Layout pushes = LayoutOf(world.region, 100);

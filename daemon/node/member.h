@@ -65,8 +65,9 @@ struct MemberRecord {
   std::string client;
   Protocol protocol = kProtocol;  // agreed at the hello: the messages that it understands
   std::string device;
-  std::optional<int> ordinal;        // ordinal of its GPU; none: its memory is on the host
-  std::string instance;              // engines
+  std::optional<int> ordinal;  // ordinal of its GPU; none: its memory is on the host
+  std::string instance;        // engines
+  int rank = 0;
   bool reads_slots = false;          // engines: follows from the mode of delivery (ReadsSlots)
   std::shared_ptr<MemberSink> sink;  // null: the stream has ended
   std::map<RegionId, RegionRecord> regions;

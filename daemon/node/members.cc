@@ -41,13 +41,8 @@ void Members::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached
 
 void Members::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
-  if (!record.engine) {
-    absl::Status owned = Identities::TakeOwnership(state_.groups.Of(record), record);
-    if (!owned.ok()) return record.End(std::move(owned));
-  }
   record.incarnation = state_.groups.Of(record)->machine->incarnation();
   MemberRecord& m = *state_.leases.Add(std::move(record));
-  identities_.AuditAttach(m, turn);
   if (!m.peer.identity.empty()) {
     LogInfo("group {}: member {} attaches as {}", m.group, member.value(), m.peer.identity);
   }
@@ -122,7 +117,8 @@ void Members::MakeSlotsFor(MemberId id, const GroupRecord& group) {
       });
 }
 
-void Members::Welcome(GroupRecord* group, MemberRecord* member) {
+void Members::Welcome(GroupRecord* group, MemberRecord* member, Turn& turn) {
+  identities_.AuditAttach(*member);
   // A follower knows the incarnation once it has joined.
   member->incarnation = group->machine->incarnation();
   const GroupLimits& limits = state_.options.group;

@@ -134,6 +134,7 @@ TEST_CASE("the audit log tells who attached, and to what") {
   Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kStaged);
   arrival.record.peer.identity = "dns:a";
   REQUIRE(parts.Attach(std::move(arrival), "g").inbox->welcomed());
+  REQUIRE(audit->Flush());
   std::ifstream file(path);
   const std::string lines{std::istreambuf_iterator<char>(file), {}};
   CHECK_THAT(lines, Contains("dns:a") && Contains("refitd.v1.Engine/Attach") &&

@@ -44,13 +44,12 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
     return group->replace_incarnation;
   const uint64_t incarnation = NewIncarnation();
   const std::string name = group->name();
-  turn.Handle(name, ReplaceGroup{state_.NewCall(), incarnation});
+  turn.Handle(name, ReplaceGroup{state_.NewCall(), incarnation, identity});
   if (group->machine->incarnation() != incarnation) {
     const std::optional<UpdateView> update = group->machine->ViewUpdate(DaemonState::Now());
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
                  name, update.has_value() ? update->version.value() : -1);
   }
-  Identities::NoteReplaced(group, identity);
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
   // Trainers hear of the replacement by the end of their streams, and attach again.
@@ -229,13 +228,14 @@ absl::StatusOr<Readiness> Operators::ReadinessOf(const std::string& group,
                instance, group);
 }
 
-absl::StatusOr<uint64_t> Operators::WatchInstance(const std::string& group,
+absl::StatusOr<uint64_t> Operators::WatchInstance(const std::string& identity,
+                                                  const std::string& group,
                                                   const std::string& instance,
                                                   std::shared_ptr<ReadinessSink> sink) {
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(
       const uint64_t id,
-      state_.readiness.Watch(group, instance, std::move(sink), DaemonState::Now()));
+      state_.readiness.Watch(identity, group, instance, std::move(sink), DaemonState::Now()));
   state_.timer.Wake();
   return id;
 }

@@ -111,7 +111,8 @@ class Operators {
   // NOT_FOUND: the instance, or the group, is not known here.
   absl::StatusOr<Readiness> ReadinessOf(const std::string& group, const std::string& instance);
   // Watches an instance, which need not exist, until StopWatchingInstance.
-  absl::StatusOr<uint64_t> WatchInstance(const std::string& group, const std::string& instance,
+  absl::StatusOr<uint64_t> WatchInstance(const std::string& identity, const std::string& group,
+                                         const std::string& instance,
                                          std::shared_ptr<ReadinessSink> sink);
   void StopWatchingInstance(uint64_t watch);
 

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -44,8 +45,13 @@ struct DaemonOptions {
   int default_slots = 4;
   int64_t max_pool_bytes = int64_t{16} << 30;  // staging slots of all groups, on each device
   int64_t max_region_bytes = kMaxRegionBytes;  // of one region
-  int64_t inline_bytes = int64_t{4} << 20;     // of one PushBucket
-  int64_t message_bytes = int64_t{8} << 20;    // of any message
+  // Host memory of members: of one region, and of all that is mapped, each memfd once.
+  int64_t machine_bytes = MachineMemoryBytes();
+  int64_t max_mapped_bytes = 4 * MachineMemoryBytes();
+  // Layouts, and inline bytes of unanswered calls, of all members.
+  int64_t max_held_bytes = MachineMemoryBytes() / 4;
+  int64_t inline_bytes = int64_t{4} << 20;   // of one PushBucket
+  int64_t message_bytes = int64_t{8} << 20;  // of any message
   // When this many groups exist, a new one replaces the group that has had no member for longest.
   int max_groups = 64;
   int max_members = 4096;  // of all groups, and of daemons that joined groups of this one
@@ -61,6 +67,9 @@ struct DaemonOptions {
   std::string clear_wire = kNotEncrypted;
   DaemonObserver* observer = nullptr;  // outlives the daemon; null: none
   IdentityLimits per_identity;
+  // What the policy of the moment says of an identity as a group's owner; thread-safe. Null: no
+  // rule names the owner of any group.
+  std::function<OwnerRule(const std::string& group, const std::string& identity)> owner_rule{};
   AuditLog* audit = nullptr;  // outlives the daemon; null: none
 };
 

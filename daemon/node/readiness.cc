@@ -37,16 +37,19 @@ std::optional<Readiness> InstanceReadiness::Of(const std::string& group,
                    .reason = "the coordinator is lost, and no rank has attached again"};
 }
 
-absl::StatusOr<uint64_t> InstanceReadiness::Watch(std::string group, std::string instance,
+absl::StatusOr<uint64_t> InstanceReadiness::Watch(std::string identity, std::string group,
+                                                  std::string instance,
                                                   std::shared_ptr<ReadinessSink> sink,
                                                   TimePoint now) {
-  if (watchers_.size() >= kMaxWatchers) {
-    return Error(absl::StatusCode::kResourceExhausted, "{} callers watch instances already",
-                 watchers_.size());
-  }
+  const auto held = std::count_if(watchers_.begin(), watchers_.end(), [&](const auto& entry) {
+    return entry.second.identity == identity;
+  });
+  REFITD_RETURN_IF_ERROR(CheckPlace("callers watch instances", kMaxWatchers, watchers_.size(),
+                                    static_cast<size_t>(held), identity));
   const uint64_t id = next_++;
   Watcher& watcher = watchers_[id];
-  watcher = {std::move(group), std::move(instance), std::move(sink), std::nullopt};
+  watcher = {std::move(identity), std::move(group), std::move(instance), std::move(sink),
+             std::nullopt};
   Tell(&watcher, now);
   return id;
 }
@@ -84,6 +87,7 @@ void InstanceReadiness::Keep(const std::string& group, const Follower& follower,
   Kept& kept = kept_[group];
   kept.book = last->book;
   kept.max_lag = follower.spec().max_lag;
+  kept.incarnation = follower.incarnation();
   kept.until = now + keep_;
   for (const std::string& instance : last->here) kept.here[instance] = now;
 }
@@ -97,7 +101,8 @@ void InstanceReadiness::Arrived(const std::string& group, const EngineIdentity& 
   const auto known = kept.book.instances().find(engine.instance);
   if (known == kept.book.instances().end()) return;
   const std::optional<Version>& version = known->second.version;
-  const bool same = !version.has_value() || engine.held_version == version;
+  const bool same = !version.has_value() ||
+                    (engine.held_version == version && engine.held_origin == kept.incarnation);
   if (engine.dirty || !same) kept.book.Doubt(engine.instance);
   Changed(group, now);
 }

@@ -56,8 +56,8 @@ class InstanceReadiness {
                               TimePoint now) const;
 
   // Returns the watcher's id, and tells the watcher at once whether the instance is ready.
-  // RESOURCE_EXHAUSTED: kMaxWatchers.
-  absl::StatusOr<uint64_t> Watch(std::string group, std::string instance,
+  // `identity`: who watches. RESOURCE_EXHAUSTED: the places are taken (CheckPlace).
+  absl::StatusOr<uint64_t> Watch(std::string identity, std::string group, std::string instance,
                                  std::shared_ptr<ReadinessSink> sink, TimePoint now);
   void StopWatching(uint64_t watcher) { watchers_.erase(watcher); }
   void EndAll(const absl::Status& status);
@@ -78,10 +78,12 @@ class InstanceReadiness {
   struct Kept {
     ReadinessBook book;
     int64_t max_lag = 0;
+    uint64_t incarnation = 0;
     TimePoint until;
     std::map<std::string, TimePoint> here;  // instances of this daemon: when a rank was seen last
   };
   struct Watcher {
+    std::string identity;
     std::string group;
     std::string instance;
     std::shared_ptr<ReadinessSink> sink;

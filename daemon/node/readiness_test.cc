@@ -229,7 +229,7 @@ TEST_CASE("what is kept is looked after when it ends, and more often while someb
   world.Lose(kNow + seconds(7), "h");
   REQUIRE(world.readiness.NextDue() == kNow + seconds(60));
   const auto sink = std::make_shared<Sink>();
-  REQUIRE(world.readiness.Watch("g", "there", sink, kNow).ok());
+  REQUIRE(world.readiness.Watch("uid:1", "g", "there", sink, kNow).ok());
   world.readiness.Look(kNow + seconds(20));
   CHECK(world.readiness.NextDue() == kNow + seconds(20) + InstanceReadiness::kLookInterval);
 }
@@ -239,7 +239,7 @@ TEST_CASE("a watcher is told at once that a rank came again with other weights")
   world.Tell();
   world.Lose();
   const auto sink = std::make_shared<Sink>();
-  REQUIRE(world.readiness.Watch("g", "here", sink, kNow).ok());
+  REQUIRE(world.readiness.Watch("uid:1", "g", "here", sink, kNow).ok());
   world.readiness.Arrived("g", Again(Version(2)), kNow);
   using enum InstanceHealth;
   CHECK(sink->told == std::vector<InstanceHealth>{kServing, kNotServing});
@@ -257,7 +257,7 @@ TEST_CASE("an instance whose update was running when the coordinator was lost is
 TEST_CASE("a watcher is told each change once, also that an instance comes, goes, or gets stale") {
   World world;
   const auto sink = std::make_shared<Sink>();
-  const auto watch = world.readiness.Watch("g", "there", sink, kNow);
+  const auto watch = world.readiness.Watch("uid:1", "g", "there", sink, kNow);
   REQUIRE(watch.ok());
   using enum InstanceHealth;
   std::vector<InstanceHealth> expected = {kUnknown};
@@ -286,9 +286,12 @@ TEST_CASE("watchers are bounded, and end with the daemon") {
   World world;
   const auto sink = std::make_shared<Sink>();
   for (size_t i = 0; i < InstanceReadiness::kMaxWatchers; ++i) {
-    REQUIRE(world.readiness.Watch("g", "here", sink, kNow).ok());
+    const std::string identity = i % 2 == 0 ? "uid:1" : "uid:2";
+    REQUIRE(world.readiness.Watch(identity, "g", "here", sink, kNow).ok());
+    if (i + 2 != InstanceReadiness::kMaxWatchers) continue;
+    CHECK_FALSE(world.readiness.Watch("uid:1", "g", "here", sink, kNow).ok());  // it has its half
   }
-  CHECK(world.readiness.Watch("g", "here", sink, kNow).status().code() ==
+  CHECK(world.readiness.Watch("uid:3", "g", "here", sink, kNow).status().code() ==
         absl::StatusCode::kResourceExhausted);
   world.readiness.EndAll(absl::UnavailableError("the daemon stops"));
   REQUIRE(sink->end.has_value());

@@ -1,13 +1,13 @@
 #include "daemon/node/regions.h"
 
-#include <sys/stat.h>
-
 #include <chrono>
 #include <future>
+#include <limits>
 #include <map>
 #include <string_view>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -21,7 +21,25 @@ constexpr size_t kMaxUuidInMessage = 64;
 
 // The status with the name of its field in front.
 absl::Status In(std::string_view field, const absl::Status& status) {
-  return Error(status.code(), "{}: {}", field, Message(status));
+  return Prefixed(status, "{}", field);
+}
+
+// A block has one address here, whatever handles name it.
+MemoryOrigin OriginOf(const DeviceRegion& block) {
+  return {MemoryOrigin::Kind::kBlock, 0, reinterpret_cast<uintptr_t>(block.data()), 0};
+}
+
+// Memory that a process of this host exported is known by that process and the address that it
+// gave. A process in another namespace of processes has no number here.
+MemoryOrigin OriginOf(const MemberRecord& member, uint64_t address) {
+  const auto gpu = static_cast<uint64_t>(*member.ordinal);
+  const int pid = member.peer.credentials.has_value() ? member.peer.credentials->pid : 0;
+  constexpr auto kMost = static_cast<uint64_t>(std::numeric_limits<int64_t>::max() / 2);
+  if (pid <= 0 || address == 0 || address > kMost) {
+    return {MemoryOrigin::Kind::kUnknown, gpu, 0, 0};
+  }
+  return {MemoryOrigin::Kind::kExported, gpu, static_cast<uint64_t>(pid),
+          static_cast<int64_t>(address)};
 }
 
 }  // namespace
@@ -37,34 +55,32 @@ absl::StatusOr<MemberRecord*> Regions::Admit(const std::string& token, const Pee
 }
 
 absl::StatusOr<RegionId> Regions::RegisterRegion(const Token& token, const PeerCredentials& peer,
-                                                 UniqueFd fd, RegionKind kind, int64_t bytes) {
+                                                 UniqueFd fd, RegionKind kind, int64_t bytes,
+                                                 uint64_t address) {
   if (bytes > state_.options.max_region_bytes) {
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, state_.options.max_region_bytes);
   }
-  if (kind == RegionKind::kDevice) return RegisterVmm(token, peer, std::move(fd), bytes);
+  if (kind == RegionKind::kDevice) {
+    return RegisterVmm(token, peer, std::move(fd), bytes, address);
+  }
   if (kind != RegionKind::kMemfd) {
     return Error(absl::StatusCode::kUnimplemented,
                  "region_kind: {}: this daemon maps sealed memfds and CUDA's VMM memory only",
                  static_cast<uint32_t>(kind));
   }
-  struct stat file {};
-  if (fstat(fd.get(), &file) != 0) return ErrnoError(errno, "looking at the descriptor");
   RegionRecord region;
-  region.identity = fmt::format("memfd {} {}", file.st_dev, file.st_ino);
+  REFITD_ASSIGN_OR_RETURN(region.identity, HostMappings::NameOf(fd));
   const std::string key(token.begin(), token.end());
   {
     const Turn turn(state_.turns);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, region.identity));
     if (member->engine) region.access = Access::kReadWrite;  // trainers' memory is only read
   }
-  // Mapping and filling page tables takes long, so it is done outside the mutex. Memory that its
-  // owner never touched is not filled here, since it would be charged to the daemon.
-  constexpr int64_t kStatBlockBytes = 512;
-  const bool allocated = file.st_blocks * kStatBlockBytes >= bytes;
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> mapping,
-                          HostRegion::Map(fd, bytes, region.access, allocated));
-  region.memory = {mapping->data(), mapping->bytes(), mapping};
+  // Mapping and filling page tables takes long, so it is done outside the mutex.
+  REFITD_ASSIGN_OR_RETURN(
+      region.memory,
+      state_.mappings.Map(fd, region.identity, bytes, region.access, IdentityOf(Peer{peer})));
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.memory.Add(member, std::move(region));
@@ -171,7 +187,8 @@ absl::StatusOr<PoolHandle> Regions::MapPool(const Token& token, const PeerCreden
 
 // The region is closed by a job of the thread for regions: closing waits for the driver, and the
 // last reference may be dropped anywhere, even under the mutex.
-RegionRecord Regions::RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine) const {
+RegionRecord Regions::RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
+                               const MemoryOrigin& origin) const {
   const DeviceRegion* const raw = region.get();
   std::shared_ptr<const void> kept(
       raw, [closer = state_.regions_thread, held = std::move(region)](const void*) mutable {
@@ -179,7 +196,7 @@ RegionRecord Regions::RecordOf(std::shared_ptr<const DeviceRegion> region, bool 
       });
   RegionRecord record;
   record.identity = fmt::format("device {} {}", raw->device(), static_cast<void*>(raw->data()));
-  record.memory = {raw->data(), raw->bytes(), std::move(kept)};
+  record.memory = {raw->data(), raw->bytes(), std::move(kept), origin};
   record.access = engine ? Access::kReadWrite : Access::kReadOnly;
   record.on_device = true;
   return record;
@@ -226,7 +243,8 @@ absl::StatusOr<RegionRecord> Regions::OpenDevice(const DeviceHandle& handle) con
   absl::StatusOr<std::shared_ptr<const DeviceRegion>> opened =
       state_.options.devices.memory->OpenBlock(handle.ordinal, handle.handle);
   if (!opened.ok()) return In("cuda_ipc.handle", opened.status());
-  RegionRecord region = RecordOf(*std::move(opened), handle.engine);
+  const MemoryOrigin origin = OriginOf(**opened);
+  RegionRecord region = RecordOf(*std::move(opened), handle.engine, origin);
   if (handle.bytes > region.memory.bytes) {
     return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}: the block has {}",
                  handle.bytes, region.memory.bytes);
@@ -269,10 +287,11 @@ void Regions::RegisterDevice(const Caller& caller, bool engine, const IpcBlock& 
 }
 
 absl::StatusOr<RegionId> Regions::RegisterVmm(const Token& token, const PeerCredentials& peer,
-                                              UniqueFd fd, int64_t bytes) {
+                                              UniqueFd fd, int64_t bytes, uint64_t address) {
   const std::string key(token.begin(), token.end());
   int ordinal = 0;
   bool engine = false;
+  MemoryOrigin origin;
   {
     const Turn turn(state_.turns);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, ""));
@@ -287,11 +306,12 @@ absl::StatusOr<RegionId> Regions::RegisterVmm(const Token& token, const PeerCred
     }
     ordinal = *member->ordinal;
     engine = member->engine;
+    origin = OriginOf(*member, address);
   }
   REFITD_ASSIGN_OR_RETURN(
       std::shared_ptr<const DeviceRegion> imported,
       state_.options.devices.memory->ImportDescriptor(ordinal, std::move(fd), bytes));
-  RegionRecord region = RecordOf(std::move(imported), engine);
+  RegionRecord region = RecordOf(std::move(imported), engine, origin);
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.memory.Add(member, std::move(region));
@@ -310,7 +330,8 @@ absl::StatusOr<DeviceSource> Regions::OpenSource(const std::vector<DeviceRef>& h
       if (!opened.ok()) {
         return In(fmt::format("bucket.cuda_ipc.handles[{}]", index), opened.status());
       }
-      block = open.emplace(handle, RecordOf(*std::move(opened), false).memory).first;
+      const MemoryOrigin origin = OriginOf(**opened);
+      block = open.emplace(handle, RecordOf(*std::move(opened), false, origin).memory).first;
     }
     source.blocks.push_back(block->second);
   }

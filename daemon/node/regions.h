@@ -60,7 +60,8 @@ class Regions : public DescriptorHandler {
 
   // ---- the descriptor socket ----
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
-                                          UniqueFd fd, RegionKind kind, int64_t bytes) override;
+                                          UniqueFd fd, RegionKind kind, int64_t bytes,
+                                          uint64_t address = 0) override;
   absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                              RegionId region) override;
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
@@ -92,9 +93,10 @@ class Regions : public DescriptorHandler {
   absl::StatusOr<RegionRecord> OpenDevice(const DeviceHandle& handle) const;
   // Makes device memory a region. Its mapping is closed on the thread for regions, wherever the
   // region is destroyed.
-  RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine) const;
+  RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
+                        const MemoryOrigin& origin) const;
   absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
-                                       int64_t bytes);
+                                       int64_t bytes, uint64_t address);
   // Removes the region from the records, unless it is in use. The region is unmapped when the
   // result is destroyed, which must not happen under the mutex.
   absl::StatusOr<RegionRecord> Take(MemberRecord* member, RegionId region)

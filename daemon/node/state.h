@@ -3,7 +3,8 @@
 //
 // The mutex serialises all state machines. Nothing under it blocks: transports have their own
 // threads; plans, and the opening and closing of device memory, have theirs; streams have queues.
-// Replies run, and events and log lines are written, after the mutex was released (turn.h).
+// Replies run, and events are written, after the mutex was released (turn.h). Log lines are queued
+// in a turn, so that they have the order of their events.
 #ifndef REFITD_DAEMON_NODE_STATE_H_
 #define REFITD_DAEMON_NODE_STATE_H_
 
@@ -22,6 +23,7 @@
 #include "daemon/node/calls.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/groups.h"
+#include "daemon/node/host_mappings.h"
 #include "daemon/node/leases.h"
 #include "daemon/node/memory.h"
 #include "daemon/node/options.h"
@@ -32,7 +34,7 @@
 #include "daemon/node/turn.h"
 #include "daemon/node/waiters.h"
 #include "daemon/node/watchers.h"
-#include "daemon/process/log_queue.h"
+#include "daemon/policy/byte_ledger.h"
 #include "transport/base/mutex.h"
 
 namespace refitd {
@@ -54,12 +56,14 @@ struct DaemonState {
   const std::string boot_id;
   const TimePoint started = Now();
 
+  // Thread-safe; used with and without a turn.
+  ByteLedger mapped;
+  ByteLedger held;
+  HostMappings mappings;
+
   std::atomic<uint64_t> next_call{1};
   std::atomic<uint64_t> next_member{1};
   std::atomic<uint64_t> next_update{1};
-
-  // Lines are added in a turn, so that they have the order of their events.
-  const std::shared_ptr<LogQueue> log = std::make_shared<LogQueue>();
 
   PushTurns pushes;
   Mutex mutex;

@@ -2,6 +2,10 @@
 
 #include <map>
 #include <memory>
+#include <numeric>
+#include <string_view>
+#include <variant>
+#include <vector>
 
 #include "daemon/link/reports.h"
 #include "transport/base/status.h"
@@ -20,6 +24,14 @@ bool HasRegions(const Regions& regions, const CheckedBucket& bucket) {
     last = place.region;
   }
   return true;
+}
+
+int64_t InlineBytes(const ReceivedBucket& received) {
+  const auto* const texts = std::get_if<std::vector<std::string_view>>(&received.source);
+  if (texts == nullptr) return 0;
+  return std::accumulate(
+      texts->begin(), texts->end(), int64_t{0},
+      [](int64_t sum, std::string_view text) { return sum + static_cast<int64_t>(text.size()); });
 }
 
 }  // namespace
@@ -110,6 +122,9 @@ void TrainerCalls::PushBucket(CallId call, const Caller& caller, absl::StatusOr<
 
 void TrainerCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
                               ReplyFunction reply, const DeviceSource& device) {
+  // P10: inline bytes stay in memory until their call is answered, which for a bucket ahead of its
+  // turn may take as long as the update.
+  const auto hold = std::make_shared<ByteLedger::Hold>(state_.held.Empty(IdentityOf(caller.peer)));
   BucketLimits limits;
   std::map<RegionId, int64_t> regions;
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
@@ -136,13 +151,18 @@ void TrainerCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<
       }
       limits = {state_.options.inline_bytes, state_.groups.Of(*member)->machine->spec().slot_bytes};
     }
+    REFITD_RETURN_IF_ERROR(hold->GrowTo(InlineBytes(received)));
     REFITD_ASSIGN_OR_RETURN(received.bucket->places,
                             PlacesOf(received, limits, region_bytes, device));
     return absl::OkStatus();
   };
   const absl::Status placed = place();
   Hand(
-      call, caller, std::move(reply),
+      call, caller,
+      [hold, reply = std::move(reply)](const absl::Status& status, const ReplyPayload& payload) {
+        *hold = {};
+        reply(status, payload);
+      },
       [&](const MemberRecord& member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
           kInTurn) -> absl::StatusOr<GroupEvent> {
         REFITD_RETURN_IF_ERROR(placed);

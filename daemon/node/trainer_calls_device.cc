@@ -7,6 +7,7 @@
 
 #include "daemon/node/trainer_calls.h"
 #include "daemon/process/log.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -94,7 +95,7 @@ absl::Status TrainerCalls::CheckBroadcast(const MemberRecord& trainer,
                  BroadcastMethodName(method));
   }
   if (absl::Status can = data_plane_.transport().CanBroadcast(method); !can.ok()) {
-    return Error(can.code(), "broadcast: {}: {}", BroadcastMethodName(method), Message(can));
+    return Prefixed(can, "broadcast: {}", BroadcastMethodName(method));
   }
   return absl::OkStatus();
 }
@@ -172,8 +173,7 @@ void TrainerCalls::Begin(CallId call, const Caller& caller, BeginEvent event, Re
       }
       BeginOpened(call, caller, std::move(event), std::move(reply), made.ok());
     } else {
-      reply(Error(made.code(), "broadcast: {}: {}", BroadcastMethodName(broadcast), Message(made)),
-            EmptyReply{});
+      reply(Prefixed(made, "broadcast: {}", BroadcastMethodName(broadcast)), EmptyReply{});
     }
     const Turn turn(state_.turns);
     GroupRecord* group = state_.groups.Find(needs.group, needs.id);

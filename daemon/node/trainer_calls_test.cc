@@ -217,9 +217,36 @@ TEST_CASE("the audit log has a line for each call that begins an update or ends 
   AbortEvent abort;
   abort.version = Version(1);
   CHECK(world.parts.Call(world.trainer, abort).status().ok());
+  REQUIRE(audit->Flush());
   std::ifstream file(path);
   const std::string lines{std::istreambuf_iterator<char>(file), {}};
   CHECK_THAT(lines, Contains("refitd.v1.Trainer/Begin") && Contains("refitd.v1.Trainer/Abort"));
+}
+
+TEST_CASE("inline bytes ahead of their turn had no limit but each rank's number of buckets (P10)") {
+  DaemonOptions options;
+  options.max_held_bytes = 2 * kElements;
+  World world(options);
+  world.Open(1);
+  const auto push = [&world](int64_t seq) {
+    ReceivedPush ahead = World::PushInline(1, "12345678");
+    ahead.received.bucket->seq = seq;
+    return world.Send(std::move(ahead));
+  };
+  const Answer first = push(1);  // waits for bucket 0
+  const Answer second = push(2);
+  CHECK(world.parts.state().held.held() == 2 * kElements);
+  CHECK_THAT(Message(push(3).status()), Contains("limits.held_bytes: all identities have 16"));
+  Caller nobody = world.trainer.caller();
+  nobody.token = "none";
+  CHECK(world.Send(World::PushInline(1, "12345678"), nobody).status().code() ==
+        absl::StatusCode::kUnauthenticated);
+  AbortEvent abort;
+  abort.version = Version(1);
+  CHECK(world.parts.Call(world.trainer, abort).status().ok());
+  CHECK_FALSE(first.status().ok());
+  CHECK_FALSE(second.status().ok());
+  CHECK(world.parts.state().held.held() == 0);
 }
 
 TEST_CASE("a bucket whose header does not fit on the link to a joined daemon is refused (P10)") {

@@ -56,7 +56,6 @@ void Turn::RunEffects() const {
   for (const auto& sink : engines_) sink->Flush();
   for (const std::function<void()>& answer : answers_) answer();
   for (const auto& sink : trainers_) sink->Flush();
-  if (log_ != nullptr) log_->Write();
   for (const std::function<void()>& run : last_) run();
 }
 

@@ -6,7 +6,7 @@
 //   2. releases the mutex;
 //   3. runs the effects of the turn in a fixed order: commands and reports to other daemons and
 //      events to engines, which updates wait for; answers to calls; events to trainers, which
-//      nobody waits for; log lines; and slow work, such as unmapping memory.
+//      nobody waits for; and slow work, such as unmapping memory.
 // So no stream is written, no call answered and no memory unmapped under the mutex.
 //
 // An event goes to one group's machine (TurnHost::Dispatch) and may cause events for any group.
@@ -30,7 +30,6 @@
 #include "daemon/link/peer_link.h"
 #include "daemon/node/push_turns.h"
 #include "daemon/node/sinks.h"
-#include "daemon/process/log_queue.h"
 #include "transport/base/mutex.h"
 
 namespace refitd {
@@ -107,7 +106,6 @@ class ABSL_SCOPED_LOCKABLE Turn {
     (engine ? engines_ : trainers_).push_back(sink);
   }
   void Answer(std::function<void()> answer) { answers_.push_back(std::move(answer)); }
-  void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
   // Runs slow work that nobody waits for, after all other effects.
   void Last(std::function<void()> run) { last_.push_back(std::move(run)); }
 
@@ -126,7 +124,6 @@ class ABSL_SCOPED_LOCKABLE Turn {
   std::vector<std::shared_ptr<MemberSink>> engines_;
   std::vector<std::function<void()>> answers_;
   std::vector<std::shared_ptr<MemberSink>> trainers_;
-  std::shared_ptr<LogQueue> log_;  // null: no line was added
   std::vector<std::function<void()>> last_;
 };
 

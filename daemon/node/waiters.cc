@@ -50,7 +50,11 @@ Waiters::Wish Waiters::WishOf(const std::string& group, const std::string& coord
   Wish wish;
   for (const OfGroup& w : of_group_) {
     if (!Awaits(w, group, coordinator)) continue;
-    if (w.spec.has_value() && !wish.spec.has_value()) wish.spec = w.spec;
+    if (w.spec.has_value() && (!wish.spec.has_value() || (!w.record.engine && !wish.trainer))) {
+      wish.spec = w.spec;
+      wish.identity = IdentityOf(w.record.peer);
+      wish.trainer = !w.record.engine;
+    }
     if (w.waits) wish.wait = std::max(wish.wait, w.deadline - now);
   }
   return wish;
@@ -117,10 +121,7 @@ void Waiters::CheckInvariants() const {
     REFITD_CHECK(record.token.empty() && !record.lost && record.regions.empty());
     REFITD_CHECK(record.sink != nullptr);
   };
-  for (const OfGroup& w : of_group_) {
-    check(w.record);
-    REFITD_CHECK(!w.spec.has_value() || !w.coordinator.empty());
-  }
+  for (const OfGroup& w : of_group_) check(w.record);
   for (const auto& [id, w] : of_slots_) {
     check(w.record);
     REFITD_CHECK(w.record.id == id && w.record.engine && w.record.ordinal.has_value());

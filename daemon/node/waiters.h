@@ -35,7 +35,8 @@ class Waiters {
     TimePoint deadline;       // when the member is no longer willing to wait
     bool waits = true;        // false: the group must exist, or the member's spec makes it
     std::string coordinator;  // empty: this daemon
-    // The spec with which the coordinator would make the group, if the member names a coordinator.
+    // The spec with which the coordinator would make the group, or with which the member may not
+    // make it here.
     std::optional<GroupSpec> spec;
     std::string named{};  // the name under which this daemon reached itself (GroupRecord::named)
   };
@@ -66,10 +67,12 @@ class Waiters {
   // coordinator, in the order in which they came.
   std::vector<OfGroup> TakeAll(const std::string& group, const std::string& coordinator);
   bool Any(const std::string& group, const std::string& coordinator) const;
-  // A try to join tells the coordinator the spec of a member that brings a spec, and the longest
-  // time that a member waits.
+  // A try to join tells the coordinator the spec of a member that brings a spec, a trainer's before
+  // an engine's, with who that member is, and the longest time that a member waits.
   struct Wish {
     std::optional<GroupSpec> spec;
+    std::string identity;
+    bool trainer = false;
     Duration wait{};
   };
   Wish WishOf(const std::string& group, const std::string& coordinator, TimePoint now) const;

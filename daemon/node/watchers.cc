@@ -4,16 +4,18 @@
 #include <iterator>
 #include <utility>
 
+#include "daemon/policy/quota.h"
 #include "transport/base/status.h"
 
 namespace refitd {
 
 absl::StatusOr<uint64_t> Watchers::Add(Wish wish, std::shared_ptr<UpdateSink> sink,
                                        const Machines& all, TimePoint now) {
-  if (watchers_.size() >= kMaxWatchers) {
-    return Error(absl::StatusCode::kResourceExhausted, "{} callers watch already",
-                 watchers_.size());
-  }
+  const auto held = std::count_if(watchers_.begin(), watchers_.end(), [&wish](const auto& entry) {
+    return entry.second.wish.identity == wish.identity;
+  });
+  REFITD_RETURN_IF_ERROR(CheckPlace("callers watch", kMaxWatchers, watchers_.size(),
+                                    static_cast<size_t>(held), wish.identity));
   Watcher watcher;
   watcher.wish = std::move(wish);
   watcher.sink = std::move(sink);

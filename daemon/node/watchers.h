@@ -40,10 +40,11 @@ class Watchers {
     Duration interval{};  // of progress
     // The sink ends with OK once no update of a watched group runs.
     bool until_idle = false;
+    std::string identity{};  // who watches
   };
 
-  // Returns the watcher's id and tells it at once of updates that run. RESOURCE_EXHAUSTED:
-  // kMaxWatchers.
+  // Returns the watcher's id and tells it at once of updates that run. RESOURCE_EXHAUSTED: the
+  // places are taken (CheckPlace).
   absl::StatusOr<uint64_t> Add(Wish wish, std::shared_ptr<UpdateSink> sink, const Machines& all,
                                TimePoint now);
   void Remove(uint64_t watcher) { watchers_.erase(watcher); }

@@ -160,10 +160,17 @@ TEST_CASE("a group that is made again under its name is told from the start") {
 
 TEST_CASE("watchers beyond the limit are refused, and all end with the daemon") {
   World world;
-  for (size_t i = 0; i < Watchers::kMaxWatchers; ++i) world.Watch("");
-  const absl::Status refused =
-      world.watchers.Add({"", milliseconds(100), false}, world.sink, world.all(), world.now)
-          .status();
+  const auto watch = [&world](const std::string& identity) {
+    return world.watchers
+        .Add({"", milliseconds(100), false, identity}, world.sink, world.all(), world.now)
+        .status();
+  };
+  for (size_t i = 0; i < Watchers::kMaxWatchers / 2; ++i) REQUIRE(watch("uid:1").ok());
+  // One identity leaves places for others.
+  CHECK(watch("uid:1").message() ==
+        "32 callers watch already, of which uid:1 has 32, the most that one identity may have");
+  for (size_t i = 0; i < Watchers::kMaxWatchers / 2; ++i) REQUIRE(watch("uid:2").ok());
+  const absl::Status refused = watch("uid:3");
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK(refused.message() == "64 callers watch already");
   world.watchers.EndAll(absl::UnavailableError("the daemon stops"));

@@ -4,30 +4,19 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <utility>
 
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
-#include "transport/tls/certificates.h"
 
 namespace refitd {
 namespace {
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-constexpr std::string_view kUid = "uid:";
+constexpr std::string_view kUid = kUidScheme;
 constexpr std::string_view kGid = "gid:";
 constexpr std::string_view kGroupCharacters =
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-
-// The number after `scheme`; nullopt: `text` is something else.
-std::optional<uint32_t> NumberAfter(std::string_view scheme, std::string_view text) {
-  if (!text.starts_with(scheme)) return std::nullopt;
-  text.remove_prefix(scheme.size());
-  uint32_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return number;
-}
 
 bool IsCertificate(std::string_view who) {
   return who.starts_with(kSpiffeScheme) || who.starts_with(kDnsScheme);
@@ -76,6 +65,14 @@ absl::Status CheckRoles(const PolicyRule& rule, const std::string& field) {
     return Error(kInvalid, "{}.any_owner is true, but only the role TRAINER asks for the owner",
                  field);
   }
+  if (rule.owner && !has(Role::kTrainer)) {
+    return Error(kInvalid, "{}.owner is true, but only a TRAINER owns a group", field);
+  }
+  if (rule.owner && (rule.who.starts_with(kGid) || rule.who == kAnonymous)) {
+    return Error(kInvalid,
+                 "{}.owner is true and {}.who \"{}\", but an owner is a user or a certificate",
+                 field, field, rule.who);
+  }
   return absl::OkStatus();
 }
 
@@ -104,6 +101,7 @@ PolicyRule Everything(std::string who, std::string origin) {
           .roles = {Role::kTrainer, Role::kEngine, Role::kOperatorRead, Role::kOperatorWrite},
           .group = "*",
           .any_owner = true,
+          .implied = true,
           .origin = std::move(origin)};
 }
 
@@ -218,8 +216,10 @@ std::string Explain(const PolicyRule& rule) {
                                      : fmt::format(" of group '{}'", rule.group);
   const bool trainer =
       std::find(rule.roles.begin(), rule.roles.end(), Role::kTrainer) != rule.roles.end();
+  if (trainer && rule.owner) text += ", and nobody else owns it";
   if (trainer && rule.any_owner) text += ", whoever owns it";
-  if (trainer && !rule.any_owner) text += " (trainer: unless another identity owns it)";
+  if (trainer && !rule.any_owner && !rule.owner)
+    text += " (trainer: unless another identity owns it)";
   return text;
 }
 
@@ -264,11 +264,16 @@ absl::StatusOr<std::shared_ptr<const Policy>> Policy::Make(const PolicySettings&
 const PolicyRule* Policy::Find(const Principal& caller, Role role, std::string_view group,
                                std::string_view owner) const {
   const std::string identity = caller.identity();
-  const bool owns = !owner.empty() && owner == identity;
-  const bool of_another = !owner.empty() && !owns;
+  const bool named = NamesOwner(group);
+  const bool is_named = named && NamesOwner(group, identity);
+  // Whoever holds a group against a rule does not own it.
+  const bool counts = !owner.empty() && (!named || NamesOwner(group, owner));
+  const bool owns = counts && owner == identity;
+  const bool of_another = (counts && !owns) || (named && !is_named);
   for (const PolicyRule& rule : rules_) {
     if (!MatchesGroup(rule.group, group) || !MatchesPrincipal(rule.who, caller)) continue;
-    const bool trainer = HasRole(rule, Role::kTrainer) && (rule.any_owner || !of_another);
+    const bool any_owner = rule.any_owner && !(named && rule.implied);
+    const bool trainer = HasRole(rule, Role::kTrainer) && (any_owner || !of_another);
     if (role == Role::kTrainer ? trainer : HasRole(rule, role)) return &rule;
     if (owns && trainer && role != Role::kPeer) return &rule;
   }
@@ -282,12 +287,26 @@ absl::Status Policy::Check(const Principal& caller, RoleSet roles, std::string_v
       return absl::OkStatus();
     }
   }
+  const bool trainer = roles.Contains(Role::kTrainer);
   const bool of_another = !owner.empty() && owner != caller.identity();
+  const bool named = NamesOwner(group) && !NamesOwner(group, caller.identity());
   return Error(absl::StatusCode::kPermissionDenied, "{} may not be {} of group '{}'{}",
                caller.identity(), Names(roles), group.substr(0, kMaxGroupPatternBytes),
-               of_another && roles.Contains(Role::kTrainer)
-                   ? ", which another identity owns"
-                   : ": no rule of the daemon's configuration says so");
+               trainer && named        ? ", whose owner a rule names"
+               : trainer && of_another ? ", which another identity owns"
+                                       : ": no rule of the daemon's configuration says so");
+}
+
+bool Policy::NamesOwner(std::string_view group) const {
+  return std::any_of(rules_.begin(), rules_.end(), [group](const PolicyRule& rule) {
+    return rule.owner && MatchesGroup(rule.group, group);
+  });
+}
+
+bool Policy::NamesOwner(std::string_view group, std::string_view identity) const {
+  return std::any_of(rules_.begin(), rules_.end(), [&](const PolicyRule& rule) {
+    return rule.owner && MatchesGroup(rule.group, group) && MatchesOwner(rule.who, identity);
+  });
 }
 
 absl::Status Policy::CheckAnywhere(const Principal& caller, RoleSet roles) const {
@@ -329,9 +348,10 @@ absl::Status Policy::CheckKnown(const Principal& caller) const {
 }
 
 bool Policy::MayJoinOthers(const Principal& caller, std::string_view group) const {
+  const bool named = NamesOwner(group);
   return std::any_of(rules_.begin(), rules_.end(), [&](const PolicyRule& rule) {
-    return rule.any_owner && HasRole(rule, Role::kTrainer) && MatchesGroup(rule.group, group) &&
-           MatchesPrincipal(rule.who, caller);
+    return rule.any_owner && !(named && rule.implied) && HasRole(rule, Role::kTrainer) &&
+           MatchesGroup(rule.group, group) && MatchesPrincipal(rule.who, caller);
   });
 }
 

@@ -4,7 +4,8 @@
 // of groups. What no rule allows is refused. Beside the rules there is ownership: the identity of
 // the first trainer of a group owns the group. Rules let other identities be trainers of an owned
 // group only if they say `any_owner`, and the owner may be engine and operator of its group without
-// a rule of its own for that.
+// a rule of its own for that. A rule may also name the owner of groups (`owner`): then nobody else
+// owns such a group or makes it, and only a written rule with `any_owner` lets anybody else in.
 //
 // Pure: no gRPC, no files, no clock. Policies are immutable, and thread-safe.
 #ifndef REFITD_DAEMON_POLICY_POLICY_H_
@@ -23,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "transport/base/identity.h"
 
 namespace refitd {
 
@@ -65,9 +67,6 @@ struct Principal {
   std::string identity() const;
 };
 
-// The identity of callers over TCP without TLS.
-inline constexpr std::string_view kAnonymous = "anonymous";
-
 // Reads a principal as people write it: "uid:1000", "uid:1000,gid:44", "spiffe://...", "dns:..." or
 // "anonymous". INVALID_ARGUMENT names `field`.
 absl::StatusOr<Principal> ParsePrincipal(std::string_view text, std::string_view field);
@@ -83,6 +82,8 @@ struct PolicyRule {
   std::vector<Role> roles;
   std::string group;
   bool any_owner = false;   // trainers: also of groups that another identity owns
+  bool owner = false;       // trainers: nobody else owns these groups
+  bool implied = false;     // by another setting; set by Make
   std::string origin = {};  // the setting that the rule comes from, for people: "rule[2]"
   bool operator==(const PolicyRule&) const = default;
 };
@@ -119,6 +120,9 @@ class Policy {
   absl::Status CheckEverywhere(const Principal& caller, RoleSet roles) const;
   // OK: some rule names the caller.
   absl::Status CheckKnown(const Principal& caller) const;
+  // Whether a rule names the group's owner, and whether it is this identity.
+  bool NamesOwner(std::string_view group) const;
+  bool NamesOwner(std::string_view group, std::string_view identity) const;
   // Whether the caller may be a trainer of the group though another identity owns the group.
   bool MayJoinOthers(const Principal& caller, std::string_view group) const;
   // The words for the answer to Check: which rule allows it, or why nothing does.

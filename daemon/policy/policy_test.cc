@@ -96,6 +96,40 @@ TEST_CASE("A rule counts for its callers, its roles and its groups alone") {
   CHECK_FALSE(May(*policy, User(44), Role::kOperatorWrite, "any"));
 }
 
+TEST_CASE("where a rule names a group's owner nobody else may be its trainer, whoever holds it") {
+  PolicySettings settings =
+      OverTls({{.who = kT, .roles = {Role::kTrainer}, .group = "llama-*", .owner = true},
+               {.who = "spiffe://prod/trainer/*", .roles = {Role::kTrainer}, .group = "*"},
+               {.who = "spiffe://prod/oncall",
+                .roles = {Role::kTrainer},
+                .group = "*",
+                .any_owner = true}});
+  settings.uids = {0};
+  const auto policy = Made(settings);
+  CHECK(policy->NamesOwner("llama-8b"));
+  CHECK(policy->NamesOwner("llama-8b", kT));
+  CHECK_FALSE(policy->NamesOwner("llama-8b", kU));
+  CHECK_FALSE(policy->NamesOwner("qwen"));
+  // Nobody owns it yet, or somebody holds it against the rule.
+  for (const char* const owner : {"", kU, "uid:0"}) {
+    CAPTURE(owner);
+    CHECK(May(*policy, Certified(kT), Role::kTrainer, "llama-8b", owner));
+    CHECK_FALSE(May(*policy, Certified(kU), Role::kTrainer, "llama-8b", owner));
+    CHECK_FALSE(May(*policy, Certified(kU), Role::kOperatorWrite, "llama-8b", owner));
+    CHECK_FALSE(May(*policy, User(0), Role::kTrainer, "llama-8b", owner));
+    CHECK(May(*policy, User(0), Role::kOperatorWrite, "llama-8b", owner));
+    CHECK(May(*policy, Certified("spiffe://prod/oncall"), Role::kTrainer, "llama-8b", owner));
+  }
+  CHECK(policy->MayJoinOthers(Certified("spiffe://prod/oncall"), "llama-8b"));
+  CHECK_FALSE(policy->MayJoinOthers(User(0), "llama-8b"));
+  CHECK(policy->MayJoinOthers(User(0), "qwen"));
+  CHECK(May(*policy, Certified(kU), Role::kTrainer, "qwen"));
+  CHECK_THAT(policy->Why(Certified(kU), Role::kTrainer, "llama-8b", ""),
+             Contains("whose owner a rule names"));
+  CHECK_THAT(policy->Why(Certified(kT), Role::kTrainer, "llama-8b", ""),
+             Contains("and nobody else owns it"));
+}
+
 TEST_CASE("A group is its owner's, and other trainers take a rule that says any_owner") {
   const auto policy =
       Made(OverTls({{.who = "spiffe://prod/trainer/*", .roles = {Role::kTrainer}, .group = "*"},
@@ -159,6 +193,9 @@ TEST_CASE("Rules that make no sense are refused with field and value") {
       {group, "rule[0].group is \"a*b\""},
       {user_peer, "rule[0].role is PEER and rule[0].who \"gid:5\""},
       {owner, "rule[0].any_owner is true"},
+      {{.who = kT, .roles = {Role::kEngine}, .group = "g", .owner = true}, "rule[0].owner is true"},
+      {{.who = "gid:7", .roles = {Role::kTrainer}, .group = "g", .owner = true},
+       "an owner is a user or a certificate"},
   };
   for (const auto& [rule, named] : bad) {
     const auto made = Policy::Make(OverTls({rule}));

@@ -3,6 +3,7 @@
 #ifndef REFITD_DAEMON_POLICY_QUOTA_H_
 #define REFITD_DAEMON_POLICY_QUOTA_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -13,11 +14,13 @@ namespace refitd {
 
 // 0: the daemon's own limit is the only one.
 struct IdentityLimits {
-  int64_t groups = 0;      // that the identity made at this daemon
-  int64_t members = 0;     // attached to this daemon, or waiting to be attached
-  int64_t regions = 0;     // of all its members
-  int64_t pool_bytes = 0;  // staging pools of the groups that it made, in one place
-  int64_t updates = 0;     // running updates that it began
+  int64_t groups = 0;        // that the identity made at this daemon
+  int64_t members = 0;       // attached to this daemon, or waiting to be attached
+  int64_t regions = 0;       // of all its members
+  int64_t pool_bytes = 0;    // staging pools of the groups that it made, in one place
+  int64_t updates = 0;       // running updates that it began
+  int64_t mapped_bytes = 0;  // host memory of its members, mapped
+  int64_t held_bytes = 0;    // layouts and inline bytes of its members
   bool operator==(const IdentityLimits&) const = default;
 };
 
@@ -30,6 +33,19 @@ inline absl::Status CheckQuota(std::string_view setting, int64_t limit, int64_t 
                "limits.per_identity.{}: {} has {} at this daemon, asks for {} more, and may have "
                "{}",
                setting, identity, held, more, limit);
+}
+
+// OK: the identity may take one more of the places that all share, of which `taken` are taken, and
+// `held` by itself. One identity takes at most half of them, so that it can't keep all others out.
+inline absl::Status CheckPlace(std::string_view what, size_t places, size_t taken, size_t held,
+                               std::string_view identity) {
+  if (taken >= places) {
+    return Error(absl::StatusCode::kResourceExhausted, "{} {} already", taken, what);
+  }
+  if (held < places / 2) return absl::OkStatus();
+  return Error(absl::StatusCode::kResourceExhausted,
+               "{} {} already, of which {} has {}, the most that one identity may have", taken,
+               what, identity, held);
 }
 
 }  // namespace refitd

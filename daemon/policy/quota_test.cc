@@ -22,5 +22,13 @@ TEST_CASE("An amount beyond the limit by itself is refused, and does not overflo
   CHECK_FALSE(CheckQuota("pool_bytes", INT64_MAX, INT64_MAX, INT64_MAX, "uid:7").ok());
 }
 
+TEST_CASE("One identity took all places that identities share") {
+  CHECK(CheckPlace("callers watch", 4, 1, 1, "uid:7").ok());
+  CHECK(Message(CheckPlace("callers watch", 4, 3, 2, "uid:7")) ==
+        "3 callers watch already, of which uid:7 has 2, the most that one identity may have");
+  CHECK(CheckPlace("callers watch", 4, 3, 1, "uid:8").ok());
+  CHECK(Message(CheckPlace("callers watch", 4, 4, 1, "uid:8")) == "4 callers watch already");
+}
+
 }  // namespace
 }  // namespace refitd

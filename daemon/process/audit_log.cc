@@ -1,6 +1,5 @@
 #include "daemon/process/audit_log.h"
 
-#include <fcntl.h>
 #include <fmt/chrono.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -27,9 +26,9 @@ namespace {
 constexpr mode_t kFileMode = 0640;
 
 absl::StatusOr<UniqueFd> OpenFile(const std::string& path) {
-  UniqueFd file(open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, kFileMode));
-  if (!file.valid()) return ErrnoError(errno, fmt::format("audit.file \"{}\"", path));
-  return file;
+  absl::StatusOr<UniqueFd> file = OpenForLines(path, kFileMode);
+  if (file.ok()) return file;
+  return Error(file.status().code(), "audit.file {}", Message(file.status()));
 }
 
 std::string TimeText() {
@@ -76,26 +75,33 @@ std::string DroppedLine(int64_t dropped) {
 
 struct AuditLog::Sink {
   AuditConfig config;
+  bool failing = false;  // used by the thread that writes
   Mutex mutex;
-  UniqueFd file ABSL_GUARDED_BY(mutex);
-  bool failing ABSL_GUARDED_BY(mutex) = false;
+  // Writing happens without the mutex, so that Reopen does not wait for it.
+  std::shared_ptr<const UniqueFd> file ABSL_GUARDED_BY(mutex);
+
+  void Use(UniqueFd opened) {
+    auto next = std::make_shared<const UniqueFd>(std::move(opened));
+    MutexLock lock(&mutex);
+    file.swap(next);
+  }
+  std::shared_ptr<const UniqueFd> File() {
+    MutexLock lock(&mutex);
+    return file;
+  }
 
   void Put(std::string line) {
     if (config.journal) PutJournal(line);
     if (config.file.empty()) return;
     line += '\n';
-    absl::Status status;
-    {
-      MutexLock lock(&mutex);
-      // One write for a line: with O_APPEND it stays in one piece.
-      const ssize_t n = write(file.get(), line.data(), line.size());
-      const bool written = n == static_cast<ssize_t>(line.size());
-      if (!written && !std::exchange(failing, true)) {
-        status = ErrnoError(n < 0 ? errno : ENOSPC, config.file);
-      }
-      if (written) failing = false;
+    // One write for a line: with O_APPEND it stays in one piece.
+    const ssize_t n = write(File()->get(), line.data(), line.size());
+    const bool written = n == static_cast<ssize_t>(line.size());
+    if (!written && !std::exchange(failing, true)) {
+      LogError("audit: a line is lost: {}",
+               Message(ErrnoError(n < 0 ? errno : ENOSPC, config.file)));
     }
-    if (!status.ok()) LogError("audit: a line is lost: {}", Message(status));
+    if (written) failing = false;
   }
 
   static void PutJournal(const std::string& line) {
@@ -115,7 +121,8 @@ struct AuditLog::Sink {
 
 AuditLog::AuditLog(std::shared_ptr<Sink> sink)
     : sink_(std::move(sink)),
-      queue_([sink = sink_](LogLevel, const std::string& line) { sink->Put(line); }, DroppedLine) {}
+      writer_([sink = sink_](const LineWriter::Line& line) { sink->Put(line.text); }, DroppedLine) {
+}
 
 absl::StatusOr<std::unique_ptr<AuditLog>> AuditLog::Create(const AuditConfig& config) {
   REFITD_CHECK(!config.empty());
@@ -123,31 +130,24 @@ absl::StatusOr<std::unique_ptr<AuditLog>> AuditLog::Create(const AuditConfig& co
   sink->config = config;
   if (!config.file.empty()) {
     REFITD_ASSIGN_OR_RETURN(UniqueFd file, OpenFile(config.file));
-    MutexLock lock(&sink->mutex);
-    sink->file = std::move(file);
+    sink->Use(std::move(file));
   }
   return std::unique_ptr<AuditLog>(new AuditLog(std::move(sink)));
 }
 
-void AuditLog::Add(const AuditEvent& event) {
+void AuditLog::Record(const AuditEvent& event) {
   std::optional<int64_t> left_out = 0;
   if (event.what == AuditWhat::kRefusal) {
-    left_out = refusals_.Admit(std::chrono::steady_clock::now());
+    left_out = refusals_.Admit(event.identity, std::chrono::steady_clock::now());
     if (!left_out.has_value()) return;
   }
-  queue_.Add(LogLevel::kInfo, ToLine(event, *left_out));
-}
-
-void AuditLog::Record(const AuditEvent& event) {
-  Add(event);
-  Write();
+  writer_.Add(LogLevel::kInfo, ToLine(event, *left_out));
 }
 
 absl::Status AuditLog::Reopen() {
   if (sink_->config.file.empty()) return absl::OkStatus();
   REFITD_ASSIGN_OR_RETURN(UniqueFd file, OpenFile(sink_->config.file));
-  MutexLock lock(&sink_->mutex);
-  sink_->file = std::move(file);
+  sink_->Use(std::move(file));
   return absl::OkStatus();
 }
 

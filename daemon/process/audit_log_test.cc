@@ -1,5 +1,9 @@
 #include "daemon/process/audit_log.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <catch2/catch.hpp>
 #include <cstdio>
 #include <filesystem>
@@ -10,6 +14,7 @@
 
 #include "daemon/test_util.h"
 #include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
 
 namespace refitd {
 namespace {
@@ -25,6 +30,12 @@ struct Fixture {
   TempFolder folder;
   std::string path = folder / "audit";
   std::unique_ptr<AuditLog> log = std::move(AuditLog::Create({.file = path})).value();
+
+  // The lines of the log's file, after all that was recorded was written.
+  std::vector<nlohmann::json> Written() {
+    REQUIRE(log->Flush());
+    return Lines(path);
+  }
 };
 
 TEST_CASE_METHOD(Fixture, "An event is one line of JSON, without the fields that it lacks") {
@@ -36,7 +47,7 @@ TEST_CASE_METHOD(Fixture, "An event is one line of JSON, without the fields that
                .outcome = "OK",
                .request_id = "r-1"});
   log->Record({.what = AuditWhat::kPolicy, .outcome = "OK"});
-  const auto lines = Lines(path);
+  const auto lines = Written();
   REQUIRE(lines.size() == 2);
   CHECK(lines[0]["what"] == "commit");
   CHECK(lines[0]["identity"] == "spiffe://prod/trainer/t");
@@ -51,37 +62,51 @@ TEST_CASE_METHOD(Fixture, "An event is one line of JSON, without the fields that
 TEST_CASE_METHOD(Fixture, "No text of a peer forges a line") {
   log->Record(
       {.what = AuditWhat::kBegin, .group = "a\"\n{\"what\":\"commit\"}\n\xff", .outcome = "OK"});
-  const auto lines = Lines(path);
+  const auto lines = Written();
   REQUIRE(lines.size() == 1);
   CHECK(lines[0]["what"] == "begin");
 }
 
-TEST_CASE_METHOD(Fixture, "Events are written by Write, in the order of Add") {
-  log->Add({.what = AuditWhat::kBegin, .outcome = "1"});
-  log->Add({.what = AuditWhat::kBegin, .outcome = "2"});
-  CHECK(Lines(path).empty());
-  log->Write();
-  const auto lines = Lines(path);
-  REQUIRE(lines.size() == 2);
-  CHECK(lines[1]["outcome"] == "2");
+TEST_CASE_METHOD(Fixture, "Events are written in the order of Record") {
+  for (int i = 0; i < 100; ++i) {
+    log->Record({.what = AuditWhat::kBegin, .outcome = std::to_string(i)});
+  }
+  const auto lines = Written();
+  REQUIRE(lines.size() == 100);
+  for (size_t i = 0; i < lines.size(); ++i) CHECK(lines[i]["outcome"] == std::to_string(i));
+}
+
+TEST_CASE_METHOD(Fixture, "An audit.file that is a FIFO blocked the start") {
+  const std::string fifo = folder / "fifo";
+  REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
+  const absl::Status unread = AuditLog::Create({.file = fifo}).status();
+  CHECK(unread.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(Message(unread), Catch::Contains(fifo) && Catch::Contains("FIFO that nobody reads"));
+  const UniqueFd reader(open(fifo.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  log = std::move(AuditLog::Create({.file = fifo})).value();
+  log->Record({.what = AuditWhat::kCommit});
+  REQUIRE(log->Flush());
+  char byte = 0;
+  CHECK(read(reader.get(), &byte, 1) == 1);
 }
 
 TEST_CASE_METHOD(Fixture, "A file that was renamed is left by Reopen") {
   log->Record({.what = AuditWhat::kBegin, .outcome = "1"});
   std::filesystem::rename(path, path + ".1");
   log->Record({.what = AuditWhat::kBegin, .outcome = "2"});
+  REQUIRE(log->Flush());
   CHECK(Lines(path + ".1").size() == 2);
   REQUIRE(log->Reopen().ok());
   log->Record({.what = AuditWhat::kBegin, .outcome = "3"});
+  CHECK(Written().size() == 1);
   CHECK(Lines(path + ".1").size() == 2);
-  CHECK(Lines(path).size() == 1);
 }
 
 TEST_CASE_METHOD(Fixture, "Refusals are limited, other events are not") {
   for (int i = 0; i < LogLimit::kLines + 5; ++i) log->Record({.what = AuditWhat::kRefusal});
-  CHECK(Lines(path).size() == LogLimit::kLines);
+  CHECK(Written().size() == LogLimit::kLines);
   for (int i = 0; i < LogLimit::kLines + 5; ++i) log->Record({.what = AuditWhat::kCommit});
-  CHECK(Lines(path).size() == 2 * LogLimit::kLines + 5);
+  CHECK(Written().size() == 2 * LogLimit::kLines + 5);
 }
 
 TEST_CASE_METHOD(Fixture, "A file that can't be opened is named, and the open one stays in use") {
@@ -93,6 +118,7 @@ TEST_CASE_METHOD(Fixture, "A file that can't be opened is named, and the open on
   std::filesystem::rename(gone, folder / "moved");
   CHECK_FALSE(other->Reopen().ok());
   other->Record({.what = AuditWhat::kCommit});
+  REQUIRE(other->Flush());
   CHECK(Lines(folder / "moved/audit").size() == 1);
 }
 

@@ -1,13 +1,17 @@
 // The daemon's log: text or JSON, one line for each event, whatever the message contains.
 //
 // Log once, where an error is first detected; return a status everywhere else. Control characters
-// are escaped, so that no peer's text can forge a line. Thread-safe. Before SetLogging, the log is
-// text, at level info, on stderr.
+// are escaped, so that no peer's text can forge a line. Thread-safe.
+//
+// After SetLogging a thread of its own writes the lines (line_writer.h): nobody who logs waits for
+// a pipe that nobody reads (P4), and lines that can't be written are dropped and counted (P10).
+// Before SetLogging, the log is text, at level info, on stderr, written by the caller.
 #ifndef REFITD_DAEMON_PROCESS_LOG_H_
 #define REFITD_DAEMON_PROCESS_LOG_H_
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -27,8 +31,11 @@ struct LogConfig {
   bool operator==(const LogConfig&) const = default;
 };
 
-// Errors: those of opening the file.
+// Errors: those of opening the file. Starts a thread.
 absl::Status SetLogging(const LogConfig& config);
+// For code that ends the process. False: the log did not take all lines within `limit`, and a
+// thread may hang in writing, so that the process must end by _exit.
+bool FlushLog(std::chrono::milliseconds limit = std::chrono::seconds(1));
 
 bool LogEnabled(LogLevel level);
 void LogMessage(LogLevel level, std::string_view message);

@@ -1,6 +1,9 @@
 #include "daemon/process/log.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <catch2/catch.hpp>
 #include <fstream>
@@ -9,13 +12,16 @@
 #include <thread>
 #include <vector>
 
-#include "daemon/process/log_queue.h"
+#include "daemon/process/line_writer.h"
 #include "daemon/test_util.h"
+#include "transport/base/mutex.h"
+#include "transport/base/unique_fd.h"
 
 namespace refitd {
 namespace {
 
 std::vector<std::string> Lines(const std::string& path) {
+  REQUIRE(FlushLog());
   std::vector<std::string> lines;
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) lines.push_back(line);
@@ -46,52 +52,17 @@ TEST_CASE_METHOD(Fixture, "JSON lines parse whatever the message holds") {
   CHECK(second["msg"] == "second 2");
 }
 
-TEST_CASE_METHOD(Fixture, "Queued lines are written by Write, each once, in the order of Add") {
-  REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
-  {
-    LogQueue queue;
-    queue.Add(LogLevel::kInfo, "one");
-    queue.Add(LogLevel::kWarning, "two");
-    CHECK(Lines(path).empty());
-    queue.Write();
-    queue.Write();
-    CHECK(Lines(path).size() == 2);
-    queue.Add(LogLevel::kInfo, "three");
-  }
-  std::vector<std::string> messages;
-  for (const std::string& line : Lines(path)) {
-    messages.push_back(nlohmann::json::parse(line)["msg"].get<std::string>());
-  }
-  CHECK(messages == std::vector<std::string>{"one", "two", "three"});
-}
-
-TEST_CASE_METHOD(Fixture, "Lines that nobody writes are dropped from a limit on, and counted") {
-  REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
-  LogQueue queue;
-  for (size_t i = 0; i < LogQueue::kMaxLines + 7; ++i) queue.Add(LogLevel::kInfo, "line");
-  queue.Write();
-  queue.Add(LogLevel::kInfo, "after");
-  queue.Write();
-  const auto lines = Lines(path);
-  REQUIRE(lines.size() == LogQueue::kMaxLines + 2);
-  CHECK_THAT(lines[LogQueue::kMaxLines], Catch::Contains("7 lines were dropped"));
-  CHECK_THAT(lines.back(), Catch::Contains("after"));
-}
-
-TEST_CASE_METHOD(Fixture, "Lines keep the order of Add where several threads write them") {
+TEST_CASE_METHOD(Fixture,
+                 "Lines are written in the order of the calls, whichever threads make them") {
   REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
   constexpr int kLines = 400;
-  LogQueue queue;
   Mutex mutex;
   int next = 0;
   const auto work = [&] {
     while (true) {
-      {
-        MutexLock lock(&mutex);
-        if (next == kLines) return;
-        queue.Add(LogLevel::kInfo, std::to_string(next++));
-      }
-      queue.Write();
+      MutexLock lock(&mutex);
+      if (next == kLines) return;
+      LogInfo("{}", next++);
     }
   };
   std::vector<std::thread> threads;
@@ -102,6 +73,76 @@ TEST_CASE_METHOD(Fixture, "Lines keep the order of Add where several threads wri
   for (int i = 0; i < kLines; ++i) {
     REQUIRE(nlohmann::json::parse(lines[static_cast<size_t>(i)])["msg"] == std::to_string(i));
   }
+}
+
+// A FIFO whose reader reads nothing until it is told to.
+struct FullPipe {
+  explicit FullPipe(const std::string& path) {
+    REFITD_CHECK(mkfifo(path.c_str(), 0600) == 0);
+    reader = UniqueFd(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    REFITD_CHECK(fcntl(reader.get(), F_SETPIPE_SZ, 4096) > 0);
+  }
+  // What has come since the last call.
+  std::string Read() {
+    std::string text(1 << 20, 0);
+    const ssize_t n = read(reader.get(), text.data(), text.size());
+    text.resize(n > 0 ? static_cast<size_t>(n) : 0);
+    return text;
+  }
+  UniqueFd reader;
+};
+
+TEST_CASE_METHOD(Fixture, "A log that takes no lines stopped whoever logged") {
+  FullPipe pipe(path);
+  REQUIRE(SetLogging({.format = LogFormat::kText, .level = LogLevel::kInfo, .file = path}).ok());
+  const size_t lines = 2 * LineWriter::kMaxLines;
+  for (size_t i = 0; i < lines; ++i) LogInfo("line {}", i);
+  CHECK_FALSE(FlushLog(std::chrono::milliseconds(1)));
+  LogInfo("more");  // still nobody waits
+  std::string text;
+  CHECK(Eventually([&] {
+    text += pipe.Read();
+    return text.find("lines were dropped: the log took no more") != std::string::npos;
+  }));
+  CHECK(text.find("line 0\n") != std::string::npos);
+  CHECK(Eventually([&] {
+    pipe.Read();
+    return FlushLog(std::chrono::milliseconds(0));
+  }));
+}
+
+TEST_CASE_METHOD(Fixture, "A log.file that is a FIFO blocked the start") {
+  REQUIRE(mkfifo(path.c_str(), 0600) == 0);
+  const absl::Status status = SetLogging({.file = path});
+  CHECK(status.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(Message(status), Catch::Contains(path));
+}
+
+TEST_CASE("Lines that wait have a limit in bytes, and the end waits for no sink for ever") {
+  Mutex mutex;
+  mutex.Lock();  // the sink hangs until the test ends
+  std::vector<std::string> taken;
+  {
+    const auto state = std::make_shared<std::vector<std::string>>();
+    LineWriter writer(
+        [&mutex, state](const LineWriter::Line& line) {
+          MutexLock lock(&mutex);
+          state->push_back(line.text);
+        },
+        [](int64_t dropped) { return std::to_string(dropped); });
+    writer.Add(LogLevel::kInfo, std::string(LineWriter::kMaxBytes + 1, 'x'));
+    for (int i = 0; i < 4; ++i)
+      writer.Add(LogLevel::kInfo, std::string(LineWriter::kMaxBytes / 2, 'x'));
+    CHECK_FALSE(writer.Flush(std::chrono::milliseconds(1)));
+    mutex.Unlock();
+    REQUIRE(writer.Flush(kTestDeadline));
+    taken = *state;
+  }
+  // The first is longer than all that may wait. The thread may have taken one of the others before
+  // the rest came.
+  REQUIRE(taken.size() >= 3);
+  CHECK(taken.front().size() <= 1);
+  CHECK(taken.size() <= 6);
 }
 
 TEST_CASE_METHOD(Fixture, "A text line stays one line whatever the message holds") {

@@ -52,6 +52,13 @@ echo 'nonsense: 1' >"$folder/bad.textproto"
 expect 1 'bad.textproto.*nonsense' validate "$folder/bad.textproto"
 echo '' >"$folder/good.textproto"
 expect 0 '' validate "$folder/good.textproto"
+# A path through a file ended with 3, as if no daemon had answered.
+expect 1 'good.textproto/x' validate "$folder/good.textproto/x"
+
+# Names of a hostile index reached the terminal raw.
+mkdir "$folder/hostile"
+printf '{"weight_map": {"w\\u001b[2J\\u202e": "../x"}}' >"$folder/hostile/model.safetensors.index.json"
+expect 1 'w.u001b.2J.u202e' --socket "$none" push "$folder/hostile" --group g
 
 cat >"$folder/rules.textproto" <<'END'
 tls { certificate: "/x/tls.crt" key: "/x/tls.key" roots: "/x/ca.crt" }

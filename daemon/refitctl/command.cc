@@ -3,14 +3,16 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "daemon/refitctl/format.h"
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 
 namespace refitd::refitctl {
 namespace {
 
 void PrintError(std::string message) {
   std::replace(message.begin(), message.end(), '\n', ' ');
-  fmt::print(stderr, "refitctl: {}\n", message);
+  Tell("refitctl: " + message);
 }
 
 }  // namespace
@@ -25,9 +27,13 @@ int UsageError(const std::string& message) {
   return kExitUsage;
 }
 
-void Print(const std::string& text) {
+void Print(const std::string& text) { PrintRaw(EscapedLines(text)); }
+
+void PrintRaw(const std::string& text) {
   std::fwrite(text.data(), 1, text.size(), stdout);
   std::fflush(stdout);
 }
+
+void Tell(const std::string& line) { fmt::print(stderr, "{}\n", Escaped(line)); }
 
 }  // namespace refitd::refitctl

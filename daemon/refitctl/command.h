@@ -38,7 +38,11 @@ Command AddDoctor(CommandApp app, const GlobalOptions& global);
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.
 int Fail(const absl::Status& status);
 int UsageError(const std::string& message);
-void Print(const std::string& text);  // on stdout, flushed
+// All that refitctl writes goes through these, since texts of members and of files are among it:
+// what a terminal would obey is written out (EscapedLines in format.h).
+void Print(const std::string& text);     // on stdout, flushed
+void PrintRaw(const std::string& text);  // the same for what LiveBlock made, which moves the cursor
+void Tell(const std::string& line);      // on stderr
 
 }  // namespace refitd::refitctl
 

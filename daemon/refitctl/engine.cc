@@ -65,7 +65,10 @@ class EventLog {
     log.who_ = std::move(who);
     if (status_file.empty()) return log;
     log.file_.Reset(::open(status_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
-    if (!log.file_.valid()) return ErrnoError(errno, status_file);
+    if (!log.file_.valid()) {
+      return Error(absl::StatusCode::kFailedPrecondition, "{}",
+                   Message(ErrnoError(errno, status_file)));
+    }
     return log;
   }
   void Tell(const std::string& event, json fields) {

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 
 namespace refitd {
 namespace {
@@ -51,6 +52,17 @@ std::string HumanSeconds(double seconds) {
   return fmt::format("{}h{:02}m", whole / 3600, whole % 3600 / 60);
 }
 
+std::string EscapedLines(std::string_view text) {
+  std::string shown;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    shown += Escaped(text.substr(begin, end - begin));
+    if (end < text.size()) shown += '\n';
+    begin = end + 1;
+  }
+  return shown;
+}
+
 Table::Table(std::vector<std::string> header, std::vector<bool> right)
     : rows_{std::move(header)}, right_(std::move(right)) {
   right_.resize(rows_[0].size());
@@ -58,6 +70,7 @@ Table::Table(std::vector<std::string> header, std::vector<bool> right)
 
 void Table::Add(std::vector<std::string> row) {
   REFITD_CHECK(row.size() == rows_[0].size());
+  for (std::string& cell : row) cell = Escaped(cell);
   rows_.push_back(std::move(row));
 }
 
@@ -140,9 +153,9 @@ std::string LiveBlock::Redraw(const std::vector<std::string>& finished,
   std::string text;
   if (shown_ > 0) text += fmt::format("\x1b[{}F", shown_);  // to the block's first line
   text += "\x1b[J";                                         // erase to the end of the screen
-  for (const std::string& line : finished) text += line + "\n";
+  for (const std::string& line : finished) text += Escaped(line) + "\n";
   for (const std::string& line : lines) {
-    text += fmt::format("{}\n", Cut(line, columns_ - 1));
+    text += fmt::format("{}\n", Cut(Escaped(line), columns_ - 1));
   }
   shown_ = lines.size();
   return text;

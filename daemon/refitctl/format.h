@@ -17,8 +17,12 @@ std::string HumanBytes(int64_t bytes);           // "512 B", "1.11 GiB"
 std::string HumanRate(double bytes_per_second);  // "2.31 GiB/s"
 std::string HumanSeconds(double seconds);        // "85 ms", "4.20 s", "2m05s", "3h07m"
 
-// Columns as wide as their widest cell, two blanks between; `right` columns are right-aligned.
-// Every row has as many cells as the header; lines end without blanks.
+// The text as a terminal may show it, whoever wrote parts of it: Escaped (transport/base/utf8.h),
+// except that lines stay lines.
+std::string EscapedLines(std::string_view text);
+
+// Cells are Escaped. Columns as wide as their widest cell, two blanks between; `right` columns are
+// right-aligned. Every row has as many cells as the header; lines end without blanks.
 class Table {
  public:
   explicit Table(std::vector<std::string> header, std::vector<bool> right = {});
@@ -61,6 +65,7 @@ class LiveBlock {
  public:
   explicit LiveBlock(int columns) : columns_(columns) {}
   // The text to write so that the block shows `lines` below `finished`, which stay on the screen.
+  // Lines are Escaped; what surrounds them moves the terminal's cursor.
   std::string Redraw(const std::vector<std::string>& finished,
                      const std::vector<std::string>& lines);
 

@@ -32,6 +32,17 @@ TEST_CASE("table columns are as wide as their widest cell and lines end without 
         "longer  12345678  x\n");
 }
 
+TEST_CASE("texts of members and names of a hostile index reached the terminal raw") {
+  Table table({"CLIENT"});
+  table.Add({"a\x1b[2J\n\xe2\x80\xae"});
+  CHECK(table.ToString() == "CLIENT\na\\u001b[2J\\n\\u202e\n");
+  CHECK(EscapedLines("one\ntwo\r\x07\n") == "one\ntwo\\r\\u0007\n");
+  CHECK(EscapedLines("").empty());
+  LiveBlock block(40);
+  const std::string drawn = block.Redraw({"x\x1b]0;t\x07"}, {"y\x1b[1F"});
+  CHECK(drawn == "\x1b[Jx\\u001b]0;t\\u0007\ny\\u001b[1F\n");
+}
+
 TEST_CASE("a bar is empty at zero, full only at one, and never longer than its width") {
   CHECK(Bar(0, 4) == "[    ]");
   CHECK(Bar(0.5, 4) == "[=>  ]");

@@ -3,6 +3,8 @@
 #include <google/protobuf/util/json_util.h>
 
 #include "client/types.h"
+#include "proto/grpc_status.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd::refitctl {
@@ -40,17 +42,15 @@ client::ConnectOptions ConnectOf(const GlobalOptions& options) {
 
 absl::Status StatusOfCall(const grpc::Status& status, const client::Target& target) {
   if (status.ok()) return absl::OkStatus();
-  const auto code = static_cast<absl::StatusCode>(status.error_code());
-  if (code == absl::StatusCode::kUnavailable) {
+  const absl::Status told = FromGrpc(status);
+  if (absl::IsUnavailable(told)) {
     const absl::Status why =
         client::WhyNoAnswer(target, std::chrono::steady_clock::now() + kWhyLimit);
     if (absl::IsUnauthenticated(why)) return why;
-    return Error(code, "no daemon answers at {}: {}", target.name, status.error_message());
+    return Prefixed(told, "no daemon answers at {}", target.name);
   }
-  if (code == absl::StatusCode::kDeadlineExceeded) {
-    return Error(code, "{}: {}", target.name, status.error_message());
-  }
-  return absl::Status(code, status.error_message());
+  if (absl::IsDeadlineExceeded(told)) return Prefixed(told, "{}", target.name);
+  return told;
 }
 
 OperatorClient::OperatorClient(const GlobalOptions& options) : timeout_(options.timeout()) {

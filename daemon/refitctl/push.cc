@@ -20,6 +20,7 @@
 #include "daemon/refitctl/render.h"
 #include "daemon/refitctl/safetensors.h"
 #include "proto/delivery.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast_method.h"
@@ -85,7 +86,7 @@ class Progress {
     const int tenth = static_cast<int>(Fraction(bytes, total_).value_or(0) * 10);
     if (tenth <= shown_tenth_) return;
     shown_tenth_ = tenth;
-    fmt::print(stderr, "{}\n", line);
+    Tell(line);
   }
 
  private:
@@ -513,10 +514,11 @@ struct Pushed {
 // Gives the update up for `failure`. The result also says how the update left the engines' weights,
 // if the daemon says so.
 absl::Status GivenUp(client::Update& update, const absl::Status& failure) {
-  update.Abort(Message(failure).substr(0, 256)).IgnoreError();  // the update may be over by now
+  const std::string reason = Message(failure);
+  update.Abort(std::string(Shorten(reason, 256))).IgnoreError();  // the update may be over by now
   const absl::Status lost = update.Lost();
   if (absl::IsAborted(failure) || !absl::IsAborted(lost)) return failure;
-  return Error(failure.code(), "{}; {}", Message(failure), Message(lost));
+  return WithFailureOf(lost, Error(failure.code(), "{}; {}", reason, Message(lost)));
 }
 
 absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoint& checkpoint,
@@ -549,8 +551,8 @@ absl::StatusOr<Summary> InstallCheckpoint(const GlobalOptions& global, const Pus
   summary.bytes = checkpoint.bytes();
   summary.refitted = why_push.empty();
   if (options.progress) {
-    fmt::print(stderr, "{} v{}: {}\n", options.group, version,
-               summary.refitted ? "refit" : fmt::format("push ({})", why_push));
+    Tell(fmt::format("{} v{}: {}", options.group, version,
+                     summary.refitted ? "refit" : fmt::format("push ({})", why_push)));
   }
   const auto start = Clock::now();
   if (summary.refitted) {

@@ -18,6 +18,13 @@
 namespace refitd {
 namespace {
 
+// ErrnoError about a file. Its UNAVAILABLE is for daemons that do not answer, which is another exit
+// code of refitctl.
+absl::Status FileError(int error, const std::string& path) {
+  const absl::Status status = ErrnoError(error, path);
+  return absl::IsUnavailable(status) ? absl::FailedPreconditionError(status.message()) : status;
+}
+
 using Json = nlohmann::json;
 
 constexpr char kSingleFile[] = "model.safetensors";
@@ -167,9 +174,9 @@ struct OpenFile {
 absl::StatusOr<OpenFile> OpenRegular(const std::string& path) {
   // O_NONBLOCK: a named pipe in the folder must not hang the open.
   UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (!fd.valid()) return ErrnoError(errno, path);
+  if (!fd.valid()) return FileError(errno, path);
   struct stat info;
-  if (::fstat(fd.get(), &info) != 0) return ErrnoError(errno, path);
+  if (::fstat(fd.get(), &info) != 0) return FileError(errno, path);
   if (!S_ISREG(info.st_mode)) return Invalid(fmt::format("{}: not a regular file", path));
   return OpenFile{std::move(fd), info.st_size};
 }
@@ -178,7 +185,7 @@ absl::Status ReadAt(int fd, int64_t offset, std::span<char> to, const std::strin
   while (!to.empty()) {
     const ssize_t got = ::pread(fd, to.data(), to.size(), offset);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return ErrnoError(errno, path);
+    if (got < 0) return FileError(errno, path);
     if (got == 0) {
       return Error(absl::StatusCode::kDataLoss, "{}: ends at byte {}, it was longer when opened",
                    path, offset);
@@ -193,7 +200,7 @@ absl::Status WriteAll(int fd, std::span<const char> bytes, const std::string& pa
   while (!bytes.empty()) {
     const ssize_t put = ::write(fd, bytes.data(), bytes.size());
     if (put < 0 && errno == EINTR) continue;
-    if (put < 0) return ErrnoError(errno, path);
+    if (put < 0) return FileError(errno, path);
     bytes = bytes.subspan(static_cast<size_t>(put));
   }
   return absl::OkStatus();
@@ -404,7 +411,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
   text.append((8 - text.size() % 8) % 8, ' ');
   const uint64_t length = text.size();
   UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (!fd.valid()) return ErrnoError(errno, path);
+  if (!fd.valid()) return FileError(errno, path);
   REFITD_RETURN_IF_ERROR(
       WriteAll(fd.get(), {reinterpret_cast<const char*>(&length), sizeof(length)}, path));
   REFITD_RETURN_IF_ERROR(WriteAll(fd.get(), text, path));
@@ -421,7 +428,7 @@ absl::Status SafetensorsWriter::Finish() {
     return Error(absl::StatusCode::kFailedPrecondition, "{}: {} bytes written, tensors have {}",
                  path_, appended_, data_bytes_);
   }
-  if (::close(fd_.Release()) != 0) return ErrnoError(errno, path_);
+  if (::close(fd_.Release()) != 0) return FileError(errno, path_);
   return absl::OkStatus();
 }
 
@@ -431,9 +438,9 @@ absl::Status WriteSafetensorsIndex(const std::string& folder,
   const Json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", shard_of}};
   const std::string path = fmt::format("{}/{}", folder, kIndexFile);
   UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (!fd.valid()) return ErrnoError(errno, path);
+  if (!fd.valid()) return FileError(errno, path);
   REFITD_RETURN_IF_ERROR(WriteAll(fd.get(), index.dump(2) + "\n", path));
-  if (::close(fd.Release()) != 0) return ErrnoError(errno, path);
+  if (::close(fd.Release()) != 0) return FileError(errno, path);
   return absl::OkStatus();
 }
 

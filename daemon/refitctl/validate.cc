@@ -14,7 +14,10 @@ Command AddValidate(CommandApp app, const GlobalOptions&) {
   sub.Add("CONFIG", path.get(), "The file (textproto)").Required();
   return {sub, [path] {
             const auto loaded = LoadConfig({"--config", *path}, {});
-            if (!loaded.ok()) return Fail(loaded.status());
+            if (!loaded.ok()) {
+              Fail(loaded.status());
+              return static_cast<int>(kExitFailed);  // whatever its code: no daemon was asked
+            }
             const auto policy = Policy::Make(PolicySettingsOf(loaded->config));
             if (!policy.ok()) return Fail(policy.status());
             std::string text = *path + ": valid. Nobody may do anything but:\n";

@@ -28,7 +28,7 @@ class Screen {
   void Show(const UpdateBoard::Change& change, const UpdateBoard& board) {
     if (!change.changed) return;
     if (block_) {
-      Print(block_->Redraw(change.finished, board.Lines()));
+      PrintRaw(block_->Redraw(change.finished, board.Lines()));
       return;
     }
     for (const std::string& line : change.finished) Print(line + "\n");

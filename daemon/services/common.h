@@ -27,6 +27,7 @@
 #include "daemon/node/trainer_calls.h"
 #include "daemon/services/door.h"
 #include "daemon/services/member_events.h"
+#include "proto/grpc_status.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -35,12 +36,6 @@ namespace refitd {
 // Asserts that the handler, called with these arguments, is noexcept.
 #define REFITD_METHOD_IS_NOEXCEPT(service, method, ...) \
   static_assert(noexcept(std::declval<service&>().method(__VA_ARGS__)))
-
-// Abseil and gRPC use the same numbers as codes.
-inline grpc::Status ToGrpc(const absl::Status& status) {
-  if (status.ok()) return grpc::Status::OK;
-  return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
-}
 
 // The payload of an OK reply. The group's machine (Follower) has compared other daemons' answers
 // with their calls, so a payload of another kind is a bug of this daemon.

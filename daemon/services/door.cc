@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "daemon/process/last_words.h"
 #include "transport/base/status.h"
 #include "transport/tls/grpc_credentials.h"
 
@@ -107,15 +108,28 @@ absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follow
   return policy->Check(caller, entry.roles, asked.group, OwnerOf(asked.group));
 }
 
+void Door::Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
+                 const absl::Status& allowed) const {
+  if (options_.guard == nullptr) return;
+  if (allowed.ok()) return options_.guard->Prove(context.peer());
+  const bool known =
+      peer.ok() && CheckKnown(*options_.policies->Current(), PrincipalOf(*peer)).ok();
+  if (!known) options_.guard->Unknown(context.peer());
+}
+
 absl::StatusOr<Peer> Door::Admit(const grpc::ServerContextBase& context, const Asked& asked) const {
+  NoteWork(EntryOf(asked.rpc).method.data());  // a literal
   absl::StatusOr<Peer> peer = Recognise(context);
   if (!peer.ok()) {
+    Judge(context, peer, peer.status());
     Refused(asked, std::string(kUnknown), 0, peer.status());
     return peer;
   }
   const bool opens_stream = asked.rpc == Rpc::kTrainerAttach || asked.rpc == Rpc::kEngineAttach ||
                             asked.rpc == Rpc::kPeerLink;
-  if (absl::Status status = Check(*peer, asked, opens_stream); !status.ok()) {
+  const absl::Status status = Check(*peer, asked, opens_stream);
+  Judge(context, peer, status);
+  if (!status.ok()) {
     Refused(asked, IdentityOf(*peer), PidOf(*peer), status);
     return status;
   }

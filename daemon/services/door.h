@@ -23,6 +23,7 @@
 #include "daemon/process/audit_log.h"
 #include "daemon/services/peer_service.h"
 #include "daemon/sockets/accept_loop.h"
+#include "daemon/sockets/connection_guard.h"
 #include "refitd/v1/operator.pb.h"
 
 namespace refitd {
@@ -42,8 +43,9 @@ struct DoorOptions {
   std::function<std::string(const std::string& group)> owner{};
   // Whether a member of that identity has a lease. Null: none has.
   std::function<bool(const std::string& identity)> has_lease{};
-  AuditLog* audit = nullptr;  // null: none
-  bool tls = false;           // TCP is served with TLS
+  AuditLog* audit = nullptr;         // null: none
+  ConnectionGuard* guard = nullptr;  // is told whose calls rules allow; null: none
+  bool tls = false;                  // TCP is served with TLS
 };
 
 // All objects to which the options point must outlive the door.
@@ -79,6 +81,9 @@ class Door {
  private:
   // OK: some rule names the caller, or it has a lease, which an earlier policy let it get.
   absl::Status CheckKnown(const Policy& policy, const Principal& caller) const;
+  // Tells the guard what a call says of its connection.
+  void Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
+             const absl::Status& allowed) const;
   absl::StatusOr<Peer> Recognise(const grpc::ServerContextBase& context) const;
   absl::Status Check(const Peer& peer, const Asked& asked, bool group_follows) const;
   std::string OwnerOf(const std::string& group) const;

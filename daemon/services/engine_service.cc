@@ -7,6 +7,7 @@
 #include "daemon/services/hello.h"
 #include "daemon/services/region_calls.h"
 #include "daemon/services/register_layout.h"
+#include "transport/base/utf8.h"
 
 namespace refitd {
 namespace {
@@ -34,9 +35,10 @@ struct EngineRole {
       }
       case Message::kFailed: {
         const v1::Failed& failed = message.failed();
+        // The rank did fail, so a text that would be refused elsewhere is cleaned here.
         daemon->members().Happened(
             member, EngineFailed{member, UpdateId(failed.update_id()),
-                                 std::string(Shorten(failed.reason(), kMaxReasonBytes))});
+                                 CleanText(Escaped(failed.reason()), kMaxReasonBytes)});
         return true;
       }
       default:

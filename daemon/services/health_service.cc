@@ -1,10 +1,13 @@
 #include "daemon/services/health_service.h"
 
-#include <set>
+#include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "daemon/checks/bucket.h"
 #include "daemon/node/operators.h"
+#include "daemon/policy/quota.h"
 #include "daemon/services/common.h"
 
 namespace refitd {
@@ -60,7 +63,15 @@ struct HealthService::State {
 
   Mutex mutex;
   bool serving ABSL_GUARDED_BY(mutex) = true;
-  std::set<std::shared_ptr<Stream>> watchers ABSL_GUARDED_BY(mutex);
+  std::map<std::shared_ptr<Stream>, std::string> watchers ABSL_GUARDED_BY(mutex);  // identities
+
+  // Whether the identity may watch too.
+  absl::Status CheckRoom(const std::string& identity) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    const auto held = std::count_if(watchers.begin(), watchers.end(),
+                                    [&](const auto& entry) { return entry.second == identity; });
+    return CheckPlace("callers watch health", kMaxHealthWatchers, watchers.size(),
+                      static_cast<size_t>(held), identity);
+  }
 
   HealthCheckResponse Now() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     return ResponseOf(serving ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING);
@@ -71,17 +82,16 @@ struct HealthService::State {
 class HealthService::Watcher final : public WatchReactorBase<HealthCheckResponse> {
  public:
   // `known`: the name is the daemon's.
-  Watcher(std::shared_ptr<State> state, grpc::CallbackServerContext* context, absl::Status admitted,
-          bool known)
+  Watcher(std::shared_ptr<State> state, grpc::CallbackServerContext* context,
+          const absl::StatusOr<Peer>& peer, bool known)
       : WatchReactorBase(context), state_(std::move(state)) {
+    absl::Status admitted = peer.status();
     {
       MutexLock lock(&state_->mutex);
-      if (admitted.ok() && state_->watchers.size() >= kMaxHealthWatchers) {
-        admitted = absl::ResourceExhaustedError("64 callers watch health already");
-      }
+      if (admitted.ok()) admitted = state_->CheckRoom(IdentityOf(*peer));
       if (admitted.ok()) {
         stream()->Queue(known ? state_->Now() : ResponseOf(InstanceHealth::kUnknown));
-        if (known) state_->watchers.insert(stream());
+        if (known) state_->watchers.emplace(stream(), IdentityOf(*peer));
       }
     }
     if (admitted.ok()) {
@@ -103,12 +113,13 @@ class HealthService::Watcher final : public WatchReactorBase<HealthCheckResponse
 // One caller that watches an instance.
 class HealthService::InstanceWatcher final : public WatchReactorBase<HealthCheckResponse> {
  public:
-  InstanceWatcher(Daemon* daemon, grpc::CallbackServerContext* context, absl::Status admitted,
-                  const HealthName& name)
+  InstanceWatcher(Daemon* daemon, grpc::CallbackServerContext* context,
+                  const absl::StatusOr<Peer>& peer, const HealthName& name)
       : WatchReactorBase(context), daemon_(daemon) {
+    absl::Status admitted = peer.status();
     if (admitted.ok()) {
       const absl::StatusOr<uint64_t> watch = daemon_->operators().WatchInstance(
-          name.group, name.instance, std::make_shared<Sink>(stream()));
+          IdentityOf(*peer), name.group, name.instance, std::make_shared<Sink>(stream()));
       admitted = watch.status();
       if (watch.ok()) watch_ = *watch;
     }
@@ -155,17 +166,17 @@ grpc::ServerUnaryReactor* HealthService::Check(grpc::CallbackServerContext* cont
 grpc::ServerWriteReactor<HealthCheckResponse>* HealthService::Watch(
     grpc::CallbackServerContext* context, const HealthCheckRequest* request) noexcept {
   const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
-  absl::Status admitted =
-      door_->Admit(*context, AskedFor(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance)).status();
+  absl::StatusOr<Peer> admitted =
+      door_->Admit(*context, AskedFor(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance));
   if (admitted.ok() && absl::IsInvalidArgument(name.status())) admitted = name.status();
   if (name.ok() && !name->group.empty()) {
-    return new InstanceWatcher(daemon_, context, std::move(admitted), *name);
+    return new InstanceWatcher(daemon_, context, admitted, *name);
   }
-  return new Watcher(state_, context, std::move(admitted), /*known=*/name.ok());
+  return new Watcher(state_, context, admitted, /*known=*/name.ok());
 }
 
 void HealthService::StopServing() {
-  std::set<std::shared_ptr<State::Stream>> watchers;
+  std::map<std::shared_ptr<State::Stream>, std::string> watchers;
   HealthCheckResponse now;
   {
     MutexLock lock(&state_->mutex);
@@ -173,7 +184,7 @@ void HealthService::StopServing() {
     watchers = state_->watchers;
     now = state_->Now();
   }
-  for (const auto& stream : watchers) stream->Send(now);
+  for (const auto& [stream, identity] : watchers) stream->Send(now);
 }
 
 }  // namespace refitd

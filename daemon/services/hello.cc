@@ -13,6 +13,7 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "proto/protocol.h"
+#include "transport/base/identity.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -26,8 +27,8 @@ absl::Status CheckHello(const Hello& hello) {
   REFITD_RETURN_IF_ERROR(
       AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
-  REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
-  REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
+  REFITD_RETURN_IF_ERROR(CheckLine(hello.client(), kMaxClientBytes, "client"));
+  REFITD_RETURN_IF_ERROR(CheckLine(hello.device().name(), kMaxDeviceBytes, "device.name"));
   REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator(), "coordinator"));
   if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
     return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
@@ -85,6 +86,12 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                  hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  if (!hello.trainer_identity().empty()) {
+    REFITD_RETURN_IF_ERROR(CheckOwnerPattern(hello.trainer_identity(), "trainer_identity"));
+  }
+  identity.trainer_identity = hello.trainer_identity();
+  REFITD_RETURN_IF_ERROR(CheckLine(hello.held_owner(), kMaxIdentityBytes, "held_owner"));
+  identity.held_owner = hello.held_owner();
   identity.fill = hello.fill();
   if (hello.fill() && !Fills(identity.delivery)) {
     return Error(absl::StatusCode::kInvalidArgument, "fill: only {} delivery takes part in fills",
@@ -124,6 +131,7 @@ Arrival CommonArrival(const Hello& hello, const Peer& peer) {
 absl::StatusOr<Arrival> ArrivalOf(const v1::TrainerHello& hello, const Peer& peer) {
   REFITD_ASSIGN_OR_RETURN(TrainerIdentity identity, IdentityOf(hello, peer));
   Arrival arrival = CommonArrival(hello, peer);
+  arrival.record.rank = identity.rank;
   arrival.identity = std::move(identity);
   return arrival;
 }
@@ -133,6 +141,7 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   Arrival arrival = CommonArrival(hello, peer);
   arrival.record.engine = true;
   arrival.record.instance = identity.instance;
+  arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;

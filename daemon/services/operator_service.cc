@@ -37,13 +37,14 @@ class WatchReactor final : public WatchReactorBase<v1::UpdateStatus> {
  public:
   using Sink = StreamSink<UpdateNews, UpdateStatusOf, Stream>;
 
-  WatchReactor(Daemon* daemon, grpc::CallbackServerContext* context, absl::Status admitted,
-               const v1::WatchUpdatesRequest& request)
+  WatchReactor(Daemon* daemon, grpc::CallbackServerContext* context,
+               const absl::StatusOr<Peer>& peer, const v1::WatchUpdatesRequest& request)
       : WatchReactorBase(context), daemon_(daemon) {
+    absl::Status admitted = peer.status();
     // The caller must learn that it is watching before anything changes.
     StartSendInitialMetadata();
     if (admitted.ok()) {
-      absl::StatusOr<uint64_t> watch = Watch(request);
+      absl::StatusOr<uint64_t> watch = Watch(*peer, request);
       admitted = watch.status();
       if (watch.ok()) watch_ = *watch;
     }
@@ -51,8 +52,9 @@ class WatchReactor final : public WatchReactorBase<v1::UpdateStatus> {
   }
 
  private:
-  absl::StatusOr<uint64_t> Watch(const v1::WatchUpdatesRequest& request) {
+  absl::StatusOr<uint64_t> Watch(const Peer& peer, const v1::WatchUpdatesRequest& request) {
     REFITD_ASSIGN_OR_RETURN(Watchers::Wish wish, WishOf(request));
+    wish.identity = IdentityOf(peer);
     return daemon_->operators().Watch(std::move(wish), std::make_shared<Sink>(stream()));
   }
   void Stop() override { daemon_->operators().StopWatching(watch_); }
@@ -65,7 +67,7 @@ absl::StatusOr<v1::CreateGroupResponse> CreateGroupOf(Daemon* daemon,
                                                       const v1::CreateGroupRequest& request,
                                                       const std::string& identity) {
   REFITD_RETURN_IF_ERROR(CheckName(request.group(), "group"));
-  REFITD_RETURN_IF_ERROR(CheckText(request.request_id(), kMaxRequestIdBytes, "request_id"));
+  REFITD_RETURN_IF_ERROR(CheckLine(request.request_id(), kMaxRequestIdBytes, "request_id"));
   REFITD_ASSIGN_OR_RETURN(
       const Operators::Created made,
       daemon->operators().CreateGroup(request.group(), SpecOf(request.spec()), request.replace(),
@@ -106,8 +108,9 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
   return AnswerLater(
       daemon_, *door_, context, {Rpc::kOperatorAbortUpdate, request->group()},
       [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
-        daemon_->operators().AbortUpdate(call, request->group(),
-                                         std::string(Shorten(request->reason(), kMaxReasonBytes)),
+        const absl::Status line = CheckLine(request->reason(), kMaxReasonBytes, "reason");
+        if (!line.ok()) return reply(line, EmptyReply{});
+        daemon_->operators().AbortUpdate(call, request->group(), request->reason(),
                                          std::move(reply));
       },
       [](const ReplyPayload&) {});
@@ -173,9 +176,9 @@ grpc::ServerUnaryReactor* OperatorService::CheckAccess(grpc::CallbackServerConte
 
 grpc::ServerWriteReactor<v1::UpdateStatus>* OperatorService::WatchUpdates(
     grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) noexcept {
-  return new WatchReactor(
-      daemon_, context,
-      door_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}).status(), *request);
+  return new WatchReactor(daemon_, context,
+                          door_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}),
+                          *request);
 }
 
 }  // namespace refitd

@@ -19,6 +19,7 @@
 #include "daemon/link/reports.h"
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
+#include "proto/grpc_status.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/sockets/address_security.h"
@@ -368,10 +369,7 @@ void Session::Pump() {
     reactor_->StartWrite(next);
   } else if (ended_ && !finished_ && queue_.idle() && backlog_.idle()) {
     finished_ = true;
-    reactor_->Finish(end_.ok()
-                         ? grpc::Status::OK
-                         : grpc::Status(static_cast<grpc::StatusCode>(end_.code()),
-                                        std::string(Shorten(Message(end_), kMaxPeerTextBytes))));
+    reactor_->Finish(ToGrpc(end_));
   }
 }
 

@@ -35,28 +35,36 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
       caller_ = CallerOf(chunk_.lease(), *peer_);
       first_ = false;
       const absl::Status status = daemon_->layouts().CheckLease(caller_, engine_);
+      hold_ = daemon_->layouts().HoldFor(caller_);
       if (!status.ok()) return Finish(ToGrpc(status));
     }
-    if (absl::Status status = decoder_.Add(chunk_); !status.ok()) return Finish(ToGrpc(status));
+    if (absl::Status status = Take(); !status.ok()) return Finish(ToGrpc(status));
     StartRead(&chunk_);
   }
   void OnDone() noexcept override { delete this; }
 
  private:
+  // P10: what a chunk becomes is counted before the next one is asked for.
+  absl::Status Take() {
+    REFITD_RETURN_IF_ERROR(decoder_.Add(chunk_));
+    return hold_.GrowTo(decoder_.bytes());
+  }
   void Register() {
     absl::StatusOr<Layout> layout = std::move(decoder_).Finish();
     if (!layout.ok()) return Finish(ToGrpc(layout.status()));
     // The daemon always answers. If the caller cancels meanwhile, only this object waits for the
     // answer.
-    daemon_->layouts().Register(daemon_->NewCall(), caller_, engine_, *std::move(layout),
-                                [this](const absl::StatusOr<Layouts::Registered>& registered) {
-                                  if (registered.ok()) {
-                                    response_->set_digest(registered->digest);
-                                    response_->set_pieces(registered->pieces);
-                                    response_->set_bytes(registered->bytes);
-                                  }
-                                  Finish(ToGrpc(registered.status()));
-                                });
+    daemon_->layouts().Register(
+        daemon_->NewCall(), caller_, engine_, *std::move(layout),
+        [this](const absl::StatusOr<Layouts::Registered>& registered) {
+          if (registered.ok()) {
+            response_->set_digest(registered->digest);
+            response_->set_pieces(registered->pieces);
+            response_->set_bytes(registered->bytes);
+          }
+          Finish(ToGrpc(registered.status()));
+        },
+        std::move(hold_));
   }
 
   Daemon* const daemon_;
@@ -66,6 +74,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
   v1::LayoutChunk chunk_;
   Caller caller_;
   bool first_ = true;
+  ByteLedger::Hold hold_;  // of what the decoder has
   LayoutDecoder decoder_;
 };
 

@@ -7,7 +7,9 @@
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "proto/convert.h"
+#include "proto/failure.h"
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 
 namespace refitd {
 namespace {
@@ -95,6 +97,7 @@ v1::GroupStatus ToProto(const GroupDetails& details) {
   v1::GroupStatus status;
   status.set_name(view.name);
   status.set_incarnation(view.incarnation);
+  status.set_owner(view.owner);
   status.set_state(std::string(view.state));
   *status.mutable_spec() = SpecToProto(view.spec, /*lists=*/false);
   if (view.version.has_value()) status.set_version(view.version->value());
@@ -172,7 +175,8 @@ v1::InstanceResult ToProto(const InstanceOutcome& outcome) {
   v1::InstanceResult result;
   result.set_instance(outcome.instance);
   result.set_committed(outcome.committed);
-  result.set_reason(outcome.reason);
+  result.set_reason(CleanText(outcome.reason, kMaxStatusTextBytes));
+  SetFailure(outcome.failure, &result);
   return result;
 }
 
@@ -183,7 +187,8 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_update_id(update.id.value());
   status.set_state(std::string(update.state));
   status.set_outcome(static_cast<v1::UpdateOutcome>(update.outcome));
-  status.set_reason(update.reason);
+  status.set_reason(CleanText(update.reason, kMaxStatusTextBytes));
+  SetFailure(update.failure, &status);
   status.set_bytes(update.bytes);
   status.set_total_bytes(update.total_bytes);
   status.set_tensors(update.tensors);
@@ -192,6 +197,9 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_note(update.note);
   status.set_fill(update.fill);
   for (const std::string& giver : update.givers) status.add_givers(giver);
+  status.set_left_out_tensors(update.left_out.tensors);
+  status.set_left_out_bytes(update.left_out.bytes);
+  for (const std::string& name : update.left_out.names) status.add_left_out(name);
   status.set_elapsed_seconds(Seconds(update.elapsed));
   status.set_remaining_ms(ToMillis(update.remaining));
   for (const InstanceOutcome& outcome : update.instances) {
@@ -286,7 +294,8 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
   v1::GetUpdateResponse response;
   response.set_incarnation(past.incarnation);
   response.set_outcome(static_cast<v1::UpdateOutcome>(past.update.outcome));
-  response.set_reason(past.update.reason);
+  response.set_reason(CleanText(past.update.reason, kMaxStatusTextBytes));
+  SetFailure(past.update.failure, &response);
   return response;
 }
 

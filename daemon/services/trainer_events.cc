@@ -29,7 +29,7 @@ absl::Status CheckBucketCount(int64_t count) {
 }
 
 absl::Status CheckRequestId(const std::string& id) {
-  return CheckText(id, kMaxRequestIdBytes, "request_id");
+  return CheckLine(id, kMaxRequestIdBytes, "request_id");
 }
 
 // Reads and checks the fields that a Begin and a Refit share.
@@ -112,7 +112,7 @@ absl::StatusOr<CommitEvent> EventOf(const v1::CommitRequest& request) {
 
 absl::StatusOr<AbortEvent> EventOf(const v1::AbortRequest& request) {
   REFITD_RETURN_IF_ERROR(CheckRequestId(request.request_id()));
-  REFITD_RETURN_IF_ERROR(CheckText(request.reason(), kMaxReasonBytes, "reason"));
+  REFITD_RETURN_IF_ERROR(CheckLine(request.reason(), kMaxReasonBytes, "reason"));
   AbortEvent event;
   event.request_id = request.request_id();
   event.version = Version(request.version());

@@ -31,8 +31,9 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
   response->set_version(committed.version.value());
   response->set_bytes(committed.bytes);
   response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
-  response->set_left_out_tensors(committed.left_out_tensors);
-  response->set_left_out_bytes(committed.left_out_bytes);
+  response->set_left_out_tensors(committed.left_out.tensors);
+  response->set_left_out_bytes(committed.left_out.bytes);
+  for (const std::string& name : committed.left_out.names) response->add_left_out(name);
   for (const InstanceOutcome& outcome : committed.instances) {
     *response->add_instances() = ToProto(outcome);
   }

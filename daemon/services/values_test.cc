@@ -82,6 +82,25 @@ TEST_CASE("a bad field of a trainer's request is named with its value") {
   CHECK(Refusal(EventOf(abort)) == "reason: 513 bytes are more than 512");
 }
 
+TEST_CASE("members' texts were taken in with what a terminal obeys") {
+  v1::AbortRequest abort;
+  abort.set_reason("a\x1b[2J");
+  CHECK(Refusal(EventOf(abort)) == "reason: a control character at byte 1");
+  CHECK(FailureOf(EventOf(abort).status()).field == "reason");
+  v1::CommitRequest commit;
+  commit.set_request_id("\n");
+  CHECK(Refusal(EventOf(commit)) == "request_id: a control character at byte 0");
+  v1::EngineHello hello = Hello();
+  hello.set_client("c\xc2\x9b");
+  CHECK(Refusal(ArrivalOf(hello, Peer{})) == "client: a control character at byte 1");
+  hello = Hello();
+  hello.mutable_device()->set_name("GPU-\x7f");
+  CHECK(Refusal(ArrivalOf(hello, Peer{})) == "device.name: a control character at byte 4");
+  hello = Hello();
+  hello.set_group("-x");
+  CHECK_THAT(Refusal(ArrivalOf(hello, Peer{})), Contains("group is \"-x\""));
+}
+
 TEST_CASE("an engine's hello becomes an arrival, with the process that the kernel names") {
   PeerCredentials self;
   self.pid = 42;
@@ -226,10 +245,15 @@ TEST_CASE("what becomes of an update is told to both roles alike") {
     CHECK(event.committed().version() == 1);
     CHECK(event.committed().incarnation() == 2);
   });
-  both(SendAborted{MemberId(1), Version(3), "why", true}, [](const auto& event) {
+  Failure failure;
+  failure.Add({SuspectRole::kTrainer, "", "", 2, 9});
+  failure.AddDirty("i");
+  both(SendAborted{MemberId(1), Version(3), "why", true, failure}, [](const auto& event) {
     CHECK(event.aborted().version() == 3);
     CHECK(event.aborted().reason() == "why");
     CHECK(event.aborted().dirty());
+    CHECK(event.aborted().failure().suspects(0).rank() == 2);
+    CHECK(event.aborted().failure().dirty_instances(0) == "i");
   });
   both(SendDraining{MemberId(1)}, [](const auto& event) { CHECK(event.has_draining()); });
   SendPrepare prepare{MemberId(1), Version(4), UpdateId(5), std::chrono::milliseconds(6), 7};

@@ -70,25 +70,26 @@ size_t PeerTable::size() const {
 }
 
 absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Create(const AcceptLoopOptions& options,
-                                                               PeerTable* peers, Serve serve) {
+                                                               PeerTable* peers, Serve serve,
+                                                               ConnectionGuard* guard) {
   REFITD_ASSIGN_OR_RETURN(
       auto listener,
       UnixListener::Create(
           {.path = options.path, .type = SOCK_STREAM, .mode = options.mode, .lock = true}));
   Listener listens{listener->path(), listener->fd(), nullptr, UniqueFd()};
   listens.unix_listener = std::move(listener);
-  return Make(std::move(listens), peers, std::move(serve));
+  return Make(std::move(listens), peers, std::move(serve), guard);
 }
 
-absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::CreateTcp(TcpListener listener,
-                                                                  Serve serve) {
+absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::CreateTcp(TcpListener listener, Serve serve,
+                                                                  ConnectionGuard* guard) {
   Listener listens{std::move(listener.address), listener.socket.get(), nullptr, UniqueFd()};
   listens.tcp = std::move(listener.socket);
-  return Make(std::move(listens), nullptr, std::move(serve));
+  return Make(std::move(listens), nullptr, std::move(serve), guard);
 }
 
 absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Make(Listener listener, PeerTable* peers,
-                                                             Serve serve) {
+                                                             Serve serve, ConnectionGuard* guard) {
   UniqueFd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll.valid()) return ErrnoError(errno, "epoll_create1");
   UniqueFd stop(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -99,17 +100,18 @@ absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Make(Listener listener, 
   REFITD_RETURN_IF_ERROR(AddToEpoll(epoll.get(), stop.get()));
   return std::unique_ptr<AcceptLoop>(new AcceptLoop(std::move(listener), std::move(epoll),
                                                     std::move(stop), std::move(spare), peers,
-                                                    std::move(serve)));
+                                                    std::move(serve), guard));
 }
 
 AcceptLoop::AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, SpareDescriptor spare,
-                       PeerTable* peers, Serve serve)
+                       PeerTable* peers, Serve serve, ConnectionGuard* guard)
     : path_(listener.path),
       listen_fd_(listener.fd),
       epoll_(std::move(epoll)),
       stop_(std::move(stop)),
       peers_(peers),
       serve_(std::move(serve)),
+      guard_(guard),
       spare_(std::move(spare)),
       listener_(std::move(listener)) {}
 
@@ -141,8 +143,8 @@ void AcceptLoop::Run() {
     }
     const auto now = std::chrono::steady_clock::now();
     if (paused_until_ && now >= *paused_until_) ResumeAccepting();
-    if (peers_ != nullptr && now >= next_sweep) {
-      peers_->Sweep();
+    if (now >= next_sweep) {
+      Sweep();
       next_sweep = now + kPeerSweepInterval;
     }
   }
@@ -150,8 +152,9 @@ void AcceptLoop::Run() {
 
 int AcceptLoop::TimeoutMs() const {
   if (paused_until_) return static_cast<int>(kAcceptBackoff.count());
-  if (peers_ != nullptr && peers_->size() > 0) return static_cast<int>(kPeerSweepInterval.count());
-  return -1;
+  const bool sweeps =
+      (peers_ != nullptr && peers_->size() > 0) || (guard_ != nullptr && guard_->unproven() > 0);
+  return sweeps ? static_cast<int>(kPeerSweepInterval.count()) : -1;
 }
 
 void AcceptLoop::AcceptAll() {
@@ -175,14 +178,28 @@ void AcceptLoop::AcceptAll() {
 }
 
 void AcceptLoop::Admit(UniqueFd connection) {
-  if (peers_ == nullptr) return serve_(std::move(connection));
+  if (peers_ == nullptr) {
+    const std::string peer = ConnectionGuard::PeerOfSocket(connection.get());
+    return Hand(std::move(connection), peer.substr(0, peer.rfind(':')));
+  }
   auto peer = PeerOf(connection.get(), /*with_pidfd=*/true);
   if (!peer.ok()) {
     LogWarning("connection on {} refused: {}", path_, Message(peer.status()));
     return;
   }
+  const std::string source = fmt::format("uid:{}", peer->uid);
   peers_->Record(connection.get(), std::move(peer).value());
+  Hand(std::move(connection), source);
+}
+
+void AcceptLoop::Hand(UniqueFd connection, const std::string& source) {
+  if (guard_ != nullptr && !guard_->Watch(connection.get(), source)) return;
   serve_(std::move(connection));
+}
+
+void AcceptLoop::Sweep() {
+  if (peers_ != nullptr) peers_->Sweep();
+  if (guard_ != nullptr) guard_->Sweep(std::chrono::steady_clock::now());
 }
 
 void AcceptLoop::PauseAccepting() {

@@ -24,6 +24,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "daemon/sockets/connection_guard.h"
 #include "daemon/sockets/peer_credentials.h"
 #include "daemon/sockets/spare_descriptor.h"
 #include "daemon/sockets/tcp_listener.h"
@@ -77,15 +78,19 @@ class AcceptLoop {
 
   // Binds and listens; connections queue until Start. `peers` must outlive the loop. Errors: as of
   // UnixListener::Create; RESOURCE_EXHAUSTED: out of descriptors.
+  // `guard`, which must outlive the loop, watches each connection from before `serve` on; null: no
+  // connection is watched.
   static absl::StatusOr<std::unique_ptr<AcceptLoop>> Create(const AcceptLoopOptions& options,
-                                                            PeerTable* peers, Serve serve);
+                                                            PeerTable* peers, Serve serve,
+                                                            ConnectionGuard* guard = nullptr);
   ~AcceptLoop();  // Stop()
   AcceptLoop(const AcceptLoop&) = delete;
   AcceptLoop& operator=(const AcceptLoop&) = delete;
 
   // The same over TCP, where peers have no credentials and none are recorded. RESOURCE_EXHAUSTED:
   // out of descriptors.
-  static absl::StatusOr<std::unique_ptr<AcceptLoop>> CreateTcp(TcpListener listener, Serve serve);
+  static absl::StatusOr<std::unique_ptr<AcceptLoop>> CreateTcp(TcpListener listener, Serve serve,
+                                                               ConnectionGuard* guard = nullptr);
 
   // Call once.
   void Start();
@@ -104,13 +109,15 @@ class AcceptLoop {
     UniqueFd tcp;
   };
   static absl::StatusOr<std::unique_ptr<AcceptLoop>> Make(Listener listener, PeerTable* peers,
-                                                          Serve serve);
+                                                          Serve serve, ConnectionGuard* guard);
   AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, SpareDescriptor spare,
-             PeerTable* peers, Serve serve);
+             PeerTable* peers, Serve serve, ConnectionGuard* guard);
   void Run();
   int TimeoutMs() const;
   void AcceptAll();
   void Admit(UniqueFd connection);
+  void Hand(UniqueFd connection, const std::string& source);
+  void Sweep();
   void PauseAccepting();
   void ResumeAccepting();
 
@@ -120,6 +127,7 @@ class AcceptLoop {
   const UniqueFd stop_;     // eventfd
   PeerTable* const peers_;  // null: TCP
   const Serve serve_;
+  ConnectionGuard* const guard_;  // null: none
 
   // Used by the loop's thread only, once it runs.
   SpareDescriptor spare_;

@@ -299,6 +299,11 @@ void DescriptorSocket::Admit(UniqueFd socket) {
                                 "{} connections to {} are open, which is the limit",
                                 max_connections_, path_));
   }
+  if (const int held = ConnectionsOf(connection->peer.uid); held >= max_connections_ / 2) {
+    return Refuse(socket, Error(absl::StatusCode::kResourceExhausted,
+                                "user {} has {} connections to {}, the most that one may have",
+                                connection->peer.uid, held, path_));
+  }
   const uint64_t id = next_id_++;
   const int fd = socket.get();
   connection->socket = std::move(socket);
@@ -310,6 +315,12 @@ void DescriptorSocket::Admit(UniqueFd socket) {
   }
   if (connections_.empty()) ArmTimer();
   connections_.emplace(id, std::move(connection));
+}
+
+int DescriptorSocket::ConnectionsOf(uid_t uid) const {
+  return static_cast<int>(
+      std::count_if(connections_.begin(), connections_.end(),
+                    [uid](const auto& entry) { return entry.second->peer.uid == uid; }));
 }
 
 std::shared_ptr<DescriptorSocket::Connection> DescriptorSocket::Claim(uint64_t id) {
@@ -358,8 +369,9 @@ DescriptorReply DescriptorSocket::Answer(const Connection& connection, Request r
   DescriptorReply reply;
   switch (wire.kind) {
     case DescriptorRequestKind::kRegisterRegion: {
-      const auto region = handler_->RegisterRegion(
-          token, connection.peer, std::move(request.descriptors[0]), wire.region_kind, wire.bytes);
+      const auto region =
+          handler_->RegisterRegion(token, connection.peer, std::move(request.descriptors[0]),
+                                   wire.region_kind, wire.bytes, wire.region_id);
       if (!region.ok()) return ReplyOf(region.status());
       reply.region_id = region->value();
       break;

@@ -41,8 +41,8 @@ namespace refitd {
 // The suffix that makes this socket's path from the control plane's.
 inline constexpr std::string_view kDescriptorSocketSuffix = ".fds";
 
-// Connections at a time: more than a node has ranks. Further connections are answered
-// RESOURCE_EXHAUSTED and closed.
+// Connections at a time: more than a node has ranks. Of these, one user has at most half, so that
+// none keeps all others out. Further connections are answered RESOURCE_EXHAUSTED and closed.
 inline constexpr int kMaxDescriptorConnections = 1024;
 // Requests served at a time: mapping a large region takes long, and others should not wait for it.
 inline constexpr int kDescriptorThreads = 4;
@@ -62,9 +62,11 @@ struct PoolHandle {
 class DescriptorHandler {
  public:
   virtual ~DescriptorHandler() = default;
-  // `fd` is the caller's descriptor, unchecked; `bytes` is positive.
+  // `fd` is the caller's descriptor, unchecked; `bytes` is positive. `address`: of device memory in
+  // the caller's process, as the caller says; 0: not told.
   virtual absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
-                                                  UniqueFd fd, RegionKind kind, int64_t bytes) = 0;
+                                                  UniqueFd fd, RegionKind kind, int64_t bytes,
+                                                  uint64_t address) = 0;
   virtual absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                                      RegionId region) = 0;
   virtual absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) = 0;
@@ -110,6 +112,7 @@ class DescriptorSocket {
   void Run();
   void AcceptAll();
   void Admit(UniqueFd socket);
+  int ConnectionsOf(uid_t uid) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the connection for this thread; null: it was closed meanwhile.
   std::shared_ptr<Connection> Claim(uint64_t id);
   // Serves the request that has come; false: the connection ends.

@@ -29,7 +29,8 @@ Token TokenOf(uint8_t fill) {
 class Node : public DescriptorHandler {
  public:
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
-                                          UniqueFd fd, RegionKind kind, int64_t bytes) override {
+                                          UniqueFd fd, RegionKind kind, int64_t bytes,
+                                          uint64_t /*address*/) override {
     REFITD_RETURN_IF_ERROR(Check(token, peer));
     if (kind != RegionKind::kMemfd) return Error(absl::StatusCode::kUnimplemented, "no cuda here");
     REFITD_ASSIGN_OR_RETURN(auto region,
@@ -379,7 +380,7 @@ TEST_CASE_METHOD(Fixture, "Whom the daemon refuses is told so and closed, whatev
 }
 
 TEST_CASE_METHOD(Fixture, "Connections over the limit are told so and closed; others go on") {
-  options.max_connections = 2;
+  options.max_connections = 4;  // of which one user has at most half
   const auto socket = Start();
   Client first(path);
   auto second = std::make_unique<Client>(path);
@@ -389,6 +390,7 @@ TEST_CASE_METHOD(Fixture, "Connections over the limit are told so and closed; ot
   const auto reply = third.Receive();
   REQUIRE(reply.has_value());
   CHECK(reply->code == Code(absl::StatusCode::kResourceExhausted));
+  CHECK_THAT(reply->message, Catch::Contains("has 2 connections"));
   CHECK(third.Ended());
   CHECK(first.Ask(RegisterRequest(), {memfd.get()})->code == 0);
   second.reset();

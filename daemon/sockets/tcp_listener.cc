@@ -10,6 +10,7 @@
 #include <memory>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -104,11 +105,11 @@ absl::StatusOr<std::vector<TcpListener>> ListenTcp(const std::string& address) {
       missing = fd.status();
       continue;
     }
-    if (!fd.ok()) return Error(fd.status().code(), "{}: {}", address, Message(fd.status()));
+    if (!fd.ok()) return Prefixed(fd.status(), "{}", address);
     REFITD_ASSIGN_OR_RETURN(port, BoundPort(*fd));
     listeners.push_back({*std::move(fd), fmt::format("{}:{}", named, ntohs(port))});
   }
-  if (listeners.empty()) return Error(missing.code(), "{}: {}", address, Message(missing));
+  if (listeners.empty()) return Prefixed(missing, "{}", address);
   return listeners;
 }
 

@@ -11,12 +11,18 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <filesystem>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "tests/bench/refit_session.h"
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
+#include "tests/e2e/http2_flood.h"
 #include "transport/digest/digest.h"
 
 namespace refitd::bench {
@@ -89,6 +95,47 @@ void BenchRefit(Report* report, const std::string& self, const std::string& sock
     report->Add({fmt::format("refit, {} TP2 to TP4 fused, verification {}, against memcpy", model,
                              names[c]),
                  rate, "GB/s", baseline, rate / baseline, cases[c].second, true});
+  }
+}
+
+// The 99th of a hundred.
+double P99(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[(values.size() * 99) / 100];
+}
+
+// Measures updates of 1 MiB while somebody without an allowed call attacks the unix socket from one
+// thread, one connection after the other, beside the same updates in quiet.
+void BenchFlood(Report* report, const std::string& self, const std::string& socket, int rounds) {
+  Session bench(self, socket, "flood", "1mib", {{socket, ""}});
+  const auto updates = [&] {
+    std::vector<double> seconds;
+    for (int i = 0; i < 100 * rounds; ++i) {
+      FillRandom(bench.data(), bench.model().bytes, static_cast<uint64_t>(i), 1);
+      seconds.push_back(bench.Update(Verification::kReadback, kBucketBytes));
+    }
+    return P99(seconds) * 1e3;
+  };
+  updates();
+  const double quiet = updates();
+  const std::vector<std::pair<const char*, bool (*)(e2e::Attacker*)>> attacks = {
+      {"headers without an end", e2e::EndlessHeaders},
+      {"a growing header", e2e::GrowingHeader},
+      {"unfinished messages", e2e::UnfinishedMessages},
+      {"rapid resets", e2e::RapidResets}};
+  for (const auto& [name, attack] : attacks) {
+    std::atomic<bool> over{false};
+    std::thread attacker([&, attack = attack] {
+      while (!over) {
+        e2e::Attacker connection(socket);
+        attack(&connection);
+      }
+    });
+    const double attacked = updates();
+    over = true;
+    attacker.join();
+    report->Add({fmt::format("update of 1 MiB, 99th percentile, during {}", name), attacked, "ms",
+                 quiet, attacked / quiet, 3, false, true});
   }
 }
 
@@ -252,8 +299,11 @@ int Main(int argc, char** argv) {
   app.add_option("--trainers", refit.trainers);
   app.add_option("--engines", refit.engines);
   app.add_flag("--replicas,!--no-replicas", refit.replicas);
-  app.add_option("--case", only, "replicas: what comparing them costs; not run without this")
-      ->check(CLI::IsMember({"replicas"}));
+  app.add_option(
+         "--case", only,
+         "replicas: what comparing them costs; flood: updates during an attack before any rule "
+         "is asked; neither is run without this")
+      ->check(CLI::IsMember({"replicas", "flood"}));
   app.add_option("--rank", rank);
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
   app.add_flag("--json", json, "one object a line");
@@ -277,6 +327,11 @@ int Main(int argc, char** argv) {
   if (only == "replicas") {
     Report report("host", json);
     BenchReplicas(&report, self, refitd, dir, model, rounds);
+    reached = report.all_reached();
+  } else if (only == "flood") {
+    Child daemon({refitd, "--listen-unix", socket, "--log-level", "error"}, false);
+    Report report("host", json);
+    BenchFlood(&report, self, socket, std::min(rounds, 5));
     reached = report.all_reached();
   } else {
     Child daemon({refitd, "--listen-unix", socket, "--log-level", "warning"}, false);

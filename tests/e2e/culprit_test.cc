@@ -27,6 +27,13 @@ Hello In(Hello hello, const Daemon& coordinator) {
   return hello;
 }
 
+// What a program decides by: the daemon is a suspect, or the trainer rank on it is.
+void CheckSuspect(const v1::Failure& failure) {
+  REQUIRE(failure.suspects_size() > 0);
+  CHECK(failure.suspects(0).daemon() == "source");
+  CHECK(failure.weights() == v1::WEIGHTS_LEFT_DIRTY);
+}
+
 enum class When {
   kBetween,  // a bucket has passed, nothing is on the wire
   kMoving,   // a bucket is most likely on the wire
@@ -79,6 +86,8 @@ void Check(int signal, When when, int silence_ms) {
     const auto event = engine->engine().events().WaitFor(v1::EngineEvent::kAborted);
     REQUIRE(event.has_value());
     CHECK_THAT(event->aborted().reason(), Catch::Contains("daemon source"));
+    CheckSuspect(event->aborted().failure());
+    CHECK(event->aborted().failure().dirty_count() == 1);  // the rank's own instance
   }
   const v1::UpdateStatus update = home.Group("g").update();
   CHECK(update.state() == "aborted");
@@ -93,6 +102,9 @@ void Check(int signal, When when, int silence_ms) {
     }));
     REQUIRE_OK(past);
     CHECK_THAT(past.response.reason(), Catch::Contains("daemon source"));
+    CheckSuspect(past.response.failure());
+    CHECK(past.response.failure().dirty_count() == 2);
+    CHECK(past.response.failure().version() == 1);
   }
   if (signal != SIGKILL) source.Signal(SIGCONT);
   if (rest.valid()) CHECK_FALSE(rest.get().ok());

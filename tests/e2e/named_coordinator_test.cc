@@ -5,6 +5,7 @@
 // The engines check their own memory whenever they would report good weights: it must hold exactly
 // the version that they report, byte for byte (P2).
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <catch2/catch.hpp>
 #include <chrono>
@@ -158,6 +159,7 @@ TEST_CASE("where the coordinator's name is pointed elsewhere, engines come with 
   CHECK(after.incarnation() != before);
   CHECK_FALSE(after.has_version());
   CHECK(after.instances_size() == 2);
+  CHECK(after.owner() == fmt::format("uid:{}", getuid()));
   f.Install();
   CHECK(f.b.Group("g").version() == f.version);
   CHECK(f.c.Group("g").coordinator() == f.named());

@@ -1,6 +1,7 @@
 // The machine runs out of descriptors, address space or disk for the log, or a daemon's clocks
 // differ from its members'. Requests that need the missing resource are refused with a clear
 // status, nothing that exists is harmed, and everything works again once there is room.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -8,6 +9,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -396,7 +398,7 @@ TEST_CASE("memory that can't be had is refused; what is there goes on") {
     CHECK_THAT(pool->message, Catch::Contains("mapping"));
     CHECK(large.trainer.LeaseSlot(1).status.error_code() != StatusCode::OK);
     // A sparse region takes only address space.
-    constexpr int64_t kHuge = int64_t{1} << 40;
+    constexpr int64_t kHuge = int64_t{1} << 30;
     SharedMemory memory;
     memory.fd = CreateSealedMemfd("huge", kHuge).value();
     const auto region = old.trainer.descriptors().Register(memory.fd.get(), kHuge);
@@ -409,6 +411,39 @@ TEST_CASE("memory that can't be had is refused; what is there goes on") {
   }
   large.Installed(1);
   old.Installed(3);
+  CHECK(daemon.Stop() == 0);
+}
+
+// A FIFO that has a reader, is full, and is not read.
+class FullFifo {
+ public:
+  explicit FullFifo(std::string path) : path_(std::move(path)) {
+    REQUIRE(mkfifo(path_.c_str(), 0600) == 0);
+    reader_ = UniqueFd(open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    const UniqueFd writer(open(path_.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC));
+    const std::string filling(4096, '\n');
+    while (write(writer.get(), filling.data(), filling.size()) > 0) {
+    }
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+  UniqueFd reader_;
+};
+
+TEST_CASE("a full pipe that nobody reads, as log or as audit log, stopped the daemon") {
+  TempFolder folder;
+  const FullFifo log(folder / "log");
+  const FullFifo audit(folder / "audit");
+  Daemon daemon({"--log-level=debug", "--log-file=" + log.path(), "--audit-file=" + audit.path()});
+  Pair pair(daemon, daemon, "g");
+  pair.Installed(1);
+  RawTrainer stranger(daemon.Connect(), RawTrainer::Hello("g"));  // refused, and audited
+  CHECK_FALSE(stranger.attached().ok());
+  daemon.Signal(SIGHUP);  // opens the audit log again
+  pair.Installed(2);
+  CHECK(daemon.Status().serving());
   CHECK(daemon.Stop() == 0);
 }
 

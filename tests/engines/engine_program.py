@@ -1,6 +1,6 @@
 """A real vLLM engine as a program: takes commands as lines of JSON, answers with lines that begin with "REFITD ".
 
-usage: engine_program.py MODEL OPTIONS     OPTIONS: JSON {"llm": {...}, "follow": {...} or null, "follows_between_calls": true or false}
+usage: engine_program.py MODEL OPTIONS     OPTIONS: JSON {"llm": {...}, "follow": {...} or null, "follows_between_calls": true or false, "plant": {...}}
 """
 
 from __future__ import annotations
@@ -34,6 +34,46 @@ def status_of(worker: Any) -> dict[str, Any]:
     return status
 
 
+def replace_parameter(worker: Any, name: str, rows: int | None) -> None:
+    import torch
+
+    model = worker.model_runner.get_model()
+    module, _, own = name.rpartition(".")
+    old = model.get_parameter(name)
+    replaced = torch.nn.Parameter(2 * old.detach()[:rows], requires_grad=False)
+    replaced.__dict__.update(old.__dict__)
+    setattr(model.get_submodule(module), own, replaced)
+
+
+def plant_copy(worker: Any, name: str, by_version: bool) -> None:
+    """Lets a linear layer compute with a copy of its weight that it makes at its first forward, and keeps for as long as the weight's address
+    and, `by_version`, its version stay."""
+    from torch.nn import functional
+
+    layer = worker.model_runner.get_model().get_submodule(name)
+    kept: dict[Any, Any] = {}
+
+    def forward(x: Any) -> Any:
+        key = layer.weight.data_ptr(), by_version and layer.weight._version
+        if key not in kept:
+            kept.clear()
+            kept[key] = layer.weight.detach().float()
+        return functional.linear(x.float(), kept[key]).to(x.dtype), None
+
+    layer.forward = forward
+
+
+def plant_no_evidence(worker: Any) -> None:
+    """Makes the adapter take every module for one that post-processing left as it was."""
+    from refitd.vllm import evidence
+
+    model = worker.model_runner.get_model()
+    object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): [] for layer in model.modules()})
+
+
+PLANTS = {"copy": plant_copy, "no evidence": plant_no_evidence}
+
+
 def _step(token: int, found: dict[int, Any]) -> list[Any]:
     first, second = sorted((entry.logprob for entry in found.values()), reverse=True)[:2]
     return [token, found[token].logprob, first - second]
@@ -47,6 +87,8 @@ class Program:
         self._on_gpu = current_platform.is_cuda()
         self.llm = LLM(model=model, max_model_len=512, max_num_seqs=8, seed=0, **options["llm"])
         self.weights: Any = None
+        for name, arguments in options.get("plant", {}).items():
+            self.llm.collective_rpc(PLANTS[name], args=tuple(arguments))
         if options["follow"] is not None:
             import refitd.vllm
 
@@ -96,6 +138,10 @@ class Program:
         self.llm.update_weights({"update_info": {"version": version}})
         self.llm.finish_weight_update(*_versions.finish_arguments(self.llm.finish_weight_update, version))
         self.llm.reset_prefix_cache()
+
+    def replace(self, name: str, rows: int | None) -> None:
+        """Replaces a parameter by a new one with twice its values, of all its rows or so many, as vLLM's `replace_parameter` does."""
+        self.llm.collective_rpc(replace_parameter, args=(name, rows))
 
     def parameters(self) -> list[dict[str, Any]]:
         return list(self.llm.collective_rpc(parameters_of))

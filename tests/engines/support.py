@@ -87,14 +87,23 @@ class EngineProcess:
     program = "engine_program.py"
 
     def __init__(
-        self, model: Path, log: Path, *, follow: dict[str, Any] | None, tp: int = 1, follows_between_calls: bool = False, **llm: Any
+        self,
+        model: Path,
+        log: Path,
+        *,
+        follow: dict[str, Any] | None,
+        tp: int = 1,
+        follows_between_calls: bool = False,
+        plant: dict[str, Any] | None = None,
+        **llm: Any,
     ) -> None:
         """`follow`: options of the function that makes the engine follow a group; None: it follows none. `follows_between_calls`: whether it
-        takes updates while it waits for a call; else only the calls `wait` and `poll` take them."""
+        takes updates while it waits for a call; else only the calls `wait` and `poll` take them. `plant`: defects to plant into the model
+        before the engine follows, by name with their arguments (engine_program.PLANTS)."""
         environment = {**os.environ, **ENVIRONMENT}
         self._set_up(environment, llm, follow is not None, tp)
         self.log = log
-        options = {"llm": llm, "follow": follow, "follows_between_calls": follows_between_calls}
+        options = {"llm": llm, "follow": follow, "follows_between_calls": follows_between_calls, "plant": plant or {}}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / self.program), str(model), json.dumps(options)],
@@ -415,17 +424,21 @@ def check_five_versions(
         delivery = rank["delivery"]
         listed = {*delivery["direct"], *delivery["processed"], *delivery["constant"]}
         assert listed == set(parameters), "a parameter or buffer is in no list"
+    for rank in ranks:
+        assert rank["delivery"]["proof"] is None or not rank["delivery"]["proof"]["failed"], rank["delivery"]["proof"]
     found = dict(ranks[0]["delivery"])
     processed = {re.sub(r"layers\.\d+", "layers.N", parameter): why for parameter, why in found["processed"].items()}
-    print(f"{name}, {dtype}: {len(found['direct'])} direct, {len(found['processed'])} processed {processed}, arena of {found['arena_bytes']} bytes")
+    print(f"{name}, {dtype}: {len(found['direct'])} direct, {len(found['processed'])} processed {processed}, arena of {found['arena_bytes']} bytes, proof {found['proof']}")
     return found
 
 
-def check_refused(kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, **options: Any) -> None:
+def check_refused(
+    kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, plant: dict[str, Any] | None = None, **options: Any
+) -> None:
     """The engine does not attach, and the error names the culprit. `options`: of `follow`."""
     trainer = CheckpointTrainer(daemon.socket, checkpoint)
     try:
-        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16") as engine:
+        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16", plant=plant) as engine:
             with pytest.raises(EngineFailed, match=culprit):
                 engine.started()
     finally:

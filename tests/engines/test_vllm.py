@@ -11,6 +11,7 @@ from typing import Any
 
 import models
 import pytest
+import refitd
 import support
 import torch
 import vllm
@@ -39,6 +40,7 @@ def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
 def test_five_versions_equal_a_fresh_engine(folder: Path, daemon: Any, tmp_path: Path) -> None:
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path)
     assert "model.layers.0.input_layernorm.weight" in delivery["direct"]
+    assert delivery["proof"]["proved"] == len(delivery["direct"]) and not delivery["proof"]["unproved"], delivery["proof"]
 
 
 @pytest.mark.parametrize("name", [name for name in models.ARCHITECTURES if name not in ("qwen3", "gpt-oss")])
@@ -151,6 +153,96 @@ def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) 
     missing = "model.layers.1.self_attn.q_norm.weight"
     manifest = manifest_of(checkpoint, tmp_path / "manifest.json", without=missing)
     check_refused(EngineProcess, daemon, checkpoint, tmp_path, missing, manifest=manifest)
+
+
+KEEPS = "model.layers.1.mlp.down_proj"
+
+
+def test_a_copy_of_a_weight_that_no_delivery_reaches_is_served_stale(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """A module that computes with a copy from its first forward is refused by name when the engine attaches."""
+    check_refused(EngineProcess, daemon, models.make("qwen3", folder, 1), tmp_path, KEEPS, plant={"copy": [KEEPS, False]})
+
+
+def test_a_copy_that_is_kept_by_version_follows_each_commit(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """The daemon writes past torch, and the copy is made anew since each commit raises the weight's version."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    tokens = []
+    try:
+        with EngineProcess(
+            checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16", plant={"copy": [KEEPS, True]}
+        ) as engine:
+            engine.started()
+            for version, number in enumerate((0, 1, 0), 1):
+                update(engine, trainer, version, checkpoints[number])
+                tokens.append(Tokens(engine.call("generate")))
+            assert tokens[0].include(engine.call("generate"))
+    finally:
+        trainer.close()
+    assert tokens[0].differ_from(tokens[1])
+
+
+@pytest.mark.skipif(VLLM_ON_GPU, reason="about kernels of CPUs")
+@pytest.mark.parametrize("name,dtype", [("qwen3", "float32"), ("qwen3-tied", "float32"), ("qwen3-moe", "bfloat16")])
+def test_prepacked_and_repacked_modules_that_are_declared_direct(name: str, dtype: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Where nothing is known of what post-processing changed, running the model tells: prepacked linear layers keep a copy, and experts are
+    repacked with shape, strides and dtype as they were. They are processed then, and versions are equal to a fresh engine."""
+    delivery = check_five_versions(name, folder, daemon, tmp_path, dtype=dtype, live={"plant": {"no evidence": []}})
+    assert any("forward proof" in why for why in delivery["processed"].values()), delivery
+
+
+def test_logits_after_a_commit_are_those_of_the_first_engine(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Two engines of one shape leave and find the same logits after each commit."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    logits = tmp_path / "logits"
+    try:
+        options = following(daemon, logits=str(logits))
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=options, dtype="bfloat16") as engine:
+            engine.started()
+            for version, checkpoint in enumerate(checkpoints, 1):
+                update(engine, trainer, version, checkpoint)
+            first, second = sorted(logits.iterdir())
+            second.write_bytes(first.read_bytes())  # what the first engine would leave that holds another version
+            second.rename(second.with_name(re.sub(r"-2\.logits$", "-3.logits", second.name)))
+            sending = Sending(trainer, 3, checkpoints[1])
+            status = engine.call("poll", 120.0)
+            sending.finished()
+            assert status["state"] == "dirty" and "logits" in status["reason"], status
+    finally:
+        trainer.close()
+
+
+def test_a_replaced_parameter_is_committed_and_stale(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """After a parameter object was replaced, a version is what the model computes with, or is refused by the parameter's name."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    expected = fresh(EngineProcess, checkpoints[1], tmp_path, dtype="bfloat16")
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[0])
+            engine.call("replace", name, None)
+            version = 2
+            if VLLM_ON_GPU:  # the first update is refused, and registers what is there
+                check_update_refused(engine, trainer, 2, checkpoints[1], name)
+                version = 3
+            update(engine, trainer, version, checkpoints[1])
+            check_holds(engine, expected, version)
+            engine.call("replace", name, 8)  # no longer of the checkpoint's shape
+            check_update_refused(engine, trainer, version + 1, checkpoints[0], name)
+    finally:
+        trainer.close()
+
+
+def check_update_refused(engine: EngineProcess, trainer: CheckpointTrainer, version: int, checkpoint: Path, culprit: str) -> None:
+    sending = Sending(trainer, version, checkpoint)
+    status = engine.call("poll", 120.0)
+    with pytest.raises(refitd.UpdateAborted, match=culprit) as caught:
+        sending.result()
+    assert not caught.value.dirty
+    assert status["state"] == "serving" and status["version"] == version - 1, status
 
 
 def test_kv_scales_lost(folder: Path, daemon: Any, tmp_path: Path) -> None:

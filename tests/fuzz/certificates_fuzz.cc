@@ -27,7 +27,7 @@ void CheckIdentity(const std::string& identity) {
   if (identity.empty()) return;
   const bool spiffe = identity.starts_with(kSpiffeScheme);
   REFITD_CHECK(spiffe || identity.starts_with(kDnsScheme));
-  REFITD_CHECK(!spiffe || identity.size() <= kMaxIdentityBytes);
+  REFITD_CHECK(!spiffe || IsSpiffeId(identity));
   REFITD_CHECK(identity.find('\0') == std::string::npos);
 }
 

@@ -1,5 +1,7 @@
 """Fuzz targets: under the normal configurations a test that replays a corpus, under --config=fuzz a libFuzzer binary."""
 
+load("//tests:one_thread.bzl", "one_thread_args", "one_thread_tags")
+
 def cc_fuzz_test(name, srcs, corpus = [], prefixes = 64, dictionary = None, deps = []):
     """A fuzz target.
 
@@ -22,15 +24,16 @@ def cc_fuzz_test(name, srcs, corpus = [], prefixes = 64, dictionary = None, deps
             "//tests/fuzz:libfuzzer": [],
             "//conditions:default": ["//tests/fuzz:replay_main.cc"],
         }),
-        args = [str(prefixes), native.package_name() + "/corpus/" + name],
+        args = one_thread_args(name) + [str(prefixes), native.package_name() + "/corpus/" + name],
         data = corpus + native.glob(["corpus/%s/found/*" % name], allow_empty = True) +
                ([dictionary] if dictionary else []) + ["//tools:tsan.supp"],
+        tags = one_thread_tags(name),
         linkopts = select({
             "//tests/fuzz:libfuzzer": ["-fsanitize=fuzzer"],
             "//conditions:default": [],
         }),
         linkstatic = True,
-        deps = deps,
+        deps = deps + ["//tests:one_thread"],
     )
 
 def proto_corpus(name, message, protos, import_roots = ["proto"]):

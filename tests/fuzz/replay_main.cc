@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/one_thread.h"
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace {
@@ -33,6 +35,7 @@ std::string ReadFile(const std::filesystem::path& path) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const bool one_thread = refitd::TakeOneThread(&argc, argv);
   if (argc < 3) {
     std::fprintf(stderr, "usage: %s PREFIXES FOLDER...\n", argv[0]);
     return 2;
@@ -53,5 +56,5 @@ int main(int argc, char** argv) {
     }
   }
   if (files == 0) std::fprintf(stderr, "no corpus: name a folder with files\n");
-  return files > 0 ? 0 : 1;
+  return refitd::OneThread(one_thread, files > 0 ? 0 : 1);
 }

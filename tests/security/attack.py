@@ -341,9 +341,35 @@ def half_handshakes(pair):
     return ""
 
 
+def flood(pair):
+    """a certificate without a rule sends headers without an end; calls that are refused lift nothing"""
+    host, port = pair.members.rsplit(":", 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(pair.authority.roots)
+    context.load_cert_chain(*pair.authority.issue("flood", DOMAIN + "nobody"))
+    context.set_alpn_protocols(["h2"])
+    fields = b"".join(b"\0\5x-%03d\x64" % i + b"v" * 100 for i in range(150))
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as plain:
+        with contextlib.suppress(ssl.SSLError, ConnectionError), context.wrap_socket(plain) as secure:
+            # The preface, empty settings, and headers that go on (RFC 9113).
+            secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\1\0\0\0\0\1")
+            for _ in range(512):
+                secure.sendall(struct.pack(">I", len(fields))[1:] + b"\x09\0\0\0\0\1" + fields)
+            return "8 MiB of headers were taken"
+    with pair.channel("nobody") as channel:
+        for _ in range(1000):
+            try:
+                operator(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
+            except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.UNAVAILABLE:
+                    return ""
+    return "a thousand calls on one connection"
+
+
 TRIES = (clear_text, no_certificate, another_root, older_tls, resumption, no_rule, other_trainer, stolen_token,
          guessed_token, engine_elsewhere, reader, false_peer, member_at_links, false_identity, metrics,
-         descriptors, half_handshakes)
+         descriptors, half_handshakes, flood)
 
 
 def check_audit(pair):

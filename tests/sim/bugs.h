@@ -17,7 +17,7 @@ struct Planted {
   uint64_t within;            // seeds that are tried
 };
 
-inline constexpr std::array<Planted, 27> kPlanted = {{
+inline constexpr std::array<Planted, 29> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -28,6 +28,8 @@ inline constexpr std::array<Planted, 27> kPlanted = {{
     {Bug::kSharedWire, "shared-wire", "P7", 500},
     {Bug::kEarlyRegistered, "early-registered", "REG", 500},
     {Bug::kTrustedReplicas, "trusted-replicas", "P1", 1000},
+    {Bug::kHalfStale, "half-stale", "P1", 1000},
+    {Bug::kUnseenOverlap, "unseen-overlap", "P1", 4000},
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
@@ -45,6 +47,8 @@ inline constexpr std::array<Planted, 27> kPlanted = {{
     {Bug::kBlindFill, "blind-fill", "P1", 1000},
     {Bug::kSkippedPart, "skipped-part", "P1 REST", 1000},
     {Bug::kTwiceStored, "twice-stored", "P1 REST", 1000},
+    {Bug::kTakeover, "takeover", "P9", 2000},
+    {Bug::kOwnerElsewhere, "owner-on-another-daemon", "P9", 2000},
 }};
 
 }  // namespace refitd::sim

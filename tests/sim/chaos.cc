@@ -168,6 +168,7 @@ void World::MakeScenario() {
     StartDaemon(d);
   }
   for (size_t seat = 0; seat < seats_.size(); ++seat) NewProcess(static_cast<int>(seat));
+  if (kind == 1 || kind == 3 || kind == 5) In(milliseconds(50), [this] { SendThieves(); });
   for (int g = 0; g < groups; ++g) {
     In(random_.Millis(50, 1500), [this, g] { StartAttempt(g); });
   }
@@ -517,7 +518,7 @@ void World::Chaos() {
             Feed(d, g, GroupEvent(MemberLost{member, "the group was replaced"}));
           }
         }};
-    Feed(d, g, GroupEvent(ReplaceGroup{call, incarnation}));
+    Feed(d, g, GroupEvent(ReplaceGroup{call, incarnation, kOwner}));
   }
 }
 
@@ -563,6 +564,16 @@ void World::Heal() {
     }
   }
   for (GroupWorld& group : groups_) group.job.left = 0;
+  for (const std::unique_ptr<Process>& p : processes_) {
+    for (const std::shared_ptr<Shard>& shard : p->shards) shard->in_pid = 0;
+  }
+  for (size_t d = 0; d < daemons_.size(); ++d) {
+    const auto thieves = daemons_[d].thieves;
+    for (const auto& [member, g] : thieves) {
+      InDaemon(static_cast<int>(d), Duration(0),
+               [this, d, member = member] { ThiefLeaves(static_cast<int>(d), member); });
+    }
+  }
   for (size_t d = 0; d < daemons_.size(); ++d) {
     Daemon& daemon = daemons_[d];
     if (daemon.frozen) Thaw(static_cast<int>(d), daemon.life);
@@ -639,6 +650,7 @@ std::string World::WhoIsMissing(int g) {
 }
 
 void World::AwaitAttached(TimePoint give_up) {
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) ReplaceStolen(g);
   for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
     const std::string missing = WhoIsMissing(g);
     if (missing.empty()) continue;

@@ -81,14 +81,18 @@ class World::Memory : public MemoryResolver {
     }
     Process& p = world_.ProcessOf(found->second.pid);
     const size_t index = region.value() - 1;
-    if (!world_.SeatOf(p).trainer) return SpanOf(&p.cells.at(index));
+    if (!world_.SeatOf(p).trainer) {
+      return SpanOf(&p.cells.at(index), world_.OriginOf(p.pid, index, 0));
+    }
     std::shared_ptr<Shard> shard = p.shards.at(index);
     if (world_.options_.bug == Bug::kOldBinding) {
       shard = *std::find_if(p.shards.begin(), p.shards.end(), [&](const auto& old) {
         return SameStructure(*old->layout, *shard->layout);
       });
     }
-    return SpanOf(&shard->cells);
+    if (shard->in_pid == 0) return SpanOf(&shard->cells, world_.OriginOf(p.pid, index, 0));
+    return SpanOf(&shard->cells,
+                  world_.OriginOf(shard->in_pid, shard->in_region, shard->in_element));
   }
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
     Pool& pool = *world_.Find(d_, g_)->pool;
@@ -102,15 +106,55 @@ class World::Memory : public MemoryResolver {
   }
 
  private:
-  static MemorySpan SpanOf(std::vector<Tag>* cells) {
+  static MemorySpan SpanOf(std::vector<Tag>* cells, const MemoryOrigin& origin = {}) {
     return {reinterpret_cast<char*>(cells->data()),
-            static_cast<int64_t>(cells->size()) * kElementBytes, nullptr};
+            static_cast<int64_t>(cells->size()) * kElementBytes, nullptr, origin};
   }
 
   World& world_;
   const int d_;
   const int g_;
 };
+
+// Half of the worlds have memory that the daemon recognises, the others memory that it does not.
+MemoryOrigin World::OriginOf(int pid, size_t region, size_t element) const {
+  if (options_.bug == Bug::kUnseenOverlap) return {};
+  if (options_.seed % 2 == 0) return {MemoryOrigin::Kind::kUnknown, 0, 0, 0};
+  return {MemoryOrigin::Kind::kFile, static_cast<uint64_t>(pid), region,
+          static_cast<int64_t>(element) * kElementBytes};
+}
+
+// What is written to an engine's memory shows in the shards that lie in it.
+void World::ShowInShards(int pid) {
+  const Process& engine = ProcessOf(pid);
+  for (const std::unique_ptr<Process>& p : processes_) {
+    Shard* const shard = p->shard.get();
+    if (shard == nullptr || shard->in_pid != pid || !engine.alive) continue;
+    const std::vector<Tag>& cells = engine.cells[shard->in_region];
+    for (size_t i = 0; i < shard->cells.size() && shard->in_element + i < cells.size(); ++i) {
+      shard->cells[i] = cells[shard->in_element + i];
+    }
+  }
+}
+
+bool World::ComparedBefore(const Work& work) const {
+  const Daemon& daemon = daemons_[static_cast<size_t>(work.d)];
+  return std::all_of(work.sources.begin(), work.sources.end(), [&](MemberId member) {
+    const auto found = daemon.members.find(member);
+    if (found == daemon.members.end()) return true;
+    const Process& p = *processes_[static_cast<size_t>(found->second.pid) - 1];
+    return p.shard == nullptr || p.shard->compares > 1;
+  });
+}
+
+bool World::ReadsOverlap(const Work& work) {
+  return std::any_of(work.sources.begin(), work.sources.end(), [&](MemberId member) {
+    const auto found = DaemonAt(work.d).members.find(member);
+    if (found == DaemonAt(work.d).members.end()) return false;
+    const Process& p = ProcessOf(found->second.pid);
+    return p.shard != nullptr && p.shard->in_pid != 0;
+  });
+}
 
 // ---- jobs of the executors ----
 
@@ -190,7 +234,7 @@ void World::On(int d, int g, const StartMoves& a) {
     }
     if (a.step != MoveStep::kCompare) continue;
     for (const auto& shard : ProcessOf(member->second.pid).shards) {
-      shard->compared |= shard->layout.get() == layout;
+      shard->compares += shard->layout.get() == layout ? 1 : 0;
     }
   }
   const bool writes = a.step == MoveStep::kLocal || a.step == MoveStep::kUnpack;
@@ -212,8 +256,10 @@ void World::On(int d, int g, const StartMoves& a) {
   };
   const absl::Status status = m->executor->Start(a, memory, done);
   m->first_runs.emplace(a.version, a.update);
-  if (status.code() != absl::StatusCode::kNotFound) return BeginWork(work, status);
-  // A member is gone, since a follower releases members at once.
+  const bool overlaps =
+      status.code() == absl::StatusCode::kFailedPrecondition && ReadsOverlap(*work);
+  if (status.code() != absl::StatusCode::kNotFound && !overlaps) return BeginWork(work, status);
+  // A member is gone, since a follower releases members at once; or its memory is refused.
   for (const auto& [slot, use] : work->uses) EndUse(work->pool.get(), slot, use);
   InDaemon(d, random_.Micros(50, 500), [this, work, status] {
     FeedTo(work->d, work->g, work->nonce, PeerEvent(Refused(*work->step(), status)));
@@ -298,6 +344,7 @@ void World::RunWork(const Work& work, bool end) {
     }
     std::memcpy(move.to_address(), move.from_address(),
                 static_cast<size_t>(elements * kElementBytes));
+    if (p != nullptr) ShowInShards(p->pid);
   }
 }
 
@@ -314,6 +361,8 @@ TransferResult World::ResultOf(const Work& work) const {
     return work.transfer.readback_now[sum.destination];
   });
   const bool trusts =
+      (options_.bug == Bug::kHalfStale && a != nullptr && a->step == MoveStep::kCompare &&
+       ComparedBefore(work)) ||
       (options_.bug == Bug::kTrustedReplicas && a != nullptr && a->step == MoveStep::kCompare) ||
       (options_.bug == Bug::kTrustingSink &&
        (work.Crossed() || (a != nullptr && a->step == MoveStep::kUnpack)));
@@ -484,8 +533,9 @@ void World::On(int d, int g, const ConnectEpoch& a) {
     const auto it = ends_.find(id);
     const int rank = it == ends_.end() || nameless_ ? -1 : OutOfReach(it->second);
     if (nameless_ && it != ends_.end() && !it->second.answered) Count(Fault::kWireNameless);
-    AnswerEpoch(id, absl::DeadlineExceededError(
-                        rank < 0 ? "not all connected" : fmt::format("waited for rank {}", rank)));
+    absl::Status late = absl::DeadlineExceededError("not all connected");
+    if (rank >= 0) late = AboutRanks(std::move(late), {rank});
+    AnswerEpoch(id, std::move(late));
   });
   CompleteEpoch(id, now_ + a.timeout);
 }

@@ -170,10 +170,11 @@ void World::TryAttach(int pid) {
   if (!DaemonAt(d).up) return retry();
   const std::optional<Version> holds = p.holds;
   const uint64_t origin = p.origin;
+  const std::string owner = p.owner;
   InProcess(pid, seconds(3), [this, pid, lease, retry] {
     if (ProcessOf(pid).lease == lease && ProcessOf(pid).attaching) retry();
   });
-  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, origin, retry] {
+  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, origin, owner, retry] {
     Process& q = ProcessOf(pid);
     if (!q.alive || q.lease != lease || q.member != MemberId()) return;
     EnsureFollower(d, g);
@@ -193,6 +194,7 @@ void World::TryAttach(int pid) {
       who.rank = s.rank;
       who.world_size = s.world_size;
       who.pid = pid;
+      who.identity = kOwner;
       Feed(d, g, GroupEvent(TrainerAttached{member, std::move(who)}));
       return;
     }
@@ -204,6 +206,7 @@ void World::TryAttach(int pid) {
     who.pid = pid;
     who.held_version = holds;
     if (who.held_version.has_value()) who.held_origin = origin;
+    if (options_.bug != Bug::kTakeover) who.held_owner = owner;
     who.fill = s.fill;
     if (s.manifest) who.manifest = GroupOf(g).model;
     EngineAttached attached{member, std::move(who)};

@@ -88,7 +88,31 @@ std::shared_ptr<Shard> World::MakeShard(int pid) {
   shard->cells.assign(static_cast<size_t>(offset / kElementBytes), kDamaged);
   shard->layout = std::move(layout);
   p.shards.push_back(shard);
+  PlaceInEngine(pid, shard.get());
   return shard;
+}
+
+// Now and then a trainer is given memory that is an engine's, at another place.
+void World::PlaceInEngine(int pid, Shard* shard) {
+  const Process& p = ProcessOf(pid);
+  const Seat& seat = SeatOf(p);
+  HashChain chance(options_.seed);
+  chance.Add(static_cast<uint64_t>(pid));
+  chance.Add(p.shards.size());
+  if (healed_ || no_faults_ || one_daemon_ != OneDaemon::kNone) return;
+  if (p.own_memory || chance.hash() % 16 != 0) return;
+  // What is pushed is written before unrecognised memory is looked at.
+  if (GroupOf(seat.g).way == GroupWorld::Way::kMixed) return;
+  for (const std::unique_ptr<Process>& engine : processes_) {
+    const Seat& other = SeatOf(*engine);
+    if (other.trainer || other.g != seat.g || other.d != seat.d || !engine->alive) continue;
+    if (engine->cells.empty() || engine->cells[0].size() < 2) continue;
+    shard->in_pid = engine->pid;
+    shard->in_region = 0;
+    shard->in_element = chance.hash() / 16 % (engine->cells[0].size() - 1) + 1;
+    Count(Fault::kOverlap);
+    return Trace("pid {}: its shards lie in the memory of pid {}", pid, engine->pid);
+  }
 }
 
 // The trainer uses its memory for something else.
@@ -121,8 +145,6 @@ void World::FillShard(int pid, uint32_t round) {
     }
   }
   // A rank that differs from the others is found only by comparing replicas.
-  const GroupWorld& group = GroupOf(r.g);
-  if (group.limits.compare_every > 1 && shard.compared) return;
   const auto me = static_cast<uint32_t>(source - r.sources.begin());
   std::vector<const Replica*> mine;
   for (const Replica& replica : r.plan->replicas.boxes) {
@@ -244,6 +266,11 @@ void World::RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t s
   }
   if (p.token != token) return;
   if (!status.ok()) Trace("pid {}: refit: {}", pid, status.ToString());
+  // It registers memory of its own before it tries again.
+  if (!status.ok() && p.shard != nullptr && p.shard->in_pid != 0) {
+    p.own_memory = true;
+    p.binding = -1;
+  }
   const bool begun = p.round != 0;
   if (!begun && status.code() == absl::StatusCode::kFailedPrecondition && ++p.tries < 6) {
     p.phase = Process::Phase::kBeginning;

@@ -24,19 +24,34 @@ bool Later(const auto& a, const auto& b) { return a.at != b.at ? a.at > b.at : a
 
 std::string_view FaultName(Fault fault) {
   constexpr std::array<std::string_view, static_cast<size_t>(Fault::kCount)> kNames = {
-      "member killed",   "member mute",
-      "member frozen",   "daemon killed",
-      "daemon frozen",   "partition",
-      "link broken",     "message lost",
-      "message doubled", "message swapped",
-      "transfer failed", "bytes damaged",
-      "wire failed",     "epoch failed",
-      "operator abort",  "trainer abort",
-      "engine failed",   "drain",
-      "replace",         "call gone",
-      "replica differs", "only engines killed",
-      "wire one-sided",  "daemon mute",
-      "wrong payload",   "wire nameless"};
+      "member killed",
+      "member mute",
+      "member frozen",
+      "daemon killed",
+      "daemon frozen",
+      "partition",
+      "link broken",
+      "message lost",
+      "message doubled",
+      "message swapped",
+      "transfer failed",
+      "bytes damaged",
+      "wire failed",
+      "epoch failed",
+      "operator abort",
+      "trainer abort",
+      "engine failed",
+      "drain",
+      "replace",
+      "call gone",
+      "replica differs",
+      "overlap",
+      "only engines killed",
+      "wire one-sided",
+      "daemon mute",
+      "wrong payload",
+      "wire nameless",
+      "thief"};
   return kNames[static_cast<size_t>(fault)];
 }
 
@@ -196,6 +211,7 @@ void World::KillDaemon(int d, bool silent) {
     });
   }
   daemon.members.clear();
+  daemon.thieves.clear();
   std::erase_if(works_, [d](const auto& work) { return work.second->d == d; });
   for (auto& [key, end] : ends_) {
     if (end.d != d) continue;
@@ -520,9 +536,11 @@ void World::On(int d, int g, const SendCommitted& a) {
                                      d, g, a.member));
   }
   const uint64_t origin = Find(d, g)->machine->incarnation();
-  Hear(d, a.member, [this, a, origin](Process* p) {
+  const std::string owner = Find(d, g)->machine->owner();
+  Hear(d, a.member, [this, a, origin, owner](Process* p) {
     HearOutcome(p->pid, true, a.version, false, false);
     p->origin = origin;
+    p->owner = owner;
   });
 }
 
@@ -540,6 +558,7 @@ void World::On(int, int, const SendDraining&) {}
 
 void World::On(int d, int g, const ReleaseMember& a) {
   Daemon& daemon = DaemonAt(d);
+  if (daemon.thieves.erase(a.member) > 0) return;
   const auto it = daemon.members.find(a.member);
   if (it == daemon.members.end()) {
     return Violate("P8",
@@ -680,6 +699,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
 
 void World::On(int d, int g, const RefuseMember& a) {
   Daemon& daemon = DaemonAt(d);
+  daemon.thieves.erase(a.member);
   const auto it = daemon.members.find(a.member);
   if (it == daemon.members.end()) return;
   if (Find(d, g)->coordinator != nullptr && Touches(d, a.member)) {
@@ -694,6 +714,11 @@ void World::On(int d, int g, const RefuseMember& a) {
 }
 
 void World::On(int d, int, const WelcomeMember& a) {
+  if (DaemonAt(d).thieves.contains(a.member)) {
+    return InDaemon(d, NetDelay(), [this, d, member = a.member] {
+      if (DaemonAt(d).thieves.contains(member)) ThiefBegins(d, member);
+    });
+  }
   Hear(d, a.member, [this](Process* p) { HearWelcome(p->pid); });
 }
 

@@ -61,6 +61,8 @@ enum class Bug : uint8_t {
   kSharedWire,        // every group gets the wire lock at once
   kEarlyRegistered,   // a joined daemon answers RegisterLayout by itself
   kTrustedReplicas,   // replicas that differ are reported with equal digests
+  kHalfStale,         // replicas that differ are found only on a registration's first version
+  kUnseenOverlap,     // nobody says that a source's memory is a destination's
   kOldBinding,        // moves read the memory of an earlier registration
   kEarlyRounds,       // a program's Issue goes out with its Run, before the group has the wire
   kUnfilledSlot,      // what crossed stays in the slot in which it arrived
@@ -75,12 +77,14 @@ enum class Bug : uint8_t {
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
   // The first thing that a daemon receives, and lacks, after a program went on is not written.
   kSkippedRound,
-  kWrongResume,   // a joined daemon is told to go on one round after the one that is lacking
-  kTornGiver,     // an engine loses some of its weights when a fill begins, and goes on giving
-  kStubbornFill,  // calls that open an update are held up while a fill runs
-  kBlindFill,     // a fill's read-back finds nothing
-  kSkippedPart,   // a joined daemon stores nothing of a part that is sent again
-  kTwiceStored,   // a joined daemon stores a part that is sent again twice
+  kWrongResume,     // a joined daemon is told to go on one round after the one that is lacking
+  kTornGiver,       // an engine loses some of its weights when a fill begins, and goes on giving
+  kStubbornFill,    // calls that open an update are held up while a fill runs
+  kBlindFill,       // a fill's read-back finds nothing
+  kSkippedPart,     // a joined daemon stores nothing of a part that is sent again
+  kTwiceStored,     // a joined daemon stores a part that is sent again twice
+  kTakeover,        // engines do not say whose version they hold: who comes first owns the group
+  kOwnerElsewhere,  // the coordinator does not know who a trainer at another daemon is
 };
 
 struct Options {
@@ -111,6 +115,7 @@ enum class Fault : uint8_t {
   kReplace,
   kCallGone,
   kReplicaDiffers,
+  kOverlap,            // a trainer's shard lies in an engine's memory
   kOnlyEnginesKilled,  // all engines of a joined daemon at once
   // A daemon's end of the data plane never opens, never connects, or connects one way only.
   kWireOneSided,
@@ -118,6 +123,7 @@ enum class Fault : uint8_t {
   // An answer of another kind than its call, or a report about an epoch that the daemon is not in.
   kWrongPayload,
   kWireNameless,  // the data plane fails and names nobody
+  kThief,         // a trainer of another identity attaches
   kCount
 };
 std::string_view FaultName(Fault fault);
@@ -183,7 +189,12 @@ struct Shard {
   std::shared_ptr<const Layout> layout;  // region n is the process's shard n - 1
   std::vector<Tag> cells;                // the region
   uint32_t round = 0;                    // the round of its bytes; 0: none
-  bool compared = false;                 // its replicas were compared once
+  int compares = 0;                      // how often its replicas were compared
+  // The engine, its region and the element there from which on this shard is the same memory; 0:
+  // the shard has memory of its own. (What the trainer writes does not show in the engine.)
+  int in_pid = 0;
+  size_t in_region = 0;
+  size_t in_element = 0;
 
   Tag& At(const Piece& piece, int64_t element) {
     return cells[static_cast<size_t>(piece.byte_offset / kElementBytes + element)];
@@ -225,6 +236,9 @@ struct Pool {
 
 // ---- processes ----
 
+// The identity of all trainers but thieves.
+inline constexpr char kOwner[] = "owner";
+
 struct Seat {  // a place for a process: which member should be attached where
   int g = 0;
   bool trainer = false;
@@ -264,6 +278,7 @@ struct Process {
   std::vector<int64_t> first;    // by tensor: first element held
   std::optional<Version> holds;  // the version that it believes to serve
   uint64_t origin = 0;           // incarnation in which `holds` was committed; 0: from a file
+  std::string owner;             // of the group when it committed the last version here
   bool torn = false;             // it lost a part of `holds` and hides that; for kTornGiver
   bool in_doubt = false;         // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
@@ -287,6 +302,7 @@ struct Process {
   std::vector<std::shared_ptr<Shard>> shards;  // all that it ever tried to register
   std::shared_ptr<Shard> shard;                // in force; null: not known
   int binding = -1;                            // of the job's bindings, that of `shard`
+  bool own_memory = false;                     // no shard lies in an engine's memory any more
   std::optional<Version> refit_version;  // of its Refit call; until the answer the shard stays
   int refits_out = 0;                    // calls that are unanswered or to be repeated
 };
@@ -392,6 +408,7 @@ struct Daemon {
   WireLock lock;
   std::map<int, Machine> machines;  // by group
   std::map<MemberId, DaemonMember> members;
+  std::map<MemberId, int> thieves;  // their groups; not among `members`
   std::map<CallId, Call> calls;
   std::map<CallId, ReplyPayload> wrong_answers;  // planted
   std::map<CallId, std::shared_ptr<Source>> sources;
@@ -651,6 +668,10 @@ class World {
   bool FindDestinations(Work* work, const std::vector<MemberId>& members,
                         const std::vector<bool>& skip);
   void BeginWork(const std::shared_ptr<Work>& work, const absl::Status& submitted);
+  MemoryOrigin OriginOf(int pid, size_t region, size_t element) const;
+  void ShowInShards(int pid);
+  bool ComparedBefore(const Work& work) const;
+  bool ReadsOverlap(const Work& work);
   bool Skips(const Work& work, const BoundMove& move);
   void RunWork(const Work& work, bool end);
   TransferResult ResultOf(const Work& work) const;
@@ -680,6 +701,7 @@ class World {
   // ---- refits.cc ----
   void MakeSplit(int g);
   bool Registers(int pid) const;
+  void PlaceInEngine(int pid, Shard* shard);
   // The update that a process's calls name: the one that it began. 0: it has begun none, or is a
   // client that names none.
   UpdateId BegunBy(const Process& p) const;
@@ -702,6 +724,13 @@ class World {
   void FreezeProcess(int pid, Duration how_long);
   void ThawProcess(int pid);
   void TryAttach(int pid);
+  // ---- thieves.cc ----
+  void SendThieves();
+  void SendThief(int d, int g);
+  void ThiefBegins(int d, MemberId member);
+  void CheckStolen(int g, const BeginReply& begun);
+  void ThiefLeaves(int d, MemberId member);
+  void ReplaceStolen(int g);
   void LoseLease(int pid, const std::string& why, Duration retry);
   void EndPack(int pid, SlotGrant grant);
   void Hear(int d, MemberId member, std::function<void(Process*)> what);

@@ -68,8 +68,7 @@ std::string EscapedSequence(std::string_view sequence) {
   if (point == '\n') return "\\n";
   if (point == '\t') return "\\t";
   if (point == '\r') return "\\r";
-  if (IsControl(sequence)) return Hex("\\x", point, 2);
-  if (Misleads(point)) return Hex("\\u", point, 4);
+  if (IsControl(sequence) || Misleads(point)) return Hex("\\u", point, 4);
   return std::string(sequence);
 }
 

@@ -25,8 +25,9 @@ bool IsHarmless(std::string_view text);
 std::string Harmless(std::string_view name, size_t max_bytes);
 
 // Returns the text as a terminal, a log or a page may show it, whoever wrote it: control
-// characters, marks that change the direction of writing, separators of lines and bytes that are
-// not UTF-8 are written out, as in "\x1b", "\n" and "\u202e".
+// characters, marks that change the direction of writing and separators of lines are written out,
+// as in "\u001b", "\n" and "\u202e", and bytes that are not UTF-8 as in "\xff". JSON of one line
+// stays the same JSON.
 std::string Escaped(std::string_view text);
 
 }  // namespace refitd

@@ -1,5 +1,6 @@
 #include "transport/cuda/cuda_transport.h"
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 #if defined(REFITD_CUDA)
@@ -231,7 +232,7 @@ class Addresses : public CopyAddresses {
     const absl::StatusOr<char*> data = OnDevice(*region, device);
     if (!data.ok()) {
       const absl::Status noted = engine_->Note(data.status());
-      return Error(noted.code(), "\"{}\": {}", piece.name, Message(noted));
+      return Prefixed(noted, "\"{}\"", piece.name);
     }
     return reinterpret_cast<uint64_t>(*data + (piece.data - region->data()));
   }
@@ -383,7 +384,7 @@ class Run : public std::enable_shared_from_this<Run> {
     if (status.ok() || label_.empty()) {
       Finish(status, sums, ended);
     } else {
-      Finish(Error(status.code(), "{}: {}", label_, Message(status)), sums, ended);
+      Finish(Prefixed(status, "{}", label_), sums, ended);
     }
   }
 
@@ -814,7 +815,7 @@ class TransferJob : public PlanJob {
  private:
   TransferResult FailedBy(const absl::Status& status) const {
     return Failed(call_.prepared->transfer.destinations.size(),
-                  Error(status.code(), "{}: {}", call_.label, Message(status)));
+                  Prefixed(status, "{}", call_.label));
   }
 
   const std::shared_ptr<Engine> engine_;
@@ -897,7 +898,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
     }
     if (outcome.ok()) return StartTransfer(std::move(prepared), std::move(planned));
     prepared.reset();  // releases memory first, as TransferJob::Fail does
-    done_(Failed(destinations_, Error(outcome.code(), "{}: {}", label_, Message(outcome))));
+    done_(Failed(destinations_, Prefixed(outcome, "{}", label_)));
   }
 
   void StartTransfer(std::shared_ptr<const CudaPrepared> prepared,

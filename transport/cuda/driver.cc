@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "transport/base/failure.h"
+
 #if defined(REFITD_CUDA)
 #include <array>
 
@@ -63,7 +65,7 @@ absl::Status Probe(const std::string& library, CudaReport* report) {
     if (device.ok()) {
       report->devices.push_back(*std::move(device));
     } else if (first.ok()) {
-      first = Error(device.status().code(), "device {}: {}", ordinal, Message(device.status()));
+      first = Prefixed(device.status(), "device {}", ordinal);
     }
   }
   return first;

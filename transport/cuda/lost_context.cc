@@ -1,5 +1,7 @@
 #include "transport/cuda/lost_context.h"
 
+#include "transport/base/failure.h"
+
 #if defined(REFITD_CUDA)
 #include "transport/base/status.h"
 #include "transport/cuda/api.h"
@@ -16,7 +18,7 @@ void LostContext::Lose(const absl::Status& why) {
   {
     MutexLock lock(&mutex_);
     if (!status_.ok()) return;
-    status_ = Error(why.code(), "this process lost the use of its GPUs: {}", Message(why));
+    status_ = Prefixed(why, "this process lost the use of its GPUs");
   }
   if (tell_) tell_(status());
 }

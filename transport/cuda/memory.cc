@@ -1,5 +1,6 @@
 #include "transport/cuda/memory.h"
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 #if defined(REFITD_CUDA)
@@ -518,7 +519,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     const absl::Status mapped = mapping->MapImported(fd, bytes);
     if (!mapped.ok()) {
       if (IsLost(mapped)) return mapped;
-      return Error(mapped.code(), "VMM memory of device {}: {}", device, Message(mapped));
+      return Prefixed(mapped, "VMM memory of device {}", device);
     }
     return Adopt(device, std::move(mapping));
   }
@@ -597,7 +598,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   // Turns `status` into an error about new memory.
   static absl::Status OfNew(int device, int64_t bytes, const absl::Status& status) {
     if (status.ok() || IsLost(status)) return status;
-    return Error(status.code(), "{} bytes of device {}: {}", bytes, device, Message(status));
+    return Prefixed(status, "{} bytes of device {}", bytes, device);
   }
   absl::Status CheckNew(int device, int64_t bytes) const {
     REFITD_RETURN_IF_ERROR(CheckDevice(device));

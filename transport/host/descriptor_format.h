@@ -33,6 +33,8 @@ struct DescriptorRequest {
   RegionKind region_kind = RegionKind::kMemfd;
   uint8_t token[16] = {};
   int64_t bytes = 0;
+  // kReleaseRegion: the region. kRegisterRegion of kDevice: the memory's address in the process
+  // that registers it, so that the daemon recognises memory that comes twice; 0: not told.
   uint64_t region_id = 0;
   uint8_t reserved[16] = {};  // zero
 };

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/box_copy.h"
@@ -334,7 +335,7 @@ class CopyTask : public WorkTask {
     TransferResult result;
     std::tie(result.failed_destination, result.status) = failure_.Take();
     if (!plan_.status.ok()) {
-      result.status = Error(plan_.status.code(), "{}: {}", label_, Message(plan_.status));
+      result.status = Prefixed(plan_.status, "{}", label_);
     }
     result.bytes_written = plan_.bound.bytes;
     if (verification_ == Verification::kReadback) {

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
+#include <unistd.h>
 
 #include <cerrno>
 
@@ -68,6 +69,10 @@ absl::Status MapError(int error, int64_t bytes) {
 }
 
 }  // namespace
+
+int64_t MachineMemoryBytes() {
+  return int64_t{sysconf(_SC_PHYS_PAGES)} * int64_t{sysconf(_SC_PAGESIZE)};
+}
 
 absl::StatusOr<UniqueFd> CreateSealedMemfd(const std::string& name, int64_t bytes) {
   REFITD_RETURN_IF_ERROR(CheckBytes(bytes));

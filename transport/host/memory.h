@@ -17,6 +17,9 @@ namespace refitd {
 
 inline constexpr int64_t kMaxRegionBytes = int64_t{1} << 44;  // 16 TiB: more than a node has
 
+// The machine's physical memory.
+int64_t MachineMemoryBytes();
+
 // A new memfd of `bytes`, sealed against shrinking and growing. Close-on-exec. Errors:
 // RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
 absl::StatusOr<UniqueFd> CreateSealedMemfd(const std::string& name, int64_t bytes);

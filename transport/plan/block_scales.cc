@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -64,10 +65,12 @@ absl::Status CheckPiece(const Box& box, const TensorSpec& weight, const TensorSp
     const int64_t end = begin + box.extent[d];
     const bool cut_at_end = end % block != 0 && end != weight.shape[d];
     if (begin % block == 0 && !cut_at_end) continue;
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "tensor {}: the shard [{}, {}) of dimension {} cuts a block of {} whose scales in "
-                 "{} are sharded along it",
-                 weight.name, begin, end, d, block, scale.name);
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition,
+              "tensor {}: the shard [{}, {}) of dimension {} cuts a block of {} whose scales in "
+              "{} are sharded along it",
+              weight.name, begin, end, d, block, scale.name),
+        weight.name);
   }
   return absl::OkStatus();
 }
@@ -90,10 +93,11 @@ absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block) {
     const TensorSpec& scale = layout.tensors[found->second];
     const Dims blocks = BlocksOf(weight.shape, scale_block);
     if (scale.shape != blocks) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "tensor {}: {} is {}, not one scale for each block of {}: {}", weight.name,
-                   scale.name, ToString(scale.dtype, scale.shape), scale_block,
-                   ToString(scale.dtype, blocks));
+      return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                               "tensor {}: {} is {}, not one scale for each block of {}: {}",
+                               weight.name, scale.name, ToString(scale.dtype, scale.shape),
+                               scale_block, ToString(scale.dtype, blocks)),
+                         weight.name);
     }
     REFITD_RETURN_IF_ERROR(CheckPiece(piece.box, weight, scale, reach[found->second], scale_block));
   }

@@ -6,9 +6,11 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
 #include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
 #include "transport/plan/strided_bytes.h"
@@ -211,21 +213,8 @@ struct Storage {
 Storage MakeStorage(const Piece& piece, uint32_t index, int64_t element_bytes, int64_t span_bytes) {
   Storage storage;
   storage.piece = index;
-  StridedBytes& bytes = storage.bytes;
-  bytes.begin = piece.byte_offset;
-  bytes.end = piece.byte_offset + span_bytes;
-  bytes.run = element_bytes;
-  for (size_t d = 0; d < piece.strides.size(); ++d) {
-    if (piece.box.extent[d] == 1) continue;
-    bytes.outer.push_back({piece.strides[d] * element_bytes, piece.box.extent[d]});
-  }
-  std::sort(bytes.outer.begin(), bytes.outer.end(), [](const Axis& a, const Axis& b) {
-    return std::pair(a.stride, a.count) > std::pair(b.stride, b.count);
-  });
-  while (!bytes.outer.empty() && bytes.outer.back().stride == bytes.run) {
-    bytes.run *= bytes.outer.back().count;
-    bytes.outer.pop_back();
-  }
+  storage.bytes = MakeStridedBytes(piece.byte_offset, span_bytes, element_bytes, piece.box.extent,
+                                   piece.strides);
   return storage;
 }
 
@@ -420,12 +409,16 @@ class MemoryOverlap {
                        ToString(piece.strides), piece.region, piece.byte_offset);
   }
 
+  absl::Status InPiece(uint32_t index, absl::Status status) const {
+    return AboutTensor(std::move(status), layout_.tensors[layout_.pieces[index].tensor].name);
+  }
+
   absl::Status Shared(PiecePair pair) const {
     if (pair.first == pair.second) {
-      return Invalid("{}: several elements share memory", Where(pair.first));
+      return InPiece(pair.first, Invalid("{}: several elements share memory", Where(pair.first)));
     }
-    return Invalid("{} shares memory with {}", Where(std::min(pair.first, pair.second)),
-                   Where(std::max(pair.first, pair.second)));
+    const auto [first, second] = std::minmax(pair.first, pair.second);
+    return InPiece(first, Invalid("{} shares memory with {}", Where(first), Where(second)));
   }
 
   absl::Status TooManyRuns(const Storage& storage) const {
@@ -481,10 +474,77 @@ absl::Status ValidateTensors(const std::vector<TensorSpec>& tensors) {
   for (const TensorSpec& tensor : tensors) {
     REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
     if (!names.insert(tensor.name).second) {
-      return Invalid("tensor {}: declared twice", tensor.name);
+      return AboutTensor(Invalid("tensor {}: declared twice", tensor.name), tensor.name);
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status ValidateTies(const Layout& layout) {
+  const size_t tensors = layout.tensors.size();
+  std::vector<bool> tied(tensors);
+  for (size_t i = 0; i < layout.ties.size(); ++i) {
+    const Tie& tie = layout.ties[i];
+    if (tie.tensor >= tensors || tie.same_as >= tensors) {
+      return Invalid("tied_tensors[{}] is {} tied to {}, of {} tensors", i, tie.tensor, tie.same_as,
+                     tensors);
+    }
+    if (i > 0 && tie.tensor <= layout.ties[i - 1].tensor) {
+      return Invalid("tied_tensors[{}] is {}, which comes after {}: they must ascend", i,
+                     tie.tensor, layout.ties[i - 1].tensor);
+    }
+    tied[tie.tensor] = true;
+  }
+  for (const Tie& tie : layout.ties) {
+    const TensorSpec& tensor = layout.tensors[tie.tensor];
+    const TensorSpec& kept = layout.tensors[tie.same_as];
+    if (tied[tie.same_as]) {
+      return Invalid("tensor {}: tied to tensor {}, which is tied itself", tensor.name, kept.name);
+    }
+    if (tensor.dtype != kept.dtype || tensor.shape != kept.shape) {
+      return Invalid("tensor {}: {}, but tied to tensor {} of {}", tensor.name,
+                     ToString(tensor.dtype, tensor.shape), kept.name,
+                     ToString(kept.dtype, kept.shape));
+    }
+  }
+  for (const Piece& piece : layout.pieces) {
+    if (!tied[piece.tensor]) continue;
+    return Invalid("tensor {}: is tied to another tensor, and has a piece of its own",
+                   layout.tensors[piece.tensor].name);
+  }
+  return absl::OkStatus();
+}
+
+// By tensor: the indices of its pieces that are not empty.
+std::vector<std::vector<uint32_t>> PiecesByTensor(const Layout& layout) {
+  std::vector<std::vector<uint32_t>> pieces(layout.tensors.size());
+  for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
+    if (!IsEmpty(layout.pieces[p].box)) pieces[layout.pieces[p].tensor].push_back(p);
+  }
+  return pieces;
+}
+
+// Whether the two tensors' pieces, in their order, are the same boxes at the same places.
+bool SamePlaces(const Layout& layout, const std::vector<uint32_t>& a,
+                const std::vector<uint32_t>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&layout](uint32_t i, uint32_t j) {
+    const Piece& p = layout.pieces[i];
+    const Piece& q = layout.pieces[j];
+    return p.box == q.box && p.region == q.region && p.byte_offset == q.byte_offset &&
+           p.strides == q.strides;
+  });
+}
+
+using Place = std::pair<uint64_t, int64_t>;  // region, byte offset
+Place PlaceOf(const Piece& piece) { return {piece.region.value(), piece.byte_offset}; }
+
+bool AnyPlaceTwice(const Layout& layout) {
+  absl::flat_hash_map<Place, uint32_t> tensor_at;
+  tensor_at.reserve(layout.pieces.size());
+  return std::any_of(layout.pieces.begin(), layout.pieces.end(), [&tensor_at](const Piece& piece) {
+    if (IsEmpty(piece.box)) return false;
+    return tensor_at.try_emplace(PlaceOf(piece), piece.tensor).first->second != piece.tensor;
+  });
 }
 
 absl::Status ValidateDisjointBoxes(const Layout& layout) {
@@ -503,11 +563,13 @@ absl::Status ValidateDisjointBoxes(const Layout& layout) {
     while (end < order.size() && tensor_of(order[end]) == tensor) ++end;
     const std::string& name = layout.tensors[tensor].name;
     const auto found = overlap.Find(absl::MakeSpan(order).subspan(begin, end - begin));
-    if (!found.ok()) return Invalid("tensor {}: {}", name, Message(found.status()));
+    if (!found.ok())
+      return AboutTensor(Invalid("tensor {}: {}", name, Message(found.status())), name);
     if (!found->has_value()) continue;
     const auto [a, b] = **found;
-    return Invalid("tensor {}: piece {} ({}) and piece {} ({}) overlap", name, a,
-                   ToString(layout.pieces[a].box), b, ToString(layout.pieces[b].box));
+    return AboutTensor(Invalid("tensor {}: piece {} ({}) and piece {} ({}) overlap", name, a,
+                               ToString(layout.pieces[a].box), b, ToString(layout.pieces[b].box)),
+                       name);
   }
   return absl::OkStatus();
 }
@@ -567,8 +629,9 @@ absl::Status ValidateTensor(const TensorSpec& tensor) {
   const auto name = [&tensor] { return Printable(tensor.name); };
   if (tensor.name.empty()) return Invalid("tensor name is empty");
   if (tensor.name.size() > static_cast<size_t>(kMaxNameBytes)) {
-    return Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
-                   tensor.name.size(), kMaxNameBytes);
+    return AboutTensor(Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
+                               tensor.name.size(), kMaxNameBytes),
+                       tensor.name);
   }
   // Most names are ASCII as a whole, so skip the ASCII characters first.
   const auto ascii = std::find_if_not(tensor.name.begin(), tensor.name.end(),
@@ -576,20 +639,24 @@ absl::Status ValidateTensor(const TensorSpec& tensor) {
   for (std::string_view rest(ascii, tensor.name.end()); !rest.empty();) {
     const size_t length = Utf8Length(rest);
     if (length == 0) {
-      return Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name(),
-                     tensor.name.size() - rest.size());
+      return AboutTensor(
+          Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name(),
+                  tensor.name.size() - rest.size()),
+          tensor.name);
     }
     rest.remove_prefix(length);
   }
   const auto dtype = static_cast<size_t>(tensor.dtype);
   if (dtype < 1 || dtype > std::size(kDTypes)) {
-    return Invalid("tensor {}: dtype {} is not known", name(), dtype);
+    return AboutTensor(Invalid("tensor {}: dtype {} is not known", name(), dtype), tensor.name);
   }
   const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
-  if (!count.ok()) return Invalid("tensor {}: {}", name(), Message(count.status()));
+  if (!count.ok())
+    return AboutTensor(Invalid("tensor {}: {}", name(), Message(count.status())), tensor.name);
   if (*count > kMaxTensorBytes / ElementBytes(tensor.dtype)) {
-    return Invalid("tensor {}: shape {} of {} has more than {} bytes", name(),
-                   ToString(tensor.shape), DTypeName(tensor.dtype), kMaxTensorBytes);
+    return AboutTensor(Invalid("tensor {}: shape {} of {} has more than {} bytes", name(),
+                               ToString(tensor.shape), DTypeName(tensor.dtype), kMaxTensorBytes),
+                       tensor.name);
   }
   return absl::OkStatus();
 }
@@ -740,6 +807,32 @@ int64_t Layout::Bytes() const {
   return bytes;
 }
 
+void TieSharedTensors(Layout* layout) {
+  const auto tensors = static_cast<uint32_t>(layout->tensors.size());
+  const bool valid = std::all_of(layout->pieces.begin(), layout->pieces.end(),
+                                 [tensors](const Piece& p) { return p.tensor < tensors; });
+  if (!valid || !AnyPlaceTwice(*layout)) return;
+  const std::vector<std::vector<uint32_t>> pieces = PiecesByTensor(*layout);
+  absl::flat_hash_map<Place, uint32_t> first_at;
+  std::vector<bool> tied(tensors);
+  for (uint32_t t = 0; t < tensors; ++t) {
+    if (pieces[t].empty()) continue;
+    const auto [at, added] = first_at.try_emplace(PlaceOf(layout->pieces[pieces[t].front()]), t);
+    const uint32_t first = at->second;
+    const TensorSpec& spec = layout->tensors[t];
+    const TensorSpec& kept = layout->tensors[first];
+    if (added || spec.dtype != kept.dtype || spec.shape != kept.shape ||
+        !SamePlaces(*layout, pieces[first], pieces[t])) {
+      continue;
+    }
+    tied[t] = true;
+    layout->ties.push_back({t, first});
+  }
+  std::erase_if(layout->pieces, [&tied](const Piece& piece) { return tied[piece.tensor]; });
+  std::sort(layout->ties.begin(), layout->ties.end(),
+            [](const Tie& a, const Tie& b) { return a.tensor < b.tensor; });
+}
+
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination) {
   const auto tensors = static_cast<int64_t>(layout.tensors.size());
@@ -761,10 +854,11 @@ absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_byte
     const TensorSpec& tensor = layout.tensors[piece.tensor];
     const absl::Status status = ValidatePiece(tensor, piece, region_bytes);
     if (!status.ok()) {
-      return Error(status.code(), "tensor {}: piece {}: {}", tensor.name, i, Message(status));
+      return AboutTensor(Prefixed(status, "tensor {}: piece {}", tensor.name, i), tensor.name);
     }
   }
   if (!destination) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(ValidateTies(layout));
   REFITD_RETURN_IF_ERROR(ValidateDisjointBoxes(layout));
   return MemoryOverlap(layout).Check();
 }

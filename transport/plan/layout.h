@@ -133,6 +133,13 @@ class HashChain {
 // The hash of a tensor's name, dtype and shape, as Layout::Digest defines it.
 uint64_t TensorHash(const TensorSpec& tensor);
 
+// Says that a tensor of an engine has no pieces because its memory is that of another tensor.
+struct Tie {
+  uint32_t tensor = 0;   // index into the layout's tensors
+  uint32_t same_as = 0;  // another index
+  bool operator==(const Tie&) const = default;
+};
+
 // The tensors and pieces of one member.
 struct Layout {
   std::vector<TensorSpec> tensors;
@@ -141,6 +148,8 @@ struct Layout {
   // Trainers only: indices into `tensors`, ascending, of the tensors that are pushed in buckets
   // rather than moved by a compiled refit. Not part of the digest.
   std::vector<uint32_t> pushed_tensors = {};
+  // Engines only: ascending by `tensor`. Not part of the digest.
+  std::vector<Tie> ties = {};
 
   // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
@@ -154,6 +163,11 @@ struct Layout {
   int64_t Bytes() const;
 };
 
+// Turns tensors that lie in exactly the memory of a tensor before them, piece by piece and of the
+// same dtype and shape, into ties, and takes their pieces away. Other pieces that share memory
+// stay; ValidateLayout refuses them.
+void TieSharedTensors(Layout* layout);
+
 // Returns the size in bytes of a region, or nullopt if the member has no such region.
 using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 
@@ -161,9 +175,10 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 // strides have the right rank, storage lies inside its region and is aligned to the element size.
 // With `destination` also: boxes of one tensor are disjoint, and no two pieces share memory (so
 // that every element is written exactly once); spans may interleave, as column slices of one matrix
-// do. Errors name tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more
-// tensors or pieces than a layout may have; else INVALID_ARGUMENT, also if showing that pieces are
-// disjoint takes more work than a limit which layouts of real models don't come near.
+// do; a tied tensor has no pieces and the dtype and shape of one that is not tied. Errors name
+// tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces than
+// a layout may have; else INVALID_ARGUMENT, also if showing that pieces are disjoint takes more
+// work than a limit which layouts of real models don't come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
 

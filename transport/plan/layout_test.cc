@@ -559,5 +559,57 @@ TEST_CASE("A tensor larger than a bucket is split at elements") {
   CHECK(buckets[2].bytes == 208);
 }
 
+TEST_CASE("two names of exactly one memory are tied, and others that share memory are refused") {
+  const TensorSpec embed{"embed", DType::kFloat32, {8, 4}};
+  const TensorSpec head{"head", DType::kFloat32, {8, 4}};
+  Layout layout;
+  layout.tensors = {embed, head, {"norm", DType::kFloat32, {4}}};
+  const Box upper{{0, 0}, {4, 4}};
+  const Box lower{{4, 0}, {4, 4}};
+  layout.pieces = {Dense(1, upper), Dense(0, upper), Dense(2, {{0}, {4}}, 512), Dense(1, lower, 64),
+                   Dense(0, lower, 64)};
+  const Layout both = layout;
+  TieSharedTensors(&layout);
+  CHECK(layout.ties == std::vector<Tie>{{1, 0}});
+  CHECK(layout.pieces.size() == 3);
+  CHECK(ValidateLayout(layout, OneRegion, true).ok());
+  CHECK(layout.Digest() != both.Digest());
+
+  const auto untouched = [&](const auto& change) {
+    Layout other = both;
+    change(&other);
+    Layout tied = other;
+    TieSharedTensors(&tied);
+    CHECK(tied.ties.empty());
+    CHECK(tied.pieces == other.pieces);
+    CHECK(!ValidateLayout(tied, OneRegion, true).ok());
+  };
+  untouched([](Layout* l) { l->tensors[1].dtype = DType::kInt32; });
+  untouched([](Layout* l) { l->pieces[3].byte_offset = 68; });
+  untouched([](Layout* l) { l->pieces.pop_back(); });
+}
+
+TEST_CASE("ties that are wrong are refused by name") {
+  Layout layout;
+  layout.tensors = {
+      {"a", DType::kFloat32, {4}}, {"b", DType::kFloat32, {4}}, {"c", DType::kFloat32, {5}}};
+  layout.pieces = {Dense(0, {{0}, {4}}), Dense(2, {{0}, {5}}, 64)};
+  const auto refused = [&](std::vector<Tie> ties, const std::string& what) {
+    Layout wrong = layout;
+    wrong.ties = std::move(ties);
+    const absl::Status status = ValidateLayout(wrong, OneRegion, true);
+    CHECK(status.code() == absl::StatusCode::kInvalidArgument);
+    CHECK_THAT(std::string(status.message()), Contains(what));
+  };
+  layout.ties = {{1, 0}};
+  CHECK(ValidateLayout(layout, OneRegion, true).ok());
+  refused({{1, 3}}, "tied_tensors[0] is 1 tied to 3");
+  refused({{3, 1}}, "tied_tensors[0] is 3");
+  refused({{1, 2}}, "tensor b: float32 [4], but tied to tensor c");
+  refused({{0, 1}}, "tensor a: is tied to another tensor, and has a piece of its own");
+  refused({{1, 0}, {1, 0}}, "must ascend");
+  refused({{0, 1}, {1, 0}}, "which is tied itself");
+}
+
 }  // namespace
 }  // namespace refitd

@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/types/span.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
@@ -137,9 +138,10 @@ class Builder {
         if (!same) {
           const auto found = by_name_.find(tensors[i].name);
           if (found == by_name_.end()) {
-            return Error(absl::StatusCode::kFailedPrecondition,
-                         "tensor {}: {} {} has it, the plan does not", tensors[i].name, side,
-                         member.rank);
+            return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                                     "tensor {}: {} {} has it, the plan does not", tensors[i].name,
+                                     side, member.rank),
+                               tensors[i].name);
           }
           id = found->second;
         }
@@ -208,9 +210,10 @@ class Builder {
     for (const Route& route : routes) {
       if (source_of_[route.source] == kNone && !Reaches(route)) continue;
       if (differs_[tensor]) {
-        return Error(absl::StatusCode::kFailedPrecondition,
-                     "tensor {}: the plan has it as {}, a rank on node {} has not", spec.name,
-                     ToString(spec.dtype, spec.shape), program_.node);
+        return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                                 "tensor {}: the plan has it as {}, a rank on node {} has not",
+                                 spec.name, ToString(spec.dtype, spec.shape), program_.node),
+                           spec.name);
       }
       REFITD_RETURN_IF_ERROR(AddRoute(route, spec, {held, held_boxes, held_index},
                                       {wanted, wanted_boxes, wanted_index}));
@@ -218,9 +221,11 @@ class Builder {
       if (bytes_ > kMaxBytes || work_.Over() ||
           static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
               options_.max_moves) {
-        return Error(absl::StatusCode::kResourceExhausted,
-                     "tensor {}: boxes so far need over {} moves, {} bytes or {} steps on node {}",
-                     spec.name, options_.max_moves, kMaxBytes, kMaxPlanSteps, program_.node);
+        return AboutTensor(
+            Error(absl::StatusCode::kResourceExhausted,
+                  "tensor {}: boxes so far need over {} moves, {} bytes or {} steps on node {}",
+                  spec.name, options_.max_moves, kMaxBytes, kMaxPlanSteps, program_.node),
+            spec.name);
       }
     }
     return absl::OkStatus();
@@ -245,9 +250,10 @@ class Builder {
                            Section section) {
     const uint32_t from = plan_.source_nodes[route.source];
     if (from == program_.node) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "tensor {}: it comes from source {}, which has no layout here", spec.name,
-                   route.source);
+      return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                               "tensor {}: it comes from source {}, which has no layout here",
+                               spec.name, route.source),
+                         spec.name);
     }
     AddTargets(wanted, &section);
     if (section.targets == 0) return NobodyWants(spec, section.box);
@@ -261,10 +267,12 @@ class Builder {
                        const Pieces& wanted, Section section) {
     section.piece = PieceOf(section.member, section.box, held);
     if (section.piece == kNone) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "tensor {}: no piece of {} holds the box at [{}] of extent [{}]", spec.name,
-                   LabelOf("source", plan_.source_labels, route.source),
-                   fmt::join(section.box.offset, ", "), fmt::join(section.box.extent, ", "));
+      return AboutTensor(
+          Error(absl::StatusCode::kFailedPrecondition,
+                "tensor {}: no piece of {} holds the box at [{}] of extent [{}]", spec.name,
+                LabelOf("source", plan_.source_labels, route.source),
+                fmt::join(section.box.offset, ", "), fmt::join(section.box.extent, ", ")),
+          spec.name);
     }
     SectionsAlong* const along = AlongChain(route);
     if (along != nullptr) {
@@ -284,9 +292,11 @@ class Builder {
   static absl::Status Cancelled() { return absl::CancelledError("the program was cancelled"); }
 
   absl::Status NobodyWants(const TensorSpec& spec, const Box& box) const {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "tensor {}: no rank on node {} wants the box at [{}] of extent [{}]", spec.name,
-                 program_.node, fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition,
+              "tensor {}: no rank on node {} wants the box at [{}] of extent [{}]", spec.name,
+              program_.node, fmt::join(box.offset, ", "), fmt::join(box.extent, ", ")),
+        spec.name);
   }
 
   void Count(uint32_t destination, int64_t bytes) {
@@ -832,11 +842,11 @@ uint64_t FoldStreams(const std::vector<uint64_t>& streams) {
 
 bool SameStructure(const Layout& a, const Layout& b) {
   if (&a == &b) return true;
-  return a.tensors == b.tensors && std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(),
-                                              b.pieces.end(), [](const Piece& p, const Piece& q) {
-                                                return p.tensor == q.tensor && p.box == q.box &&
-                                                       p.strides == q.strides;
-                                              });
+  return a.tensors == b.tensors && a.ties == b.ties &&
+         std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), b.pieces.end(),
+                    [](const Piece& p, const Piece& q) {
+                      return p.tensor == q.tensor && p.box == q.box && p.strides == q.strides;
+                    });
 }
 
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,

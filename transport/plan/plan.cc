@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 
@@ -101,16 +102,18 @@ class Planner {
       if (group.spec->dtype == spec.dtype && group.spec->shape == spec.shape) {
         return absl::OkStatus();
       }
-      return Precondition("tensor {}: {} in source {}, {} in source {}", spec.name,
-                          ToString(group.spec->dtype, group.spec->shape), group.first_source,
-                          ToString(spec.dtype, spec.shape), source);
+      return AboutTensor(Precondition("tensor {}: {} in source {}, {} in source {}", spec.name,
+                                      ToString(group.spec->dtype, group.spec->shape),
+                                      group.first_source, ToString(spec.dtype, spec.shape), source),
+                         spec.name);
     }
     const DestinationIndex::Tensor* target = index_.Find(spec.name);
     if (target != nullptr && (target->dtype != spec.dtype || target->shape != spec.shape)) {
-      return Precondition("tensor {}: {} in source {}, {} in {}", spec.name,
-                          ToString(spec.dtype, spec.shape), source,
-                          ToString(target->dtype, target->shape),
-                          index_.labels()[target->first_destination]);
+      return AboutTensor(Precondition("tensor {}: {} in source {}, {} in {}", spec.name,
+                                      ToString(spec.dtype, spec.shape), source,
+                                      ToString(target->dtype, target->shape),
+                                      index_.labels()[target->first_destination]),
+                         spec.name);
     }
     groups_.push_back({&spec, source, target, 0, 0});
     return absl::OkStatus();
@@ -157,11 +160,12 @@ class Planner {
       REFITD_RETURN_IF_ERROR(CheckCovered(group, first_move));
     }
     if (!Exhausted()) return absl::OkStatus();
-    return Error(
-        absl::StatusCode::kResourceExhausted,
-        "tensor {}: boxes so far need over {} moves or {} steps of planning: use fewer and "
-        "more regular pieces",
-        group.spec->name, options_.max_moves, kMaxPlanSteps);
+    return AboutTensor(
+        Error(absl::StatusCode::kResourceExhausted,
+              "tensor {}: boxes so far need over {} moves or {} steps of planning: use fewer and "
+              "more regular pieces",
+              group.spec->name, options_.max_moves, kMaxPlanSteps),
+        group.spec->name);
   }
 
   void CollectWanted(const DestinationIndex::Tensor& target) {
@@ -428,8 +432,9 @@ class Planner {
   }
 
   absl::Status NotCovered(const std::string& name, uint32_t destination, const Box& first) const {
-    return Precondition("tensor {}: no source holds element [{}] that {} has", name,
-                        fmt::join(first.offset, ", "), index_.labels()[destination]);
+    return AboutTensor(Precondition("tensor {}: no source holds element [{}] that {} has", name,
+                                    fmt::join(first.offset, ", "), index_.labels()[destination]),
+                       name);
   }
 
   bool Skipped(uint32_t destination) const {
@@ -512,9 +517,11 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
       }
       const Tensor& tensor = index->tensors_[places.back()];
       if (tensor.dtype != spec.dtype || tensor.shape != spec.shape) {
-        return Precondition("tensor {}: {} in {}, {} in {}", spec.name,
-                            ToString(tensor.dtype, tensor.shape), labels[tensor.first_destination],
-                            ToString(spec.dtype, spec.shape), labels[i]);
+        return AboutTensor(
+            Precondition("tensor {}: {} in {}, {} in {}", spec.name,
+                         ToString(tensor.dtype, tensor.shape), labels[tensor.first_destination],
+                         ToString(spec.dtype, spec.shape), labels[i]),
+            spec.name);
       }
     }
     for (uint32_t p = 0; p < layout.pieces.size(); ++p) {

@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/block_scales.h"
 #include "transport/plan/boxes.h"
@@ -46,28 +50,13 @@ class ReplicaFinder {
     }
   }
 
-  absl::StatusOr<Replicas> Run() {
+  absl::StatusOr<Replicas> Run(const std::vector<RouteMember>& destinations) {
     NumberTensors();
     CollectEntries();
-    std::vector<HeldBox> held;
-    for (uint32_t t = 0; t < tensors_.size(); ++t) {
-      if (left_out_[t] || !SeveralHave(t)) continue;
-      held.clear();
-      for (const auto& [layout, piece] : entries_.Of(t)) {
-        held.push_back({layouts_[layout]->pieces[piece].box, {layout}});
-      }
-      CutByHolders(&held, &work_);
-      std::sort(held.begin(), held.end(),
-                [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
-      for (HeldBox& box : held) Add(t, std::move(box));
-      if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
-      if (work_.Over() || static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
-        return Error(absl::StatusCode::kResourceExhausted,
-                     "tensor {}: finding replicas so far needs over {} boxes or {} steps: use "
-                     "fewer and more regular pieces",
-                     tensors_[t].name, options_.max_routes, kMaxPlanSteps);
-      }
-    }
+    REFITD_RETURN_IF_ERROR(FindReplicas());
+    replicas_.replicated = static_cast<uint32_t>(replicas_.boxes.size());
+    REFITD_RETURN_IF_ERROR(AddTies(destinations));
+    SortByHash();
     return std::move(replicas_);
   }
 
@@ -76,6 +65,136 @@ class ReplicaFinder {
     uint32_t layout = 0;
     uint32_t piece = 0;
   };
+
+  absl::Status FindReplicas() {
+    std::vector<HeldBox> held;
+    for (uint32_t t = 0; t < tensors_.size(); ++t) {
+      if (left_out_[t] || !SeveralHave(t)) continue;
+      CutHeld(t, &held);
+      for (HeldBox& box : held) Add(t, std::move(box));
+      if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
+      if (work_.Over() || static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
+        return AboutTensor(
+            Error(absl::StatusCode::kResourceExhausted,
+                  "tensor {}: finding replicas so far needs over {} boxes or {} steps: use "
+                  "fewer and more regular pieces",
+                  tensors_[t].name, options_.max_routes, kMaxPlanSteps),
+            tensors_[t].name);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // The boxes of the tensor that sources hold, disjoint, each with the layouts that hold it.
+  void CutHeld(uint32_t t, std::vector<HeldBox>* held) {
+    held->clear();
+    for (const auto& [layout, piece] : entries_.Of(t)) {
+      held->push_back({layouts_[layout]->pieces[piece].box, {layout}});
+    }
+    CutByHolders(held, &work_);
+    std::sort(held->begin(), held->end(),
+              [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
+  }
+
+  void SortByHash() {
+    uint32_t last = kNone;
+    for (const Replica& box : replicas_.boxes) {
+      replicas_.tensors += box.tensor == last ? 0 : 1;
+      last = box.tensor;
+      const int64_t bytes = ElementCount(box.box) * ElementBytes(tensors_[box.tensor].dtype);
+      replicas_.by_hash.emplace_back(box.hash, bytes);
+    }
+    std::sort(replicas_.by_hash.begin(), replicas_.by_hash.end());
+    int64_t bytes = 0;
+    for (auto& [hash, sum] : replicas_.by_hash) sum = bytes += sum;
+  }
+
+  // ---- ties ----
+
+  std::optional<uint32_t> NumberOf(std::string_view name) const {
+    const auto at =
+        std::lower_bound(tensors_.begin(), tensors_.end(), name,
+                         [](const TensorSpec& t, std::string_view n) { return t.name < n; });
+    if (at == tensors_.end() || at->name != name) return std::nullopt;
+    return static_cast<uint32_t>(at - tensors_.begin());
+  }
+
+  bool Skipped(const RouteMember& destination) const {
+    return destination.instance < options_.skip_instance.size() &&
+           options_.skip_instance[destination.instance];
+  }
+
+  absl::Status AddTies(const std::vector<RouteMember>& destinations) {
+    std::set<std::pair<uint32_t, uint32_t>> known;
+    absl::flat_hash_set<const Layout*> seen;
+    for (const RouteMember& member : destinations) {
+      const Layout* const layout = member.layout.get();
+      if (layout == nullptr || Skipped(member) || !seen.insert(layout).second) continue;
+      for (const Tie& tie : layout->ties) {
+        REFITD_RETURN_IF_ERROR(AddTie(layout->tensors[tie.tensor].name,
+                                      layout->tensors[tie.same_as].name, member.label, &known));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Sources need not have the tied name. If they have it, its values count.
+  absl::Status AddTie(const std::string& name, const std::string& same_as,
+                      const std::string& destination,
+                      std::set<std::pair<uint32_t, uint32_t>>* known) {
+    const std::optional<uint32_t> tensor = NumberOf(name);
+    const std::optional<uint32_t> kept = NumberOf(same_as);
+    if (!tensor.has_value() || !kept.has_value() || entries_.Of(*tensor).empty() ||
+        entries_.Of(*kept).empty() || left_out_[*tensor] || left_out_[*kept] ||
+        !known->emplace(*tensor, *kept).second) {
+      return absl::OkStatus();
+    }
+    TiedTensors tie{*tensor, *kept, destination, 0, 0, 0};
+    tie.begin = static_cast<uint32_t>(replicas_.boxes.size());
+    REFITD_RETURN_IF_ERROR(Cover(*tensor, same_as, destination));
+    tie.middle = static_cast<uint32_t>(replicas_.boxes.size());
+    REFITD_RETURN_IF_ERROR(Cover(*kept, name, destination));
+    tie.end = static_cast<uint32_t>(replicas_.boxes.size());
+    replicas_.ties.push_back(std::move(tie));
+    return absl::OkStatus();
+  }
+
+  // Adds boxes that cover the tensor once, each with the first rank that holds it.
+  absl::Status Cover(uint32_t t, const std::string& tied_to, const std::string& destination) {
+    std::vector<HeldBox> held;
+    CutHeld(t, &held);
+    int64_t missing = ElementCount(WholeBox(tensors_[t].shape));
+    for (HeldBox& box : held) {
+      missing -= ElementCount(box.box);
+      const uint32_t rank = members_[*box.holders.begin()].front();
+      AddBox(t, SetOf({rank}), std::move(box.box));
+    }
+    if (missing == 0) return absl::OkStatus();
+    return Precondition(
+        "tensor {}: it is one memory with tensor {} in {}, and the trainers' ranks lack {} "
+        "elements "
+        "of it, so that the two can't be compared",
+        tensors_[t].name, tied_to, destination, missing);
+  }
+
+  // The holder set of these ranks.
+  uint32_t SetOf(Ids ranks) {
+    const auto [it, added] =
+        set_of_ranks_.try_emplace(ranks, static_cast<uint32_t>(replicas_.holder_sets.size()));
+    if (added) replicas_.holder_sets.push_back(std::move(ranks));
+    return it->second;
+  }
+
+  void AddBox(uint32_t t, uint32_t holder_set, Box box) {
+    if (t != hashed_tensor_) {
+      hashed_tensor_ = t;
+      tensor_hash_ = TensorHash(tensors_[t]);
+    }
+    const uint64_t hash = ReplicaHash(tensor_hash_, box);
+    replicas_.boxes.push_back({t, holder_set, std::move(box), hash});
+  }
+
+  // ---- tensors ----
 
   // Numbers tensors by name. Tensors that are pushed, or about which ranks disagree, are not in the
   // plan and have no replicas.
@@ -134,18 +253,10 @@ class ReplicaFinder {
       }
       if (ranks.size() > 1) {
         std::sort(ranks.begin(), ranks.end());
-        // Other layouts can't form the same set, because each rank has only one layout.
-        it->second = static_cast<uint32_t>(replicas_.holder_sets.size());
-        replicas_.holder_sets.push_back(std::move(ranks));
+        it->second = SetOf(std::move(ranks));
       }
     }
-    if (it->second == kNone) return;
-    if (t != hashed_tensor_) {
-      hashed_tensor_ = t;
-      tensor_hash_ = TensorHash(tensors_[t]);
-    }
-    const uint64_t hash = ReplicaHash(tensor_hash_, held.box);
-    replicas_.boxes.push_back({t, it->second, std::move(held.box), hash});
+    if (it->second != kNone) AddBox(t, it->second, std::move(held.box));
   }
 
   const RouteOptions& options_;
@@ -156,6 +267,7 @@ class ReplicaFinder {
   std::vector<bool> left_out_;          // per tensor
   ByTensor<Entry> entries_;             // by layout, then piece
   std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
+  std::map<Ids, uint32_t> set_of_ranks_;
   Replicas replicas_;
   uint32_t hashed_tensor_ = kNone;  // the tensor of tensor_hash_
   uint64_t tensor_hash_ = 0;
@@ -192,13 +304,25 @@ absl::Status Differ(const RefitPlan& plan, const Replica& replica,
       ++others;
     }
   }
-  return Error(absl::StatusCode::kDataLoss,
-               "tensor {}: replicas differ in the box at [{}] of extent [{}]: {}{}, {} of {} ranks "
-               "({} and others) have {:016x}",
-               plan.routes.tensors[replica.tensor].name, fmt::join(replica.box.offset, ", "),
-               fmt::join(replica.box.extent, ", "), fmt::join(odd, ", "),
-               others == 0 ? "" : fmt::format(" and {} others differ, too", others), times(common),
-               holders.size(), with, common);
+  return AboutTensor(
+      Error(absl::StatusCode::kDataLoss,
+            "tensor {}: replicas differ in the box at [{}] of extent [{}]: {}{}, {} of {} ranks "
+            "({} and others) have {:016x}. Likely the step's gather of parameters has not ended on "
+            "every rank (Megatron's overlap_param_gather: call start_param_sync before the refit), "
+            "or ranks have made different steps",
+            plan.routes.tensors[replica.tensor].name, fmt::join(replica.box.offset, ", "),
+            fmt::join(replica.box.extent, ", "), fmt::join(odd, ", "),
+            others == 0 ? "" : fmt::format(" and {} others differ, too", others), times(common),
+            holders.size(), with, common),
+      plan.routes.tensors[replica.tensor].name);
+}
+
+// The error for tied tensors whose values differ.
+absl::Status Untied(const RefitPlan& plan, const TiedTensors& tie) {
+  return Precondition(
+      "tensor {} and tensor {} are one memory in {}, and the trainers' values of them differ: tie "
+      "them in the trainer too, or serve a model that keeps them apart",
+      plan.routes.tensors[tie.tensor].name, plan.routes.tensors[tie.same_as].name, tie.destination);
 }
 
 // Checks the scales of each distinct layout of the destinations that take part.
@@ -211,7 +335,22 @@ absl::Status CheckScales(const std::vector<RouteMember>& destinations,
         member.instance < options.skip_instance.size() && options.skip_instance[member.instance];
     if (layout == nullptr || skipped || !seen.insert(layout).second) continue;
     const absl::Status status = CheckFloat8Scales(*layout);
-    if (!status.ok()) return Error(status.code(), "{}: {}", member.label, Message(status));
+    if (!status.ok()) return Prefixed(status, "{}", member.label);
+  }
+  return absl::OkStatus();
+}
+
+// `digests`: of the boxes of ties, in their order; none if this version compares only a part.
+absl::Status CompareTies(const RefitPlan& plan, const std::vector<uint64_t>& digests) {
+  const size_t boxes = plan.replicas.boxes.size() - plan.replicas.replicated;
+  if (digests.size() != boxes) return absl::OkStatus();
+  const auto sum = [&](uint32_t begin, uint32_t end) {
+    uint64_t total = 0;
+    for (uint32_t box = begin; box < end; ++box) total += digests[box - plan.replicas.replicated];
+    return total;
+  };
+  for (const TiedTensors& tie : plan.replicas.ties) {
+    if (sum(tie.begin, tie.middle) != sum(tie.middle, tie.end)) return Untied(plan, tie);
   }
   return absl::OkStatus();
 }
@@ -272,16 +411,18 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
   REFITD_ASSIGN_OR_RETURN(plan->routes, CompileRoutes(sources, destinations, options));
   REFITD_RETURN_IF_ERROR(CheckScales(destinations, options));
   REFITD_ASSIGN_OR_RETURN(plan->replicas,
-                          ReplicaFinder(sources, options, plan->routes.tensors).Run());
+                          ReplicaFinder(sources, options, plan->routes.tensors).Run(destinations));
   plan->content = ContentOf(sources, destinations, options);
   std::vector<int64_t> shares(plan->routes.nodes);
   for (const Replica& replica : plan->replicas.boxes) {
     for (const uint32_t source : plan->replicas.HoldersOf(replica)) {
       const uint32_t node = plan->routes.source_nodes[source];
       if (++shares[node] <= kMaxNodeShares) continue;
-      return Error(absl::StatusCode::kResourceExhausted,
-                   "tensor {}: the ranks on node {} hold more than {} boxes that others hold too",
-                   plan->routes.tensors[replica.tensor].name, node, kMaxNodeShares);
+      return AboutTensor(
+          Error(absl::StatusCode::kResourceExhausted,
+                "tensor {}: the ranks on node {} hold more than {} boxes that others hold too",
+                plan->routes.tensors[replica.tensor].name, node, kMaxNodeShares),
+          plan->routes.tensors[replica.tensor].name);
     }
   }
   return plan;
@@ -383,6 +524,7 @@ absl::Status CompareReplicas(const RefitPlan& plan,
   }
   std::vector<size_t> next(nodes);
   std::vector<uint64_t> of_box;
+  std::vector<uint64_t> of_ties;  // by box, after those that are replicated
   for (const Replica& replica : plan.replicas.boxes) {
     const bool wanted = part.Has(replica.hash);
     of_box.clear();
@@ -395,8 +537,25 @@ absl::Status CompareReplicas(const RefitPlan& plan,
     if (std::adjacent_find(of_box.begin(), of_box.end(), std::not_equal_to<>()) != of_box.end()) {
       return Differ(plan, replica, of_box);
     }
+    const auto box = static_cast<size_t>(&replica - plan.replicas.boxes.data());
+    if (box >= plan.replicas.replicated && wanted) of_ties.push_back(of_box.front());
   }
-  return absl::OkStatus();
+  return CompareTies(plan, of_ties);
+}
+
+ReplicaFraction NextFraction(const Replicas& replicas, uint64_t cursor, int64_t every) {
+  if (replicas.tensors <= kTensorsComparedAlways || !replicas.ties.empty()) return {};
+  const auto& boxes = replicas.by_hash;
+  const int64_t share = (boxes.back().second + every - 1) / every;
+  const auto begin = std::lower_bound(boxes.begin(), boxes.end(), std::pair(cursor, int64_t{0}));
+  const int64_t before = begin == boxes.begin() ? 0 : std::prev(begin)->second;
+  const auto end = std::find_if(begin, boxes.end(),
+                                [&](const auto& box) { return box.second - before >= share; });
+  ReplicaFraction part;
+  part.first = cursor;
+  // Boxes of one hash are not parted.
+  if (end != boxes.end() && end->first != boxes.back().first) part.last = end->first;
+  return part;
 }
 
 }  // namespace refitd

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -21,11 +22,15 @@ namespace refitd {
 inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more than a run has versions
 
 // A part of the replicas, so that one refit need not compare all: the boxes whose hash
-// (ReplicaHash) is `part` modulo `parts`.
+// (ReplicaHash) is from `first` to `last`, and is `part` modulo `parts`, by which coordinators of
+// earlier releases choose.
 struct ReplicaFraction {
   uint32_t part = 0;   // less than `parts`
-  uint32_t parts = 1;  // at least 1; 1: all boxes
-  bool Has(uint64_t hash) const { return hash % parts == part; }
+  uint32_t parts = 1;  // at least 1
+  uint64_t first = 0;
+  uint64_t last = UINT64_MAX;
+  bool Has(uint64_t hash) const { return first <= hash && hash <= last && hash % parts == part; }
+  bool operator==(const ReplicaFraction&) const = default;
 };
 
 // HashChain from the tensor's hash over the box's offsets and extents. It is equal on every node,
@@ -40,16 +45,44 @@ struct Replica {
   uint64_t hash = 0;        // ReplicaHash
 };
 
-// Every element that more than one source rank holds is in exactly one box. Boxes are sorted by
-// tensor, then by BoxLess.
+// Two names of one memory of a destination, both of which the sources hold: the refit writes the
+// values of `same_as`, and those of `tensor` must be equal (P11).
+struct TiedTensors {
+  uint32_t tensor = 0;  // index into RoutePlan::tensors
+  uint32_t same_as = 0;
+  std::string destination;  // the label of one that ties them
+  // Boxes of Replicas that cover `tensor` once, from `begin` to before `middle`, and those that
+  // cover `same_as`, from `middle` to before `end`.
+  uint32_t begin = 0;
+  uint32_t middle = 0;
+  uint32_t end = 0;
+};
+
+// What is compared before anything is written. Every element that more than one source rank holds
+// is in exactly one of the first `replicated` boxes, which are sorted by tensor, then by BoxLess.
+// The other boxes are those of ties; each has one holder.
 struct Replicas {
   std::vector<Replica> boxes;
-  // Each set has at least two sources, ascending; no two sets are equal.
+  uint32_t replicated = 0;
+  std::vector<TiedTensors> ties;
+  // The hash of each box, ascending, and the bytes of this box and all before.
+  std::vector<std::pair<uint64_t, int64_t>> by_hash;
+  int64_t tensors = 0;  // how many have a box
+  // Sources of each set ascend; no two sets are equal.
   std::vector<std::vector<uint32_t>> holder_sets;
   absl::Span<const uint32_t> HoldersOf(const Replica& replica) const {
     return holder_sets[replica.holder_set];
   }
 };
+
+// Up to this many replicated tensors, every version compares all of them.
+inline constexpr int64_t kTensorsComparedAlways = 256;
+
+// Chooses the replicas that a version compares: all of them if there are ties, or at most
+// kTensorsComparedAlways tensors. Otherwise those from `cursor` on, in the order of their hashes,
+// that together have at least 1/`every` of the replicas' bytes. If each version begins after the
+// `last` of the one before (and at 0 after UINT64_MAX), `every` versions compare every box.
+ReplicaFraction NextFraction(const Replicas& replicas, uint64_t cursor, int64_t every);
 
 // The most replicas of one node; the limit exists because their digests travel in one message.
 inline constexpr int64_t kMaxNodeShares = 900'000;
@@ -99,10 +132,11 @@ struct ReplicaShare {
 // and for one box by holder.
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
-// Compares the replicas in `part`. `digests[node]` has the digests of the shares of that node's
-// sources, either only those in `part` or all of them, in the order of SharesOf. DATA_LOSS names
-// the tensor and the ranks (RoutePlan::source_labels) of the first box whose holders differ;
-// INTERNAL if a node's list has another length.
+// Compares the replicas in `part`, and all ties if that is all. `digests[node]` has the digests of
+// the shares of that node's sources, either only those in `part` or all of them, in the order of
+// SharesOf. DATA_LOSS names the tensor and the ranks (RoutePlan::source_labels) of the first box
+// whose holders differ, and the likely cause; FAILED_PRECONDITION names two tied tensors that
+// differ; INTERNAL if a node's list has another length.
 absl::Status CompareReplicas(const RefitPlan& plan,
                              const std::vector<std::vector<uint64_t>>& digests,
                              ReplicaFraction part = {});

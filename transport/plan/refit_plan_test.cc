@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <catch2/catch.hpp>
+#include <functional>
 #include <map>
 #include <set>
 
@@ -363,6 +364,133 @@ TEST_CASE("What a plan moves is counted, and what no destination wants is named"
   CHECK(content.bytes == 2 * 16);
   CHECK(content.unwanted == std::vector<std::string>{"only", "rope", "tied"});
   CHECK(content.unwanted_bytes == 3 * 16);
+}
+
+// Two trainer ranks on two nodes hold halves of "embed" and "head"; the engine ties the two.
+RefitPlanPtr TiedPlan() {
+  const std::vector<TensorSpec> tensors = {{"embed", DType::kUint8, {8}},
+                                           {"head", DType::kUint8, {8}}};
+  const auto half = [&](int64_t from) {
+    return Make(tensors, {Dense(0, {{from}, {4}}), Dense(1, {{from}, {4}}, 64)});
+  };
+  Layout engine;
+  engine.tensors = tensors;
+  engine.pieces = {Dense(0, {{0}, {8}})};
+  engine.ties = {{1, 0}};
+  const auto plan = CompileRefit(
+      {{half(0), 0, 0, "trainer rank 0"}, {half(4), 1, 0, "trainer rank 1"}},
+      {{std::make_shared<const Layout>(std::move(engine)), 0, 0, "engine x rank 0"}}, {});
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  return *plan;
+}
+
+TEST_CASE(
+    "a head that the engine ties to the embedding must have its values, else both are named") {
+  const RefitPlanPtr plan = TiedPlan();
+  CHECK(plan->content.unwanted == std::vector<std::string>{"head"});
+  REQUIRE(plan->replicas.ties.size() == 1);
+  CHECK(plan->replicas.replicated == 0);
+  CHECK(plan->replicas.boxes.size() == 4);
+  CHECK(NextFraction(plan->replicas, 0, 32) == ReplicaFraction());
+  // Each rank has a half of each: the boxes come by tensor ("head" first), each node has one of
+  // two.
+  CHECK(CompareReplicas(*plan, {{1, 3}, {2, 0}}).ok());
+  const absl::Status differ = CompareReplicas(*plan, {{1, 3}, {2, 1}});
+  CHECK(differ.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(differ.message()),
+             Contains("tensor head and tensor embed") && Contains("engine x rank 0"));
+}
+
+TEST_CASE("a tie of which the trainers have one name, or pushes one, is not compared") {
+  const std::vector<TensorSpec> tensors = {{"embed", DType::kUint8, {8}},
+                                           {"head", DType::kUint8, {8}}};
+  Layout engine;
+  engine.tensors = tensors;
+  engine.pieces = {Dense(0, {{0}, {8}})};
+  engine.ties = {{1, 0}};
+  const std::vector<RouteMember> engines = {
+      {std::make_shared<const Layout>(std::move(engine)), 0, 0, "engine"}};
+  const auto ties = [&](LayoutPtr trainer, const RouteOptions& options) {
+    const auto plan = CompileRefit({{std::move(trainer), 0, 0, "trainer"}}, engines, options);
+    REQUIRE(plan.ok());
+    return (*plan)->replicas.ties.size();
+  };
+  CHECK(ties(Make({tensors[0]}, {Dense(0, {{0}, {8}})}), {}) == 0);
+  const LayoutPtr both = Make(tensors, {Dense(0, {{0}, {8}}), Dense(1, {{0}, {8}}, 8)});
+  CHECK(ties(both, {}) == 1);
+  RouteOptions options;
+  options.skip_tensors = {"head"};
+  CHECK(ties(both, options) == 0);
+  // What can't be compared as a whole is refused.
+  const LayoutPtr part = Make(tensors, {Dense(0, {{0}, {8}}), Dense(1, {{0}, {4}}, 8)});
+  const auto refused = CompileRefit({{part, 0, 0, "trainer"}}, engines, {});
+  CHECK(refused.status().code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(refused.status().message()),
+             Contains("tensor head") && Contains("lack 4"));
+}
+
+// `count` tensors, each held by two ranks; tensor i has `bytes(i)` bytes.
+RefitPlanPtr Replicated(int count, const std::function<int64_t(int)>& bytes) {
+  std::vector<TensorSpec> tensors;
+  std::vector<Piece> pieces;
+  int64_t end = 0;
+  for (int i = 0; i < count; ++i) {
+    tensors.push_back({fmt::format("w{}", i), DType::kUint8, {bytes(i)}});
+    pieces.push_back(Dense(static_cast<uint32_t>(i), {{0}, {bytes(i)}}, end));
+    end += bytes(i);
+  }
+  const LayoutPtr layout = Make(tensors, pieces);
+  const auto plan =
+      CompileRefit({{layout, 0, 0, "trainer rank 0"}, {layout, 0, 0, "trainer rank 1"}},
+                   {{layout, 0, 0, "engine"}}, {});
+  REQUIRE(plan.ok());
+  return *plan;
+}
+
+TEST_CASE(
+    "half-stale replicas of a model of few tensors are found at once, of others in bounded time") {
+  const RefitPlanPtr few =
+      Replicated(static_cast<int>(kTensorsComparedAlways), [](int) { return 9; });
+  CHECK(NextFraction(few->replicas, 7, 32) == ReplicaFraction());
+  for (const auto& bytes : std::vector<std::function<int64_t(int)>>{
+           [](int) { return 8; }, [](int i) { return i == 5 ? 1 << 20 : 1 + i % 7; }}) {
+    const RefitPlanPtr plan = Replicated(1000, bytes);
+    int64_t total = 0;
+    int64_t largest = 0;
+    for (const TensorSpec& tensor : plan->routes.tensors) {
+      total += tensor.shape[0];
+      largest = std::max(largest, tensor.shape[0]);
+    }
+    for (const int64_t every : {1, 3, 32}) {
+      std::set<size_t> compared;
+      uint64_t cursor = 0;
+      int64_t versions = 0;
+      do {
+        const ReplicaFraction part = NextFraction(plan->replicas, cursor, every);
+        int64_t now = 0;
+        for (size_t b = 0; b < plan->replicas.boxes.size(); ++b) {
+          if (!part.Has(plan->replicas.boxes[b].hash)) continue;
+          CHECK(compared.insert(b).second);
+          now += ElementCount(plan->replicas.boxes[b].box);
+        }
+        CHECK(now > 0);
+        CHECK(now <= (total + every - 1) / every + largest);
+        cursor = part.last + 1;
+        ++versions;
+      } while (cursor != 0);
+      CHECK(versions <= every);
+      CHECK(compared.size() == plan->replicas.boxes.size());
+    }
+  }
+}
+
+TEST_CASE("the error for half-stale replicas says what is likely the cause") {
+  const RefitPlanPtr plan = FourTrainers();
+  const absl::Status differ = CompareReplicas(*plan, DigestsOf(*plan, {1}));
+  CHECK(differ.code() == absl::StatusCode::kDataLoss);
+  CHECK_THAT(std::string(differ.message()), Contains("tensor a") && Contains("trainer rank 1") &&
+                                                Contains("overlap_param_gather"));
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/string_view.h"
 #include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
@@ -361,14 +362,16 @@ class Router {
       }
       if (!reasons[t].empty()) {
         left_out_[t] = true;
-        if (!options_.list_unplaced) return Precondition("tensor {}: {}", name, reasons[t]);
+        if (!options_.list_unplaced)
+          return AboutTensor(Precondition("tensor {}: {}", name, reasons[t]), name);
         AddUnplaced(t, std::move(reasons[t]));
         continue;
       }
       std::string lacking = Lacking(t, instances);
       if (lacking.empty()) continue;
       const bool allowed = MatchesAny(options_.unwanted_allowed, name);
-      if (!allowed && !options_.list_unplaced) return Precondition("tensor {}: {}", name, lacking);
+      if (!allowed && !options_.list_unplaced)
+        return AboutTensor(Precondition("tensor {}: {}", name, lacking), name);
       AddUnplaced(t, lacking + (allowed ? " (allowed)" : ""));
     }
     return absl::OkStatus();
@@ -533,10 +536,12 @@ class Router {
 
   absl::Status TooMuch(uint32_t tensor) const {
     if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
-    return Error(absl::StatusCode::kResourceExhausted,
-                 "tensor {}: boxes so far need over {} routes, {} bytes or {} steps of planning: "
-                 "use fewer and more regular pieces",
-                 plan_.tensors[tensor].name, options_.max_routes, kMaxRouteBytes, kMaxPlanSteps);
+    return AboutTensor(
+        Error(absl::StatusCode::kResourceExhausted,
+              "tensor {}: boxes so far need over {} routes, {} bytes or {} steps of planning: "
+              "use fewer and more regular pieces",
+              plan_.tensors[tensor].name, options_.max_routes, kMaxRouteBytes, kMaxPlanSteps),
+        plan_.tensors[tensor].name);
   }
 
   // Checks that no rank gets an element twice.
@@ -557,9 +562,11 @@ class Router {
         });
         if (Exhausted()) return TooMuch(t);
         if (!twice.has_value()) continue;
-        return Precondition("tensor {}: {} has element [{}] twice", plan_.tensors[t].name,
-                            LabelOf(destinations_, entries[begin].layout),
-                            fmt::join(twice->offset, ", "));
+        return AboutTensor(
+            Precondition("tensor {}: {} has element [{}] twice", plan_.tensors[t].name,
+                         LabelOf(destinations_, entries[begin].layout),
+                         fmt::join(twice->offset, ", ")),
+            plan_.tensors[t].name);
       }
     }
     return absl::OkStatus();
@@ -690,16 +697,17 @@ class Router {
     const TensorSpec& spec = plan_.tensors[t];
     const bool allowed = uncovered_allowed_.contains(spec.name);
     if (allowed && !sources_.Of(t).empty()) return absl::OkStatus();
-    absl::Status missing = FirstMissing(t);
+    const std::string missing = FirstMissing(t);
     if (Exhausted()) return TooMuch(t);
-    if (!allowed && !options_.list_unplaced) return missing;
-    const std::string prefix = fmt::format("tensor {}: ", spec.name);
-    AddUnplaced(t, Message(missing).substr(prefix.size()) + (allowed ? " (allowed)" : ""));
+    if (!allowed && !options_.list_unplaced) {
+      return AboutTensor(Precondition("tensor {}: {}", spec.name, missing), spec.name);
+    }
+    AddUnplaced(t, missing + (allowed ? " (allowed)" : ""));
     return absl::OkStatus();
   }
 
-  // The error for the first missing element of the first destination that lacks one.
-  absl::Status FirstMissing(uint32_t t) {
+  // Names the first missing element of the first destination that lacks one.
+  std::string FirstMissing(uint32_t t) {
     const auto entries = destinations_.Of(t);
     uint32_t first_member = kNone;
     std::vector<Box> missing;
@@ -712,7 +720,7 @@ class Router {
         for (const Box& part : parts) Subtract(part, cell.box, &outside);
         work_ += kCutSteps * static_cast<int64_t>(parts.size());
         parts = std::move(outside);
-        if (Exhausted()) return absl::OkStatus();
+        if (Exhausted()) return "";
       }
       if (parts.empty()) continue;
       if (member < first_member) missing.clear();
@@ -720,8 +728,8 @@ class Router {
       missing.insert(missing.end(), parts.begin(), parts.end());
     }
     REFITD_CHECK(!missing.empty());
-    return Precondition(
-        "tensor {}: no source holds element [{}] that {} has", plan_.tensors[t].name,
+    return fmt::format(
+        "no source holds element [{}] that {} has",
         fmt::join(std::min_element(missing.begin(), missing.end(), BoxLess)->offset, ", "),
         plan_.destination_labels[first_member]);
   }

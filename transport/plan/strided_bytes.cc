@@ -82,6 +82,25 @@ bool Decidable(const StridedBytes& a) { return a.end - a.begin <= kMaxStridedSpa
 // Let y' = reach - y be the distance from b's run to b's last run. It is a sum of multiples of
 // strides, as x is. So the condition says that a sum x + y' lies in a range around reach - (a.begin
 // - b.begin).
+StridedBytes MakeStridedBytes(int64_t begin, int64_t span_bytes, int64_t element_bytes,
+                              absl::Span<const int64_t> extent, absl::Span<const int64_t> strides) {
+  StridedBytes bytes;
+  bytes.begin = begin;
+  bytes.end = begin + span_bytes;
+  bytes.run = element_bytes;
+  for (size_t d = 0; d < strides.size(); ++d) {
+    if (extent[d] != 1) bytes.outer.push_back({strides[d] * element_bytes, extent[d]});
+  }
+  std::sort(bytes.outer.begin(), bytes.outer.end(), [](const Axis& a, const Axis& b) {
+    return std::pair(a.stride, a.count) > std::pair(b.stride, b.count);
+  });
+  while (!bytes.outer.empty() && bytes.outer.back().stride == bytes.run) {
+    bytes.run *= bytes.outer.back().count;
+    bytes.outer.pop_back();
+  }
+  return bytes;
+}
+
 std::optional<bool> ShareBytes(const StridedBytes& a, const StridedBytes& b, int64_t most_steps,
                                int64_t* steps) {
   if (a.end <= b.begin || b.end <= a.begin) return false;

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "absl/container/inlined_vector.h"
+#include "absl/types/span.h"
 
 namespace refitd {
 
@@ -32,6 +33,11 @@ struct StridedBytes {
     return count;
   }
 };
+
+// The storage of a box of `extent` elements of `element_bytes` with `strides` in elements, whose
+// first element is at `begin` and which spans `span_bytes`, more than 0.
+StridedBytes MakeStridedBytes(int64_t begin, int64_t span_bytes, int64_t element_bytes,
+                              absl::Span<const int64_t> extent, absl::Span<const int64_t> strides);
 
 // The longest span for which the question is decided: up to this length no sum overflows.
 inline constexpr int64_t kMaxStridedSpan = int64_t{1} << 61;

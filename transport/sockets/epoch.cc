@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -128,10 +129,11 @@ absl::Status SocketEpoch::TakeAddresses(const std::vector<std::string>& encoded)
                    id_, rank);
     }
     if (address.tls != shared_.address.tls) {
-      return Error(StatusCode::kInvalidArgument,
-                   "epoch {}: rank {} {} the data plane, this rank {} {}", id_, rank,
-                   address.tls ? "encrypts" : "does not encrypt", rank_,
-                   shared_.address.tls ? "does" : "does not");
+      return AboutRanks(Error(StatusCode::kInvalidArgument,
+                              "epoch {}: rank {} {} the data plane, this rank {} {}", id_, rank,
+                              address.tls ? "encrypts" : "does not encrypt", rank_,
+                              shared_.address.tls ? "does" : "does not"),
+                        {rank});
     }
     streams = std::min<int>(streams, address.streams);
     addresses.push_back(std::move(address));
@@ -240,8 +242,10 @@ absl::Status SocketEpoch::Failure(const WireWork& work, Cause cause, const Socke
     case Cause::kHalted:
       return Closed();
     case Cause::kOverdue:
-      return Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_,
-                   NameOf(work), ToMillis(work.timeout), NamesOf(awaited.peers), awaited.trouble);
+      return AboutRanks(
+          Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_,
+                NameOf(work), ToMillis(work.timeout), NamesOf(awaited.peers), awaited.trouble),
+          {awaited.peers.begin(), awaited.peers.end()});
     case Cause::kBroken:
       return Broken(lane, awaited);
     case Cause::kOther:
@@ -257,8 +261,12 @@ absl::Status SocketEpoch::Broken(const SocketLane& lane, const SocketLane::Await
   if (!awaited.peers.contains(lane.broken_peer()) && !awaited.peers.empty()) {
     others = fmt::format(" while this rank waited for {}", NamesOf(awaited.peers));
   }
-  return Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}{}", id_,
-               lane.broken_peer(), Message(lane.failure()), others);
+  std::set<int> ranks = awaited.peers;
+  ranks.insert(lane.broken_peer());
+  return AboutRanks(
+      Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}{}", id_,
+            lane.broken_peer(), Message(lane.failure()), others),
+      {ranks.begin(), ranks.end()});
 }
 
 }  // namespace refitd

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/base/failure.h"
 #include "transport/base/little_endian.h"
 #include "transport/base/status.h"
 
@@ -69,8 +70,9 @@ std::string EncodeSocketAddress(const SocketAddress& address) {
 absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId epoch, int rank,
                                                   int size) {
   const auto bad = [&](const std::string& why) {
-    return Error(absl::StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch,
-                 rank, why);
+    return AboutRanks(Error(absl::StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}",
+                            epoch, rank, why),
+                      {rank});
   };
   if (in.substr(0, kGlooMagic.size()) == kGlooMagic) {
     return bad(

@@ -11,6 +11,7 @@
 #include <set>
 #include <span>
 
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -381,8 +382,9 @@ absl::Status SocketLane::Dial(Link* link) {
 
 absl::Status SocketLane::Unreachable(const Link& link, const absl::Status& why) const {
   const SocketAddress& address = shared_.addresses[link.peer];
-  return Error(StatusCode::kUnavailable, "epoch {}: rank {} at {} port {}: {}", shared_.id,
-               link.peer, address.host.Text(), address.port, Message(why));
+  return AboutRanks(Error(StatusCode::kUnavailable, "epoch {}: rank {} at {} port {}: {}",
+                          shared_.id, link.peer, address.host.Text(), address.port, Message(why)),
+                    {link.peer});
 }
 
 // The other end may have had too many strangers, so the link is dialled again.
@@ -688,9 +690,11 @@ absl::Status SocketLane::TakeFrame(Link* link, const Frame& frame) {
     if (receive->relay != nullptr) Queue(receive->relay->link);
     return absl::OkStatus();
   }
-  return Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
-               shared_.id, link->peer, Describe(frame), shared_.rank,
-               Describe(expected ? receive->frame : send->frame));
+  return AboutRanks(
+      Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
+            shared_.id, link->peer, Describe(frame), shared_.rank,
+            Describe(expected ? receive->frame : send->frame)),
+      {link->peer});
 }
 
 }  // namespace refitd

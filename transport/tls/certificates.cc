@@ -185,13 +185,7 @@ absl::StatusOr<std::shared_ptr<const Certificates>> ParseCertificates(std::strin
 
 std::string IdentityOf(const std::vector<std::string>& uris,
                        const std::vector<std::string>& names) {
-  if (uris.size() == 1 && uris.front().starts_with(kSpiffeScheme)) {
-    const std::string& uri = uris.front();
-    const size_t path = uri.find('/', kSpiffeScheme.size());
-    const bool whole = path != std::string::npos && path > kSpiffeScheme.size() &&
-                       path + 1 < uri.size() && uri.size() <= kMaxIdentityBytes;
-    if (whole && Plain(uri) && uri.find('*') == std::string::npos) return uri;
-  }
+  if (uris.size() == 1 && IsSpiffeId(uris.front())) return uris.front();
   if (!uris.empty() && std::any_of(uris.begin(), uris.end(), [](const std::string& uri) {
         return uri.starts_with(kSpiffeScheme);
       })) {
@@ -227,44 +221,6 @@ std::string IdentityOfPem(std::string_view pem) {
   const X509Ptr certificate = NextCertificate(bio.get());
   ERR_clear_error();
   return certificate == nullptr ? "" : IdentityOfX509(certificate.get());
-}
-
-absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view field) {
-  const auto wrong = [&] {
-    return Error(kInvalid,
-                 "{} is \"{}\", must be spiffe://DOMAIN/PATH, spiffe://DOMAIN/PATH/*, "
-                 "spiffe://DOMAIN/*, dns:NAME or dns:*.DOMAIN",
-                 field, pattern);
-  };
-  if (pattern.size() > kMaxIdentityBytes || !Plain(pattern)) return wrong();
-  if (pattern.starts_with(kDnsScheme)) {
-    std::string_view name = pattern.substr(kDnsScheme.size());
-    if (name.starts_with("*.")) name.remove_prefix(2);
-    if (name.empty() || name.find_first_of("*/ABCDEFGHIJKLMNOPQRSTUVWXYZ") != name.npos)
-      return wrong();
-    return absl::OkStatus();
-  }
-  if (!pattern.starts_with(kSpiffeScheme)) return wrong();
-  std::string_view rest = pattern.substr(kSpiffeScheme.size());
-  const size_t slash = rest.find('/');
-  // No domain, no path, or an empty path.
-  if (slash == 0 || slash == rest.npos || slash + 1 == rest.size()) return wrong();
-  if (rest.ends_with("/*")) rest.remove_suffix(1);  // a star stands for the last element only
-  return rest.find('*') == rest.npos ? absl::OkStatus() : wrong();
-}
-
-bool MatchesIdentity(std::string_view pattern, std::string_view identity) {
-  if (pattern == identity) return !identity.empty();
-  if (pattern.starts_with(kSpiffeScheme) && pattern.ends_with("/*")) {
-    pattern.remove_suffix(1);
-    return identity.size() > pattern.size() && identity.starts_with(pattern);
-  }
-  constexpr std::string_view kWild = "dns:*.";
-  if (!pattern.starts_with(kWild) || !identity.starts_with(kDnsScheme)) return false;
-  identity.remove_prefix(kDnsScheme.size());
-  const size_t dot = identity.find('.');
-  return dot != identity.npos && dot > 0 &&
-         identity.substr(dot + 1) == pattern.substr(kWild.size());
 }
 
 }  // namespace refitd

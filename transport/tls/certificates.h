@@ -19,13 +19,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "transport/base/identity.h"
 
 namespace refitd {
 
 inline constexpr size_t kMaxPemFileBytes = size_t{1} << 20;
-inline constexpr size_t kMaxIdentityBytes = 2048;  // as the SPIFFE standard limits its IDs
-inline constexpr std::string_view kSpiffeScheme = "spiffe://";
-inline constexpr std::string_view kDnsScheme = "dns:";
 
 // Paths; all three are empty, or none is.
 struct TlsFiles {
@@ -65,17 +63,11 @@ absl::StatusOr<std::shared_ptr<const Certificates>> ParseCertificates(std::strin
 
 // The subject alternative names of a certificate name its holder: "spiffe://..." if they
 // have exactly one URI and that is a SPIFFE ID; else "dns:NAME" of the first DNS name; else empty.
-// Several URIs, or a SPIFFE ID without a path or over kMaxIdentityBytes, give no SPIFFE ID.
+// Several URIs, or a SPIFFE ID that is malformed (IsSpiffeId), give no identity.
 std::string IdentityOf(const std::vector<std::string>& uris, const std::vector<std::string>& names);
 // The same for a certificate in PEM. Empty also if `pem` is no certificate.
 std::string IdentityOfPem(std::string_view pem);
 std::string IdentityOfX509(const X509* certificate);
-
-// Checks a pattern of identities: "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*" (all below),
-// "spiffe://DOMAIN/*" (all of that domain), "dns:NAME" or "dns:*.DOMAIN" (one more label).
-// INVALID_ARGUMENT names `field`.
-absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view field);
-bool MatchesIdentity(std::string_view pattern, std::string_view identity);
 
 }  // namespace refitd
 

@@ -28,6 +28,10 @@ FILL_NEVER = 1
 # refit_begin_options.broadcast
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 
+# refit_failure.weights_left
+WEIGHTS_LEFT_CLEAN = 1
+WEIGHTS_LEFT_DIRTY = 2
+
 # refit_event.kind
 EVENT_NOTHING = 0
 EVENT_PREPARE = 1
@@ -180,6 +184,8 @@ class refit_engine_options(ctypes.Structure):
         ("dirty", c_int32),
         ("held_origin", c_uint64),
         ("fill", c_int32),
+        ("held_owner", c_char_p),
+        ("trainer_identity", c_char_p),
     ]
 
 
@@ -202,6 +208,36 @@ class refit_event(ctypes.Structure):
         ("reason", c_char_p),
         ("weights", c_int32),
         ("incarnation", c_uint64),
+        ("owner", c_char_p),
+    ]
+
+
+class refit_suspect(ctypes.Structure):
+    _fields_ = [
+        ("role", c_int32),
+        ("rank", c_int32),
+        ("pid", c_int64),
+        ("daemon", c_char_p),
+        ("instance", c_char_p),
+    ]
+
+
+class refit_failure(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("status", c_int32),
+        ("weights_left", c_int32),
+        ("what", c_char_p),
+        ("suspects", POINTER(refit_suspect)),
+        ("suspects_named", c_int64),
+        ("suspect_count", c_int64),
+        ("dirty_instances", POINTER(c_char_p)),
+        ("dirty_named", c_int64),
+        ("dirty_count", c_int64),
+        ("tensor", c_char_p),
+        ("field", c_char_p),
+        ("version", c_int64),
+        ("may_be_retried", c_int32),
     ]
 
 
@@ -238,6 +274,8 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     refit_engine_options,
     refit_view,
     refit_event,
+    refit_suspect,
+    refit_failure,
     refit_python,
 )
 
@@ -251,6 +289,7 @@ _STATUS = c_int
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_version": (c_char_p, ()),
     "refit_last_error": (c_char_p, ()),
+    "refit_last_failure": (_STATUS, (POINTER(refit_failure),)),
     "refit_status_name": (c_char_p, (c_int32,)),
     "refit_region_data": (c_void_p, (c_void_p,)),
     "refit_region_bytes": (c_int64, (c_void_p,)),
@@ -267,6 +306,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_trainer_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_trainer_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_trainer_add_cuda_vmm": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
+    "refit_trainer_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
     "refit_trainer_begin": (_STATUS, (c_void_p, POINTER(refit_begin_options), _OUT)),
     "refit_update_free": (None, (c_void_p,)),
     "refit_update_instances": (c_int32, (c_void_p,)),
@@ -280,6 +320,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_update_push_async": (_STATUS, (c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
     "refit_update_flush": (_STATUS, (c_void_p,)),
     "refit_update_commit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
+    "refit_update_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
+    "refit_trainer_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_update_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),
     "refit_update_abort": (_STATUS, (c_void_p, c_char_p)),
     "refit_update_lost": (_STATUS, (c_void_p,)),
@@ -293,6 +335,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_engine_add_cuda_vmm": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
+    "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
     "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
     "refit_engine_next": (_STATUS, (c_void_p, c_int64, POINTER(refit_event))),
     "refit_engine_ready": (_STATUS, (c_void_p, c_int64)),

@@ -48,6 +48,10 @@ class DeviceKind(abc.ABC):
         """The name of torch's current device; None where torch sees none, or with `used`, where this process has used none."""
 
     @abc.abstractmethod
+    def name_of(self, device: Any) -> str:
+        """The name of a torch.device of this kind."""
+
+    @abc.abstractmethod
     def first(self) -> str:
         """The name of the first device that this process sees, told without torch. Raises FailedPrecondition or Unavailable where it sees none."""
 

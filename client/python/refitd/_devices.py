@@ -36,6 +36,15 @@ def kind_of_tensors(tensors: Iterable[Any]) -> DeviceKind | None:
     return next((kind for kind in KINDS if kind.torch_type in types), None)
 
 
+def device_of(tensors: Iterable[Any]) -> str | None:
+    """The name of the device that has the first of these torch tensors that is on one; None: all are elsewhere."""
+    for tensor in tensors:
+        for kind in KINDS:
+            if tensor.device.type == kind.torch_type:
+                return kind.name_of(tensor.device)
+    return None
+
+
 def current() -> str | None:
     """The name of torch's current device, where this process has used one; None elsewhere."""
     return next((name for kind in KINDS if (name := kind.current(used=True)) is not None), None)

@@ -166,7 +166,7 @@ class Ranks:
         try:
             torch.distributed.monitored_barrier(self._processes, timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            found = re.search(r"[Rr]ank (\d+) (?:failed|successfully)", str(error))
+            found = re.search(r"[Rr]ank (\d+) (?:failed|successfully)", str(error))  # texts: torch names the rank there alone
             culprit = f"trainer rank {found[1]}" if found else None
             missing = "some trainer ranks" if culprit is None else culprit
             raise DeadlineExceeded(f"{missing} did not begin the sync within {self._seconds} s: {error}", culprit=culprit) from error

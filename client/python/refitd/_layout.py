@@ -66,13 +66,14 @@ class Source(Protocol):
 class Layout:
     """Everything that one rank registers: what `refitd.shards.collect` returns, and what a capture has by the same attributes.
 
-    A tensor may have no box of this rank, such as the second of two tied ones. `before_refit`: called on every rank before each
-    refit; it may communicate. `source`: what the layout was made of, where names may be bound to other tensors later; None: nothing is
-    looked up again.
+    A tensor may have no box of this rank, such as the second of two tied ones. `tied`: names without boxes whose memory is that of
+    another name, and that name. `before_refit`: called on every rank before each refit; it may communicate. `source`: what the layout was
+    made of, where names may be bound to other tensors later; None: nothing is looked up again.
     """
 
     tensors: list[TensorSpec] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     pushed: PushedTensors | None = None
     before_refit: Callable[[], None] | None = None
+    tied: dict[str, str] = field(default_factory=dict)
     source: Source | None = None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 
 from . import _abi
-from .errors import Closed, Error, Forked, Status, subclass_of
+from .errors import ROLES, Closed, Error, Failure, Forked, Status, Suspect, escaped, subclass_of
+
+_NOTHING = Failure()
 
 _generation = 0  # the number of forks between the first import of refitd and this process
 _attached = False  # whether this process has made a handle
@@ -28,44 +29,53 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-# These words precede the name of a rank, tensor or daemon that holds a call up or gave bad input, in messages of daemon and library.
-_CULPRITS = re.compile(
-    r"tensor '[^']+'"
-    r"|tensor [^\s:,;()]+(?=:)"
-    r"|trainer rank \d+"
-    r"|engine [^\s:,;()]+ rank \d+"
-    r"|instance [^\s:,;()]+"
-)
 
-
-# A message without such a name may still name the daemon: "Refit: daemon at PATH: ...".
-_DAEMON = re.compile(r"daemon (?:at )?[^\s:,;()]+")
-
-
-def error_of(status: int, message: str, context: str = "") -> Error:
+def error_of(status: int, message: str, context: str = "", failure: Failure = _NOTHING) -> Error:
     """The exception for a status other than OK. `context` says whose call it was, before the library's own message."""
     try:
         kind = subclass_of(Status(status))
     except ValueError:
         kind = Error
-    found = _CULPRITS.search(message) or _DAEMON.search(message)
-    culprit = re.sub(r"^tensor ([^'].*)", r"tensor '\1'", found.group(0)) if found else None
-    text = f"{context}: {message}" if context else message
-    return kind(text, culprit=culprit, dirty=_dirty(message))
+    return kind(escaped(f"{context}: {message}" if context else message), **vars(failure))
 
 
-def _dirty(message: str) -> bool | None:
-    """Reads from the daemon's message whether the engines' weights are dirty, in the words of docs/protocol.md; None where it does not say."""
-    if "(weights are whole)" in message:
-        return False
-    return True if "(weights are dirty: " in message else None
+def last_failure() -> Failure:
+    """What the library knows of the failure that its last call on this thread told of."""
+    raw = _abi.sized(_abi.refit_failure)
+    if _abi.library().refit_last_failure(ctypes.byref(raw)) != 0:
+        return _NOTHING
+    return Failure(
+        suspects=tuple(_suspect(raw.suspects[i]) for i in range(raw.suspects_named)),
+        suspect_count=raw.suspect_count,
+        dirty={_abi.WEIGHTS_LEFT_CLEAN: False, _abi.WEIGHTS_LEFT_DIRTY: True}.get(raw.weights_left),
+        dirty_instances=tuple(_text(raw.dirty_instances[i]) for i in range(raw.dirty_named)),
+        dirty_count=raw.dirty_count,
+        tensor=_text(raw.tensor) or None,
+        field=_text(raw.field) or None,
+        version=None if raw.version < 0 else raw.version,
+        retriable=bool(raw.may_be_retried),
+    )
+
+
+def _suspect(raw: _abi.refit_suspect) -> Suspect:
+    role = ROLES[raw.role] if 0 <= raw.role < len(ROLES) else ""
+    return Suspect(role, _text(raw.daemon), _text(raw.instance), None if raw.rank < 0 else raw.rank, raw.pid or None)
+
+
+def _text(raw: bytes | None) -> str:
+    return (raw or b"").decode(errors="replace")
+
+
+def shown(raw: bytes | None) -> str:
+    """A text of the library, which may hold what others said, as a terminal may show it."""
+    return escaped(_text(raw))
 
 
 def check(status: int, context: str = "") -> None:
     """Raises what the library says of its last call on this thread, unless `status` is OK."""
     if status != 0:
-        message = _abi.library().refit_last_error() or b""
-        raise error_of(status, message.decode(errors="replace"), context)
+        failure = last_failure()
+        raise error_of(status, _text(_abi.library().refit_last_error()), context, failure)
 
 
 def refuse_fork() -> None:

@@ -72,7 +72,8 @@ class Captured:
     whose copies stand for both. `cast`: tensors of `unsupported` whose only obstacle is that their parameters have another dtype, with
     the names of these parameters: the loader itself can put the tensors there. `unfilled`: parameters of which the loader filled only a part, and
     how many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
-    buffers that no checkpoint has, or what is missing from the manifest.
+    buffers that no checkpoint has, or what is missing from the manifest. `module`: whose tensors the parameters are by the same names,
+    where `capture` knows it.
     """
 
     tensors: list[TensorSpec]
@@ -84,6 +85,7 @@ class Captured:
     cast: dict[str, set[str]]
     unfilled: dict[str, int]
     untouched: list[str]
+    module: Any = field(repr=False)
     _parameters: dict[str, Any] = field(repr=False)
     _arenas: dict[str, Any] = field(default_factory=dict, repr=False)
     _accepted: bool = False
@@ -113,6 +115,11 @@ class Captured:
         """Allows to register what was understood. Unsupported tensors must then reach the engine in another way. Returns this object."""
         self._accepted = True
         return self
+
+    @property
+    def parameter_names(self) -> set[str]:
+        """The parameters that are written in place."""
+        return {copy.parameter for copy in self.direct}
 
     @property
     def boxes(self) -> list[Box]:
@@ -176,7 +183,8 @@ def capture(
         try:
             with _gc.paused():
                 run.run(load_weights)
-                return _conclude(run, destinations, _predicate(processed), tied or {})
+                module = getattr(load_weights, "__self__", None) if parameters is None else None
+                return _conclude(run, destinations, _predicate(processed), tied or {}, module)
         except _ReadsValues as read:
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
@@ -695,7 +703,9 @@ def _find(args: Iterable[Any], kind: Any) -> list[Any]:
 # ---- from events to boxes ----
 
 
-def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str]) -> Captured:
+def _conclude(
+    run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str], module: Any
+) -> Captured:
     for name, kept in tied.items():
         if name in run.specs and kept not in run.specs:
             raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", culprit=f"tensor '{name}'")
@@ -734,6 +744,7 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
         cast=cast,
         unfilled=unfilled,
         untouched=[name for name, tensor in destinations.parameters.items() if tensor.numel() and name not in used],
+        module=module,
         _parameters=destinations.kernel,
     )
 

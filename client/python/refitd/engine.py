@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any
 
-from . import _abi, _devices, _gc
+from . import _abi, _places, _devices, _gc
 from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
 from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
-from ._native import Handle, check, refuse_fork, text
-from ._wait import interruptible
+from ._native import Handle, check, last_failure, refuse_fork, shown, text
+from ._wait import ends_soon, interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from .events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
+from .memory import DeviceMemory
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
 SLICE_SECONDS = 0.1
@@ -52,6 +55,8 @@ class Engine(Member):
         manifest: Sequence[TensorSpec | tuple[str, Any, Sequence[int]]] | None = None,
         held_version: int | None = None,
         held_incarnation: int | None = None,
+        held_owner: str | None = None,
+        trainer_identity: str | None = None,
         dirty: bool = False,
         fill: bool = True,
         socket: str | None = None,
@@ -67,7 +72,10 @@ class Engine(Member):
 
         `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
         `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
-        the memory holds, complete, from an earlier attachment (Committed told both). `dirty`: the memory may hold no whole version;
+        the memory holds, complete, from an earlier attachment (Committed told both). `held_owner`: Committed's owner of the last version
+        that was committed there, also where the memory is dirty since: a group that is made again belongs to that owner.
+        `trainer_identity`: whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
+        "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's. `dirty`: the memory may hold no whole version;
         where you don't know, say True. `fill`: without `staged`, the rank takes part in fills. If its instance lacks the group's version,
         it gets that version from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance
         holds the version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
@@ -77,12 +85,14 @@ class Engine(Member):
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
         the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
         weights are, a GPU's UUID ("GPU-...") or "host";
-        None: the current GPU where torch has used CUDA in this process, else host memory. `reattach_seconds`: how long to try to attach
+        None: the current GPU where torch has used CUDA in this process, else host memory until tensors on a GPU are registered, for which
+        the engine attaches anew there. `reattach_seconds`: how long to try to attach
         again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
         lost (30). `client`: free text for status pages.
 
         Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
-        attached, InvalidArgument, FailedPrecondition where the group or another rank disagrees.
+        attached, PermissionDenied where another identity owns the group, InvalidArgument, FailedPrecondition where the group or another
+        rank disagrees.
         """
         super().__init__()
         refuse_fork()
@@ -92,6 +102,8 @@ class Engine(Member):
         self.label = f"engine rank {rank} of instance {instance}"
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
         self.device = _devices.current() if device is None else device
+        self._follows_memory = device is None  # whether the device is the first registered tensor's
+        self._places: _places.Places | None = None
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
@@ -103,6 +115,8 @@ class Engine(Member):
             delivery=_abi.DELIVERIES["staged" if staged else "registered"],
             dirty=int(dirty),
             fill=_abi.FILL_DEFAULT if fill else _abi.FILL_NEVER,
+            held_owner=text(held_owner),
+            trainer_identity=text(trainer_identity),
         )
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)
@@ -116,6 +130,7 @@ class Engine(Member):
             group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
         ).structure()
         options.connect = ctypes.pointer(connect)
+        self._options = options, connect, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
 
     # ---- layout ----
@@ -128,18 +143,49 @@ class Engine(Member):
 
         Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
         disagrees, or an update runs; nothing has changed then.
+
+        A module's tensors are known by name, those that a loader fills likewise: where one has other memory when an update begins,
+        because it was replaced, `ready` refuses the update.
+
+        Where two names are one memory (tied weights), a trainer may send either or both. The values of both are compared at every version:
+        an update whose values differ fails, naming both tensors; by refit before anything is written.
         """
+        module = layout if _places.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
             layout = collect(layout, rank=self.rank, **options)
-        self.register_layout(layout.tensors, layout.boxes)
+        self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
+        if module is not None:
+            self._places = _places.Places(module, getattr(layout, "parameter_names", None))
 
-    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
-        """Does what register() does, for plain records. Trainers may send a tensor without a box of this rank; it is not written (tied weights)."""
+    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
+        """Does what register() does, for plain records. `tied`: names without boxes whose memory is that of another name, and that name.
+
+        Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
+        """
+        self._places = None
         with _gc.paused():
             check_tensors(tensors, self.label)
+            self._follow_memory(boxes)
+            boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
+
+    def _follow_memory(self, boxes: Sequence[Box]) -> None:
+        """Attaches anew on the device of the first tensors that are registered, where no device was given and the host was taken: CUDA was
+        not used when this engine attached. An error leaves the engine closed."""
+        if not self._follows_memory:
+            return
+        device = next((box.memory.device_uuid for box in boxes if isinstance(box.memory, DeviceMemory)), None)
+        if device is not None and self._on_host:
+            options, connect, _ = self._options
+            interruptible(self._handle.close, cancel=ends_soon)
+            with self._lock:
+                self._known.clear()
+            self.device = device
+            connect.device = text(device)
+            self._attach(options)
+        self._follows_memory = False
 
     # ---- events ----
 
@@ -215,16 +261,28 @@ class Engine(Member):
         if kind == _abi.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == _abi.EVENT_COMMITTED:
-            return Committed(raw.version, raw.incarnation)
+            self._mark_written()
+            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"))
         if kind == _abi.EVENT_ABORTED:
-            return Aborted(raw.version, (raw.reason or b"").decode(errors="replace"), bool(raw.dirty))
+            return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
         if kind == _abi.EVENT_DRAINING:
             return Draining()
         if kind == _abi.EVENT_LOST:
-            return Lost((raw.reason or b"").decode(errors="replace"), Weights(raw.weights))
+            return Lost(shown(raw.reason), Weights(raw.weights))
         if kind == _abi.EVENT_REATTACHED:
             return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
         return None  # an event of a later library
+
+    def _mark_written(self) -> None:
+        """The daemon wrote past torch: copies of weights that a module keeps by a tensor's version are stale from now on (P11)."""
+        with self._lock:
+            registration, places = self._registration, self._places
+        if registration is None or "torch" not in sys.modules:
+            return
+        written = [owner for box in registration.boxes if (owner := getattr(box.memory, "owner", None)) is not None]
+        if places is not None:
+            written += [tensor for _, tensor in _places.held_by(places.module)]
+        _places.mark_written(written)
 
     def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
@@ -268,14 +326,17 @@ class Engine(Member):
 
     def _check_unmoved(self, version: int) -> None:
         with self._lock:
-            registration = self._registration
-        if registration is None or not registration.moved():
-            return
-        first = registration.first_moved()
-        self.fail(version, f"{first} of {self.label} lies elsewhere than when it was registered")
-        raise FailedPrecondition(
-            f"{first} of {self.label} lies elsewhere than when it was registered: register the parameters again", culprit=first
-        )
+            registration, places = self._registration, self._places
+        if registration is not None and registration.moved():
+            first = registration.first_moved()
+            self._refuse(version, f"{first} of {self.label} lies elsewhere than when it was registered", first)
+        changed = {} if places is None else places.changed()
+        if changed:
+            self._refuse(version, *_places.describe(changed, self.label))
+
+    def _refuse(self, version: int, why: str, culprit: str) -> None:
+        self.fail(version, why)
+        raise FailedPrecondition(f"{why}: register the parameters again", culprit=culprit)
 
     def ack(self, part: Part) -> None:
         """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""
@@ -296,6 +357,17 @@ class Engine(Member):
     def version(self) -> int | None:
         """The version installed here; None: none, or the weights are not good."""
         return self._ask_version("version")
+
+
+def _tied_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str]) -> Iterator[Box]:
+    """The boxes of the names in `tied`: the library knows by equal boxes that two names are one memory."""
+    numbers = {spec.name: i for i, spec in enumerate(tensors)}
+    for name, kept in tied.items():
+        number, of = numbers.get(name), numbers.get(kept)
+        if number is None or of is None:
+            continue
+        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[of].dtype, tuple(tensors[of].shape)):
+            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == of]
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -27,24 +30,114 @@ class Status(IntEnum):
     UNAUTHENTICATED = 16
 
 
+# What a suspect is, by the library's number.
+ROLES = ("", "trainer", "engine", "daemon", "operator")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Who is held to have caused a failure, or was waited for. What is not known is "" or None.
+
+    `role`: one of ROLES. `daemon`: its id, else its address; of a member, the daemon that it is attached to. `instance`: an engine's.
+    `rank`: None for a daemon, and for an instance as a whole. `pid`: on the daemon's machine.
+    """
+
+    role: str
+    daemon: str = ""
+    instance: str = ""
+    rank: int | None = None
+    pid: int | None = None
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f" rank {self.rank}"
+        if self.role == "engine":
+            return f"engine {self.instance}{rank}" if rank else f"instance {self.instance}"
+        if self.role == "daemon":
+            return f"daemon {self.daemon}"
+        return "an operator" if self.role == "operator" else f"{self.role}{rank}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a failure beside its status and its text, as the library tells it; see Error for the fields."""
+
+    suspects: tuple[Suspect, ...] = ()
+    suspect_count: int = 0
+    dirty: bool | None = None
+    dirty_instances: tuple[str, ...] = ()
+    dirty_count: int = 0
+    tensor: str | None = None
+    field: str | None = None
+    version: int | None = None
+    retriable: bool = False
+
+    @property
+    def culprit(self) -> str | None:
+        """The tensor, else the likeliest suspect, else the field, in the form that Error.culprit has."""
+        if self.tensor is not None:
+            return f"tensor '{self.tensor}'"
+        return str(self.suspects[0]) if self.suspects else self.field
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """The text as a terminal or a log may show it, whoever wrote it: control characters, marks that change the direction of writing and
+    separators of lines are written out, as in "\\x1b" and "\\u202e". `keep`: characters that stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or unicodedata.category(c) not in _UNPRINTED else c.encode("unicode_escape").decode() for c in text)
+
+
+# Control characters, formats (marks of direction among them), surrogates, separators of lines and of paragraphs.
+_UNPRINTED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
 class Error(Exception):
     """The exception that every call of refitd raises when it fails; the subclass follows `status`.
 
+    Programs decide by these fields and by the class. The text is for people: it holds what trainers and engines said, and may be cut.
+
     `status`: the gRPC status.
-    `culprit`: who or what caused the failure, as far as the message names it: "tensor 'w'", "parameter 'w'",
-    "module 'm'", "trainer rank 3", "engine a rank 0", "instance a", "process 1" (of a launcher's), "daemon at PATH", or the name of an
-    argument or file; else None.
+    `culprit`: who or what caused the failure, as far as it is known: "tensor 'w'", "parameter 'w'", "module 'm'", "trainer rank 3",
+    "engine a rank 0", "instance a", "process 1" (of a launcher's), "daemon NAME", or the name of an argument or file; else None.
+    `suspects`: those who may have caused it, or were waited for, the likeliest first; `suspect_count` counts also those that are not
+    named (more than 8).
     `dirty`: of the end of an update: True where weights of engines may be torn, so that these engines serve nothing until the next
-    commit; False where every engine still holds the version before. None where the message does not tell: it is not about an
-    update's end, or the answer was lost, and then engines may be dirty.
+    commit; False where every engine still holds the version before. None where it is not known: the failure is not an update's end, or
+    the answer was lost, and then engines may be dirty.
+    `dirty_instances`: the engines' instances that are dirty; `dirty_count` counts also those that are not named (more than 16).
+    `tensor`: the first that the failure is about; `field`: the field or argument that was refused; `version`: of the update. None:
+    none is.
+    `retriable`: whether the same call may succeed later, since what failed may pass. After a lost update that is the next version.
     """
 
     status: Status = Status.UNKNOWN
 
-    def __init__(self, message: str, *, culprit: str | None = None, dirty: bool | None = None) -> None:
-        super().__init__(message)
-        self.culprit = culprit
+    def __init__(
+        self,
+        message: str,
+        *,
+        culprit: str | None = None,
+        dirty: bool | None = None,
+        dirty_instances: Sequence[str] = (),
+        dirty_count: int | None = None,
+        suspects: Sequence[Suspect] = (),
+        suspect_count: int | None = None,
+        tensor: str | None = None,
+        field: str | None = None,
+        version: int | None = None,
+        retriable: bool = False,
+    ) -> None:
+        super().__init__(escaped(message, keep="\n"))
+        self.suspects = tuple(suspects)
+        self.suspect_count = len(self.suspects) if suspect_count is None else suspect_count
         self.dirty = dirty
+        self.dirty_instances = tuple(dirty_instances)
+        self.dirty_count = len(self.dirty_instances) if dirty_count is None else dirty_count
+        self.tensor = tensor
+        self.field = field
+        self.version = version
+        self.retriable = retriable
+        self.culprit = Failure(self.suspects, tensor=tensor, field=field).culprit if culprit is None else culprit
 
 
 class Cancelled(Error):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import DTYPES
-from .errors import InvalidArgument
+from .errors import Failure, InvalidArgument
 
 if TYPE_CHECKING:
     import numpy
@@ -112,19 +112,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Committed:
-    """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other."""
+    """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other.
+    `owner`: the identity that owns the group, "" where nobody does."""
 
     version: int
     incarnation: int
+    owner: str = ""
 
 
 @dataclass(frozen=True)
 class Aborted:
-    """The update was lost. Resume on the version before, unless `dirty`: then stay paused until a Committed."""
+    """The update was lost. Resume on the version before, unless `dirty`: then stay paused until a Committed.
+
+    `reason` is for people; `failure` is what is known as data, of this rank's instance.
+    """
 
     version: int
     reason: str
     dirty: bool
+    failure: Failure = field(default=Failure(), compare=False)
 
 
 @dataclass(frozen=True)

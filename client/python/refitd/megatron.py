@@ -16,6 +16,9 @@ A table says for each kind of parameter how it is made of the checkpoint's tenso
     place = Parallel(world_size=16, tp=2, ep=4, pp=2).place(rank, layers=48, experts=128)
     trainer.register(refitd.shards.collect(shards(dict(model.named_parameters()), table, place), dtype=torch.bfloat16))
 
+Before each refit every rank calls `finish_gather(model)`: with Megatron's `overlap_param_gather`, ranks otherwise hold parameters of
+which some are of the step before.
+
 `{layer}` and `{expert}` in the names of parameters are local to the rank; in the names of tensors they are global. The classes
 have the names that Megatron-Bridge gives its mappings. Only shapes are looked at: nothing is gathered or copied.
 """
@@ -117,6 +120,18 @@ class Parallel:
             replica=(within // self.tp, dense_replicas),
             expert_replica=(within // (self.ep * self.etp), expert_replicas),
         )
+
+
+def finish_gather(model: Any) -> None:
+    """Ends the gathers of parameters that Megatron's optimizer leaves to the next forward pass (`overlap_param_gather`).
+
+    `model`: what Megatron's DistributedDataParallel wraps, or a list of such chunks; others need nothing and are passed over. It is a
+    collective: every rank calls it after its optimizer step and before Trainer.refit(). Costs nothing where gathers are not overlapped.
+    """
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        sync = getattr(chunk, "start_param_sync", None)
+        if sync is not None and getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            sync(force_sync=True)
 
 
 def _even(n: int, parts: int) -> list[int]:

@@ -5,6 +5,8 @@
     tasks = bridge.get_conversion_tasks(model)                     # of an AutoBridge; a list of Megatron's models, one a virtual stage
     trainer.register(megatron_bridge.shards(tasks, vocab_size=config.vocab_size), dtype=torch.bfloat16)
 
+Before each refit every rank calls `refitd.megatron.finish_gather(model)`.
+
 A task says which parameter of this rank is made of which tensors of the checkpoint, and by which of Bridge's mapping classes. The known
 classes are DirectMapping, ReplicatedMapping, ColumnParallelMapping, RowParallelMapping, AutoMapping, QKVMapping and GatedMLPMapping
 themselves: their subclasses change values or shapes, and are refused by name, as all others are. Only shapes are looked at; nothing is

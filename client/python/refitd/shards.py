@@ -724,10 +724,13 @@ class _Collector:
         self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...], addition: Addition | None
     ) -> bool:
         if isinstance(self._tied, Mapping):
-            return name in self._tied
-        if not self._tied:
-            return False
-        first = self._memory.setdefault((view.pointer, stored, extent, offset, view.strides, id(addition)), name)
+            first = self._tied.get(name, name)
+        elif self._tied:
+            first = self._memory.setdefault((view.pointer, stored, extent, offset, view.strides, id(addition)), name)
+        else:
+            first = name
+        if first != name:
+            self.layout.tied[name] = first
         return first != name
 
     def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from .megatron import Mapped, Place, shards, table_of
+from .megatron import Mapped, Place, finish_gather, shards, table_of
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class Updater:
         if self._trainer is None or self._ranks is None:
             raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
         self._ranks.meet()
+        finish_gather(self.model)
         # A trainer that was restarted counts from 0, and the group goes on from its version.
         self.weight_version = max(self._ranks.gather(max(self.weight_version + 1, self._trainer.next_version)))
         result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)

@@ -231,7 +231,7 @@ class Trainer(Member):
             library = _abi.library()
             with self._handle as handle:
                 check(library.refit_trainer_refit(handle, byref(options), byref(raw)), f"{self.label}, version {version}")
-                return result_of(raw, library.refit_trainer_outcome, handle, staged, rebound)
+                return result_of(raw, "trainer", handle, staged, rebound)
 
         self._refitting = version
         try:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,11 +21,11 @@ from ._buffers import DeviceBytes, HostBytes
 from ._dtypes import BY_CODE
 from ._layout import TensorSpec
 from ._lists import check_name, check_tensors
-from ._native import Handle, check, error_of, text
+from ._native import Handle, check, error_of, last_failure, shown, text
 from ._sources import Source, copy_host, is_torch, source_of
 from ._tensors import Packer
 from ._wait import SLICE_SECONDS, ends_soon, interruptible
-from .errors import Error, FailedPrecondition, InvalidArgument, UpdateAborted
+from .errors import Error, FailedPrecondition, Failure, InvalidArgument, UpdateAborted
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -38,11 +38,12 @@ OUTCOMES = ("unknown", "running", "committed", "aborted")
 
 @dataclass(frozen=True)
 class InstanceOutcome:
-    """How an instance came out of an update; `reason` says why one that did not commit was evicted."""
+    """How an instance came out of an update; `reason` says to people why one that did not commit was evicted, `failure` as data."""
 
     instance: str
     committed: bool
     reason: str
+    failure: Failure = field(default=Failure(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class UpdateResult:
 
     `bytes`: of tensor data that all trainer ranks moved. `seconds`: from the first rank's begin to the decision, by the daemon's
     clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `pushed_bytes`: by method of
-    broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that no engine wants
-    (`unwanted_tensors`). `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: names of this rank
+    broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that came and were written nowhere, because no
+    engine wants them (`unwanted_tensors`) or their memory is another tensor's (tied weights); `left_out`: the names of the first 64,
+    sorted. `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: names of this rank
     that were bound to other tensors or other memory than before.
     """
 
@@ -65,6 +67,7 @@ class UpdateResult:
     left_out_bytes: int
     staged_bytes: int = 0
     rebound: int = 0
+    left_out: tuple[str, ...] = ()
 
     @property
     def committed(self) -> int:
@@ -72,21 +75,39 @@ class UpdateResult:
         return sum(outcome.committed for outcome in self.instances)
 
 
-def result_of(
-    raw: _abi.refit_commit_result, ask: Callable[..., int], handle: int, staged_bytes: int = 0, rebound: int = 0
-) -> UpdateResult:
-    """The result of a commit or refit, on the thread that made it; `ask` is the C function that tells of one instance."""
+# The most names that the library tells of tensors that were left out.
+MAX_NAMED = 64
+
+
+def result_of(raw: _abi.refit_commit_result, of: str, handle: int, staged_bytes: int = 0, rebound: int = 0) -> UpdateResult:
+    """The result of a commit or refit, on the thread that made it; `of`: whose `handle` it is, "update" or "trainer"."""
+    ask = getattr(_abi.library(), f"refit_{of}_outcome")
     instances = []
     for i in range(raw.instances):
         name, reason = ctypes.c_char_p(), ctypes.c_char_p()
         committed = ctypes.c_int32()
         check(ask(handle, i, byref(name), byref(committed), byref(reason)))
-        instances.append(
-            InstanceOutcome((name.value or b"").decode(), bool(committed.value), (reason.value or b"").decode(errors="replace"))
-        )
+        failure = Failure() if committed.value else last_failure()
+        instances.append(InstanceOutcome((name.value or b"").decode(), bool(committed.value), shown(reason.value), failure))
     pushed = {method: raw.pushed_bytes[i] for method, i in _abi.BROADCASTS.items() if raw.pushed_bytes[i]}
+    names = []
+    ask_name = getattr(_abi.library(), f"refit_{of}_left_out")
+    for i in range(min(raw.left_out_tensors, MAX_NAMED)):
+        name = ctypes.c_char_p()
+        if ask_name(handle, i, byref(name)) != 0:
+            break  # a daemon of an earlier release tells no names
+        names.append((name.value or b"").decode(errors="replace"))
     return UpdateResult(
-        raw.version, raw.bytes, raw.seconds, tuple(instances), pushed, raw.left_out_tensors, raw.left_out_bytes, staged_bytes, rebound
+        raw.version,
+        raw.bytes,
+        raw.seconds,
+        tuple(instances),
+        pushed,
+        raw.left_out_tensors,
+        raw.left_out_bytes,
+        staged_bytes,
+        rebound,
+        tuple(names),
     )
 
 
@@ -128,7 +149,7 @@ def _on_answer(key: int, status: int, message: bytes) -> None:
     if window is None:
         return
     if status != 0 and window.error is None:
-        window.error = error_of(status, message.decode(errors="replace"))
+        window.error = error_of(status, message.decode(errors="replace"), failure=last_failure())
     window.leave()
 
 
@@ -413,7 +434,7 @@ class Update:
             raw = _abi.sized(_abi.refit_commit_result)
             with self._handle as update:
                 check(function(update, byref(raw)), self._label)
-                self.result = result_of(raw, _abi.library().refit_update_outcome, update)
+                self.result = result_of(raw, "update", update)
             self._handle.close()
 
         with self._lock:

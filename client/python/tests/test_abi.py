@@ -62,7 +62,8 @@ class AbiTest(unittest.TestCase):
                 lines.append(f"SAME(sizeof((({name}*)0)->{field}), {getattr(structure, field).size});")
         for name in ("WHOLE", "CUDA_IPC_HANDLE_BYTES"):
             lines.append(f"SAME(REFIT_{name}, {getattr(_abi, name)});")
-        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(_abi).items() if name.startswith("EVENT_")]
+        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(_abi).items() if name.startswith(("EVENT_", "WEIGHTS_LEFT_"))]
+        lines += [f"SAME(REFIT_ROLE_{(role or 'unknown').upper()}, {i});" for i, role in enumerate(errors.ROLES)]
         lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in _dtypes.DTYPES.values()]
         lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]
         lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in events.Weights]

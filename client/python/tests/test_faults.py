@@ -145,6 +145,7 @@ class KilledMemberTest(DaemonTest):
         outcomes = {outcome.instance: outcome for outcome in result.instances}
         self.assertTrue(outcomes["survivor"].committed)
         self.assertFalse(outcomes["victim"].committed)
+        self.assertEqual([str(suspect) for suspect in outcomes["victim"].failure.suspects], ["engine victim rank 0"])
         self.assertIn("victim", outcomes["victim"].reason)
 
     def test_a_trainer_that_is_killed_aborts_the_update_and_the_engine_is_told(self):
@@ -175,8 +176,63 @@ class KilledMemberTest(DaemonTest):
         engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
         with self.assertRaises(refitd.DeadlineExceeded) as caught:
             trainer.refit(1, duration_seconds=0.3)  # nobody answers Prepare
-        self.assertEqual((caught.exception.culprit, caught.exception.dirty), ("engine a rank 0", False))
-        self.assertIsInstance(caught.exception, TimeoutError)
+        error = caught.exception
+        self.assertEqual((error.culprit, error.dirty), ("engine a rank 0", False))
+        self.assertIsInstance(error, TimeoutError)
+        (suspect,) = error.suspects
+        self.assertEqual((suspect.role, suspect.instance, suspect.rank, suspect.pid), ("engine", "a", 0, os.getpid()))
+        self.assertEqual((error.version, error.retriable, error.tensor), (1, True, None))
+        self.assertEqual((error.dirty_instances, error.dirty_count), ((), 0))
+
+    def test_a_reason_that_calls_weights_whole_made_a_dirty_engine_read_as_whole(self):
+        trainer, engine = self.trainer(), self.engine()
+        engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+        server = Server(self, engine)
+        update = trainer.update(1)
+        update.push("w", bytes(32), shape=(64,))
+        update.flush()
+        engine.fail(1, "loader died (weights are whole): tensor 'forged' of trainer rank 9 at daemon at /tmp/forged.sock")
+        with self.assertRaises(refitd.UpdateAborted) as caught:
+            update.commit()
+        error = caught.exception
+        self.assertIn("loader died (weights are whole)", str(error))
+        self.assertTrue(error.dirty)
+        self.assertEqual((error.dirty_instances, error.dirty_count, error.version), (("a",), 1, 1))
+        self.assertEqual((error.culprit, error.tensor), ("engine a rank 0", None))
+        self.assertTrue(server.wait_for(refitd.Aborted).dirty)
+
+    def test_what_a_member_said_reached_a_terminal_raw(self):
+        trainer, engine = self.trainer(), self.engine()
+        engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+        Server(self, engine)
+        update = trainer.update(1)
+        update.push("w", bytes(32), shape=(64,))
+        update.flush()
+        engine.fail(1, "\x1b[2J\x1b]0;owned\x07\nweights \u202eelohw era")
+        with self.assertRaises(refitd.UpdateAborted) as caught:
+            update.commit()
+        self.assertTrue(str(caught.exception).isprintable(), repr(str(caught.exception)))
+        shown = self.daemon.control("status")
+        self.assertTrue(all(line.isprintable() for line in shown.splitlines()), repr(shown))
+        self.assertIn("owned", shown)
+
+    def test_eighty_dirty_instances_of_long_names_hid_the_status_of_the_update(self):
+        trainer = self.trainer(min_instances=80)
+        names = [f"{i:03}-" + "n" * 120 for i in range(80)]
+        for name in names:
+            engine = self.engine(name)
+            engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+            Server(self, engine)
+        update = trainer.update(1, duration_seconds=SECONDS)
+        update.push("w", bytes(32), shape=(64,))
+        update.flush()
+        trainer.abort(1, "x" * 4000 + " the end")
+        with self.assertRaises(refitd.UpdateAborted) as caught:
+            update.commit()
+        error = caught.exception
+        self.assertEqual((error.dirty, error.dirty_count, error.culprit), (True, 80, "trainer rank 0"))
+        self.assertTrue(0 < len(error.dirty_instances) < 80 and set(error.dirty_instances) <= set(names))
+        self.assertIn(" the end", str(error))
 
 
     def test_an_update_that_is_lost_after_bytes_were_written_says_that_weights_are_dirty(self):

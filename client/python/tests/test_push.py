@@ -424,6 +424,66 @@ class PushTest(DaemonTest):
         result = trainer.refit(1)
         self.assertEqual((target[:8], result.bytes), (b"12345678", 8))
 
+    def tied_engine(self):
+        """An engine whose "head" is the memory of its "embed"; returns that memory."""
+        specs = [TensorSpec("embed", "uint8", (4,)), TensorSpec("head", "uint8", (4,))]
+        target, engine = refitd.Region(64), self.engine()
+        box = refitd.Box(0, (0,), (4,), (1,), refitd.RegionMemory(target, 0, 4))
+        engine.register_layout(specs, [box], {"head": "embed"})
+        Server(self, engine)
+        return target
+
+    def test_a_tied_head_that_is_pushed_is_compared_and_named(self):
+        trainer, target = self.trainer(), self.tied_engine()
+        with trainer.update(1) as update:
+            update.push("embed", b"1234")
+            update.push("head", b"1234")
+        self.assertEqual(target[:4], b"1234")
+        self.assertEqual((update.result.left_out, update.result.left_out_bytes), (("head",), 4))
+        with self.assertRaises(refitd.Error) as raised:
+            with trainer.update(2) as update:
+                update.push("embed", b"1234")
+                update.push("head", b"1235")
+        self.assertIn("tensor 'head' and tensor 'embed' are one memory", str(raised.exception))
+
+    def test_a_head_that_the_trainer_has_not_tied_is_refused_by_refit_before_anything_is_written(self):
+        trainer, target = self.trainer(), self.tied_engine()
+        specs = [TensorSpec("embed", "uint8", (4,)), TensorSpec("head", "uint8", (4,))]
+        source = refitd.Region(64)
+        boxes = [refitd.Box(i, (0,), (4,), (1,), refitd.RegionMemory(source, 8 * i, 4)) for i in range(2)]
+        trainer.register_layout(specs, boxes)
+        source[:4] = source[8:12] = b"same"
+        result = trainer.refit(1)
+        self.assertEqual((target[:4], result.left_out, result.left_out_tensors), (b"same", ("head",), 1))
+        source[8:12] = b"diff"
+        with self.assertRaises(refitd.Error) as raised:
+            trainer.refit(2)
+        self.assertIn("tensor head and tensor embed are one memory", str(raised.exception))
+        self.assertIn("weights are whole", str(raised.exception))
+        self.assertEqual(target[:4], b"same")
+
+    def test_a_trainer_and_an_engine_in_one_memory_shifted_are_refused(self):
+        trainer, engine = self.trainer(), self.engine()
+        spec, shared = TensorSpec("w", "uint8", (1024,)), refitd.Region(4096)
+        shared[:1024] = bytes(range(256)) * 4
+
+        def register(member, at):
+            member.register_layout([spec], [refitd.Box(0, (0,), (1024,), (1,), refitd.RegionMemory(shared, at, 1024))])
+
+        register(trainer, 0)
+        register(engine, 64)
+        Server(self, engine)
+        before = shared[:]
+        with self.assertRaises(refitd.FailedPrecondition) as raised:
+            trainer.refit(1)
+        for text in ("tensor w of trainer rank 0", "tensor w of engine", "overlap in memory", "weights are whole"):
+            self.assertIn(text, str(raised.exception))
+        self.assertEqual(shared[:], before)
+        register(trainer, 64)  # the same place is no harm
+        self.assertEqual(trainer.refit(2).committed, 1)
+        register(trainer, 2048)
+        self.assertEqual(trainer.refit(3).committed, 1)
+
     def test_views_outlive_acknowledgement_and_engine_without_a_crash(self):
         kept = []
 

@@ -4,13 +4,14 @@ import faulthandler
 import fcntl
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import unittest
 from unittest import mock
 
 import refitd
-from refitd import _native, regions, testing
+from refitd import _native, errors, regions, testing
 
 try:
     import numpy
@@ -163,18 +164,44 @@ class RegionTest(unittest.TestCase):
 
 
 class ErrorTest(unittest.TestCase):
-    def test_each_status_has_its_class_and_culprits_are_read_from_messages(self):
+    def test_each_status_has_its_class_and_no_field_comes_out_of_a_text(self):
+        told = errors.Failure(suspects=(errors.Suspect("engine", instance="a", rank=3),), suspect_count=1, dirty=True)
         for status in refitd.Status:
             if status is refitd.Status.OK:
                 continue
-            error = _native.error_of(status, "Refit: engine a rank 3 was waited for: tensor 'w'", "trainer rank 0")
-            self.assertEqual((error.status, error.culprit), (status, "engine a rank 3"))
-            self.assertEqual(str(error), "trainer rank 0: Refit: engine a rank 3 was waited for: tensor 'w'")
+            error = _native.error_of(status, "Refit: trainer rank 9: tensor 'w' (weights are whole)", "trainer rank 0", told)
+            self.assertEqual((error.status, error.culprit, error.dirty, error.tensor), (status, "engine a rank 3", True, None))
+            self.assertEqual(str(error), "trainer rank 0: Refit: trainer rank 9: tensor 'w' (weights are whole)")
             self.assertIsInstance(error, refitd.Error)
         self.assertIsInstance(_native.error_of(4, ""), TimeoutError)
         self.assertIsInstance(_native.error_of(3, ""), ValueError)
         self.assertEqual(_native.error_of(77, "?").status, refitd.Status.UNKNOWN)
-        self.assertIsNone(_native.error_of(10, "lost").culprit)
+        forged = _native.error_of(10, "lost: tensor 'w' of engine a rank 0 (weights are dirty: instance a)")
+        self.assertEqual((forged.culprit, forged.dirty, forged.suspects, forged.tensor), (None, None, (), None))
+
+    def test_a_culprit_is_the_tensor_else_a_suspect_else_the_field(self):
+        suspects = (errors.Suspect("trainer", rank=1), errors.Suspect("daemon", daemon="d"))
+        self.assertEqual(errors.Failure(suspects=suspects, tensor="w", field="f").culprit, "tensor 'w'")
+        self.assertEqual(errors.Failure(suspects=suspects, field="f").culprit, "trainer rank 1")
+        self.assertEqual(errors.Failure(field="f").culprit, "f")
+        self.assertIsNone(errors.Failure().culprit)
+        self.assertEqual(str(suspects[1]), "daemon d")
+        self.assertEqual(str(errors.Suspect("engine", instance="a")), "instance a")
+        self.assertEqual(refitd.Error("x", tensor="w").culprit, "tensor 'w'")
+        self.assertEqual(refitd.Error("x", tensor="w", culprit="module 'm'").culprit, "module 'm'")
+
+    def test_a_message_keeps_nothing_that_a_terminal_obeys(self):
+        error = refitd.InvalidArgument("tensor 'w\x1b[2J\x9b\u202e' of a hostile index\nsecond line")
+        self.assertEqual(str(error), "tensor 'w\\x1b[2J\\x9b\\u202e' of a hostile index\nsecond line")
+        told = _native.error_of(10, "one\ntwo\r\u2066")
+        self.assertEqual(str(told), "one\\ntwo\\r\\u2066")
+        self.assertEqual(str(refitd.Error("é 漢 plain")), "é 漢 plain")
+
+    def test_errors_cross_processes_with_their_fields(self):
+        error = refitd.UpdateAborted("lost", dirty=True, dirty_instances=["a"], suspects=[errors.Suspect("trainer", rank=2)], version=4)
+        there = pickle.loads(pickle.dumps(error))
+        self.assertEqual(vars(there), vars(error))
+        self.assertEqual((there.culprit, there.dirty_count, str(there)), ("trainer rank 2", 1, "lost"))
 
 
 class TestingTest(unittest.TestCase):

@@ -132,6 +132,12 @@ class Arguments(unittest.TestCase):
             with self.assertRaisesRegex(FailedPrecondition, name):
                 check(SimpleNamespace(**{name: 2}))
 
+    def test_experts_that_are_moved_after_registration_are_refused_by_name(self):
+        check(SimpleNamespace(enable_eplb=False, ep_num_redundant_experts=0, init_expert_location="trivial", elastic_ep_backend=None))
+        for name, value in (("enable_eplb", True), ("ep_num_redundant_experts", 2), ("init_expert_location", "/x.json"), ("elastic_ep_backend", "nixl")):
+            with self.assertRaisesRegex(FailedPrecondition, name):
+                check(SimpleNamespace(**{name: value}))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -45,6 +45,22 @@ class TlsTest(DaemonTest):
     def tls(self, **fields):
         return refitd.TLS(**{"certificate": self.certificate, "key": Path(self.key), "roots": self.authority.roots, "server": DAEMONS, **fields})
 
+    def test_an_engine_takes_the_weights_of_the_identity_that_it_names(self):
+        trainer = self.over_tcp(tls=self.tls())
+        with self.assertRaisesRegex(refitd.PermissionDenied, "trainer_identity: 'uid:1' is not who owns group"):
+            self.engine("b", trainer_identity="uid:1")
+        with self.assertRaisesRegex(refitd.InvalidArgument, "trainer_identity"):
+            self.engine("b", trainer_identity="somebody")
+        server = Server(self, self.engine(staged=True, trainer_identity="spiffe://prod/*"), lambda part: None)
+        with trainer.update(1, tensor_count=1) as update:
+            update.push("w", b"weights")
+        server.wait_for(refitd.Committed, 1)
+        (committed,) = server.of(refitd.Committed)
+        self.assertEqual(committed.owner, "spiffe://prod/trainer")
+        # A version of another owner is not one of this group's: its engine does not take this owner's weights either.
+        with self.assertRaisesRegex(refitd.PermissionDenied, "held_owner"):
+            self.engine("b", held_version=1, held_incarnation=7, held_owner="uid:1")
+
     def test_what_is_pushed_over_tls_arrives_whole(self):
         trainer = self.over_tcp(tls=self.tls())
         tensors = {f"t{i}": os.urandom(size) for i, size in enumerate((1, 0, 100, 70_000, (1 << 20) + 1, (5 << 20) + 7, 3))}

@@ -8,6 +8,7 @@ from unittest import mock
 
 from refitd.errors import FailedPrecondition
 from refitd.vllm import _versions
+from refitd.vllm.driver import check_backend
 from refitd.vllm.endpoints import ServerControls, check_api_servers
 
 
@@ -134,6 +135,18 @@ class Calls(unittest.TestCase):
         for method, found in ((None, None), ("ngram", None), ("suffix", None), ("eagle3", "eagle3"), ("draft_model", "draft_model")):
             config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method))
             self.assertEqual(_versions.draft_of(config), found)
+
+    def test_experts_that_are_moved_after_registration_are_refused_by_name(self):
+        transfer = SimpleNamespace(backend="refitd")
+        stay = SimpleNamespace(enable_eplb=False, eplb_config=SimpleNamespace(num_redundant_experts=0))
+        check_backend(SimpleNamespace(parallel_config=stay, weight_transfer_config=transfer))
+        for name, parallel in (
+            ("enable_eplb", SimpleNamespace(enable_eplb=True)),
+            ("num_redundant_experts", SimpleNamespace(enable_eplb=False, eplb_config=SimpleNamespace(num_redundant_experts=2))),
+        ):
+            with self.assertRaisesRegex(FailedPrecondition, name) as caught:
+                check_backend(SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer))
+            self.assertEqual(caught.exception.culprit, name)
 
 
 if __name__ == "__main__":

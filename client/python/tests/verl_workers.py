@@ -165,7 +165,7 @@ class Server:
 class Layout:
     """The part of refitd.vllm's Delivery that a Rank reads."""
 
-    direct, processed, constant, arena_bytes = (), (), (), 0
+    direct, processed, constant, arena_bytes, bindings = (), (), (), 0, None
 
     def __init__(self, collected):
         self.tensors, self.boxes = collected.tensors, collected.boxes

@@ -1,5 +1,7 @@
 #include "transport/cuda/nccl/communicator.h"
 
+#include "transport/base/failure.h"
+
 #if defined(REFITD_CUDA)
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -136,7 +138,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
           REFITD_RETURN_IF_ERROR(self->status());
           absl::Status done = self->lost_->Note(call(self.get()));
           if (done.ok()) return done;
-          done = Error(done.code(), "{}: {}", name, Message(done));
+          done = Prefixed(done, "{}", name);
           if (!Refuses(done)) self->Poison(done);
           return done;
         },
@@ -151,7 +153,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     {
       MutexLock lock(&mutex_);
       if (!status_.ok()) return;
-      status_ = Error(why.code(), "{} is no longer usable: {}", Name(), Message(why));
+      status_ = Prefixed(why, "{} is no longer usable", Name());
     }
     const Clock::time_point deadline = Clock::now() + clean_up_;
     thread_->Post("the end of " + Name(), deadline, [self = shared_from_this(), deadline] {
@@ -181,7 +183,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     thread_->Post(name, deadline, [self = shared_from_this(), id, name] {
       if (!self->status().ok()) return;  // all windows are freed with the communicator
       const absl::Status gone = self->lost_->Note(self->Deregister(id));
-      if (!gone.ok()) self->Poison(Error(gone.code(), "{}: {}", name, Message(gone)));
+      if (!gone.ok()) self->Poison(Prefixed(gone, "{}", name));
     });
   }
 
@@ -329,7 +331,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
       first = current.status();
       if (first.ok()) first = call(rank);
       if (!first.ok()) {
-        first = Error(first.code(), "device {}: {}", ranks_[rank].device, Message(first));
+        first = Prefixed(first, "device {}", ranks_[rank].device);
       }
     }
     // A group that was begun must be ended, even after an error.
@@ -349,7 +351,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         if (result == NcclResult::kSuccess) break;
         if (result != NcclResult::kInProgress) {
           const absl::Status failed = api_->Check(what, result);
-          return Error(failed.code(), "device {}: {}", rank.device, Message(failed));
+          return Prefixed(failed, "device {}", rank.device);
         }
         if (Clock::now() >= deadline) {
           return Error(absl::StatusCode::kDeadlineExceeded,
@@ -435,7 +437,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
       }
       return status;
     }
-    status = Error(status.code(), "the end of {}: {}", Name(), Message(status));
+    status = Prefixed(status, "the end of {}", Name());
     KeepForever();
     lost_->Lose(status);
     return status;

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/base/failure.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/lost_context.h"
 #include "transport/cuda/nccl/api.h"
@@ -61,8 +62,9 @@ std::string Encode(const Address& address) {
 // Decodes the address of rank `rank` of `size`, trusting nothing in it (P10).
 absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int size) {
   const auto bad = [&](std::string_view why) {
-    return Error(StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch, rank,
-                 why);
+    return AboutRanks(
+        Error(StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch, rank, why),
+        {rank});
   };
   if (in.size() < kMagic.size() || in.substr(0, kMagic.size()) != kMagic) {
     return bad(
@@ -244,7 +246,10 @@ class NcclEpoch final : public WireEpoch {
     REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*shared_->nccl, ncclBroadcast, op.memory.data,
                                             op.memory.data, static_cast<size_t>(op.memory.bytes),
                                             NcclDataType::kInt8, op.root, comm_, stream_));
-    REFITD_RETURN_IF_ERROR(AwaitWork(deadline, fmt::format("broadcast seq {}: {}", op.seq, whom)));
+    const std::vector<int> ranks =
+        rank_ == op.root ? std::vector<int>() : std::vector<int>{op.root};
+    REFITD_RETURN_IF_ERROR(
+        AboutRanks(AwaitWork(deadline, fmt::format("broadcast seq {}: {}", op.seq, whom)), ranks));
     Count(rank_ == op.root ? op.memory.bytes : 0, rank_ == op.root ? 0 : op.memory.bytes);
     return absl::OkStatus();
   }
@@ -279,6 +284,7 @@ class NcclEpoch final : public WireEpoch {
     REFITD_RETURN_IF_ERROR(status);
     REFITD_RETURN_IF_ERROR(ended);
     if (whom.empty()) return absl::OkStatus();
+    // NCCL does not say which of the peers held it up, so none is a suspect.
     REFITD_RETURN_IF_ERROR(AwaitWork(deadline, fmt::format("exchange seq {}: {}", op.seq, whom)));
     Count(sent, received);
     return absl::OkStatus();

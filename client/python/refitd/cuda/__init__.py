@@ -362,10 +362,10 @@ class CudaResolver(Resolver):
                 add = getattr(library, f"refit_{self._kind}_add_cuda_block")
                 check(add(member, driver().ipc_handle(allocation.base), allocation.nbytes, byref(out)), self._label)
             else:
-                add = getattr(library, f"refit_{self._kind}_add_cuda_vmm")
+                add = getattr(library, f"refit_{self._kind}_add_cuda_vmm_at")
                 descriptor = driver().export(allocation.base)
                 try:
-                    check(add(member, descriptor, allocation.nbytes, byref(out)), self._label)
+                    check(add(member, descriptor, allocation.nbytes, allocation.base, byref(out)), self._label)
                 finally:
                     os.close(descriptor)
         assert out.value is not None
@@ -384,6 +384,12 @@ class CudaKind(DeviceKind):
         if torch is None or not torch.cuda.is_available() or (used and not torch.cuda.is_initialized()):
             return None
         return device_uuid(torch.cuda.current_device())
+
+    def name_of(self, device: Any) -> str:
+        index = device.index or 0
+        if index not in _uuids:
+            _uuids[index] = device_uuid(index)
+        return _uuids[index]
 
     def first(self) -> str:
         try:
@@ -422,11 +428,7 @@ class CudaKind(DeviceKind):
         pointer_now: Callable[[], int] | None,
         check_moved: Callable[[], None] | None,
     ) -> CudaMemory:
-        index = device.index or 0
-        name = _uuids.get(index)
-        if name is None:
-            name = _uuids[index] = device_uuid(index)
-        return CudaMemory(name, pointer, nbytes, index, owner, label, pointer_now, check_moved)
+        return CudaMemory(self.name_of(device), pointer, nbytes, device.index or 0, owner, label, pointer_now, check_moved)
 
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
         return CudaBytes(pointer, nbytes, owner, device_index(device))

@@ -127,10 +127,10 @@ class Controls:
         success, message = self._run(self._manager.update_weights_from_tensor(asked, None))[:2]
         if success:
             # SGLang may add the answers of other schedulers to the first.
-            answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]
+            answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]  # texts: SGLang passes nothing else on
             return answers
         try:
-            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]
+            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]  # texts: as above
         except ValueError:
             raise errors.FailedPrecondition(f"SGLang refused: {message}") from None
         kind = getattr(errors, told["error"], None)
@@ -193,9 +193,17 @@ class OfflineControls(Controls):
         engine.release_memory_occupation, engine.resume_memory_occupation = release, resume
 
 
+# SGLang's arguments that this adapter can't serve, and the value that each may have. The last move experts after they are registered, so
+# that new weights would get into other experts (P11).
+_ONLY = (
+    ("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None),
+    ("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial"), ("elastic_ep_backend", None),
+)  # fmt: skip
+
+
 def check(arguments: Any) -> None:
     """Raises FailedPrecondition that names the first of SGLang's arguments that this adapter can't serve."""
-    for name, allowed in (("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None)):
+    for name, allowed in _ONLY:
         value = getattr(arguments, name, allowed)
         if value != allowed and value:
             raise errors.FailedPrecondition(f"SGLang was started with {name}={value!r}, which is not supported", culprit=name)

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from .. import errors
+from ..proof import Proof
 from ..vllm import evidence
 from ..vllm.delivery import Delivery, decide
 from ..vllm.manifest import read_manifest
@@ -101,6 +102,9 @@ class Backend:
             self._zero_padding(made)
             if made.arena:
                 self._try_out(made)
+        if settings.proof != "off":
+            made.proof = Proof(unproved=dict.fromkeys((*made.direct, *made.processed), "can't be told: SGLang's models are not run alone"))
+            made.proof.check(require=settings.proof == "require")
         return made
 
     def _zero_padding(self, made: Delivery) -> None:

@@ -7,9 +7,13 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from ..proof import Probe
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -116,12 +120,14 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     ) > 1
 
 
-def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any]) -> None:
+def reload(
+    model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any], must: bool = True
+) -> list[str]:
     """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
     post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
 
-    `wanted`: by name, the layers that must be post-processed. Raises FailedPrecondition that names one that was not: its loader
-    writes past what vLLM counts, so that vLLM drops what was loaded.
+    `wanted`: by name, the layers that must be post-processed. Returns those that were not: their loader writes past what vLLM counts, so
+    that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one.
     """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -139,12 +145,13 @@ def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[s
         for method, kernel in kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
-    if missed:
+    if missed and must:
         raise FailedPrecondition(
             f"vLLM's reload passes over {len(missed)} modules that are changed after loading, such as '{missed[0]}' "
             f"({type(wanted[missed[0]]).__name__}): new weights do not get there",
             culprit=f"module '{missed[0]}'",
         )
+    return missed
 
 
 def _let_experts_prepack(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -206,6 +213,94 @@ def is_attention(layer: Any) -> bool:
     return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
 
 
+# ---- running a model alone, for refitd.proof ----
+
+
+def probe_of(model: Any, vllm_config: Any, device: Any) -> Probe:
+    """How a worker's model is run on fixed tokens, without requests, compiled code and caches. Attention mixes nothing then: it gives what
+    `_stand_in` says, so that each layer gets something that depends on the layers before. Raises FailedPrecondition where that can't be."""
+    from vllm.distributed import parallel_state
+
+    from ..proof import Probe, token_ids, tokens_for
+
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise FailedPrecondition("the model is cut into pipeline stages, which are not run alone", culprit="pipeline_parallel_size")
+    group = parallel_state.get_tp_group()
+    tokens = tokens_for(model)
+    ids = token_ids(vllm_config.model_config.get_vocab_size(), tokens, device)
+    alone = partial(_alone, model, vllm_config, tokens)
+
+    def run() -> Any:
+        import torch
+
+        with alone():
+            hidden = model(input_ids=ids, positions=torch.arange(tokens, device=device), intermediate_tensors=None, inputs_embeds=None)
+            return model.compute_logits(hidden)
+
+    def agree(names: set[str]) -> set[str]:
+        import torch.distributed
+
+        if group.world_size == 1:
+            return names
+        found: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(found, names, group=group.cpu_group)
+        return set().union(*found)
+
+    return Probe(run, tokens, alone, _shows_nothing, (group.rank_in_group, group.world_size), agree)
+
+
+@contextmanager
+def _alone(model: Any, vllm_config: Any, tokens: int) -> Iterator[None]:
+    import torch
+    from vllm.forward_context import get_forward_context, set_forward_context
+
+    options: dict[str, Any] = {}
+    if "skip_compiled" in inspect.signature(set_forward_context).parameters:
+        options["skip_compiled"] = True
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        options["num_tokens_across_dp"] = torch.full((vllm_config.parallel_config.data_parallel_size,), tokens, dtype=torch.int32)
+    layers = [layer for layer in model.modules() if _mixes_tokens(layer) and hasattr(layer, "num_heads") and hasattr(layer, "head_size")]
+    with current_config(vllm_config), set_forward_context(None, vllm_config, num_tokens=tokens, **options):
+        context = get_forward_context()
+        if hasattr(context, "all_moe_layers"):
+            context.all_moe_layers = None  # layers are told by name, and not by their turn in a whole forward
+        for layer in layers:
+            layer.forward = partial(_stand_in, layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+
+def _mixes_tokens(layer: Any) -> bool:
+    """Whether the layer computes by requests' metadata: attention and layers with a state."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return isinstance(layer, AttentionLayerBase)
+
+
+def _stand_in(layer: Any, query: Any, key: Any = None, value: Any = None, output_shape: Any = None, output_dtype: Any = None, **_: Any) -> Any:
+    """In place of attention's output, the sum of its inputs, repeated and cut to the output's width."""
+    tokens = query.shape[0]
+    width = output_shape[-1] if output_shape is not None else layer.num_heads * getattr(layer, "head_size_v", layer.head_size)
+    made = query.new_zeros((tokens, width))
+    for part in (query, key, value):
+        if part is not None:
+            flat = part.reshape(tokens, -1)
+            made += flat.repeat(1, -(-width // flat.shape[1]))[:, :width]
+    return made if output_dtype is None else made.to(output_dtype)
+
+
+def _shows_nothing(module: Any, layer: Any) -> str:
+    """Why a run of the layer does not show whether the module's parameters are read; "": it does."""
+    inner = [child for child in (module if layer is None or layer is module else layer).modules() if _mixes_tokens(child)]
+    if layer is not None and inner:
+        return "is read by attention, which is not run without requests"
+    return ""
+
+
 def is_made_later(layer: Any, name: str) -> bool:
     """Whether the attention layer has the parameter only since it was post-processed."""
     return is_attention(layer) and name.rpartition(".")[2] not in layer_info(layer).restore_metadata[0]
@@ -243,6 +338,18 @@ def start_arguments(start: Callable[..., Any]) -> dict[str, Any]:
 def finish_arguments(finish: Callable[..., Any], version: int) -> tuple[Any, ...]:
     """Arguments of `finish_weight_update`: since 0.27 it takes the version, as text."""
     return (str(version),) if inspect.signature(finish).parameters else ()
+
+
+def check_experts_stay(parallel: Any) -> None:
+    """Raises FailedPrecondition, which names the setting of a parallel config, where vLLM balances the load of experts: it moves them after
+    they are registered, so that new weights would get into other experts (P11)."""
+    redundant = getattr(getattr(parallel, "eplb_config", None), "num_redundant_experts", 0) or getattr(parallel, "num_redundant_experts", 0)
+    setting = "enable_eplb" if getattr(parallel, "enable_eplb", False) else "num_redundant_experts" if redundant else None
+    if setting is not None:
+        raise FailedPrecondition(
+            f"vLLM was started with {setting}: it moves experts between ranks while it runs, so that new weights would get into other experts",
+            culprit=setting,
+        )
 
 
 def draft_of(vllm_config: Any) -> str | None:

@@ -15,16 +15,20 @@ launcher each process has a driver.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from .._layout import TensorSpec
 from ..errors import FailedPrecondition
 from . import _versions, evidence, set_backend
 from .delivery import Delivery, decide
 from .launched import by_external_launcher
 from .manifest import read_manifest
+from .proving import Steps, proved
 from .rank import PREPARE_SECONDS, Rank, keep_memory, synchronise, tensors_of
 from .settings import Settings
 from .sleep_memory import make_exportable
@@ -40,8 +44,11 @@ class RefitdInitInfo(WeightTransferInitInfo):
     instance: str = ""
     socket: str = ""
     coordinator: str = ""
+    trainer_identity: str = ""
     manifest: str = ""
     arena_bytes: str | int = ""
+    proof: str = ""
+    logits: str = ""
     wait_seconds: str | float = ""
     reattach_seconds: str | float = ""
     drivers: int = 0
@@ -84,13 +91,14 @@ class RefitdBackend(WeightTransferEngine):
         self.device: Any = parameters[0].device
         clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
         set_backend(self)
-        self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process)
+        self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
 
     # ---- attaching ----
 
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
+        _versions.check_experts_stay(self.parallel_config)
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
             self._zero_padding(self.rank.delivery)
@@ -113,9 +121,20 @@ class RefitdBackend(WeightTransferEngine):
                 f"vLLM was started with a draft model (speculative_config, method '{draft}'), whose weights would stay as they are",
                 culprit="speculative_config",
             )
-        source = settings.manifest or self._vllm_config.model_config.model
-        manifest = read_manifest(source)
-        made = decide(self.model, manifest, settings.arena_bytes, self.device)
+        manifest = read_manifest(settings.manifest or self._vllm_config.model_config.model)
+        steps = Steps(
+            decide=lambda failed: self._made(settings, manifest, failed),
+            process=self._process,
+            load=self._load,
+            probe=lambda: _versions.probe_of(self.model, self._vllm_config, self.device),
+        )
+        made = proved(self.model, settings.proof, manifest, self.device, self.rank.clean, steps)
+        if not self.rank.clean:
+            self._zero_padding(made)
+        return made
+
+    def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
+        made = decide(self.model, manifest, settings.arena_bytes, self.device, failed=failed)
         if not self.rank.clean:
             self._zero_padding(made)
             if made.arena:  # what vLLM's reload passes over is refused now, and not after the first version was committed
@@ -150,15 +169,35 @@ class RefitdBackend(WeightTransferEngine):
             if update_info.detach:
                 self.rank.detach()
 
+    def _logits(self) -> Any:
+        return _versions.probe_of(self.model, self._vllm_config, self.device).run()
+
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
+        with self._derived(delivery), _versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
+            if delivery.arena:
+                _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
+            else:
+                self._process_attention(delivery)
+
+    def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
+        """Puts all of a checkpoint's tensors there as vLLM's own weight updates do; returns the modules that these pass over."""
+        wanted: dict[str, Any] = {}
+        seen: set[int] = set()
+        for name, layer in self.model.named_modules():
+            own = {id(tensor) for tensor in layer._parameters.values() if tensor is not None} - seen
+            seen |= own
+            if own and getattr(layer, "quant_method", None) is not None:  # not those whose parameters are all another's
+                wanted[name] = layer
+        with self._derived(delivery):
+            return _versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
+
+    @contextmanager
+    def _derived(self, delivery: Delivery) -> Iterator[None]:
+        """Around what processes modules: what attention and tied modules derive gets into its old memory."""
         with _versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
-            with _versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
-                if delivery.arena:
-                    _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
-                else:
-                    self._process_attention(delivery)
+            yield
             for layer, before in memories:
                 keep_memory(layer, before)
             for layer in delivery.tied:

@@ -13,14 +13,17 @@ What is none of them is refused by name, before anything is registered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from .. import _dtypes
+from .._places import Places
 from .._layout import Box, TensorSpec
 from ..errors import FailedPrecondition
+from ..proof import Proof
 from . import _versions, evidence
 
 UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
@@ -61,6 +64,10 @@ class Delivery:
     modules: dict[str, Any] = field(repr=False)  # by name, the processed ones that vLLM's reload must reach
     prepacked: list[Prepacked] = field(repr=False)
     tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
+    proof: Proof | None = None  # None: it was not asked for
+    places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
+    # Names that the engine's loader passes over since another name's memory is theirs, and that name.
+    tied_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def arena_bytes(self) -> int:
@@ -77,6 +84,7 @@ class Delivery:
             "ignored": sorted(self.ignored),
             "prepacked": sorted(entry.name for entry in self.prepacked),
             "arena_bytes": self.arena_bytes,
+            "proof": None if self.proof is None else self.proof.summary(),
         }
 
 
@@ -90,13 +98,22 @@ class _Held:
     is_parameter: bool
 
 
-def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any, inside: Any = _versions) -> Delivery:
-    """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with what is known of the engine's inside.
+def decide(
+    model: Any,
+    manifest: Sequence[TensorSpec],
+    arena_bytes: int,
+    device: Any,
+    inside: Any = _versions,
+    failed: Mapping[str, str] = MappingProxyType({}),
+) -> Delivery:
+    """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with
+    what is known of the engine's inside. `failed`: by parameter or module, why it is not to be written in place though nothing else tells.
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
     """
     held = _held(model)
     why = _reasons(model, held, inside)
+    why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
     module_of = {entry.name: id(entry.module) for entry in held}
@@ -116,6 +133,11 @@ def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device:
     else:
         prepacked = set()
     return _conclude(model, manifest, held, captured, modules, prepacked, names, why, arena_bytes, device, inside)
+
+
+def _reason_in(failed: Mapping[str, str], name: str) -> str:
+    """The reason of the parameter or of its module."""
+    return failed.get(name, "") or failed.get(name.rpartition(".")[0], "")
 
 
 def _prepackable(held: Sequence[_Held], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
@@ -327,9 +349,27 @@ def _conclude(
         modules={name: module for name, module in model.named_modules() if id(module) in modules - prepacked},
         prepacked=packing,
         tied=_tied_modules(model),
+        tied_names=_tied_names(model, captured.ignored, specs),
     )
     made.boxes = _boxes(made, captured, direct, held, device)
+    own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
+    made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
+
+
+def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]) -> dict[str, str]:
+    """Output layers that the engine's loader passes over since the embedding's memory is theirs, and that embedding's name.
+
+    A trainer whose output layer is another would have its values dropped: the daemon compares them with the embedding's.
+    """
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return {}
+    tied = {}
+    for name in ignored:
+        embeddings = [other for other in specs if other.endswith("embed_tokens.weight") and specs[other].shape == specs[name].shape]
+        if name.endswith("lm_head.weight") and len(embeddings) == 1:
+            tied[name] = embeddings[0]
+    return tied
 
 
 def _padded(held: Sequence[_Held], captured: Any, inside: Any) -> list[str]:

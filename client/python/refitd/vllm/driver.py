@@ -89,6 +89,7 @@ class Driver:
         self._prepare: Prepare | None = None
         self._paused_at = 0.0
         self._incarnation: int | None = None
+        self._owner: str | None = None
 
     # ---- what is asked ----
 
@@ -284,6 +285,8 @@ class Driver:
             world_size=self._world_size + self._drivers,
             socket=settings.socket,
             coordinator=settings.coordinator,
+            held_owner=self._owner,
+            trainer_identity=settings.trainer_identity,
             # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
             device=_devices.any_of(self._device),
             dirty=dirty,
@@ -301,8 +304,11 @@ class Driver:
                 "instance": settings.instance,
                 "socket": settings.socket or "",
                 "coordinator": settings.coordinator or "",
+                "trainer_identity": settings.trainer_identity or "",
                 "manifest": settings.manifest or "",
                 "arena_bytes": settings.arena_bytes,
+                "proof": settings.proof,
+                "logits": settings.logits or "",
                 "wait_seconds": settings.wait_seconds,
                 "reattach_seconds": settings.reattach_seconds,
                 "drivers": self._drivers,
@@ -343,7 +349,7 @@ class Driver:
         outcome = heard[0]
         if isinstance(outcome, Committed):
             if failure is None:
-                self._incarnation = outcome.incarnation
+                self._incarnation, self._owner = outcome.incarnation, outcome.owner
                 return self.machine.written(version)
             return self.machine.write_failed(f"version {version} was committed, and vLLM could not take it: {failure}")
         if isinstance(outcome, Aborted):
@@ -567,6 +573,10 @@ def starts_clean(config: Any) -> bool:
 
 
 def check_backend(config: Any) -> None:
+    """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
+    from . import _versions
+
+    _versions.check_experts_stay(config.parallel_config)
     transfer = config.weight_transfer_config
     if transfer is None or transfer.backend != "refitd":
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..proof import digest
+
 # The attribute of a model that has its evidence: {module: reasons}.
 ATTRIBUTE = "_refitd_evidence"
 # The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
@@ -23,20 +25,6 @@ CONFIGURATION = "_refitd_vllm_config"
 MAX_OBJECTS = 4096
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, slice, range)
-
-
-def digest(tensor: Any) -> int:
-    """A sum over the tensor's bytes that any swap or change of elements alters, modulo 2^64."""
-    import torch
-
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, flat.numel(), 1 << 22):
-        part = flat[start : start + (1 << 22)].to(torch.int64)
-        weights = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
-        weights = (weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
-        total += int(((part + 1) * weights).sum().item())
-    return total % (1 << 64)
 
 
 @dataclass
@@ -141,3 +129,6 @@ def _filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+__all__ = ["ATTRIBUTE", "CONFIGURATION", "Snapshot", "changes", "digest", "may_hold_copy"]

@@ -7,9 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
+from .. import proof
+from .._places import describe
 from ..engine import Engine
-from ..errors import DeadlineExceeded, FailedPrecondition, UpdateAborted
+from ..errors import DeadlineExceeded, Error, FailedPrecondition, UpdateAborted
 from ..events import Aborted, Committed, Lost, Prepare
 from .delivery import Delivery
 from .settings import Settings
@@ -28,9 +31,17 @@ class Rank:
     """
 
     def __init__(
-        self, device: Any, *, client: str, clean: bool, decide: Callable[[Settings], Delivery], process: Callable[[Delivery], None]
+        self,
+        device: Any,
+        *,
+        client: str,
+        clean: bool,
+        decide: Callable[[Settings], Delivery],
+        process: Callable[[Delivery], None],
+        logits: Callable[[], Any] | None = None,
     ) -> None:
-        """`decide`: makes the delivery, once. `process`: brings what the arena got into the modules, after each version."""
+        """`decide`: makes the delivery, once. `process`: brings what the arena got into the modules, after each version. `logits`: runs the
+        model on fixed tokens, for Settings.logits."""
         self.clean = clean
         self.version: int | None = None
         self.delivery: Delivery | None = None
@@ -38,16 +49,20 @@ class Rank:
         self._client = client
         self._decide = decide
         self._process = process
+        self._logits = logits
         self._member: Engine | None = None
         self._incarnation: int | None = None
+        self._settings: Settings | None = None
+        self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
 
     def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         self.detach()
         started = time.perf_counter()
-        if self.delivery is None:
+        if self.delivery is None or self._changed():
             self.delivery = self._decide(settings)
+        self._settings = settings
         dirty = dirty or not self.clean
         held: dict[str, Any] = {}
         if not dirty and self.version is not None:
@@ -59,6 +74,8 @@ class Rank:
             world_size=world_size,
             socket=settings.socket,
             coordinator=settings.coordinator,
+            held_owner=self._owner,
+            trainer_identity=settings.trainer_identity,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
             # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
@@ -69,7 +86,7 @@ class Rank:
             **held,
         )
         try:
-            member.register_layout(self.delivery.tensors, self.delivery.boxes)
+            member.register_layout(self.delivery.tensors, self.delivery.boxes, self.delivery.tied_names)
         except BaseException:
             member.close()
             raise
@@ -92,6 +109,8 @@ class Rank:
         if version is not None and self.version == version and self.clean:
             return
         prepare = self._await_prepare(member, version, wait_seconds)
+        if self._changed():
+            self._refuse_changed(member, prepare)
         synchronise(self._device)
         try:
             prepare.ready()
@@ -117,6 +136,30 @@ class Rank:
 
     # ---- inside ----
 
+    def _changed(self) -> dict[str, str]:
+        """By name, the model's parameters that are not the memory that the daemon writes, and can't be brought back there. On a GPU captured
+        graphs may read what is there now, so that nothing is brought back (P11)."""
+        places = self.delivery.places if self.delivery is not None else None
+        if places is None:
+            return {}
+        return places.bring_back() if self._device.type == "cpu" else places.changed()
+
+    def _refuse_changed(self, member: Engine, prepare: Prepare) -> None:
+        """Refuses the update before a byte is written, and registers what the model has now for the next one. Raises UpdateAborted."""
+        why, culprit = describe(self._changed(), member.label)
+        member.fail(prepare.version, why)
+        try:
+            self._await_outcome(member, prepare)
+        except UpdateAborted as error:
+            assert self._settings is not None
+            try:
+                made = self._decide(self._settings)
+                member.register_layout(made.tensors, made.boxes)
+                self.delivery = made
+            except Error as refused:
+                self._logger.warning("refitd: %s, and can't be registered anew: %s", why, refused)
+            raise UpdateAborted(f"version {prepare.version}: {why}", culprit=culprit, dirty=error.dirty) from error
+
     def _await_prepare(self, member: Engine, wanted: int | None, wait_seconds: float) -> Prepare:
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -141,22 +184,38 @@ class Rank:
             if event is None:
                 raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
         if isinstance(event, Committed):
-            self._bring_in()
-            self.version, self._incarnation, self.clean = event.version, event.incarnation, True
+            self._bring_in(member, event)
+            self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "GOOD"
         self.clean = clean_before and not dirty
         raise UpdateAborted(f"version {prepare.version}: {event.reason}", dirty=dirty)
 
-    def _bring_in(self) -> None:
+    def _bring_in(self, member: Engine, event: Committed) -> None:
         """An exception leaves the rank dirty; it must attach anew."""
-        assert self.delivery is not None
+        assert self.delivery is not None and self._settings is not None
         try:
             self._process(self.delivery)
             synchronise(self._device)
+            if self._settings.logits and self._logits is not None:
+                proof.compare_logits(self._settings.logits, self._logits_key(member, event), self._logits)
         except BaseException:
             self.detach()
             raise
+
+
+    def _logits_key(self, member: Engine, event: Committed) -> str:
+        """Names logits that engines of one shape have in common."""
+        shape = f"{member.rank}of{member.world_size}-{device_name(self._device)}"
+        return f"{quote(member.group, safe='')}-{quote(shape, safe='')}-{event.incarnation}-{event.version}"
+
+
+def device_name(device: Any) -> str:
+    if device.type != "cuda":
+        return str(device.type)
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
 
 
 def tensors_of(layer: Any) -> dict[str, Any]:

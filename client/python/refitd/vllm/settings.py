@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import InvalidArgument
+from ..proof import PROOFS
 
 PAUSES = ("keep", "wait", "abort")
 CACHES = ("reset", "keep")
@@ -20,12 +21,17 @@ class Settings:
     """How an engine attaches, and what it does on an update. Each field's variable is REFITD_ and the field's name in capitals.
 
     `group`, `instance`, `socket`, `coordinator`: as of refitd.Engine. All ranks of an engine have one `instance`.
+    `trainer_identity`: whose weights the engine takes, as of refitd.Engine; None: any owner's.
     `manifest`: a folder with safetensors files, one such file, or a JSON file {name: {"dtype", "shape"}}: the checkpoint's tensors
     as trainers have them; None: those of the model that vLLM was started with.
     `pause`: what happens to requests in flight: "keep" freezes them and goes on after the update, "wait" lets them end first, "abort"
     ends them.
     `cache`: "reset" drops the prefix, encoder and multi-modal caches at each update, "keep" keeps them.
     `arena_bytes`: the most memory that a rank spends on tensors that can't be delivered in place.
+    `proof`: whether the forward is proved to read what is written (refitd.proof) when a rank first attaches: "report" refuses or processes what
+    fails, and tells what is unproved; "require" refuses what is unproved too; "off" runs nothing.
+    `logits`: a folder, the same for all engines of the group: after each commit, before the engine goes on, the logits of fixed tokens are
+    compared with those that the first engine of the same shape to commit left there; None: they are not.
     `wait_seconds`: for the daemon and the group to appear, when a rank attaches.
     `reattach_seconds`: how long a daemon that went away is looked for.
     """
@@ -34,10 +40,13 @@ class Settings:
     instance: str = ""
     socket: str | None = None
     coordinator: str | None = None
+    trainer_identity: str | None = None
     manifest: str | None = None
     pause: str = "keep"
     cache: str = "reset"
     arena_bytes: int = ARENA_BYTES
+    proof: str = "report"
+    logits: str | None = None
     wait_seconds: float = 600.0
     reattach_seconds: float = 600.0
 
@@ -60,7 +69,7 @@ class Settings:
                     raise InvalidArgument(f"{field.name}: {value!r} is negative", culprit=field.name)
             values[field.name] = value
         made = cls(**values)
-        for name, allowed in (("pause", PAUSES), ("cache", CACHES)):
+        for name, allowed in (("pause", PAUSES), ("cache", CACHES), ("proof", PROOFS)):
             if getattr(made, name) not in allowed:
                 raise InvalidArgument(f"{name}: {getattr(made, name)!r} is none of {', '.join(allowed)}", culprit=name)
         return made

@@ -1,0 +1,127 @@
+// Whoever reaches a listener, but makes no call that a rule allows, costs the daemon little:
+// headers without an end, header strings that grow by a few bytes at a time, messages that are
+// never finished, and streams that are reset at once. gRPC 1.51 itself takes all of them.
+//
+// The attackers write HTTP/2 by hand. Their user may use the daemon, so that nothing but the bytes
+// that come before an allowed call can end them.
+#include <fmt/format.h>
+#include <sys/types.h>
+
+#include <catch2/catch.hpp>
+#include <deque>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/e2e/harness.h"
+#include "tests/e2e/http2_flood.h"
+#include "tests/e2e/require.h"
+
+namespace refitd::e2e {
+namespace {
+
+// A sanitizer keeps freed memory, and shadows all of it.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define REFITD_SANITIZED 8
+#endif
+#endif
+#if !defined(REFITD_SANITIZED)
+#define REFITD_SANITIZED 1
+#endif
+// The most that an attack may cost the daemon.
+constexpr int64_t kGrowth = REFITD_SANITIZED * (int64_t{64} << 20);
+constexpr size_t kConnections = 64;  // at a time
+
+// The most memory that the process has had, in bytes.
+int64_t PeakMemory(pid_t pid) {
+  std::ifstream status(fmt::format("/proc/{}/status", pid));
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::stoll(line.substr(6)) * 1024;
+  }
+  return 0;
+}
+
+// A daemon with a group that is being refitted, over a unix socket and over TCP.
+struct Victim {
+  Victim() {
+    Install(1);  // what an update needs is there before memory is compared
+    before = PeakMemory(daemon.pid());
+  }
+  void Install(int64_t version) {
+    REQUIRE(trainer.Begin(version).ok());
+    const auto bytes = BytesOf(model, version);
+    REQUIRE(trainer.Push(version, InlineBucket(model, bytes, 0, true)).ok());
+    REQUIRE(trainer.Commit(version, 1).ok());
+  }
+  uint16_t port() const {
+    const std::string& address = daemon.address();
+    return static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)));
+  }
+  // Runs the attack on many connections of each kind at a time; it must be ended on each.
+  void Endure(const std::function<bool(Attacker*)>& is_ended) {
+    for (const bool tcp : {false, true}) {
+      std::deque<Attacker> attackers;
+      int ended = 0;
+      for (size_t i = 0; i < kConnections; ++i) {
+        Attacker& attacker =
+            tcp ? attackers.emplace_back(port()) : attackers.emplace_back(daemon.socket());
+        if (is_ended(&attacker)) ++ended;
+      }
+      CHECK(ended == kConnections);
+    }
+    CHECK(PeakMemory(daemon.pid()) - before < kGrowth);
+    Install(2);
+    CHECK(daemon.Stop() == 0);
+  }
+
+  Daemon daemon{{"--listen-tcp=127.0.0.1:0"}};
+  const Model model = MixedModel();
+  RawTrainer trainer{daemon.Connect(), RawTrainer::Hello("g")};
+  Holder engine{daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, {}),
+                HoldWhole(model)};
+  int64_t before = 0;
+};
+
+TEST_CASE("headers without an end took gigabytes before any rule was asked") {
+  Victim().Endure(EndlessHeaders);
+}
+
+TEST_CASE("a header string that grows by a few bytes a frame took time without an end") {
+  Victim().Endure(GrowingHeader);
+}
+
+TEST_CASE("300 unfinished messages took gigabytes before any rule was asked") {
+  Victim().Endure(UnfinishedMessages);
+}
+
+TEST_CASE("streams that are reset at once took the time of all others") {
+  Victim().Endure(RapidResets);
+}
+
+TEST_CASE(
+    "a call that a rule allows lifts the bound of its connection, over TCP as over the socket") {
+  Daemon daemon({"--listen-tcp=127.0.0.1:0,[::1]:0"});
+  std::vector<std::shared_ptr<grpc::Channel>> channels = {daemon.Connect()};
+  const v1::GetStatusResponse status = daemon.Status();
+  for (const std::string& listener : status.listeners()) {
+    if (listener.rfind("tcp:", 0) != 0) continue;
+    channels.push_back(grpc::CreateChannel(listener.substr(4), grpc::InsecureChannelCredentials()));
+  }
+  REQUIRE(channels.size() == 3);
+  for (size_t i = 0; i < channels.size(); ++i) {
+    RawTrainer trainer(channels[i], RawTrainer::Hello(fmt::format("g{}", i)));
+    REQUIRE(trainer.attached().ok());
+    // More than an unproven connection may bring.
+    for (int call = 0; call < 600; ++call) {
+      const auto refused = trainer.Abort(1, std::string(400, 'r'));
+      REQUIRE(refused.status.error_code() != grpc::StatusCode::UNAVAILABLE);
+    }
+    CHECK_FALSE(trainer.events().ended());
+  }
+}
+
+}  // namespace
+}  // namespace refitd::e2e
