@@ -489,10 +489,9 @@ refit_status refit_update_outcome(const refit_update* update, int32_t index, con
  * string lives as long as the update. REFIT_OUT_OF_RANGE: no such name. */
 refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name);
 refit_status refit_update_abort(refit_update* update, const char* reason);
-/* After a refit_update_abort() that returned REFIT_OK, or REFIT_FAILED_PRECONDITION since the
- * update was over before: the error that other calls of the lost update get, REFIT_ABORTED, which
- * says whether weights of engines are dirty. REFIT_FAILED_PRECONDITION: the update may not be over.
- */
+/* After a call that failed because the update is over, and after refit_update_abort(): the error
+ * that other calls of the lost update get, REFIT_ABORTED, which says whether weights of engines are
+ * dirty. REFIT_FAILED_PRECONDITION: the update may not be over. */
 refit_status refit_update_lost(refit_update* update);
 
 /* ---- trainer: shards that stay where they are ---- */

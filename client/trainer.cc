@@ -424,7 +424,7 @@ class UpdateImpl final : public Update {
   const TimePoint call_deadline_;  // later, so that the daemon's own answer comes before it
   const std::shared_ptr<Pushes> pushes_;
   bool ended_ = false;  // true: committed or aborted, so nothing is left to abort
-  bool over_ = false;   // the daemon answered Abort, and so the update has ended there
+  bool over_ = false;   // the daemon has said that the update has ended there
 };
 
 absl::Status UpdateImpl::Push(Bucket bucket) {
@@ -540,7 +540,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {
-    if (absl::IsAborted(response.status())) ended_ = true;
+    if (absl::IsAborted(response.status())) ended_ = over_ = true;
     // The error of the push that ended the update says more than the error of this call.
     const absl::Status pushed = Flush();
     return pushed.ok() || absl::IsAborted(pushed) ? response.status() : pushed;
@@ -575,7 +575,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Refit() {
   const auto response = core_->Call<v1::RefitRequest, v1::CommitResponse>(
       &Stub::Refit, std::move(request), call_deadline_, "Refit");
   if (!response.ok()) {
-    if (absl::IsAborted(response.status())) ended_ = true;
+    if (absl::IsAborted(response.status())) ended_ = over_ = true;
     return response.status();
   }
   ended_ = true;

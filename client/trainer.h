@@ -189,9 +189,9 @@ class Update {
   // naming the culprit.
   virtual absl::StatusOr<CommitResult> Refit() = 0;
   virtual absl::Status Abort(const std::string& reason) = 0;
-  // After an Abort that the daemon answered, also with FAILED_PRECONDITION since the update was
-  // over before: the status that other calls of the lost update get. It is ABORTED, and says
-  // whether weights of engines are dirty. FAILED_PRECONDITION: the update may not be over.
+  // After a call that failed because the update is over, and after Abort: the status that other
+  // calls of the lost update get. It is ABORTED, and says whether weights of engines are dirty.
+  // FAILED_PRECONDITION: the update may not be over.
   virtual absl::Status Lost() = 0;
 };
 

@@ -1,5 +1,6 @@
 """Regions and tensors in them, and refitd.testing itself. No member is needed."""
 
+import faulthandler
 import fcntl
 import gc
 import os
@@ -45,6 +46,7 @@ class RegionTest(unittest.TestCase):
         """The status of a forked child in which `run` runs."""
         process = os.fork()
         if process == 0:
+            faulthandler.disable()  # pytest's would print that the child ends
             try:
                 run()
                 os._exit(0)
