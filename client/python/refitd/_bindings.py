@@ -41,11 +41,11 @@ class Bindings:
         return made
 
     @classmethod
-    def of_module(cls, module: Any) -> Bindings:
-        """The parameters, buffers and submodules of a torch module and of all modules below it."""
+    def of_modules(cls, *modules: Any) -> Bindings:
+        """The parameters, buffers and submodules of torch modules and of all modules below them."""
         made = cls()
         seen: set[int] = set()
-        pending = [module]
+        pending = list(modules)
         while pending:
             module = pending.pop()
             if module is None or id(module) in seen:

@@ -49,7 +49,7 @@ def flat_shards(module: Any) -> list[Shard]:
             shape = tuple(parameter.shape)
             shards.append(Shard(_clean(name), shape, parameter, None, None, replica, parameter.numel(), True))
     watched = [partial(_local_of, unit._handle) for _, unit in units if unit._handle is not None]
-    return MadeShards(shards, MadeOf(module, partial(flat_shards, module), watched))
+    return MadeShards(shards, MadeOf([module], partial(flat_shards, module), watched))
 
 
 def _local_of(handle: Any) -> Any:

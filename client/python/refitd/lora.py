@@ -217,7 +217,7 @@ def merged(model: Any) -> MadeMapping:
         layer = layers.get(name[: -len(".base_layer.weight")]) if name.endswith(".base_layer.weight") else None
         terms = _terms(layer, layer.active_adapters) if layer is not None else []
         found[clean] = Added(tensor, Product(clean, tensor, terms)) if terms else tensor
-    return MadeMapping(found, MadeOf(base, partial(merged, model)))
+    return MadeMapping(found, MadeOf([base], partial(merged, model)))
 
 
 def adapters(model: Any, adapter: str = "default") -> MadeMapping:
@@ -237,7 +237,7 @@ def adapters(model: Any, adapter: str = "default") -> MadeMapping:
     if not found:
         raise InvalidArgument(f"the model has no adapter '{adapter}' of LoRA", culprit="adapter")
     found |= _trained_whole(_base_of(model), adapter)
-    return MadeMapping(found, MadeOf(_base_of(model), partial(adapters, model, adapter)))
+    return MadeMapping(found, MadeOf([_base_of(model)], partial(adapters, model, adapter)))
 
 
 def engine_loop(model: Any, *, group: str, instance: str, adapter: str = "default", **options: Any) -> AdapterLoop:

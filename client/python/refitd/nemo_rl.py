@@ -235,7 +235,7 @@ class Transport(CheckpointEngine):
             return
         regions.adopt(model)
         dtype, exceptions = self._sender.casts.rules(dtype)
-        trainer.register(model.state_dict(keep_vars=True), dtype=dtype, exceptions=exceptions)
+        trainer.register(model, dtype=dtype, exceptions=exceptions)
         self._registered = (trainer, model)
 
     def _attached_backend(self) -> Any:

@@ -176,10 +176,10 @@ def _collect(x: Any, options: _Options, found: _Found) -> Layout:
 
 @dataclass(frozen=True)
 class MadeOf:
-    """How a mapping or a list of Shard was made of a module. `make()` makes it again, where names of the module are bound to other tensors,
-    or where what one of `watched` returns, a tensor that no name of the module is bound to, has moved."""
+    """How a mapping or a list of Shard was made of modules. `make()` makes it again, where names of the modules are bound to other tensors,
+    or where what one of `watched` returns, a tensor that no name of the modules is bound to, has moved."""
 
-    module: Any
+    modules: Sequence[Any]
     make: Callable[[], Any]
     watched: Sequence[Callable[[], Any]] = ()
 
@@ -219,7 +219,7 @@ def _find(x: Any, options: _Options) -> _Found:
     buffers = options.buffers
     if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
         named = _of_module(x, buffers)
-        bindings = Bindings.of_module(x)
+        bindings = Bindings.of_modules(x)
         return _Found(named, bindings if bindings.holds_all(named.values()) else None)
     if buffers is not True:
         raise InvalidArgument(
@@ -227,7 +227,7 @@ def _find(x: Any, options: _Options) -> _Found:
             culprit="buffers",
         )
     if isinstance(x, (MadeMapping, MadeShards)):
-        bindings = Bindings.of_module(x.made_of.module)
+        bindings = Bindings.of_modules(*x.made_of.modules)
         return _Found(x, bindings if bindings.complete else None, x.made_of.watched)
     if isinstance(x, dict):
         return _Found(dict(x), Bindings.of_dict(x))

@@ -34,6 +34,7 @@ from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncI
 from . import _devices, regions
 from ._exports import Ranks, on_thread
 from .errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
+from .shards import MadeMapping, MadeOf
 from .trainer import Trainer
 
 BACKEND = "refitd"
@@ -341,12 +342,18 @@ class Sender(WeightTransferSender):
             return
         regions.adopt(model)
         prefix = getattr(extractor, "weight_prefix", "") or ""
-        tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+        tensors = _prefixed(model, prefix)
         differs = next((name for name in {**tensors, **expected} if name not in tensors or name not in expected), None)
         if differs is not None:
             raise InvalidArgument(f"tensor '{differs}' is not both in the model and in the metadata", culprit=f"tensor '{differs}'")
-        self._trainer.register(tensors, dtype=None, exceptions={name: dtype for name, (dtype, _) in expected.items()})
+        dtypes = {name: dtype for name, (dtype, _) in expected.items()}  # SkyRL says each tensor's, whatever the model has
+        self._trainer.register(tensors, dtype=None, exceptions=dtypes, any_cast=list(dtypes))
         self._registered = model
+
+
+def _prefixed(model: torch.nn.Module, prefix: str) -> MadeMapping:
+    tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    return MadeMapping(tensors, MadeOf([model], functools.partial(_prefixed, model, prefix)))
 
 
 def _expected(metadata: dict[str, list[Any]]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -15,10 +15,12 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from .megatron import Mapped, Place, finish_gather, shards, table_of
+from .shards import MadeOf, MadeShards
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -183,7 +185,7 @@ class Updater:
             table = table_of(AutoConfig.from_pretrained(self.args.hf_checkpoint))
         common: Any = importlib.import_module(f"{self.framework}.backends.megatron_utils.update_weight.common")
         named = {name.removeprefix(_PREFIX): tensor for name, tensor in common.named_params_and_buffers(self.args, self.model)}
-        return shards(named, table, _place(rank, self.args))
+        return MadeShards(shards(named, table, _place(rank, self.args)), MadeOf(list(self.model), partial(self._shards, rank)))
 
 
 def _place(rank: int, args: Any) -> Place:

@@ -150,9 +150,9 @@ def checkpoint_tensors(model: Any) -> Any:
     lost = next((name for name in additions if name not in saved), None)
     if lost is not None:
         raise Unimplemented(f"'{lost}' has an adapter, and {type(model).__name__} saves it under another name", culprit=f"tensor '{lost}'")
-    whole = model if adapted is None else adapted.made_of.module
+    modules = [model] if adapted is None else adapted.made_of.modules
     return MadeShards(
-        [replace(shard, addition=additions.get(shard.name)) for shard in shards], MadeOf(whole, partial(checkpoint_tensors, given))
+        [replace(shard, addition=additions.get(shard.name)) for shard in shards], MadeOf(modules, partial(checkpoint_tensors, given))
     )
 
 

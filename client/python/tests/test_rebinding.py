@@ -226,7 +226,7 @@ class RebindingTest(DaemonTest):
         def make():
             made.append(1)
             halves = {f"half.{i}": half for i, half in enumerate(module.a.weight.data.chunk(2))}
-            return shards.MadeMapping(halves, shards.MadeOf(module, make))
+            return shards.MadeMapping(halves, shards.MadeOf([module], make))
 
         made = []
         trainer, engine = self.trainer(), self.engine()

@@ -189,7 +189,7 @@ def test_a_function_that_tells_another_address_is_noticed():
 
 def test_a_dict_with_other_entries_is_noticed_whichever_module_it_is_of():
     model = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(40))
-    bindings = Bindings.of_module(model)
+    bindings = Bindings.of_modules(model)
     assert bindings.complete and bindings.holds_all(model.state_dict(keep_vars=True).values())
     assert bindings.hold()
     for module in (model[0][0], model[17][1], model[39][0]):
