@@ -61,7 +61,7 @@ bool Ownership::EnterEngine(const std::string& held) {
 }
 
 void Ownership::Replaced(const std::string& by) {
-  if (owner_ == by) return;
+  if (owner_.empty() || owner_ == by) return;
   owner_.clear();
   settled_ = false;
   replaced_ = true;

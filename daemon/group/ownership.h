@@ -68,7 +68,8 @@ class Ownership {
   }
   // A version of the owner was committed.
   void Committed() { settled_ = !owner_.empty(); }
-  // `by` replaced the group. Another identity than the owner leaves it to the next trainer.
+  // `by` replaced the group. Another identity than the owner leaves it to the next trainer. Where
+  // nobody owned it yet, engines are still asked.
   void Replaced(const std::string& by);
 
  private:

@@ -119,6 +119,7 @@ TEST_CASE("where a rule names the owner nobody else enters or holds the group, b
 
 TEST_CASE("who replaces another's group leaves it to the next trainer, whatever engines say") {
   Ownership group("g");
+  group.Replaced("uid:0");  // nobody owns it yet: engines are asked
   REQUIRE(EnterEngine(&group, kVictim).ok());
   group.Replaced(kVictim);
   CHECK(group.owner() == kVictim);

@@ -86,10 +86,14 @@ struct World {
   }
 };
 
-EngineIdentity Again(std::optional<Version> held, bool dirty = false) {
+constexpr uint64_t kIncarnation = 7;  // of the group
+
+EngineIdentity Again(std::optional<Version> held, bool dirty = false,
+                     uint64_t origin = kIncarnation) {
   EngineIdentity engine;
   engine.instance = "here";
   engine.held_version = held;
+  if (held.has_value()) engine.held_origin = origin;
   engine.dirty = dirty;
   return engine;
 }
@@ -116,6 +120,14 @@ TEST_CASE("the loss of the coordinator alone takes no instance out of service") 
   CHECK(world.Ready("there"));
   world.readiness.Arrived("g", Again(Version(3)), kNow + seconds(10));
   CHECK(world.Ready("here", kNow + seconds(20)));
+}
+
+TEST_CASE("an engine that comes back with the same version of another incarnation is not ready") {
+  World world;
+  world.Tell();
+  world.Lose();
+  world.readiness.Arrived("g", Again(Version(3), /*dirty=*/false, 8), kNow + seconds(10));
+  CHECK_FALSE(world.Ready("here", kNow + seconds(20)));
 }
 
 TEST_CASE("what was known last does not count for ever") {

@@ -198,6 +198,7 @@ TEST_CASE("the loss of the coordinator leaves engines in service that hold what 
   Watch watch(b, "far");
   CHECK(watch.Next() == "SERVING");
   const std::string address = a.address();
+  const uint64_t incarnation = a.Group("g").incarnation();
   a.Kill();
   REQUIRE(far.engine().events().WaitEnd().has_value());
 
@@ -207,12 +208,14 @@ TEST_CASE("the loss of the coordinator leaves engines in service that hold what 
   hello.set_coordinator(address);
   hello.set_wait_ms(60'000);
   hello.set_held_version(1);
+  hello.set_held_origin(incarnation);
   {
     RawEngine again(b.Connect(), hello);
     CHECK(HealthAt(b, "far") == "SERVING");
   }
   // Another process without these weights takes the rank's place.
   hello.clear_held_version();
+  hello.clear_held_origin();
   RawEngine fresh(b.Connect(), hello);
   CHECK(Becomes(b, "far", "NOT_SERVING"));
   CHECK(watch.Next() == "NOT_SERVING");
