@@ -51,10 +51,10 @@ struct Victim {
     before = PeakMemory(daemon.pid());
   }
   void Install(int64_t version) {
-    REQUIRE(trainer.Begin(version).ok());
     const auto bytes = BytesOf(model, version);
-    REQUIRE(trainer.Push(version, InlineBucket(model, bytes, 0, true)).ok());
-    REQUIRE(trainer.Commit(version, 1).ok());
+    REQUIRE_OK(trainer.Begin(version));
+    REQUIRE_OK(trainer.Push(version, InlineBucket(model, bytes, 0, true)));
+    REQUIRE_OK(trainer.Commit(version, 1));
   }
   uint16_t port() const {
     const std::string& address = daemon.address();
