@@ -23,7 +23,6 @@ _ONE_THREAD = [
     "//daemon/node:watchers_test",
     "//daemon/policy:policy_test",
     "//daemon/policy:quota_test",
-    "//daemon/process:audit_log_test",
     "//daemon/process:log_limit_test",
     "//daemon/refitctl:format_test",
     "//daemon/refitctl:holder_test",

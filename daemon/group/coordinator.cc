@@ -1784,7 +1784,7 @@ void Coordinator::Impl::TellJoined() {
 
 void Coordinator::Impl::TellOwner() {
   for (auto& [id, node] : nodes) {
-    if (node.told_owner == group.owner()) continue;
+    if (node.told_owner == group.owner() || !Speaks(id, Protocol::kV6)) continue;
     node.told_owner = group.owner();
     Send(id, PeerOwner{node.told_owner});
   }

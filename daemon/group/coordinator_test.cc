@@ -35,6 +35,16 @@ class Fixture {
     coordinator_.CheckInvariants();
   }
   void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
+  // This daemon has looked at its sources before a binding's first run.
+  void AnswerCompare() {
+    for (const StartMoves& start : Local<StartMoves>()) {
+      if (start.step != MoveStep::kCompare) continue;
+      MovesDone done;
+      done.update = start.update;
+      done.step = start.step;
+      Do(PeerEvent(std::move(done)));
+    }
+  }
   // Every joined daemon sends the report.
   void ReportAll(const PeerReport& report) {
     for (const NodeId node : nodes_) Do(ReportReceived{node, report});
@@ -1368,6 +1378,7 @@ struct RunningRefit : Fixture {
     ToAll(PeerProgramBuilt{id, absl::OkStatus(), 10, {}});
     BringUp(EpochId(1), daemons);
     ToAll(ReadyEvent{kRemoteEngine, id});
+    AnswerCompare();
     REQUIRE(Sent<PeerRun>().size() == 3);
     CHECK_FALSE(Sent<PeerRun>()[0].resume.has_value());
     Forget();
@@ -1507,6 +1518,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
 // Commits the running refit to the daemons `in`. By their reports, the links between them were busy
 // for 1 s, but those to daemon c for 4 s if `slow`.
 void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
+  f->AnswerCompare();
   f->Forget();
   for (const NodeId node : in) {
     f->Do(ReportReceived{node, PeerWireGranted{f->id}});

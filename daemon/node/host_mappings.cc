@@ -25,12 +25,13 @@ bool HasPages(const struct stat& file, int64_t bytes) {
 
 }  // namespace
 
-absl::StatusOr<std::string> HostMappings::NameOf(const UniqueFd& fd) {
-  REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
-  return fmt::format("memfd {} {}", file.st_dev, file.st_ino);
+absl::StatusOr<MemoryOrigin> HostMappings::OriginOf(const UniqueFd& fd) {
+  struct stat file {};
+  if (fstat(fd.get(), &file) != 0) return ErrnoError(errno, "looking at the descriptor");
+  return MemoryOrigin{MemoryOrigin::Kind::kFile, file.st_dev, file.st_ino, 0};
 }
 
-absl::StatusOr<MemorySpan> HostMappings::Map(const UniqueFd& fd, const std::string& name,
+absl::StatusOr<MemorySpan> HostMappings::Map(const UniqueFd& fd, const MemoryOrigin& origin,
                                              int64_t bytes, Access access,
                                              const std::string& identity) {
   if (bytes > region_bytes_) {
@@ -38,7 +39,7 @@ absl::StatusOr<MemorySpan> HostMappings::Map(const UniqueFd& fd, const std::stri
                  "bytes: {} is more than this machine's memory, {}", bytes, region_bytes_);
   }
   REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
-  const Key key{name, access};
+  const Key key{origin.space, origin.object, access};
   std::shared_ptr<const Mapping> mapping = Find(key, bytes);
   if (mapping == nullptr) {
     auto made = std::make_shared<Mapping>();

@@ -16,7 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
@@ -34,12 +34,12 @@ class HostMappings {
   HostMappings(int64_t region_bytes, ByteLedger* mapped)
       : region_bytes_(region_bytes), mapped_(*mapped) {}
 
-  // Names the memfd: its device and inode. Two descriptors of one memfd give the same.
-  static absl::StatusOr<std::string> NameOf(const UniqueFd& fd);
+  // Which memfd it is: two descriptors of one memfd give the same.
+  static absl::StatusOr<MemoryOrigin> OriginOf(const UniqueFd& fd);
 
-  // Maps the first `bytes` of the memfd `name`, or shares a mapping of it. Errors: as of
-  // HostRegion::Map; RESOURCE_EXHAUSTED: a limit.
-  absl::StatusOr<MemorySpan> Map(const UniqueFd& fd, const std::string& name, int64_t bytes,
+  // Maps the first `bytes` of the memfd, or shares a mapping of it. `origin`: OriginOf(fd). Errors:
+  // as of HostRegion::Map; RESOURCE_EXHAUSTED: a limit.
+  absl::StatusOr<MemorySpan> Map(const UniqueFd& fd, const MemoryOrigin& origin, int64_t bytes,
                                  Access access, const std::string& identity);
 
  private:
@@ -48,7 +48,7 @@ class HostMappings {
     ByteLedger::Hold hold;
     std::shared_ptr<const HostRegion> region;
   };
-  using Key = std::pair<std::string, Access>;
+  using Key = std::tuple<uint64_t, uint64_t, Access>;  // device, inode
 
   std::shared_ptr<const Mapping> Find(const Key& key, int64_t bytes);
   void Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping);

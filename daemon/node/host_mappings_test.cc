@@ -21,7 +21,7 @@ struct World {
   absl::StatusOr<MemorySpan> Map(const UniqueFd& fd, int64_t bytes,
                                  const std::string& identity = "uid:1",
                                  Access access = Access::kReadOnly) {
-    return mappings.Map(fd, *HostMappings::NameOf(fd), bytes, access, identity);
+    return mappings.Map(fd, *HostMappings::OriginOf(fd), bytes, access, identity);
   }
 };
 

@@ -70,7 +70,8 @@ absl::StatusOr<RegionId> Regions::RegisterRegion(const Token& token, const PeerC
                  static_cast<uint32_t>(kind));
   }
   RegionRecord region;
-  REFITD_ASSIGN_OR_RETURN(region.identity, HostMappings::NameOf(fd));
+  REFITD_ASSIGN_OR_RETURN(const MemoryOrigin origin, HostMappings::OriginOf(fd));
+  region.identity = fmt::format("memfd {} {}", origin.space, origin.object);
   const std::string key(token.begin(), token.end());
   {
     const Turn turn(state_.turns);
@@ -79,8 +80,7 @@ absl::StatusOr<RegionId> Regions::RegisterRegion(const Token& token, const PeerC
   }
   // Mapping and filling page tables takes long, so it is done outside the mutex.
   REFITD_ASSIGN_OR_RETURN(
-      region.memory,
-      state_.mappings.Map(fd, region.identity, bytes, region.access, IdentityOf(Peer{peer})));
+      region.memory, state_.mappings.Map(fd, origin, bytes, region.access, IdentityOf(Peer{peer})));
   const Turn turn(state_.turns);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.memory.Add(member, std::move(region));

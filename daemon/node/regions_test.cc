@@ -99,6 +99,7 @@ TEST_CASE("a memfd becomes a region of its member: a trainer's is read, an engin
   CHECK(of_trainer.access == Access::kReadOnly);
   CHECK(of_trainer.memory.bytes == 4096);
   CHECK(std::string(of_trainer.memory.data) == "weights");
+  CHECK(of_trainer.memory.origin.kind == MemoryOrigin::Kind::kFile);
   const RegionRecord& of_engine = parts.state().leases.Find(engine.id)->regions.at(*written);
   CHECK(of_engine.access == Access::kReadWrite);
   CHECK(of_engine.memory.bytes == 8192);

@@ -23,6 +23,7 @@ class Machine : public GroupMachine {
   const GroupSpec& spec() const override { return spec_; }
   bool has_members() const override { return true; }
   bool has_trainers() const override { return true; }
+  const std::string& owner() const override { return owner_; }
   bool update_running() const override { return running; }
   bool is_coordinator() const override { return true; }
   absl::Status CanRegisterLayout(MemberId /*member*/) const override { return absl::OkStatus(); }
@@ -45,6 +46,7 @@ class Machine : public GroupMachine {
 
  private:
   const std::string name_;
+  const std::string owner_;
   const GroupSpec spec_;
 };
 

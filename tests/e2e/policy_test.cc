@@ -436,11 +436,15 @@ TEST_CASE("a changed policy counts at once and ends no lease, and a bad one is n
   certified.WriteRules(kOpenRules);
   daemon.Signal(SIGHUP);
   CHECK(Eventually([&] { return Train(daemon.address(), certified.Issue("u"), "h").ok(); }));
-  std::vector<std::string> outcomes;
-  for (const auto& line : AuditLines(audit)) {
-    if (line["what"] == "policy") outcomes.push_back(line["outcome"].get<std::string>());
-  }
-  CHECK(outcomes == std::vector<std::string>{"OK", "OK", "INVALID_ARGUMENT", "OK"});
+  const auto outcomes = [&audit] {
+    std::vector<std::string> found;
+    for (const auto& line : AuditLines(audit)) {
+      if (line["what"] == "policy") found.push_back(line["outcome"].get<std::string>());
+    }
+    return found;
+  };
+  const std::vector<std::string> expected = {"OK", "OK", "INVALID_ARGUMENT", "OK"};
+  CHECK(Eventually([&] { return outcomes() == expected; }));
 }
 
 TEST_CASE("an identity has limits of its own, and is told identity, limit and value") {

@@ -531,17 +531,18 @@ class Prover:
     def _perturb_parameter(self, held: _Held, base: _Outputs, router: _Router | None) -> str:
         """Returns why the layer's output does not show that the parameter is read; "": it does."""
         mine, count = self._probe.turn
+        before = digest(held.tensor)
         why = ""
         for turn in range(count):
             if turn != mine:
                 for _ in range(router.chosen if router is not None else 1):
                     self.outputs(held.layer)
             elif router is None:
-                after = self._changed(held, [held.tensor.data], base)
+                after = self._changed(held, [held.tensor.data], base, before)
                 if not base.differ(after):
                     why = f"({type(held.module).__name__}) is not read: its layer gives the same with other values there"
             else:
-                why = self._perturb_experts(held, router, base)
+                why = self._perturb_experts(held, router, base, before)
         return why
 
     def _router_of(self, held: _Held) -> _Router | None:
@@ -556,7 +557,7 @@ class Prover:
                 return router
         return None
 
-    def _perturb_experts(self, held: _Held, router: _Router, base: _Outputs) -> str:
+    def _perturb_experts(self, held: _Held, router: _Router, base: _Outputs, before: int) -> str:
         """Changes every chosen-th expert at a time: each of the tokens that go to one of them must change, and no other."""
         import torch
 
@@ -564,7 +565,7 @@ class Prover:
         stale: set[int] = set()
         strange = changed = False
         for first in range(router.chosen):
-            after = self._changed(held, [held.tensor.data[first :: router.chosen]], base)
+            after = self._changed(held, [held.tensor.data[first :: router.chosen]], base, before)
             changed = changed or base.differ(after)
             rows = base.rows_differ(after, self._probe.tokens)
             theirs = scheduled % router.chosen == first
@@ -582,9 +583,8 @@ class Prover:
             return f"of experts {', '.join(map(str, sorted(stale)[:8]))} is not read: tokens that go there give the same with other values"
         return ""
 
-    def _changed(self, held: _Held, parts: Sequence[Any], base: _Outputs) -> _Outputs:
-        """The layer's output with other values in `parts` of the parameter, which has its own again afterwards."""
-        before = digest(held.tensor)
+    def _changed(self, held: _Held, parts: Sequence[Any], base: _Outputs, before: int) -> _Outputs:
+        """The layer's output with other values in `parts` of the parameter, which has its own, of digest `before`, again afterwards."""
         _flip(parts)
         mark_written([held.tensor])
         try:
