@@ -957,11 +957,11 @@ refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t 
     }
     const std::optional<int64_t> offset = packer->packer->Reserve(number, bytes);
     if (!offset.has_value()) {
-      return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
-                               "tensor '{}': {} bytes, of which the bucket has room for {}",
-                               packer->packer->known()->At(number).spec.name, bytes,
-                               packer->packer->RoomFor(number)),
-                         packer->packer->known()->At(number).spec.name);
+      return refitd::AboutTensor(Error(absl::StatusCode::kResourceExhausted,
+                                       "tensor '{}': {} bytes, of which the bucket has room for {}",
+                                       packer->packer->known()->At(number).spec.name, bytes,
+                                       packer->packer->RoomFor(number)),
+                                 packer->packer->known()->At(number).spec.name);
     }
     *byte_offset = *offset;
     return absl::OkStatus();

@@ -35,6 +35,16 @@ class Fixture {
     coordinator_.CheckInvariants();
   }
   void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
+  // This daemon has looked at its sources before a binding's first run.
+  void AnswerCompare() {
+    for (const StartMoves& start : Local<StartMoves>()) {
+      if (start.step != MoveStep::kCompare) continue;
+      MovesDone done;
+      done.update = start.update;
+      done.step = start.step;
+      Do(PeerEvent(std::move(done)));
+    }
+  }
   // Every joined daemon sends the report.
   void ReportAll(const PeerReport& report) {
     for (const NodeId node : nodes_) Do(ReportReceived{node, report});
@@ -371,7 +381,8 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   done.status = AboutRanks(absl::DeadlineExceededError("epoch 1: waited 2000 ms for rank 0"), {0});
   f.Report(done);
   CHECK(f.Sent<PeerAbandon>().empty());
-  std::string culprit;
+  std::string text;
+  std::string suspect;
   SECTION("rank 0 has its say in time") {
     f.Do(WireDone{kEpoch, WireSeq(0),
                   AboutRanks(absl::DeadlineExceededError("waited 2000 ms for rank 2"), {2})});
@@ -392,19 +403,23 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
                              {1, 2})});
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
-    culprit = "for rank 2 (rank 1 is daemon a, rank 2 is daemon c)";
+    text = "for rank 2 (rank 1 is daemon a, rank 2 is daemon c)";
+    suspect = "c";
   }
   SECTION("rank 0 is silent") {
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
     f.Do(WireDone{kEpoch, WireSeq(0), absl::CancelledError("closed")});
-    culprit = "for rank 0 (rank 0 is daemon b)";
+    text = "for rank 0 (rank 0 is daemon b)";
+    suspect = "b";
   }
   done.status = absl::CancelledError("closed");
   f.Do(ReportReceived{kThird, done});
   const auto ended = f.Sent<PeerUpdateEnded>();
   REQUIRE(ended.size() == 2);
-  CHECK_THAT(ended[0].reason, Catch::Contains(culprit));
+  CHECK_THAT(ended[0].reason, Catch::Contains(text));
+  REQUIRE_FALSE(ended[0].failure.suspects.empty());
+  CHECK(ended[0].failure.suspects[0].daemon == suspect);
 }
 
 TEST_CASE(
@@ -1368,6 +1383,7 @@ struct RunningRefit : Fixture {
     ToAll(PeerProgramBuilt{id, absl::OkStatus(), 10, {}});
     BringUp(EpochId(1), daemons);
     ToAll(ReadyEvent{kRemoteEngine, id});
+    AnswerCompare();
     REQUIRE(Sent<PeerRun>().size() == 3);
     CHECK_FALSE(Sent<PeerRun>()[0].resume.has_value());
     Forget();
@@ -1507,6 +1523,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
 // Commits the running refit to the daemons `in`. By their reports, the links between them were busy
 // for 1 s, but those to daemon c for 4 s if `slow`.
 void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
+  f->AnswerCompare();
   f->Forget();
   for (const NodeId node : in) {
     f->Do(ReportReceived{node, PeerWireGranted{f->id}});

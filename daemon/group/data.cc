@@ -300,8 +300,9 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
   const int64_t most = update->tensor_count == 0 ? kMaxTensorsPerLayout : update->tensor_count;
   if (tensors <= most) return absl::OkStatus();
   return Precondition("seq {} would make {} tensors pushed; {}", bucket.seq, tensors,
-                      update->tensor_count == 0 ? fmt::format("an update has at most {}", most)
-                                                : fmt::format("Begin's tensor_count was {}", most));
+                      update->tensor_count == 0
+                          ? fmt::format("an update has at most {} (the tensors of a layout)", most)
+                          : fmt::format("Begin's tensor_count was {}", most));
 }
 
 void Group::Impl::On(const BucketEvent& e) {

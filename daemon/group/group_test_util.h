@@ -308,7 +308,7 @@ class TestGroup {
     plan->routes.wire_bytes = wire_bytes;
     // So many tensors that a version compares a part of them.
     for (uint64_t i = 0; replicas && i < 300; ++i) {
-      plan->replicas.boxes.push_back({0, 0, Box(), i << 32});
+      plan->replicas.boxes.emplace_back().hash = i << 32;
       plan->replicas.by_hash.emplace_back(i << 32, static_cast<int64_t>(i + 1));
       plan->replicas.tensors = 300;
     }

@@ -144,7 +144,7 @@ struct Actions::Performer {
   }
   void operator()(WelcomeMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     MemberRecord* member = Find(a.member);
-    if (member != nullptr) own->members_.Welcome(group, member, turn);
+    if (member != nullptr) own->members_.Welcome(group, member);
   }
   void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     const TimePoint now = DaemonState::Now();

@@ -117,7 +117,7 @@ void Members::MakeSlotsFor(MemberId id, const GroupRecord& group) {
       });
 }
 
-void Members::Welcome(GroupRecord* group, MemberRecord* member, Turn& turn) {
+void Members::Welcome(GroupRecord* group, MemberRecord* member) {
   identities_.AuditAttach(*member);
   // A follower knows the incarnation once it has joined.
   member->incarnation = group->machine->incarnation();

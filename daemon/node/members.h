@@ -44,8 +44,7 @@ class Members {
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Tells the member that the group's machine has taken it in.
-  void Welcome(GroupRecord* group, MemberRecord* member, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void Welcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Makes slots for a rank whose group another daemon coordinates. The event SlotsMade is the
   // answer.
   void MakeSlotsFor(MemberId member, const GroupRecord& group)

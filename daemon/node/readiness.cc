@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "daemon/policy/quota.h"
 #include "transport/base/status.h"
 
 namespace refitd {

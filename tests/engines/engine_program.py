@@ -46,19 +46,21 @@ def replace_parameter(worker: Any, name: str, rows: int | None) -> None:
 
 
 def plant_copy(worker: Any, name: str, by_version: bool) -> None:
-    """Lets a linear layer compute with a copy of its weight that it makes at its first forward, and keeps for as long as the weight's address
-    and, `by_version`, its version stay."""
-    from torch.nn import functional
+    """Lets a norm compute with a copy of its weight that it makes at its first forward, and keeps for as long as the weight's address and,
+    `by_version`, its version stay."""
+    import torch
 
     layer = worker.model_runner.get_model().get_submodule(name)
     kept: dict[Any, Any] = {}
 
-    def forward(x: Any) -> Any:
+    def forward(x: Any, residual: Any = None) -> Any:
         key = layer.weight.data_ptr(), by_version and layer.weight._version
         if key not in kept:
             kept.clear()
             kept[key] = layer.weight.detach().float()
-        return functional.linear(x.float(), kept[key]).to(x.dtype), None
+        given = (x if residual is None else x + residual).float()
+        made = given * torch.rsqrt(given.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon) * kept[key]
+        return made.to(x.dtype) if residual is None else (made.to(x.dtype), given.to(x.dtype))
 
     layer.forward = forward
 

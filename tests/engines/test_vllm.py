@@ -155,7 +155,8 @@ def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) 
     check_refused(EngineProcess, daemon, checkpoint, tmp_path, missing, manifest=manifest)
 
 
-KEEPS = "model.layers.1.mlp.down_proj"
+# Norms are written in place on every processor; linear layers are where vLLM does not prepack them.
+KEEPS = "model.layers.1.input_layernorm"
 
 
 def test_a_copy_of_a_weight_that_no_delivery_reaches_is_served_stale(folder: Path, daemon: Any, tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_a_copy_that_is_kept_by_version_follows_each_commit(folder: Path, daemon
 
 
 @pytest.mark.skipif(VLLM_ON_GPU, reason="about kernels of CPUs")
-@pytest.mark.parametrize("name,dtype", [("qwen3", "float32"), ("qwen3-tied", "float32"), ("qwen3-moe", "bfloat16")])
+@pytest.mark.parametrize("name,dtype", [("qwen3", "float32"), ("qwen3-moe", "bfloat16")])
 def test_prepacked_and_repacked_modules_that_are_declared_direct(name: str, dtype: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     """Where nothing is known of what post-processing changed, running the model tells: prepacked linear layers keep a copy, and experts are
     repacked with shape, strides and dtype as they were. They are processed then, and versions are equal to a fresh engine."""
@@ -215,7 +216,7 @@ def test_logits_after_a_commit_are_those_of_the_first_engine(folder: Path, daemo
 
 def test_a_replaced_parameter_is_committed_and_stale(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """After a parameter object was replaced, a version is what the model computes with, or is refused by the parameter's name."""
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = f"{KEEPS}.weight"
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     expected = fresh(EngineProcess, checkpoints[1], tmp_path, dtype="bfloat16")
     trainer = CheckpointTrainer(daemon.socket, checkpoints[0])

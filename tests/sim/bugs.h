@@ -17,7 +17,7 @@ struct Planted {
   uint64_t within;            // seeds that are tried
 };
 
-inline constexpr std::array<Planted, 29> kPlanted = {{
+inline constexpr std::array<Planted, 31> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},

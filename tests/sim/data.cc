@@ -152,7 +152,8 @@ bool World::ReadsOverlap(const Work& work) {
     const auto found = DaemonAt(work.d).members.find(member);
     if (found == DaemonAt(work.d).members.end()) return false;
     const Process& p = ProcessOf(found->second.pid);
-    return p.shard != nullptr && p.shard->in_pid != 0;
+    return std::any_of(p.shards.begin(), p.shards.end(),
+                       [](const auto& shard) { return shard->in_pid != 0; });
   });
 }
 

@@ -355,10 +355,12 @@ class Prover:
         prover.perturb()                        # proved, failed and unproved parameters in prover.proof
     """
 
-    def __init__(self, model: Any, probe: Probe, names: Iterable[str]) -> None:
-        """`names`: of parameters and buffers that are written in place. Runs the model once; where that fails, all are unproved."""
+    def __init__(self, model: Any, probe: Probe, names: Iterable[str], apart: Iterable[Any] = ()) -> None:
+        """`names`: of parameters and buffers that are written in place. `apart`: modules that are processed although such a parameter is theirs
+        too. Runs the model once; where that fails, all are unproved."""
         self.proof = Proof()
         self._model, self._probe = model, probe
+        self._apart = {id(module) for module in apart}
         self._began = time.perf_counter()
         self._routers = _routers(model)
         self._got: dict[int, tuple[Any, Any]] = {}
@@ -399,6 +401,8 @@ class Prover:
         """The parameters with these names, under each module that has them: a tied one may be copied by one module alone."""
         wanted = {id(tensor) for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()) if name in names}
         for prefix, module in self._model.named_modules():
+            if id(module) in self._apart:
+                continue
             for own, tensor in (*module._parameters.items(), *module._buffers.items()):
                 name = f"{prefix}.{own}" if prefix else own
                 if tensor is None or not tensor.numel() or (name not in names and id(tensor) not in wanted):
@@ -432,9 +436,21 @@ class Prover:
             if layer is None:
                 return _Outputs(_map(_tensors_in(self._probe.run()), lambda tensor: tensor.clone()), noise)
             arguments, options = _map(self._inputs(layer), lambda tensor: tensor.clone())
-            with self._probe.context():
+            with self._probe.context(), self._unforced(layer):
                 given = layer(*arguments, **options)
             return _Outputs([tensor.clone() for tensor in _tensors_in((given, arguments, options))], noise)
+
+    @contextmanager
+    def _unforced(self, layer: Any) -> Iterator[None]:
+        """A router that is run for itself shows what it computes."""
+        routers = [router for router in self._routers if router.module is layer]
+        for router in routers:
+            router.forcing = False
+        try:
+            yield
+        finally:
+            for router in routers:
+                router.forcing = True
 
     def _inputs(self, layer: Any) -> Any:
         if id(layer) not in self._useful:
@@ -506,33 +522,27 @@ class Prover:
         """Changes the parameters of one layer one after the other; returns those of which the layer's output shows nothing, with why.
         `forced`: whether routers send tokens to chosen experts."""
         layer = its[0].layer
-        routers = [router for router in self._routers if router.module is layer]
-        for router in routers:
-            router.forcing = False
         try:
             base = self.steady(layer)
         except Exception as error:
             return {held.name: f"can't be told, because its layer can't be run alone: {type(error).__name__}: {error}" for held in its}
-        try:
-            return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
-        finally:
-            for router in routers:
-                router.forcing = True
+        return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
 
     def _perturb_parameter(self, held: _Held, base: _Outputs, router: _Router | None) -> str:
         """Returns why the layer's output does not show that the parameter is read; "": it does."""
         mine, count = self._probe.turn
+        before = digest(held.tensor)
         why = ""
         for turn in range(count):
             if turn != mine:
                 for _ in range(router.chosen if router is not None else 1):
                     self.outputs(held.layer)
             elif router is None:
-                after = self._changed(held, [held.tensor.data], base)
+                after = self._changed(held, [held.tensor.data], base, before)
                 if not base.differ(after):
                     why = f"({type(held.module).__name__}) is not read: its layer gives the same with other values there"
             else:
-                why = self._perturb_experts(held, router, base)
+                why = self._perturb_experts(held, router, base, before)
         return why
 
     def _router_of(self, held: _Held) -> _Router | None:
@@ -547,7 +557,7 @@ class Prover:
                 return router
         return None
 
-    def _perturb_experts(self, held: _Held, router: _Router, base: _Outputs) -> str:
+    def _perturb_experts(self, held: _Held, router: _Router, base: _Outputs, before: int) -> str:
         """Changes every chosen-th expert at a time: each of the tokens that go to one of them must change, and no other."""
         import torch
 
@@ -555,7 +565,7 @@ class Prover:
         stale: set[int] = set()
         strange = changed = False
         for first in range(router.chosen):
-            after = self._changed(held, [held.tensor.data[first :: router.chosen]], base)
+            after = self._changed(held, [held.tensor.data[first :: router.chosen]], base, before)
             changed = changed or base.differ(after)
             rows = base.rows_differ(after, self._probe.tokens)
             theirs = scheduled % router.chosen == first
@@ -573,9 +583,8 @@ class Prover:
             return f"of experts {', '.join(map(str, sorted(stale)[:8]))} is not read: tokens that go there give the same with other values"
         return ""
 
-    def _changed(self, held: _Held, parts: Sequence[Any], base: _Outputs) -> _Outputs:
-        """The layer's output with other values in `parts` of the parameter, which has its own again afterwards."""
-        before = digest(held.tensor)
+    def _changed(self, held: _Held, parts: Sequence[Any], base: _Outputs, before: int) -> _Outputs:
+        """The layer's output with other values in `parts` of the parameter, which has its own, of digest `before`, again afterwards."""
         _flip(parts)
         mark_written([held.tensor])
         try:

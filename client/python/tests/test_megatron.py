@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from layout_util import pushed_by  # noqa: E402
 
 from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, shards, table_of  # noqa: E402
+from refitd.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, shards, table_of  # noqa: E402
 from refitd.shards import Shard, collect  # noqa: E402
 
 ALIGNMENT = 512  # of parameters in transport/sharding's arenas
@@ -248,3 +248,40 @@ def test_ranks_layers_and_experts_that_do_not_fit_are_refused():
     ):
         with pytest.raises(InvalidArgument, match=message):
             parallel.place(*arguments)
+
+
+class Chunk:
+    """A chunk of a model in Megatron's DistributedDataParallel."""
+
+    def __init__(self, overlaps):
+        self.ddp_config = SimpleNamespace(overlap_param_gather=overlaps)
+        self.calls = []
+
+    def start_param_sync(self, *, force_sync=False):
+        self.calls.append(force_sync)
+
+
+def test_gathers_that_megatron_leaves_to_the_next_forward_are_finished():
+    late, whole = Chunk(True), Chunk(False)
+    finish_gather([late, whole, object()])
+    finish_gather(late)
+    assert (late.calls, whole.calls) == ([True, True], [])
+
+
+def test_slimes_updater_finishes_gathers_before_its_refit():
+    from refitd import slime
+
+    chunk, seen = Chunk(True), []
+
+    def refit(version, **_):
+        seen.append((version, list(chunk.calls)))
+        return SimpleNamespace(committed=1, seconds=0.0, bytes=0)
+
+    class Updater(slime.Updater):
+        settings = SimpleNamespace(update_seconds=1.0)
+
+    updater = Updater(None, [chunk], None, model_name="", quantization_config=None)
+    updater._ranks = SimpleNamespace(meet=lambda: None, gather=lambda version: [version])
+    updater._trainer = SimpleNamespace(refit=refit)
+    updater.update_weights()
+    assert seen == [(1, [True])]
