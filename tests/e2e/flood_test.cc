@@ -47,6 +47,7 @@ int64_t PeakMemory(pid_t pid) {
 // A daemon with a group that is being refitted, over a unix socket and over TCP.
 struct Victim {
   Victim() {
+    REQUIRE(trainer.attached().ok());
     Install(1);  // what an update needs is there before memory is compared
     before = PeakMemory(daemon.pid());
   }
