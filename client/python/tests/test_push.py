@@ -70,7 +70,7 @@ class PushTest(DaemonTest):
             self.assertIn(problem, str(raised.exception))
         with trainer.update(1, tensor_count=1, note="step 1200, größer") as update:
             (group,) = [group for group in self.status()["groups"] if group["name"] == self.group]
-        self.assertEqual(group["update"]["note"], "step 1200, größer")
+            self.assertEqual(group["update"]["note"], "step 1200, größer")
             update.push("t", b"1234")
         server.wait_for(refitd.Committed)
 
