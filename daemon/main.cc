@@ -337,6 +337,7 @@ void StartServer(const Config& config, const std::vector<grpc::Service*>& servic
   // traffic.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kFirstWindowBytes);
   // More than a rank's unanswered buckets (limits.outstanding_buckets) and its other calls.
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
                              config.limits.outstanding_buckets + kOtherStreams);

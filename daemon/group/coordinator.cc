@@ -1090,8 +1090,15 @@ absl::Status Coordinator::Impl::Judge() {
       return std::any_of(word.named.begin(), word.named.end(), silent);
     });
   }
-  absl::Status status =
-      report == verdict.words.end() ? verdict.words.front().status : report->status;
+  if (report == verdict.words.end()) report = verdict.words.begin();
+  std::set<std::string> likely;  // daemons, by id
+  for (const NodeId node : report->named) {
+    if (silent(node)) likely.insert(SuspectOf(node).daemon);
+  }
+  Failure failure = FailureOf(report->status);
+  std::stable_partition(failure.suspects.begin(), failure.suspects.end(),
+                        [&likely](const Suspect& s) { return likely.contains(s.daemon); });
+  const absl::Status status = WithFailure(report->status, failure);
   CloseEpochEverywhere();
   FailForOthers(verdict.what, status);
   return status;

@@ -381,7 +381,8 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   done.status = AboutRanks(absl::DeadlineExceededError("epoch 1: waited 2000 ms for rank 0"), {0});
   f.Report(done);
   CHECK(f.Sent<PeerAbandon>().empty());
-  std::string culprit;
+  std::string text;
+  std::string suspect;
   SECTION("rank 0 has its say in time") {
     f.Do(WireDone{kEpoch, WireSeq(0),
                   AboutRanks(absl::DeadlineExceededError("waited 2000 ms for rank 2"), {2})});
@@ -402,19 +403,23 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
                              {1, 2})});
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
-    culprit = "for rank 2 (rank 1 is daemon a, rank 2 is daemon c)";
+    text = "for rank 2 (rank 1 is daemon a, rank 2 is daemon c)";
+    suspect = "c";
   }
   SECTION("rank 0 is silent") {
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
     f.Do(WireDone{kEpoch, WireSeq(0), absl::CancelledError("closed")});
-    culprit = "for rank 0 (rank 0 is daemon b)";
+    text = "for rank 0 (rank 0 is daemon b)";
+    suspect = "b";
   }
   done.status = absl::CancelledError("closed");
   f.Do(ReportReceived{kThird, done});
   const auto ended = f.Sent<PeerUpdateEnded>();
   REQUIRE(ended.size() == 2);
-  CHECK_THAT(ended[0].reason, Catch::Contains(culprit));
+  CHECK_THAT(ended[0].reason, Catch::Contains(text));
+  REQUIRE_FALSE(ended[0].failure.suspects.empty());
+  CHECK(ended[0].failure.suspects[0].daemon == suspect);
 }
 
 TEST_CASE(

@@ -734,9 +734,9 @@ TEST_CASE("A malformed report is refused with field and value") {
   CHECK_THAT(ReportError("verified { failed_destinations: 65536 }"),
              Contains("verified.failed_destinations[0] is 65536"));
   CHECK_THAT(ReportError("gone { member: 1 reason: '" + std::string(1025, 'x') + "' }"),
-             Contains("gone.reason has 1025 bytes"));
+             Contains("gone.reason: 1025 bytes are more than 1024"));
   CHECK_THAT(ReportError("epoch_opened { address: '" + std::string(65537, 'x') + "' }"),
-             Contains("epoch_opened.address has 65537 bytes"));
+             Contains("epoch_opened.address: 65537 bytes are more"));
 }
 
 TEST_CASE("A malformed command is refused with field and value") {

@@ -32,13 +32,13 @@ MemoryOrigin OriginOf(const DeviceRegion& block) {
 // Memory that a process of this host exported is known by that process and the address that it
 // gave. A process in another namespace of processes has no number here.
 MemoryOrigin OriginOf(const MemberRecord& member, uint64_t address) {
-  const auto gpu = static_cast<uint64_t>(*member.ordinal);
+  const auto device = static_cast<uint64_t>(*member.ordinal);
   const int pid = member.peer.credentials.has_value() ? member.peer.credentials->pid : 0;
   constexpr auto kMost = static_cast<uint64_t>(std::numeric_limits<int64_t>::max() / 2);
   if (pid <= 0 || address == 0 || address > kMost) {
-    return {MemoryOrigin::Kind::kUnknown, gpu, 0, 0};
+    return {MemoryOrigin::Kind::kUnknown, device, 0, 0};
   }
-  return {MemoryOrigin::Kind::kExported, gpu, static_cast<uint64_t>(pid),
+  return {MemoryOrigin::Kind::kExported, device, static_cast<uint64_t>(pid),
           static_cast<int64_t>(address)};
 }
 

@@ -37,11 +37,16 @@
 
 namespace refitd {
 
-// More than a TLS handshake, the first flow-control window of a call (64 KiB), and its headers.
-inline constexpr int64_t kUnprovenBytes = 128 << 10;
+// The first flow-control window of a call, which the server's settings give to clients. A member's
+// first message may fill it before the daemon has seen the call's headers.
+inline constexpr int kFirstWindowBytes = 16 << 10;
+// That window, the headers of calls, and a TLS handshake with long chains. gRPC makes of each byte
+// up to six hundred, where it is the header of a stream that is reset at once.
+inline constexpr int64_t kUnprovenBytes = 48 << 10;
 // Enough for some calls that are refused with a reason.
 inline constexpr int64_t kUnknownBytes = 16 << 10;
-inline constexpr size_t kMaxUnproven = 128;
+// More than the ranks of a node, which may come all at once.
+inline constexpr size_t kMaxUnproven = 256;
 inline constexpr Duration kUnprovenLimit = std::chrono::seconds(30);
 // Descriptors from this number on are not served: LimitNOFILE of the unit.
 inline constexpr int kMaxGuardedFds = 65'536;

@@ -131,7 +131,7 @@ class NodesTest(unittest.TestCase):
         return engine
 
     def push(self, pod, group, *options):
-        return pods.run(*self.refitctl(pod, "push", self.checkpoint, "--group", group, "--create", "--wait-instances", "2",
+        return pods.run(*self.refitctl(pod, "push", self.checkpoint, "--group", group, "--create", "--instances", "2",
                                        "--coordinator", self.coordinator(), *options), env={})
 
     def assert_weights_cross(self, trainer, group):
@@ -176,8 +176,9 @@ class NodesTest(unittest.TestCase):
         self.cluster.enforce(policies)
         far = self.start_engine(self.b, "g")
         self.start_engine(self.a, "g")
-        self.push(self.a, "g", "--duration", "8")
+        pushed = self.push(self.a, "g", "--duration", "8")
         self.assertIsNone(far.poll())
+        self.assertRegex(pushed.stdout, r"refitd-b +evicted .* at 10\.79\.0\.2 port %d" % self.cluster.ports["data"])
 
 
 if __name__ == "__main__":

@@ -47,14 +47,15 @@ int64_t PeakMemory(pid_t pid) {
 // A daemon with a group that is being refitted, over a unix socket and over TCP.
 struct Victim {
   Victim() {
+    REQUIRE(trainer.attached().ok());
     Install(1);  // what an update needs is there before memory is compared
     before = PeakMemory(daemon.pid());
   }
   void Install(int64_t version) {
-    REQUIRE(trainer.Begin(version).ok());
     const auto bytes = BytesOf(model, version);
-    REQUIRE(trainer.Push(version, InlineBucket(model, bytes, 0, true)).ok());
-    REQUIRE(trainer.Commit(version, 1).ok());
+    REQUIRE_OK(trainer.Begin(version));
+    REQUIRE_OK(trainer.Push(version, InlineBucket(model, bytes, 0, true)));
+    REQUIRE_OK(trainer.Commit(version, 1));
   }
   uint16_t port() const {
     const std::string& address = daemon.address();

@@ -210,7 +210,8 @@ TEST_CASE("several coordinators are refused by name: there is no choice among ca
   connect.group = "g";
   connect.coordinator = "a:7411,b:7411";
   connect.reattach = kDeadline;  // does not help
-  const absl::Status refused = client::Engine::Attach({.connect = connect}).status();
+  const absl::Status refused =
+      client::Engine::Attach({.connect = connect, .instance = "i"}).status();
   INFO(refused);
   CHECK(absl::IsInvalidArgument(refused));
   CHECK_THAT(Message(refused), Catch::Contains("'a:7411,b:7411' names several daemons"));

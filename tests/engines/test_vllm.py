@@ -184,7 +184,7 @@ def test_a_copy_that_is_kept_by_version_follows_each_commit(folder: Path, daemon
 
 
 @pytest.mark.skipif(VLLM_ON_GPU, reason="about kernels of CPUs")
-@pytest.mark.parametrize("name,dtype", [("qwen3", "float32"), ("qwen3-tied", "float32"), ("qwen3-moe", "bfloat16")])
+@pytest.mark.parametrize("name,dtype", [("qwen3", "float32"), ("qwen3-moe", "bfloat16")])
 def test_prepacked_and_repacked_modules_that_are_declared_direct(name: str, dtype: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     """Where nothing is known of what post-processing changed, running the model tells: prepacked linear layers keep a copy, and experts are
     repacked with shape, strides and dtype as they were. They are processed then, and versions are equal to a fresh engine."""

@@ -355,10 +355,12 @@ class Prover:
         prover.perturb()                        # proved, failed and unproved parameters in prover.proof
     """
 
-    def __init__(self, model: Any, probe: Probe, names: Iterable[str]) -> None:
-        """`names`: of parameters and buffers that are written in place. Runs the model once; where that fails, all are unproved."""
+    def __init__(self, model: Any, probe: Probe, names: Iterable[str], apart: Iterable[Any] = ()) -> None:
+        """`names`: of parameters and buffers that are written in place. `apart`: modules that are processed although such a parameter is theirs
+        too. Runs the model once; where that fails, all are unproved."""
         self.proof = Proof()
         self._model, self._probe = model, probe
+        self._apart = {id(module) for module in apart}
         self._began = time.perf_counter()
         self._routers = _routers(model)
         self._got: dict[int, tuple[Any, Any]] = {}
@@ -399,6 +401,8 @@ class Prover:
         """The parameters with these names, under each module that has them: a tied one may be copied by one module alone."""
         wanted = {id(tensor) for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()) if name in names}
         for prefix, module in self._model.named_modules():
+            if id(module) in self._apart:
+                continue
             for own, tensor in (*module._parameters.items(), *module._buffers.items()):
                 name = f"{prefix}.{own}" if prefix else own
                 if tensor is None or not tensor.numel() or (name not in names and id(tensor) not in wanted):
@@ -432,9 +436,21 @@ class Prover:
             if layer is None:
                 return _Outputs(_map(_tensors_in(self._probe.run()), lambda tensor: tensor.clone()), noise)
             arguments, options = _map(self._inputs(layer), lambda tensor: tensor.clone())
-            with self._probe.context():
+            with self._probe.context(), self._unforced(layer):
                 given = layer(*arguments, **options)
             return _Outputs([tensor.clone() for tensor in _tensors_in((given, arguments, options))], noise)
+
+    @contextmanager
+    def _unforced(self, layer: Any) -> Iterator[None]:
+        """A router that is run for itself shows what it computes."""
+        routers = [router for router in self._routers if router.module is layer]
+        for router in routers:
+            router.forcing = False
+        try:
+            yield
+        finally:
+            for router in routers:
+                router.forcing = True
 
     def _inputs(self, layer: Any) -> Any:
         if id(layer) not in self._useful:
@@ -506,18 +522,11 @@ class Prover:
         """Changes the parameters of one layer one after the other; returns those of which the layer's output shows nothing, with why.
         `forced`: whether routers send tokens to chosen experts."""
         layer = its[0].layer
-        routers = [router for router in self._routers if router.module is layer]
-        for router in routers:
-            router.forcing = False
         try:
             base = self.steady(layer)
         except Exception as error:
             return {held.name: f"can't be told, because its layer can't be run alone: {type(error).__name__}: {error}" for held in its}
-        try:
-            return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
-        finally:
-            for router in routers:
-                router.forcing = True
+        return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
 
     def _perturb_parameter(self, held: _Held, base: _Outputs, router: _Router | None) -> str:
         """Returns why the layer's output does not show that the parameter is read; "": it does."""

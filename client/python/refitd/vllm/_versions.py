@@ -100,6 +100,8 @@ class LoaderFormat:
                 info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             self._placed.append((layer, info))
             meta.restore_layer_on_meta(layer, info)
+            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                _unwrap_loader(tensor)
 
     def __exit__(self, *_: object) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -107,6 +109,16 @@ class LoaderFormat:
         for layer, info in self._placed:
             layerwise._place_kernel_tensors(layer, info)
             info.reset()
+
+
+def _unwrap_loader(tensor: Any) -> None:
+    """Gives a parameter its own loader back. A reload leaves vLLM's wrapper there, which loads nothing outside of a reload."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    own = loader
+    while getattr(own, "__name__", "") == "online_process_loader" and hasattr(own, "__wrapped__"):
+        own = own.__wrapped__
+    if own is not loader:
+        tensor.weight_loader = own
 
 
 def is_tied(model: Any, module: Any, name: str) -> bool:

@@ -73,12 +73,13 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
             deliver(1)
         except Error as error:
             why = str(error)
-    prover = Prover(model, probe, names)
+    prover = Prover(model, probe, names, made.tied)
     if not prover.runs:
         prover.proof.unproved.update(dict.fromkeys(made.processed, prover.proof.unproved.get(names[0], "") if names else "the model can't be run"))
         return prover.proof
     prover.perturb()
-    processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}}
+    tied = {name: module for name, module in model.named_modules() if any(module is entry for entry in made.tied)}
+    processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}, **tied}
     if why:
         prover.proof.unproved.update({DELIVERIES: why, **{name: why for name in processed}})
         return prover.proof

@@ -211,11 +211,11 @@ class Rank:
 
 
 def device_name(device: Any) -> str:
-    if device.type != "cuda":
-        return str(device.type)
+    if device.type == "cpu":
+        return "cpu"
     import torch
 
-    return str(torch.cuda.get_device_name(device))
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def tensors_of(layer: Any) -> dict[str, Any]:
