@@ -346,7 +346,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertIn("'nobody'", self.refitctl("group", "replace", "nobody", code=FAILED))
 
     def test_a_group_without_members_is_deleted_and_one_with_members_is_not(self):
-        engine = Engine(self, "deleted", "replica", self.checkpoint(1))
+        engine = Engine(self, "deleted", "replica", self.checkpoint(1), "--versions", "1")
         self.refitctl("group", "delete", "deleted", code=FAILED)
         self.refitctl("push", self.checkpoint(1), "--group", "deleted", "--create")
         engine.finish(OK)
