@@ -107,9 +107,18 @@ void World::PlaceInEngine(int pid, Shard* shard) {
     const Seat& other = SeatOf(*engine);
     if (other.trainer || other.g != seat.g || other.d != seat.d || !engine->alive) continue;
     if (engine->cells.empty() || engine->cells[0].size() < 2) continue;
+    const size_t at = chance.hash() / 16 % (engine->cells[0].size() - 1) + 1;
+    // The same elements at the same places may share memory.
+    const auto same_place = [&](const Piece& piece) {
+      const int64_t element = engine->first[0] + static_cast<int64_t>(at);
+      return piece.tensor == 0 &&
+             element + piece.byte_offset / kElementBytes == piece.box.offset[0];
+    };
+    const std::vector<Piece>& pieces = shard->layout->pieces;
+    if (std::any_of(pieces.begin(), pieces.end(), same_place)) return;
     shard->in_pid = engine->pid;
     shard->in_region = 0;
-    shard->in_element = chance.hash() / 16 % (engine->cells[0].size() - 1) + 1;
+    shard->in_element = at;
     Count(Fault::kOverlap);
     return Trace("pid {}: its shards lie in the memory of pid {}", pid, engine->pid);
   }

@@ -282,6 +282,6 @@ def test_slimes_updater_finishes_gathers_before_its_refit():
 
     updater = Updater(None, [chunk], None, model_name="", quantization_config=None)
     updater._ranks = SimpleNamespace(meet=lambda: None, gather=lambda version: [version])
-    updater._trainer = SimpleNamespace(refit=refit)
+    updater._trainer = SimpleNamespace(refit=refit, next_version=0)
     updater.update_weights()
     assert seen == [(1, [True])]
