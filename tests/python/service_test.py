@@ -132,7 +132,7 @@ class ServiceTest(unittest.TestCase):
             engine.finish(0)
 
     def test_each_line_of_the_log_is_json_whatever_peers_write(self):
-        reason = 'he said "no" \\ {maybe}\nlevel=error'
+        reason = 'he said "no" \\ {maybe} level=error'
         folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")
         self.addCleanup(shutil.rmtree, folder)
         path = os.path.join(folder, "log")
