@@ -61,8 +61,12 @@ void World::ThiefBegins(int d, MemberId member) {
 }
 
 void World::CheckStolen(int g, const BeginReply& begun) {
+  const Machine* const m = Find(GroupOf(g).home, g);
+  if (m == nullptr) return;
+  // Another machine of the group, before a restart, may have had an update of the same number.
   const auto round = std::find_if(rounds_.begin(), rounds_.end(), [&](const Round& r) {
-    return r.g == g && r.update == begun.update && r.outcome == Outcome::kRunning;
+    return r.g == g && r.coordinator == m->nonce && r.update == begun.update &&
+           r.outcome == Outcome::kRunning;
   });
   if (round == rounds_.end()) return;
   for (const auto& [instance, pids] : round->instances) {
