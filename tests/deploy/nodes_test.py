@@ -56,7 +56,8 @@ class NodesTest(unittest.TestCase):
             everybody = [self.a, self.b, self.prometheus, self.job, self.stranger]
             self.cluster = pods.Cluster(self.folder, everybody, self.resources, ports)
         except pods.Unavailable as why:
-            self.skipTest("no pods on this machine: %s" % why)
+            print("SKIPPED: no pods on this machine: %s" % why)  # a test's log shows reasons of skips nowhere else
+            self.skipTest(str(why))
         self.addCleanup(self.cluster.end)
         # The image's files, where the daemon's user and members reach them.
         self.image = os.path.join(self.folder, "image")

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 
 SECONDS = 60
+# Where ip and nft are; Bazel's own PATH has neither.
+os.environ["PATH"] += ":/usr/sbin:/sbin"
 # What /etc must have for programs: the loader's cache, users, and how names are looked up.
 FILES_OF_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "nsswitch.conf", "passwd", "group", "host.conf")
 
@@ -31,7 +33,7 @@ class Namespace:
         script += "ip link set lo up && echo ready && exec cat"
         self.holder = subprocess.Popen(
             ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "/bin/sh", "-c", script],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"})
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if self.holder.stdout.readline() != "ready\n":
             raise Unavailable("no namespaces of network, mounts and host name: %s" % self.holder.communicate(timeout=SECONDS)[1].strip())
 
@@ -129,7 +131,7 @@ class Cluster:
     def _make(self):
         if os.geteuid() != 0:
             raise Unavailable("not root")
-        if shutil.which("nft", path=os.environ["PATH"] + ":/usr/sbin") is None:
+        if shutil.which("nft") is None:
             raise Unavailable("no nft, which keeps network policies")
         self.bridge = Namespace("bridge")
         self.bridge.must("ip", "link", "add", "br0", "type", "bridge", error=Unavailable)
