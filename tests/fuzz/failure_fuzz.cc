@@ -71,7 +71,8 @@ void FuzzNames(std::string_view text) {
   const absl::StatusOr<Failure> read = DecodeFailure(EncodeFailure(failure));
   REFITD_CHECK(read.ok() && read->dirty_count == 40);
   CheckHarmless(*read);
-  REFITD_CHECK(MetadataBytes(WithFailure(absl::AbortedError(text), failure)) <= kMaxMetadataBytes);
+  REFITD_CHECK(MetadataBytes(WithFailure(absl::AbortedError(std::string(text)), failure)) <=
+               kMaxMetadataBytes);
 }
 
 void FuzzText(std::string_view text) {
