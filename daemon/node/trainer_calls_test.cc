@@ -225,7 +225,7 @@ TEST_CASE("the audit log has a line for each call that begins an update or ends 
 
 TEST_CASE("inline bytes ahead of their turn had no limit but each rank's number of buckets (P10)") {
   DaemonOptions options;
-  options.max_held_bytes = 2 * kElements;
+  options.max_held_bytes = kElements;
   World world(options);
   world.Open(1);
   const auto push = [&world](int64_t seq) {
@@ -234,9 +234,8 @@ TEST_CASE("inline bytes ahead of their turn had no limit but each rank's number 
     return world.Send(std::move(ahead));
   };
   const Answer first = push(1);  // waits for bucket 0
-  const Answer second = push(2);
-  CHECK(world.parts.state().held.held() == 2 * kElements);
-  CHECK_THAT(Message(push(3).status()), Contains("limits.held_bytes: all identities have 16"));
+  CHECK(world.parts.state().held.held() == kElements);
+  CHECK_THAT(Message(push(2).status()), Contains("limits.held_bytes: all identities have 8"));
   Caller nobody = world.trainer.caller();
   nobody.token = "none";
   CHECK(world.Send(World::PushInline(1, "12345678"), nobody).status().code() ==
@@ -245,7 +244,6 @@ TEST_CASE("inline bytes ahead of their turn had no limit but each rank's number 
   abort.version = Version(1);
   CHECK(world.parts.Call(world.trainer, abort).status().ok());
   CHECK_FALSE(first.status().ok());
-  CHECK_FALSE(second.status().ok());
   CHECK(world.parts.state().held.held() == 0);
 }
 
@@ -337,7 +335,8 @@ TEST_CASE("memory that a refit used is let go with its region, and with its memb
   const std::weak_ptr<const void> of_first = mapping(first);
   register_layout(first, 1);
   refit(1, 1);
-  const RegionId second = *world.parts.Register(world.trainer, memory);
+  const SharedMemory other(4096);  // regions of one memfd share its mapping
+  const RegionId second = *world.parts.Register(world.trainer, other);
   const std::weak_ptr<const void> of_second = mapping(second);
   register_layout(second, 2);
   CHECK(world.parts.regions().ReleaseRegion(world.trainer.token(), {}, first).ok());

@@ -209,6 +209,7 @@ class KilledMemberTest(DaemonTest):
         update.push("w", bytes(32), shape=(64,))
         update.flush()
         engine.fail(1, "\x1b[2J\x1b]0;owned\x07\nweights \u202eelohw era")
+        wait_until(lambda: trainer.get_update(1) == "aborted", "the update ends")
         with self.assertRaises(refitd.UpdateAborted) as caught:
             update.commit()
         self.assertTrue(str(caught.exception).isprintable(), repr(str(caught.exception)))
