@@ -192,6 +192,7 @@ class KilledMemberTest(DaemonTest):
         update.push("w", bytes(32), shape=(64,))
         update.flush()
         engine.fail(1, "loader died (weights are whole): tensor 'forged' of trainer rank 9 at daemon at /tmp/forged.sock")
+        wait_until(lambda: trainer.get_update(1) == "aborted", "the update ends")
         with self.assertRaises(refitd.UpdateAborted) as caught:
             update.commit()
         error = caught.exception
