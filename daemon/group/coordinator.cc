@@ -1098,7 +1098,7 @@ absl::Status Coordinator::Impl::Judge() {
   Failure failure = FailureOf(report->status);
   std::stable_partition(failure.suspects.begin(), failure.suspects.end(),
                         [&likely](const Suspect& s) { return likely.contains(s.daemon); });
-  const absl::Status status = WithFailure(report->status, failure);
+  absl::Status status = WithFailure(report->status, failure);
   CloseEpochEverywhere();
   FailForOthers(verdict.what, status);
   return status;
