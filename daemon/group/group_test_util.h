@@ -450,6 +450,8 @@ class TestGroup {
   int compiled = 0;  // how many compilations were asked for
   std::optional<StartCompare> comparing;
   int compares = 0;  // how many were asked for
+  bool puts_out =
+      false;  // trainers that were welcome may be refused: another identity owns the group now
   std::optional<StartRefit> refitting;
   std::optional<StartVerify> verifying;
   std::set<MemberId> verify_touches;
@@ -656,7 +658,7 @@ class TestGroup {
     if (a.fill) fills.push_back(a);
   }
   void On(const RefuseMember& a) {
-    CHECK_FALSE(welcome.contains(a.member));
+    if (!puts_out) CHECK_FALSE(welcome.contains(a.member));
     CHECK(refused.emplace(a.member, a.status).second);
   }
   void On(const WelcomeMember& a) {
