@@ -53,7 +53,7 @@ class Ranks:
 
     def __init__(self, rank, options, socket, group, folder):
         torch.set_num_threads(1)
-        # Where a rank ends, its connections end, and the others' collectives fail; where it hangs, they end after this time.
+        # A rank that ends closes its connections, so that the others' collectives fail; those that wait for a rank that hangs end after this time.
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks, timeout=datetime.timedelta(seconds=SECONDS)
         )

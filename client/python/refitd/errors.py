@@ -30,7 +30,7 @@ class Status(IntEnum):
     UNAUTHENTICATED = 16
 
 
-# What a suspect is, by the library's number.
+# The roles of suspects, by the library's numbers.
 ROLES = ("", "trainer", "engine", "daemon", "operator")
 
 

@@ -27,18 +27,18 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ._places import mark_written
 from ._dtypes import torch_dtype
 from ._layout import Box, TensorSpec
+from ._places import mark_written
 from .errors import DataLoss, FailedPrecondition, Internal
 
 # How many tokens a probe has at least; more where this many would not reach all experts.
 TOKENS = 64
-# What is done about it: what is unproved is told, or refused, or nothing is run.
+# The proof reports what is unproved, refuses it, or does not run.
 PROOFS = ("report", "require", "off")
 # For so many parameters at most, more than their own layer is run.
 MAX_WIDER_RUNS = 256
-# What a floating-point element's bits are changed by, for two elements that lie side by side: 0 becomes 0.5 and 0.625 (E4M3: 0.5 and 0.75),
+# These masks change the bits of floating-point elements, two neighbours in turn: 0 becomes 0.5 and 0.625 (E4M3: 0.5 and 0.75),
 # numbers of common size become tiny. Applied twice, it changes nothing.
 _FLIPS = {1: (0x30, 0x34), 2: (0x3F00, 0x3F20), 4: (0x3F000000, 0x3F200000), 8: (0x3FE0000000000000, 0x3FE4000000000000)}
 # Names of modules that choose experts; the module beside them that has the experts.

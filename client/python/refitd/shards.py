@@ -248,7 +248,7 @@ class _Source:
         self._names = [each.shard.name for each in held]
         bound = [each.bound for each in held]
         self._marks = Marks([*bound, *found.watched], [*(each.current for each in held), *found.watched])
-        # What is made of a module is new each time, so that only the memory of what was made counts.
+        # Tensors that are made of a module are new each time, so that only their memory counts.
         self._made_of = x.made_of if isinstance(x, (MadeMapping, MadeShards)) else None
         objects = map(id, bound) if self._made_of is None else [0] * len(held)
         self._bound = list(zip(objects, self._marks.values, [id(each.shard.addition) for each in held]))

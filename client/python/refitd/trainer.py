@@ -21,7 +21,7 @@ from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
 from .tls import TLS
 from .update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
 
-# What a trainer may do with a version that is not greater than its group's.
+# A trainer does one of these with a version that is not greater than its group's.
 ON_OLDER = ("refuse", "next", "replace")
 WAIT_SECONDS = 10.0  # the library's default of wait_seconds
 POLL_SECONDS = 0.02  # between looks whether a lease has ended
