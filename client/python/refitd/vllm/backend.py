@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from .._layout import TensorSpec
 from ..errors import FailedPrecondition
-from . import _versions, evidence, set_backend
+from ..proof import Probe
+from . import _versions, evidence, running, set_backend
 from .delivery import Delivery, decide
 from .launched import by_external_launcher
 from .manifest import read_manifest
@@ -126,7 +127,7 @@ class RefitdBackend(WeightTransferEngine):
             decide=lambda failed: self._made(settings, manifest, failed),
             process=self._process,
             load=self._load,
-            probe=lambda: _versions.probe_of(self.model, self._vllm_config, self.device),
+            probe=lambda: self._probe(settings.proof == "require"),
         )
         made = proved(self.model, settings.proof, manifest, self.device, self.rank.clean, steps)
         if not self.rank.clean:
@@ -170,7 +171,12 @@ class RefitdBackend(WeightTransferEngine):
                 self.rank.detach()
 
     def _logits(self) -> Any:
-        return _versions.probe_of(self.model, self._vllm_config, self.device).run()
+        return self._probe().run()
+
+    def _probe(self, required: bool = False) -> Probe:
+        """How the model is run alone. Attention and compiled code on made-up requests have not been tried on a GPU: there only who asks for it gets
+        it (`required`)."""
+        return running.probe_of(self.model, self._vllm_config, self.device, thorough=required or self.device.type == "cpu")
 
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
