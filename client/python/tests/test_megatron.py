@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from layout_util import pushed_by  # noqa: E402
 
 from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, shards, table_of  # noqa: E402
-from refitd.shards import Shard, collect  # noqa: E402
+from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, shards, table_of  # noqa: E402
+from refitd.layout.shards import Shard, collect  # noqa: E402
 
 ALIGNMENT = 512  # of parameters in transport/sharding's arenas
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
@@ -269,7 +269,7 @@ def test_gathers_that_megatron_leaves_to_the_next_forward_are_finished():
 
 
 def test_slimes_updater_finishes_gathers_before_its_refit():
-    from refitd import slime
+    from refitd.integrations import slime
 
     chunk, seen = Chunk(True), []
 
