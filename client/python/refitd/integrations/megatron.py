@@ -14,10 +14,10 @@ A table says for each kind of parameter how it is made of the checkpoint's tenso
         ...
     }
     place = Parallel(world_size=16, tp=2, ep=4, pp=2).place(rank, layers=48, experts=128)
-    trainer.register(refitd.layout.shards.collect(shards(dict(model.named_parameters()), table, place), dtype=torch.bfloat16))
+    trainer.register(model_shards(model, table, place), dtype=torch.bfloat16)
 
-Before each refit every rank calls `finish_gather(model)`: with Megatron's `overlap_param_gather`, ranks otherwise hold parameters of
-which some are of the step before.
+Each refit then begins with `finish_gather(model)`: with Megatron's `overlap_param_gather`, ranks otherwise hold parameters of which some
+are of the step before. Callers of `shards`, which knows no model, call it on every rank before each refit.
 
 `{layer}` and `{expert}` in the names of parameters are local to the rank; in the names of tensors they are global. The classes
 have the names that Megatron-Bridge gives its mappings. Only shapes are looked at: nothing is gathered or copied.
@@ -28,11 +28,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
-from ..errors import InvalidArgument
-from ..layout.shards import Shard
+from ..errors import InvalidArgument, Unimplemented
+from ..layout.shards import MadeOf, MadeShards, Shard
 
 # ---- where a rank is ----
 
@@ -128,10 +129,15 @@ def finish_gather(model: Any) -> None:
     `model`: what Megatron's DistributedDataParallel wraps, or a list of such chunks; others need nothing and are passed over. It is a
     collective: every rank calls it after its optimizer step and before Trainer.refit(). Costs nothing where gathers are not overlapped.
     """
-    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+    for chunk in chunks_of(model):
         sync = getattr(chunk, "start_param_sync", None)
         if sync is not None and getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
             sync(force_sync=True)
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """The chunks of a rank's model: Megatron has a list of them, one a virtual stage."""
+    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def _even(n: int, parts: int) -> list[int]:
@@ -272,6 +278,27 @@ class GatedMLP:
 
 
 # ---- from parameters to shards ----
+
+
+def model_shards(model: Any, table: Mapping[str, Mapped | None], place: Place) -> MadeShards:
+    """The shards of a rank's model, for Trainer.register: those of its parameters (see `shards`), looked up in the model at each refit, which
+    begins with `finish_gather(model)` on every rank.
+
+    `model`: a module, as Megatron's wrappers wrap it or bare, or the list of it. Raises Unimplemented for a list of several chunks, since each
+    counts its layers anew: give `shards` their parameters by names of your own.
+    """
+    chunks = chunks_of(model)
+    if len(chunks) != 1:
+        raise Unimplemented(f"rank {place.rank}: the model has {len(chunks)} chunks of layers: pass their parameters to shards()", field="model")
+
+    def make() -> MadeShards:
+        named = {_WRAPPERS.sub("", name): parameter for name, parameter in chunks[0].named_parameters()}
+        return MadeShards(shards(named, table, place), MadeOf(chunks, make, first=partial(finish_gather, model)))
+
+    return make()
+
+
+_WRAPPERS = re.compile(r"^(module\.)+")  # what each wrapper (DistributedDataParallel, Float16Module) puts before a name
 
 
 def shards(

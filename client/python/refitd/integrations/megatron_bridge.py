@@ -1,11 +1,11 @@
 """Megatron-Bridge's conversion tasks as shards: each rank registers, in place, the parameters that Bridge's export would gather.
 
-    from refitd import megatron_bridge
+    from refitd.integrations import megatron_bridge
 
-    tasks = bridge.get_conversion_tasks(model)                     # of an AutoBridge; a list of Megatron's models, one a virtual stage
-    trainer.register(megatron_bridge.shards(tasks, vocab_size=config.vocab_size), dtype=torch.bfloat16)
+    # an AutoBridge, and a list of Megatron's models, one a virtual stage
+    trainer.register(megatron_bridge.model_shards(bridge, model, vocab_size=config.vocab_size), dtype=torch.bfloat16)
 
-Before each refit every rank calls `refitd.integrations.megatron.finish_gather(model)`.
+Each refit then begins with `refitd.integrations.megatron.finish_gather(model)`, and asks the bridge again where the model's parameters were replaced.
 
 A task says which parameter of this rank is made of which tensors of the checkpoint, and by which of Bridge's mapping classes. The known
 classes are DirectMapping, ReplicatedMapping, ColumnParallelMapping, RowParallelMapping, AutoMapping, QKVMapping and GatedMLPMapping
@@ -19,14 +19,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from . import megatron
 from ..errors import Unimplemented
 from .megatron import QKV, Column, GatedMLP, Mapped, Place, Replicated, Row
-from ..layout.shards import Shard
+from ..layout.shards import MadeOf, MadeShards, Shard
 
 Replica = tuple[int, int]  # a rank's number among those that hold the same, and how many they are
+
+
+def model_shards(
+    bridge: Any,
+    model: Any,
+    *,
+    vocab_size: int | None = None,
+    replica: Replica | None = None,
+    expert_replica: Replica | None = None,
+    rank: int = 0,
+) -> MadeShards:
+    """The shards of a rank's model, for Trainer.register: those of `bridge.get_conversion_tasks(model)`; see `shards`."""
+
+    def make() -> MadeShards:
+        tasks = bridge.get_conversion_tasks(model)
+        found = shards(tasks, vocab_size=vocab_size, replica=replica, expert_replica=expert_replica, rank=rank)
+        return MadeShards(found, MadeOf(megatron.chunks_of(model), make, first=partial(megatron.finish_gather, model)))
+
+    return make()
 
 
 def shards(

@@ -169,7 +169,6 @@ class Updater:
         if self._trainer is None or self._ranks is None:
             raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
         self._ranks.meet()
-        finish_gather(self.model)
         # A trainer that was restarted counts from 0, and the group goes on from its version.
         self.weight_version = max(self._ranks.gather(max(self.weight_version + 1, self._trainer.next_version)))
         result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
@@ -185,7 +184,8 @@ class Updater:
             table = table_of(AutoConfig.from_pretrained(self.args.hf_checkpoint))
         common: Any = importlib.import_module(f"{self.framework}.backends.megatron_utils.update_weight.common")
         named = {name.removeprefix(_PREFIX): tensor for name, tensor in common.named_params_and_buffers(self.args, self.model)}
-        return MadeShards(shards(named, table, _place(rank, self.args)), MadeOf(list(self.model), partial(self._shards, rank)))
+        made_of = MadeOf(list(self.model), partial(self._shards, rank), first=partial(finish_gather, self.model))
+        return MadeShards(shards(named, table, _place(rank, self.args)), made_of)
 
 
 def _place(rank: int, args: Any) -> Place:

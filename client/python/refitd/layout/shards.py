@@ -170,19 +170,31 @@ def _collect(x: Any, options: _Options, found: _Found) -> Layout:
             alone=options.world_size == 1,
         )
         layout.boxes += boxes
-        layout.before_refit = collector.before_refit()
+        layout.before_refit = _in_order(x.made_of.first if isinstance(x, (MadeMapping, MadeShards)) else None, collector.before_refit())
         layout.source = _Source(x, options, found, held, collector.specs())
     return layout
+
+
+def _in_order(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
+    wanted = [step for step in steps if step is not None]
+
+    def all_of_them() -> None:
+        for step in wanted:
+            step()
+
+    return all_of_them if wanted else None
 
 
 @dataclass(frozen=True)
 class MadeOf:
     """How a mapping or a list of Shard was made of modules. `make()` makes it again, where names of the modules are bound to other tensors,
-    or where what one of `watched` returns, a tensor that no name of the modules is bound to, has moved."""
+    or where what one of `watched` returns, a tensor that no name of the modules is bound to, has moved. Every rank calls `first` before each
+    refit; it may communicate."""
 
     modules: Sequence[Any]
     make: Callable[[], Any]
     watched: Sequence[Callable[[], Any]] = ()
+    first: Callable[[], None] | None = None
 
 
 class MadeMapping(dict[str, Any]):
