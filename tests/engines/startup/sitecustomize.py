@@ -59,4 +59,4 @@ class After(importlib.abc.MetaPathFinder):
 if os.environ.get("REFITD_ENGINES_UNPINNED"):
     sys.meta_path.insert(0, After("torch", unpin))
 if os.environ.get("REFITD_ENGINES_PLANT"):
-    sys.meta_path.insert(0, After("refitd.sglang.scheduler", plant))
+    sys.meta_path.insert(0, After("refitd.integrations.sglang.scheduler", plant))
