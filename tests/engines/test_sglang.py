@@ -11,6 +11,7 @@ import pytest
 import refitd
 import support
 import torch
+from refitd.serving.proof import KEPT_LOGITS
 from safetensors.torch import save_file
 from support import CheckpointTrainer, EngineFailed, EngineProcess, SglangProcess, check_refused, following, manifest_of, update
 
@@ -28,7 +29,9 @@ def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.quick
 def test_five_versions_equal_a_fresh_engine(folder: Path, daemon: Any, tmp_path: Path) -> None:
-    delivery = check_five_versions("qwen3", folder, daemon, tmp_path)
+    logits = tmp_path / "logits"
+    delivery = check_five_versions("qwen3", folder, daemon, tmp_path, how={"logits": str(logits)})
+    assert len(list(logits.iterdir())) == KEPT_LOGITS  # each commit leaves its own
     assert "model.layers.0.input_layernorm.weight" in delivery["direct"]
     assert delivery["proof"]["proved"] == len(delivery["direct"]) and not delivery["proof"]["unproved"], delivery["proof"]
 
