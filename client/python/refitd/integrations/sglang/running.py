@@ -81,7 +81,11 @@ class Room:
         if self.slots is None:
             raise FailedPrecondition(f"SGLang's cache has no room for a request of {whole} tokens")
         self.request = self._requests.free_slots.pop()
-        self._requests.req_to_token[self.request, :whole] = self.slots.to(self._requests.req_to_token.dtype)
+        try:
+            self._requests.req_to_token[self.request, :whole] = self.slots.to(self._requests.req_to_token.dtype)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self.request is not None:
