@@ -94,7 +94,7 @@ class Program:
         if options["follow"] is not None:
             import refitd.integrations.vllm
 
-            self.weights = refitd.integrations.vllm.follow(self.llm, **options["follow"])
+            self.weights = refitd.integrations.vllm.follow(self.llm, options["follow"])
 
     def between_calls(self) -> None:
         self.weights.poll(FOLLOW_SECONDS)

@@ -305,6 +305,7 @@ def _refit_twice(path: str) -> list[float]:
     from ._core.events import Prepare
     from .layout.memory import RegionMemory
     from .layout.regions import Region
+    from ._core.connect import Connect
     from .trainer import Trainer
 
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"
@@ -322,9 +323,9 @@ def _refit_twice(path: str) -> list[float]:
             pass  # the refit says what failed
 
     source, target = Region(REFIT_BYTES), Region(REFIT_BYTES)
-    options: dict[str, Any] = dict(socket=path, device="host", wait_seconds=CALL_SECONDS, client="refitd.doctor")
+    connect = Connect(socket=path, wait_seconds=CALL_SECONDS, client="refitd.doctor")
     took = []
-    with Trainer(group, **options) as trainer, Engine(group, instance="doctor", **options) as engine:
+    with Trainer(group, device="host", connect=connect) as trainer, Engine(group, instance="doctor", device="host", connect=connect) as engine:
         trainer.register_layout([spec], boxes(source))
         engine.register_layout([spec], boxes(target))
         thread = threading.Thread(target=answer, args=(engine,), daemon=True)

@@ -18,8 +18,10 @@ from ._core.buffers import DeviceBytes, HostBytes
 from .layout.dtypes import BY_CODE, DTYPES
 from .layout.records import Box, TensorSpec
 from ._core.lists import TensorList, check_tensors
-from ._core.member import ConnectOptions, Member, Registration, checked_count, checked_version
+from ._core.connect import Connect, checked_count, checked_version
+from ._core.member import Member, Registration
 from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
+from .layout.shards import collect
 from ._core.waiting import ends_soon, interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from ._core.events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
@@ -60,40 +62,42 @@ class Engine(Member):
         trainer_identity: str | None = None,
         dirty: bool = False,
         fill: bool = True,
-        socket: str | None = None,
-        coordinator: str | None = None,
         device: str | None = None,
-        wait_seconds: float | None = None,
-        call_margin_seconds: float | None = None,
-        reattach_seconds: float | None = None,
-        silence_seconds: float | None = None,
-        client: str | None = None,
+        socket: str | None = None,
+        connect: Connect = Connect(),
     ) -> None:
-        """Attaches, and waits for daemon and group for `wait_seconds` (10).
+        """Attaches, and waits for daemon and group for `connect.wait_seconds` (10 s).
 
-        `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
-        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
-        the memory holds, complete, from an earlier attachment (Committed told both). `held_owner`: Committed's owner of the last version
-        that was committed there, also where the memory is dirty since: a group that is made again belongs to that owner.
-        `trainer_identity`: whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
-        "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's. `dirty`: the memory may hold no whole version;
-        where you don't know, say True. `fill`: without `staged`, the rank takes part in fills. If its instance lacks the group's version,
-        it gets that version from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance
-        holds the version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
-        answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say False
-        where it is not, or where events are taken only when the trainer says so.
+        Args:
+            group: The group's name.
+            instance: The engine's name, equal on its ranks.
+            rank: This rank's number, from 0.
+            world_size: How many ranks the instance has.
+            staged: Whether tensors come as Part events, to load with the engine's own code; else the daemon writes registered parameters.
+            manifest: With `staged`, what must arrive in every update, as (name, dtype, shape).
+            held_version: The version that the memory holds, complete, from an earlier attachment.
+            held_incarnation: Committed's, of `held_version`.
+            held_owner: Committed's owner of the last version that was committed there, also where the memory is dirty since: a group
+                that is made again belongs to that owner.
+            trainer_identity: Whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
+                "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's.
+            dirty: Whether the memory may hold no whole version; where you don't know, say True.
+            fill: Without `staged`, whether the rank takes part in fills. If its instance lacks the group's version, it gets that version
+                from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance holds the
+                version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
+                answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say
+                False where it is not, or where events are taken only when the trainer says so.
+            device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
+                process, else host memory until tensors on a GPU are registered, for which the engine attaches anew there.
+            socket: The path of the daemon's socket, in short for `connect.socket`.
+            connect: How the daemon is reached. Engines share memory with it, so that it has no `address`.
 
-        `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
-        the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
-        weights are, a GPU's UUID ("GPU-...") or "host";
-        None: the current GPU where torch has used CUDA in this process, else host memory until tensors on a GPU are registered, for which
-        the engine attaches anew there. `reattach_seconds`: how long to try to attach
-        again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
-        lost (30). `client`: free text for status pages.
-
-        Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
-        attached, PermissionDenied where another identity owns the group, InvalidArgument, FailedPrecondition where the group or another
-        rank disagrees.
+        Raises:
+            Unavailable: No daemon answers.
+            DeadlineExceeded: The group does not appear.
+            AlreadyExists: This rank is attached.
+            PermissionDenied: Another identity owns the group.
+            InvalidArgument, FailedPrecondition: An argument is wrong, or the group or another rank disagrees.
         """
         super().__init__()
         refuse_fork()
@@ -127,35 +131,45 @@ class Engine(Member):
             check_tensors(specs, self.label)
             listed = TensorList(specs)
             options.has_manifest, options.manifest, options.manifest_count = 1, listed.pointer, listed.count
-        connect = ConnectOptions(
-            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
-        ).structure()
-        options.connect = ctypes.pointer(connect)
-        self._options = options, connect, manifest is not None and listed  # what the structures point to is kept
+        if connect.address is not None:
+            raise InvalidArgument("an engine shares memory with its daemon: give a socket, and no address", culprit="address")
+        made = connect.to(socket).structure(group, self.device)
+        options.connect = ctypes.pointer(made)
+        self._options = options, made, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
 
     # ---- layout ----
 
-    def register(self, layout: Any, **options: Any) -> None:
+    def register(
+        self,
+        layout: Any,
+        *,
+        buffers: bool | Sequence[str] = True,
+        leave_out: Sequence[str] = (),
+        tied: bool | Mapping[str, str] = True,
+    ) -> None:
         """Registers the parameters of this rank, in place of those registered before; not during an update.
-
-        `layout`: what refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
-        (refitd.empty, refitd.adopt) or on the GPU `device`. `options`: as of refitd.layout.shards.collect.
-
-        Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
-        disagrees, or an update runs; nothing has changed then.
 
         A module's tensors are known by name, those that a loader fills likewise: where one has other memory when an update begins,
         because it was replaced, `ready` refuses the update.
 
         Where two names are one memory (tied weights), a trainer may send either or both. The values of both are compared at every version:
         an update whose values differ fails, naming both tensors; by refit before anything is written.
+
+        Args:
+            layout: What refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
+                (refitd.empty, refitd.adopt) or on the GPU `device`.
+            buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
+            leave_out: Patterns of names that are not taken.
+            tied: As of Trainer.register.
+
+        Raises:
+            InvalidArgument: The layout is wrong in itself; the error names the tensor. Nothing has changed then.
+            FailedPrecondition: Another rank's layout disagrees, or an update runs. Nothing has changed then.
         """
         module = layout if _places.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
-            from .layout.shards import collect
-
-            layout = collect(layout, rank=self.rank, **options)
+            layout = collect(layout, buffers=buffers, leave_out=leave_out, tied=tied, rank=self.rank)
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
             self._places = _places.Places(module, getattr(layout, "parameter_names", None))

@@ -103,13 +103,6 @@ class EndToEndTest(DaemonTest):
                 self.assertTrue(torch.equal(module.qkv, other.qkv))
                 self.assertTrue(torch.equal(module.gate_up, other.gate_up))
 
-    def test_capture_is_found_both_as_function_and_as_module(self):
-        import refitd.layout.capture as module
-
-        self.assertTrue(callable(refitd.capture))
-        self.assertIs(refitd.capture, module)
-        self.assertIs(refitd.Captured, module.Captured)
-
     def test_a_plain_state_dict_is_staged(self):
         trained, served, trainer = Model(), Model(), self.trainer()
         with pytest.warns(refitd.StagingWarning):

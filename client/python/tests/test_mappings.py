@@ -181,13 +181,13 @@ def refit(daemon, mapping, full):
             failures.append(error)
 
     def train(rank):
-        options = dict(socket=daemon.socket, device="host", wait_seconds=SECONDS)
+        options = dict(socket=daemon.socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS))
         with refitd.Trainer(group, rank=rank, world_size=world, **options) as trainer:
             register(trainer, held[rank])
             trainer.refit(1, duration_seconds=SECONDS, verification="readback")
 
     def serve(rank):
-        options = dict(socket=daemon.socket, device="host", wait_seconds=SECONDS, dirty=True)
+        options = dict(socket=daemon.socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS), dirty=True)
         with refitd.Engine(group, instance="vllm", rank=rank, world_size=len(engines), **options) as engine:
             engine.register(engines[rank][0], tied=False)
             event = engine.next(SECONDS)

@@ -307,7 +307,7 @@ def test_a_refit_of_a_model_finishes_its_gathers_and_follows_parameters_that_wer
         warnings.simplefilter("ignore", StagingWarning)  # the parameters are in plain memory
         with (
             refitd.Trainer(group, socket=running.socket, device="host") as trainer,
-            refitd.engine_loop(served, group=group, instance="engine", socket=running.socket, device="host", proof="off") as engine,
+            refitd.EngineLoop(served, group=group, instance="engine", socket=running.socket, device="host", proof="off") as engine,
         ):
             trainer.register(shards)
             for version in (1, 2):

@@ -265,11 +265,11 @@ class Deliveries(unittest.TestCase):
 
 
 class Loops(DaemonTest):
-    """refitd.engine_loop with a proof."""
+    """refitd.EngineLoop with a proof."""
 
     def loop(self, model, **options):
         self.trainer(rank=0, world_size=1)
-        made = refitd.engine_loop(model, group=self.group, instance="a", socket=self.daemon.socket, **options)
+        made = refitd.EngineLoop(model, group=self.group, instance="a", socket=self.daemon.socket, **options)
         self.addCleanup(made.close)
         return made
 

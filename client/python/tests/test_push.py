@@ -337,7 +337,7 @@ class PushTest(DaemonTest):
 
     @unittest.skipIf(numpy is None, "needs numpy")
     def test_unwanted_and_engine_only_tensors_are_patterns_of_one_syntax_for_pushes_and_refits(self):
-        trainer = self.trainer(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"])
+        trainer = self.trainer(spec=refitd.GroupSpec(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"]))
         engine = self.engine()
         held = {name: refitd.empty((4,), "uint8", like="numpy") for name in ("w", "a.inv_freq", "rope.1")}
         engine.register(held)

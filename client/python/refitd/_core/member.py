@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import abi as _abi
 from ..layout import regions
-from ..layout.devices import connect_fields, kind_of, on_host
+from ..layout.devices import kind_of, on_host
 from ..layout.dtypes import DTYPES
 from ..layout.records import Box, PushedTensors, Source, TensorSpec
 from .lists import Piece, PieceList, TensorList, check_boxes, numbers
-from .native import Handle, check, text, texts
+from .native import Handle, check
 from .tensors import Addresses
 from .waiting import ends_soon, interruptible
 from ..errors import InvalidArgument, NotFound, StagingWarning
 from ..layout.memory import DeviceMemory, FilledMemory, HostMemory, RegionMemory
 from ..layout.regions import Region, aligned
-from .tls import TLS
 
 if TYPE_CHECKING:
     from ..layout.device import Resolver
@@ -33,117 +32,6 @@ CLOSE_SECONDS = 10.0
 
 Self = TypeVar("Self", bound="Member")
 T = TypeVar("T")
-
-
-def milliseconds(seconds: float | None, what: str) -> int:
-    """Seconds as the library's milliseconds; None is its default, 0. At least 1 ms, so that no short time becomes the default."""
-    if seconds is None:
-        return 0
-    if not 0 < seconds < 1e12:
-        raise InvalidArgument(f"{what}: {seconds} seconds is not positive", culprit=what)
-    return max(1, round(seconds * 1000))
-
-
-def checked_version(version: int) -> int:
-    """`version`, if it is an integer from 0 to 2^63 - 1; else raises InvalidArgument."""
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
-        raise InvalidArgument(f"version: {version!r} is no integer from 0 to 2^63 - 1", culprit="version")
-    return version
-
-
-def checked_count(value: int, what: str, least: int = 0) -> int:
-    """`value`, if it is an integer that C's int32 holds and not below `least`; else raises InvalidArgument."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise InvalidArgument(f"{what}: {value!r} is no integer from {least} to 2^31 - 1", culprit=what)
-    return value
-
-
-@dataclass(frozen=True)
-class ConnectOptions:
-    """How a member attaches: keyword arguments of Trainer and Engine, with their meaning there."""
-
-    group: str
-    socket: str | None = None
-    coordinator: str | None = None
-    wait_seconds: float | None = None
-    call_margin_seconds: float | None = None
-    reattach_seconds: float | None = None
-    silence_seconds: float | None = None
-    device: str | None = None
-    client: str | None = None
-    address: str | None = None
-    tls: TLS | None = None
-    insecure: bool = False
-
-    def structure(self, spec: _abi.refit_group_spec | None = None) -> _abi.refit_connect_options:
-        """The C structure. What it points to lives as long as the structure does."""
-        for name in ("group", "socket", "coordinator", "device", "client", "address"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or "\0" in value):
-                raise InvalidArgument(f"{name}: {value!r} is no text", culprit=name)
-        self._check_tcp()
-        made = _abi.sized(
-            _abi.refit_connect_options,
-            socket=text(self.socket),
-            group=text(self.group),
-            wait_ms=milliseconds(self.wait_seconds, "wait_seconds"),
-            call_margin_ms=milliseconds(self.call_margin_seconds, "call_margin_seconds"),
-            client=text(self.client),
-            coordinator=text(self.coordinator),
-            reattach_ms=milliseconds(self.reattach_seconds, "reattach_seconds"),
-            silence_ms=milliseconds(self.silence_seconds, "silence_seconds"),
-            device=text(None if on_host(self.device) else self.device),
-            address=text(self.address),
-            insecure=int(self.insecure),
-            **connect_fields(),
-            **({} if self.tls is None else self.tls.fields()),
-        )
-        if spec is not None:
-            made.spec = ctypes.pointer(spec)
-        return made
-
-    def _check_tcp(self) -> None:
-        if self.tls is not None and not isinstance(self.tls, TLS):
-            raise InvalidArgument(f"tls: {self.tls!r} is no refitd.TLS", culprit="tls")
-        if self.address is None and (self.tls is not None or self.insecure):
-            given = "insecure" if self.tls is None else "tls"
-            raise InvalidArgument(f"{given} is for a daemon over TCP, and no address is given", culprit=given)
-        if self.address is not None and self.socket is not None:
-            raise InvalidArgument(f"both socket {self.socket!r} and address {self.address!r} are given", culprit="address")
-
-
-def names_of(names: Sequence[str], what: str) -> list[str]:
-    """The names as a list; raises InvalidArgument for a single text, whose characters would be taken for names."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InvalidArgument(f"{what}: {names!r} is no list of names", culprit=what)
-    return list(names)
-
-
-def group_spec(
-    trainer_ranks: int,
-    min_instances: int,
-    slot_bytes: int | None,
-    slots: int | None,
-    engine_only: Sequence[str],
-    unwanted: Sequence[str],
-    max_lag: int,
-    encrypted: bool,
-) -> _abi.refit_group_spec:
-    """The C structure of a group's spec; None is the daemon's default."""
-    engine_only, unwanted = names_of(engine_only, "engine_only_tensors"), names_of(unwanted, "unwanted_tensors")
-    return _abi.sized(
-        _abi.refit_group_spec,
-        trainer_ranks=checked_count(trainer_ranks, "world_size", 1),
-        min_instances=checked_count(min_instances, "min_instances", 1),
-        slot_bytes=0 if slot_bytes is None else slot_bytes,
-        slots=0 if slots is None else checked_count(slots, "slots", 1),
-        engine_only_count=len(engine_only),
-        engine_only_tensors=texts(engine_only),
-        unwanted_count=len(unwanted),
-        unwanted_tensors=texts(unwanted),
-        max_lag=checked_count(max_lag, "max_lag", 0),
-        encrypted_data=1 if encrypted else 0,
-    )
 
 
 @dataclass

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import torch
 
 from ..layout import devices as _devices, patterns as _patterns
 from .. import aio
+from .._core.connect import Connect, GroupSpec, made_of
 from .._core.waiting import awaited
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
@@ -37,9 +39,6 @@ FILLER = "refitd.filler."
 TENSOR_COUNT = 1 << 17
 MOST_TENSORS = 1 << 18  # the daemon's limit for one update
 FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many tensors in a bucket
-
-CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
-TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "max_lag", "encrypted_data"}
 
 _Result = TypeVar("_Result")
 
@@ -82,55 +81,71 @@ class Casts:
         return tensor if dtype is None else tensor.to(dtype)
 
 
+@dataclass(frozen=True)
 class Settings:
-    """The options that a framework's configuration gives to its checkpoint engine, equal on all workers: `group`, `begin_seconds`,
-    `options` of refitd.Trainer, and `sender`, with the rest of the options."""
+    """The options that a framework's configuration gives to its checkpoint engine, equal on all workers.
 
-    def __init__(
-        self,
-        where: str,
-        who: str,
-        *,
-        counted: bool = True,
-        group: str = "",
-        begin_seconds: float = 600.0,
-        update_seconds: float = 600.0,
-        verification: str | None = None,
-        tensor_count: int = TENSOR_COUNT,
-        dtype: str | None = None,
-        exceptions: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> None:
-        """`where`: the place in the configuration, for errors. `who`, `counted`: as of Sender. The rest is what users set:
+    Attributes:
+        group: The group of refitd.
+        begin_seconds: How long a rollout worker waits for the trainer to begin.
+        update_seconds: Of one sync, from its begin.
+        verification: As of Trainer.update.
+        tensor_count: How many tensors the first sync has at most; the greater this number, the longer that sync takes.
+        dtype: The dtype to which floating-point tensors are cast before they are sent ("bfloat16"); None: as the trainer yields them.
+        exceptions: Other dtypes, by pattern of names; "" leaves the tensor as it is.
+        socket: As of refitd.Trainer and refitd.Engine, with `device`, and `connect` and `spec`, which may be mappings of their fields.
+    """
 
-        `group`: of refitd. `begin_seconds`: how long a rollout worker waits for the trainer to begin. `update_seconds`: of one sync,
-        from its begin. `verification`: as of Trainer.update. `tensor_count`: how many tensors the first sync has at most; the
-        greater this number, the longer that sync takes. `dtype`: the dtype to which floating-point tensors are cast before they are sent
-        ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by pattern of names; "" leaves the tensor
-        as it is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
+    group: str = ""
+    begin_seconds: float = 600.0
+    update_seconds: float = 600.0
+    verification: str | None = None
+    tensor_count: int = TENSOR_COUNT
+    dtype: str | None = None
+    exceptions: Mapping[str, str] | None = None
+    socket: str | None = None
+    device: str | None = None
+    connect: Connect = Connect()
+    spec: GroupSpec = GroupSpec()
 
-        Raises InvalidArgument that names the option.
-        """
-        if not group:
+    @classmethod
+    def of(cls, where: str, given: Mapping[str, Any]) -> Settings:
+        """Settings of the options that stand at `where` in the configuration. Raises InvalidArgument that names the option."""
+        made = made_of(cls, given, where)
+        if not made.group:
             raise InvalidArgument(f"{where}.group is missing", culprit="group")
-        for name in options:
-            if name not in TRAINER_OPTIONS:
-                raise InvalidArgument(f"{where}.{name}: there is no such option", culprit=name)
-        self.group = group
-        self.begin_seconds = begin_seconds
-        self.options = options
-        self.sender = Sender(
+        connect = made_of(Connect, made.connect, f"{where}.connect").to(made.socket)
+        return replace(made, socket=None, connect=connect, spec=made_of(GroupSpec, made.spec, f"{where}.spec"))
+
+    def sender(self, where: str, who: str, counted: bool) -> Sender:
+        """The trainer ranks' end. `who`, `counted`: as of Sender."""
+        return Sender(
             who,
-            Casts(where, dtype, exceptions),
-            update_seconds=update_seconds,
-            verification=verification,
-            tensor_count=tensor_count,
+            Casts(where, self.dtype, self.exceptions),
+            update_seconds=self.update_seconds,
+            verification=self.verification,
+            tensor_count=self.tensor_count,
             counted=counted,
         )
 
-    def only(self, names: frozenset[str]) -> dict[str, Any]:
-        """Those of the options that have one of the names."""
-        return {name: value for name, value in self.options.items() if name in names}
+    def trainer(self, client: str, rank: int, world_size: int, min_instances: int | None = None) -> Trainer:
+        """Attaches a trainer rank. `client`: the framework, for status pages. `min_instances`: None: that of the spec."""
+        spec = self.spec if min_instances is None else replace(self.spec, min_instances=min_instances)
+        connect = replace(self.connect, client=client)
+        return Trainer(self.group, rank=rank, world_size=world_size, spec=spec, device=self.device, connect=connect)
+
+    def engine(self, client: str, instance: str) -> Engine:
+        """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. It says that its
+        weights are dirty, since nobody told which version they are of."""
+        device = _devices.current_or_host() if self.device is None else self.device
+        connect = replace(self.connect, client=client)
+        return Engine(self.group, instance=instance, staged=True, dirty=True, device=device, connect=connect)
+
+    def init_info(self, instance: str) -> dict[str, Any]:
+        """What refitd's backend in vLLM's processes attaches by, dirty: vLLM has loaded weights that are none of the group's versions."""
+        reached = {name: getattr(self.connect, name) for name in ("socket", "coordinator", "wait_seconds")}
+        told = {name: value for name, value in reached.items() if value is not None}
+        return {"group": self.group, "instance": instance, "dirty": True, **told}
 
 
 class Ranks:
@@ -413,11 +428,6 @@ def next_version(known: int | None, wanted: int | None = None) -> int:
     if wanted is not None and (known is None or wanted > known):
         return wanted
     return 1 if known is None else known + 1
-
-
-def rollout_device() -> str:
-    """The device that this worker shares with its inference engine, or "host"."""
-    return _devices.current_or_host()
 
 
 def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:

@@ -27,7 +27,6 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from . import exports as _exports
-from .exports import CONNECT_OPTIONS
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument
 from ..trainer import Trainer
@@ -35,8 +34,7 @@ from ..trainer import Trainer
 BACKEND = "refitd"
 # The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
 IN_PLACE = "refitd_in_place"
-
-ADAPTER_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds"})
+_WHERE = "engine_kwargs.refitd"
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         *,
         is_master: bool = False,
         in_place: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
 
@@ -73,11 +71,11 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
         Raises InvalidArgument that names the option.
         """
-        self._settings = _exports.Settings("engine_kwargs.refitd", "the actor", counted=not in_place, **options)
+        self._settings = _exports.Settings.of(_WHERE, options)
         self.group = self._settings.group
         self.in_place = in_place
         self.wire_format = IN_PLACE if in_place else "named_tensors"
-        self._sender = self._settings.sender
+        self._sender = self._settings.sender(_WHERE, "the actor", counted=not in_place)
         self._place: Place | None = None
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
@@ -215,19 +213,16 @@ class RefitdCheckpointEngine(CheckpointEngine):
             trainer.close()
             trainer = self._trainer = None
         if trainer is None:
-            self._trainer = Trainer(self.group, rank=place.rank, world_size=place.world_size, client="verl", **self._settings.options)
+            self._trainer = self._settings.trainer("verl", place.rank, place.world_size)
 
     def _attach_engine(self) -> None:
-        options = self._settings.only(CONNECT_OPTIONS)
-        options.setdefault("device", _exports.rollout_device())
-        # This worker does not know which weights the engine behind verl's adapter holds, so it says that they are dirty.
-        self._engine = Engine(self.group, instance=self._instance, staged=True, dirty=True, client="verl", **options)
+        self._engine = self._settings.engine("verl", self._instance)
 
     def _attach_in_place(self) -> None:
         adapter = _adapter()
         if adapter is None:
             raise FailedPrecondition("in_place: this worker's rollout is not vLLM's, or was made before refitd.integrations.verl was imported")
-        adapter.attach(self.group, self._settings.begin_seconds, self._settings.only(ADAPTER_OPTIONS))
+        adapter.attach(self._settings)
 
     def _leave(self) -> None:
         engine, self._engine = self._engine, None

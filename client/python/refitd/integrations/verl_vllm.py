@@ -14,6 +14,7 @@ from verl.workers.rollout import base
 from verl.workers.rollout.vllm_rollout import vllm_rollout
 
 from . import verl as checkpoint_engine
+from .exports import Settings
 from ..errors import FailedPrecondition
 
 
@@ -30,15 +31,13 @@ class ServerAdapter(vllm_rollout.ServerAdapter):
         self._take_seconds = 0.0
         checkpoint_engine.set_adapter(self)
 
-    def attach(self, group: str, take_seconds: float, options: dict[str, Any]) -> None:
-        """Attaches the replica's processes, as one instance whose weights are dirty until the sync has ended.
-
-        `take_seconds`: how long they wait for the actor to begin. `options`: socket, coordinator, wait_seconds, as of refitd.Engine.
-        """
-        self._take_seconds = take_seconds
+    def attach(self, settings: Settings) -> None:
+        """Attaches the replica's processes, as one instance whose weights are dirty until the sync has ended. They wait for
+        `settings.begin_seconds` for the actor to begin."""
+        self._take_seconds = settings.begin_seconds
         if not self._ensure_server_handle():
             return
-        init_info = {"group": group, "instance": f"verl-replica-{self.replica_rank}", "dirty": True, **options}
+        init_info = settings.init_info(f"verl-replica-{self.replica_rank}")
         ray.get(self.server_handle.collective_rpc.remote("init_weight_transfer_engine", kwargs={"init_info": init_info}))
 
     async def update_weights(

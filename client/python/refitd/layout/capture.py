@@ -14,8 +14,6 @@ Imports torch when used.
 
 from __future__ import annotations
 
-import sys
-import types
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -874,13 +872,3 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     what = f"parameter '{name}'"
     pointer_now = tensor.data_ptr
     return _devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize
-
-
-class _Callable(types.ModuleType):
-    """This module can be called as its function, since both have the name refitd.capture."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Captured:
-        return capture(*arguments, **options)
-
-
-sys.modules[__name__].__class__ = _Callable

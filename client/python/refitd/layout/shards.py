@@ -69,20 +69,20 @@ class Shard:
     addition: Addition | None = None
 
 
-def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **options: Any) -> Iterator[Shard]:
-    """The shards of a flat range: `elements`, one-dimensional, are [start, start + len(elements)) of the row-major tensor.
+def range_shards(shard: Shard, start: int) -> Iterator[Shard]:
+    """The shards of a flat range: `shard.tensor`, one-dimensional, is [start, start + its length) of the row-major tensor.
 
-    A range that begins and ends within rows is at most 2 * len(shape) - 1 boxes, all of them views of `elements`. `options`: of
-    Shard. Raises InvalidArgument if the range is not within the tensor.
+    A range that begins and ends within rows is at most 2 * len(shape) - 1 boxes, all of them views of the tensor. Raises
+    InvalidArgument if the range is not within the tensor.
     """
     try:
-        boxes = range_boxes(shape, start, len(elements))
+        boxes = range_boxes(shard.shape, start, len(shard.tensor))
     except ValueError as error:
-        raise InvalidArgument(f"tensor '{name}': {error}", culprit=f"tensor '{name}'") from None
+        raise InvalidArgument(f"tensor '{shard.name}': {error}", culprit=f"tensor '{shard.name}'") from None
     at = 0
     for offset, extent in boxes:
         count = prod(extent)
-        yield Shard(name, shape, elements[at : at + count].reshape(extent), offset, ranges=True, **options)
+        yield replace(shard, tensor=shard.tensor[at : at + count].reshape(extent), offset=offset, ranges=True)
         at += count
 
 

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..layout import devices as _devices
@@ -283,17 +284,13 @@ class Driver:
             instance=settings.instance,
             rank=self._world_size + self._index,
             world_size=self._world_size + self._drivers,
-            socket=settings.socket,
-            coordinator=settings.coordinator,
             held_owner=self._owner,
             trainer_identity=settings.trainer_identity,
             # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
             device=_devices.any_of(self._device),
             dirty=dirty,
             fill=False,  # like the workers' ranks
-            wait_seconds=ATTACH_SECONDS,
-            reattach_seconds=settings.reattach_seconds,
-            client="vllm driver",
+            connect=replace(settings.connect("engine driver"), wait_seconds=ATTACH_SECONDS),
             **held,
         )
         self._member = member
@@ -378,7 +375,7 @@ class Follower:
     """An offline `vllm.LLM` that takes new versions in `poll` and `wait`, between calls of `generate`.
 
         llm = vllm.LLM(model, load_format="refitd", weight_transfer_config={"backend": "refitd"})
-        weights = refitd.integrations.vllm.follow(llm, group="policy", instance="vllm-0")
+        weights = refitd.integrations.vllm.follow(llm, {"group": "policy", "instance": "vllm-0"})
         weights.wait(1)
         outputs = llm.generate(prompts)
 
@@ -386,8 +383,8 @@ class Follower:
     in all of them, as those of the LLM: each version is then in all of them between the same two calls of `generate`.
     """
 
-    def __init__(self, llm: Any, **options: Any) -> None:
-        """`options`: fields of refitd.serving.settings.Settings; else the environment says them. Waits for daemon and group.
+    def __init__(self, llm: Any, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings`: fields of refitd.serving.settings.Settings by name; the environment says the others. Waits for daemon and group.
 
         Raises what attaching raises: FailedPrecondition, naming the parameter that can't be delivered, Unavailable, ...
         From now on `llm.generate` raises FailedPrecondition while the weights are not one whole version, and `llm.sleep` and
@@ -400,7 +397,7 @@ class Follower:
         controls = OfflineControls(llm, processes)
         driver = Driver(
             controls,
-            Settings.of(options),
+            Settings.of(settings),
             world_size=world_size_of(config),
             clean=starts_clean(config),
             device=device_of(config),

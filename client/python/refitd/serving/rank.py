@@ -72,17 +72,13 @@ class Rank:
             instance=instance,
             rank=rank,
             world_size=world_size,
-            socket=settings.socket,
-            coordinator=settings.coordinator,
             held_owner=self._owner,
             trainer_identity=settings.trainer_identity,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
             # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
             fill=False,
-            wait_seconds=settings.wait_seconds,
-            reattach_seconds=settings.reattach_seconds,
-            client=self._client,
+            connect=settings.connect(self._client),
             **held,
         )
         try:

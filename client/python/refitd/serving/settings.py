@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .._core.connect import Connect
 from ..errors import InvalidArgument
 from .proof import PROOFS
 
@@ -73,6 +74,10 @@ class Settings:
             if getattr(made, name) not in allowed:
                 raise InvalidArgument(f"{name}: {getattr(made, name)!r} is none of {', '.join(allowed)}", culprit=name)
         return made
+
+    def connect(self, client: str) -> Connect:
+        """How a member of the engine attaches. `client`: the engine's kind, for status pages."""
+        return Connect(self.socket, self.coordinator, self.wait_seconds, reattach_seconds=self.reattach_seconds, client=client)
 
     def checked(self) -> Settings:
         """This, if group and instance are said; else raises InvalidArgument."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..._core.connect import Connect
 from ...errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ...serving.loop import EngineLoop
 from ...serving.manifest import read_manifest
@@ -30,9 +31,11 @@ class AdapterFollower:
     `name`: the adapter's name in SGLang.
     """
 
-    def __init__(self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", **options: Any) -> None:
+    def __init__(
+        self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
+    ) -> None:
         """`adapter`: a folder that PEFT's save_pretrained wrote; its tensors' names, dtypes and shapes are read, and its configuration.
-        `options`: as of refitd.Engine (`socket`, `wait_seconds`, ...). Waits for daemon and group.
+        `group`, `instance`, `socket`, `connect`: as of refitd.Engine. Waits for daemon and group.
 
         Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
         """
@@ -57,7 +60,9 @@ class AdapterFollower:
         if not self._tensors:
             raise InvalidArgument(f"{adapter} has no tensor", culprit=adapter)
         names = {**self._tensors, **self._scalings}
-        self._loop = EngineLoop(torch.nn.Module(), group, instance, names=names, clean=False, **options)
+        self._loop = EngineLoop(
+            torch.nn.Module(), group=group, instance=instance, names=names, clean=False, socket=socket, connect=connect
+        )
 
     @property
     def version(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Mapping, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -214,10 +214,10 @@ def starts_clean(arguments: Any) -> bool:
     return str(getattr(arguments.load_format, "value", arguments.load_format)) != "dummy"
 
 
-def follow(engine: Any, options: dict[str, Any]) -> Follower:
+def follow(engine: Any, said: Mapping[str, Any] | None) -> Follower:
     arguments = engine.server_args
     check(arguments)
-    settings = Settings.of(options)
+    settings = Settings.of(said)
     controls = OfflineControls(engine, settings.cache)
     clean = starts_clean(arguments)
     driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, device=arguments.device, patient=False)

@@ -13,7 +13,7 @@ vLLM, torch and FastAPI are imported where they are used only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def register() -> None:
     _versions.let_wake_up_stay_paused()
 
 
-def follow(llm: Any, **options: Any) -> Follower:
+def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     """Attaches an offline `vllm.LLM`, whose updates then happen in `Follower.poll` and `Follower.wait`. See `driver.Follower`."""
     from ...serving.driver import Follower
 
-    return Follower(llm, **options)
+    return Follower(llm, settings)
 
 
 # The backend that vLLM made in this worker's process, for frameworks whose own code in the worker is not told of it.
