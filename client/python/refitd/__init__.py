@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layout.records import Box, Layout, PushedTensors, TensorSpec
+from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
 from .layout.cuda import CudaMemory
 from .engine import Engine
 from .errors import (
@@ -44,17 +44,18 @@ from .errors import (
 )
 from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
 from .layout.memory import FilledMemory, HostMemory, RegionMemory
-from .layout.regions import Region, adopt, empty, locate
-from ._core.connect import TLS, Connect, GroupSpec
+from .layout.memory import Region, adopt, empty, locate
+from ._core.member import TLS, Connect, GroupSpec
 from .layout.capture import Captured, capture
 from .layout.shards import Shard
 from .serving.loop import EngineLoop
 from .trainer import Trainer, replace_group
 from ._core.update import InstanceOutcome, Update, UpdateResult
 
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from ._core.abi import library
+        from ._core.native import library
 
         return library().refit_version().decode()
     raise AttributeError(f"module 'refitd' has no attribute {name!r}")

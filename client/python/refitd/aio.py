@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import engine as _engine
-from . import trainer as _trainer
+from . import engine
+from . import trainer
 from ._core import update as _update
 from ._core.events import Event, Weights
 from ._core.inbox import Inbox
@@ -71,7 +71,7 @@ def _cancel_update(member: _update.Update, *_: object, **__: object) -> None:
     member._cancel()
 
 
-def _cancel_version(member: _trainer.Trainer, version: int, **_: object) -> None:
+def _cancel_version(member: trainer.Trainer, version: int, **_: object) -> None:
     member._cancel(version)
 
 
@@ -133,32 +133,32 @@ class _Attached:
 class Trainer(_Attached):
     """A trainer rank. Its methods are those of refitd.Trainer, awaited; cancelling refit or update gives the update up."""
 
-    def __init__(self, member: _trainer.Trainer) -> None:
+    def __init__(self, member: trainer.Trainer) -> None:
         """`member`: one that is attached already; else see attach()."""
         self.member = member
 
-    attach = staticmethod(_formed(_attaching(_trainer.Trainer, _trainer.Trainer.close), lambda member: Trainer(member)))
-    register = _awaiting(_trainer.Trainer.register)
-    register_layout = _awaiting(_trainer.Trainer.register_layout)
-    refit = _awaiting(_trainer.Trainer.refit, cancel=_cancel_version)
-    get_update = _awaiting(_trainer.Trainer.get_update)
-    update = _formed(_awaiting(_trainer.Trainer.update, cancel=_cancel_version, disown=_update.Update.close), Update)
+    attach = staticmethod(_formed(_attaching(trainer.Trainer, trainer.Trainer.close), lambda member: Trainer(member)))
+    register = _awaiting(trainer.Trainer.register)
+    register_layout = _awaiting(trainer.Trainer.register_layout)
+    refit = _awaiting(trainer.Trainer.refit, cancel=_cancel_version)
+    get_update = _awaiting(trainer.Trainer.get_update)
+    update = _formed(_awaiting(trainer.Trainer.update, cancel=_cancel_version, disown=_update.Update.close), Update)
 
 
 class Engine(_Attached):
     """An engine rank. Its methods are those of refitd.Engine, awaited; `async for event in engine` ends with close()."""
 
-    def __init__(self, member: _engine.Engine) -> None:
+    def __init__(self, member: engine.Engine) -> None:
         """`member`: one that is attached already; else see attach()."""
         self.member = member
         self._inbox: Inbox | None = None
 
-    attach = staticmethod(_formed(_attaching(_engine.Engine, _engine.Engine.close), lambda member: Engine(member)))
-    register = _awaiting(_engine.Engine.register)
-    register_layout = _awaiting(_engine.Engine.register_layout)
-    ready = _awaiting(_engine.Engine.ready)
-    ack = _awaiting(_engine.Engine.ack)
-    fail = _awaiting(_engine.Engine.fail)
+    attach = staticmethod(_formed(_attaching(engine.Engine, engine.Engine.close), lambda member: Engine(member)))
+    register = _awaiting(engine.Engine.register)
+    register_layout = _awaiting(engine.Engine.register_layout)
+    ready = _awaiting(engine.Engine.ready)
+    ack = _awaiting(engine.Engine.ack)
+    fail = _awaiting(engine.Engine.fail)
 
     async def next(self, timeout_seconds: float | None = None) -> Event:
         """Does what refitd.Engine.next does. Any number of tasks may wait: they get events in the order in which they asked."""

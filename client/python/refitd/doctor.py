@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from .layout import devices as _devices
-from .layout.finding import CALL_SECONDS, Finding, State
+from .layout import devices
+from .layout.devices import CALL_SECONDS, Finding, State
 
 MIB = 1 << 20
 REFIT_BYTES = MIB
@@ -102,10 +102,10 @@ def _look_at_machine() -> Finding:
 
 
 def _look_at_package() -> Finding:
-    from ._core import binaries as _binaries
+    from ._core import binaries
 
     try:
-        library = _binaries.library()
+        library = binaries.library()
         version = _version()
     except OSError as error:
         return Finding("package", State.BROKEN, f"the library does not load: {error}", "install the wheel again, or mend REFIT_LIBRARY")
@@ -113,7 +113,7 @@ def _look_at_package() -> Finding:
 
 
 def _version() -> str:
-    from ._core.abi import library
+    from ._core.native import library
 
     return str(library().refit_version().decode())
 
@@ -209,7 +209,7 @@ _LOOKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("package", _look_at_package),
     ("programs", _look_at_programs),
     ("frameworks", _look_at_frameworks),
-    *(look for kind in _devices.KINDS for look in kind.looks()),
+    *(look for kind in devices.kinds() for look in kind.looks()),
     ("limits", _look_at_limits),
     ("shared memory", _look_at_shared_memory),
 )
@@ -299,13 +299,13 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
-    from .layout.records import Box, TensorSpec
+    from .layout.boxes import Box, TensorSpec
     from .engine import Engine
     from .errors import Closed, Error
     from ._core.events import Prepare
     from .layout.memory import RegionMemory
-    from .layout.regions import Region
-    from ._core.connect import Connect
+    from .layout.memory import Region
+    from ._core.member import Connect
     from .trainer import Trainer
 
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"

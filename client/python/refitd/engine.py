@@ -12,16 +12,16 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from ._core import abi as _abi, collector as _gc
-from .layout import places as _places, devices as _devices
-from ._core.buffers import DeviceBytes, HostBytes
-from .layout.dtypes import BY_CODE, DTYPES
-from .layout.records import Box, TensorSpec
-from ._core.lists import TensorList, check_tensors
-from ._core.connect import Connect, checked_count, checked_version
+from ._core.waiting import paused
+from ._core import native
+from .layout import places as _places, devices
+from .layout.memory import DeviceBytes, HostBytes
+from .layout.memory import BY_CODE, DTYPES
+from .layout.boxes import Box, TensorSpec
+from ._core.tensors import TensorList, check_tensors
+from ._core.member import Connect, checked_count, checked_version
 from ._core.member import Member, Registration
 from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
-from .layout.shards import collect
 from ._core.waiting import ends_soon, interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from ._core.events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
@@ -106,20 +106,20 @@ class Engine(Member):
             raise InvalidArgument(f"engine rank {rank} of instance {instance}: world_size is {world_size}", culprit=f"engine rank {rank}")
         self.label = f"engine rank {rank} of instance {instance}"
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
-        self.device = _devices.current() if device is None else device
+        self.device = devices.current() if device is None else device
         self._follows_memory = device is None  # whether the device is the first registered tensor's
         self._places: _places.Places | None = None
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
-        options = _abi.sized(
-            _abi.refit_engine_options,
+        options = native.sized(
+            native.refit_engine_options,
             instance=text(instance),
             rank=rank,
             world_size=world_size,
-            delivery=_abi.DELIVERIES["staged" if staged else "registered"],
+            delivery=native.DELIVERIES["staged" if staged else "registered"],
             dirty=int(dirty),
-            fill=_abi.FILL_DEFAULT if fill else _abi.FILL_NEVER,
+            fill=native.FILL_DEFAULT if fill else native.FILL_NEVER,
             held_owner=text(held_owner),
             trainer_identity=text(trainer_identity),
         )
@@ -169,6 +169,8 @@ class Engine(Member):
         """
         module = layout if _places.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
+            from .layout.shards import collect
+
             layout = collect(layout, buffers=buffers, leave_out=leave_out, tied=tied, rank=self.rank)
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
@@ -180,7 +182,7 @@ class Engine(Member):
         Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
         """
         self._places = None
-        with _gc.paused():
+        with paused():
             check_tensors(tensors, self.label)
             self._follow_memory(boxes)
             boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
@@ -246,9 +248,9 @@ class Engine(Member):
                     return 0, None
                 if self._pending:
                     return self._pending.pop(0)
-                raw = _abi.sized(_abi.refit_event)
+                raw = native.sized(native.refit_event)
                 with self._handle as handle:
-                    check(_abi.library().refit_engine_next(handle, round(max(remaining, 0.0) * 1000), byref(raw)), self.label)
+                    check(native.library().refit_engine_next(handle, round(max(remaining, 0.0) * 1000), byref(raw)), self.label)
                     event = self._event(handle, raw)
                 if event is not None:
                     return next(self._numbers), event
@@ -267,24 +269,24 @@ class Engine(Member):
                 self._pending.append((number, event))
                 self._pending.sort(key=lambda entry: entry[0])
 
-    def _event(self, handle: int, raw: _abi.refit_event) -> Event | None:
+    def _event(self, handle: int, raw: native.refit_event) -> Event | None:
         kind = raw.kind
-        if kind == _abi.EVENT_NOTHING:
+        if kind == native.EVENT_NOTHING:
             return None
-        if kind == _abi.EVENT_PREPARE:
+        if kind == native.EVENT_PREPARE:
             return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, self)
-        if kind == _abi.EVENT_PART:
+        if kind == native.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
-        if kind == _abi.EVENT_COMMITTED:
+        if kind == native.EVENT_COMMITTED:
             self._mark_written()
             return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"))
-        if kind == _abi.EVENT_ABORTED:
+        if kind == native.EVENT_ABORTED:
             return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
-        if kind == _abi.EVENT_DRAINING:
+        if kind == native.EVENT_DRAINING:
             return Draining()
-        if kind == _abi.EVENT_LOST:
+        if kind == native.EVENT_LOST:
             return Lost(shown(raw.reason), Weights(raw.weights))
-        if kind == _abi.EVENT_REATTACHED:
+        if kind == native.EVENT_REATTACHED:
             return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
         return None  # an event of a later library
 
@@ -299,11 +301,11 @@ class Engine(Member):
             written += [tensor for _, tensor in _places.held_by(places.module)]
         _places.mark_written(written)
 
-    def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
+    def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
-        check(_abi.library().refit_engine_hold(handle, byref(out)), self.label)
+        check(native.library().refit_engine_hold(handle, byref(out)), self.label)
         assert out.value is not None
-        hold = Handle(out.value, _abi.library().refit_hold_free, "a part's memory")
+        hold = Handle(out.value, native.library().refit_hold_free, "a part's memory")
         views = []
         for i in range(raw.view_count):
             given = raw.views[i]
@@ -315,15 +317,15 @@ class Engine(Member):
         return tuple(views)
 
     def _bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-        return _devices.bytes_at(self.device, pointer, nbytes, owner)
+        return devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _new_bytes(self, nbytes: int) -> HostBytes | DeviceBytes:
         """New memory on this rank's device."""
-        kind = _devices.kind_of(self.device)
+        kind = devices.kind_of(self.device)
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
         # The memory is a region of its own, so it is page-aligned, and the system gets it back as soon as it is unused.
-        from .layout.regions import Region
+        from .layout.memory import Region
 
         room = Region(max(nbytes, 1))
         return HostBytes(room.pointer, nbytes, room)
@@ -366,7 +368,7 @@ class Engine(Member):
     @property
     def weights(self) -> Weights:
         """The state of the weights, as far as this rank knows it. Works until close(), also after the lease's end."""
-        return Weights(self._use(_abi.library().refit_engine_weights))
+        return Weights(self._use(native.library().refit_engine_weights))
 
     @property
     def version(self) -> int | None:
@@ -389,7 +391,7 @@ def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
     """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
-    from .layout.dtypes import resolve
+    from .layout.memory import resolve
 
     name, dtype, shape = entry
     return TensorSpec(name, resolve(dtype, f"tensor '{name}'").name, tuple(shape))

@@ -9,17 +9,17 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from ._core import abi as _abi, collector as _gc
-from .layout import devices as _devices
-from ._core.buffers import DeviceBytes, HostBytes
-from .layout.records import Box, Layout, PushedTensors, TensorSpec
-from ._core.lists import check_tensors
-from ._core.connect import Connect, GroupSpec, checked_count, checked_version, milliseconds
+from ._core.waiting import paused
+from ._core import native
+from .layout import devices
+from .layout.memory import DeviceBytes, HostBytes
+from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
+from ._core.tensors import check_tensors
+from ._core.member import Connect, GroupSpec, checked_count, checked_version, milliseconds
 from ._core.member import CLOSE_SECONDS, Member, Registration
 from ._core.native import Handle, check, refuse_fork, text
 from ._core.tensors import Packer
 from .layout.casting import DEFAULT_STAGING_BYTES
-from .layout.shards import collect
 from ._core.waiting import ends_soon, interruptible
 from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
 from ._core.update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
@@ -99,9 +99,9 @@ class Trainer(Member):
         self._on_older, self._wait_seconds = on_older, WAIT_SECONDS if connect.wait_seconds is None else connect.wait_seconds
         self.group, self.rank, self.world_size = group, rank, world_size
         self.shares_memory = connect.address is None  # with the daemon
-        self.device = _devices.current() if device is None and self.shares_memory else device
+        self.device = devices.current() if device is None and self.shares_memory else device
         made = connect.structure(group, self.device, None if spec is None else spec.structure(world_size))
-        options = _abi.sized(_abi.refit_trainer_options, connect=ctypes.pointer(made), rank=rank, world_size=world_size)
+        options = native.sized(native.refit_trainer_options, connect=ctypes.pointer(made), rank=rank, world_size=world_size)
 
         self._refitting: int | None = None  # the version of the refit that runs, if any
         self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
@@ -146,7 +146,9 @@ class Trainer(Member):
             InvalidArgument: A tensor is wrong; the error names tensor and rank. Nothing has changed then.
             FailedPrecondition: Another rank's layout disagrees, or an update runs. Nothing has changed then.
         """
-        with _gc.paused():
+        from .layout.shards import collect
+
+        with paused():
             self._register_collected(
                 collect(
                     shards,
@@ -176,7 +178,7 @@ class Trainer(Member):
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
         """
-        with _gc.paused():
+        with paused():
             self._register_collected(Layout(list(tensors), list(boxes), pushed, before_refit))
 
     def _register_collected(self, layout: Layout) -> None:
@@ -212,15 +214,15 @@ class Trainer(Member):
         common = _common(version, duration_seconds, verification, evict_late)
         pushed = registration.pushed_tensors if registration is not None else None
         if pushed is not None:
-            with self._begin(version, _abi.sized(_abi.refit_begin_options, **common), with_layout=True) as update:
+            with self._begin(version, native.sized(native.refit_begin_options, **common), with_layout=True) as update:
                 pushed.push(update)
             assert update.result is not None
             return replace(update.result, staged_bytes=staged, rebound=rebound)
-        options = _abi.sized(_abi.refit_refit_options, **common)
+        options = native.sized(native.refit_refit_options, **common)
 
         def refit() -> UpdateResult:
-            raw = _abi.sized(_abi.refit_commit_result)
-            library = _abi.library()
+            raw = native.sized(native.refit_commit_result)
+            library = native.library()
             with self._handle as handle:
                 check(library.refit_trainer_refit(handle, byref(options), byref(raw)), f"{self.label}, version {version}")
                 return result_of(raw, "trainer", handle, staged, rebound)
@@ -249,7 +251,7 @@ class Trainer(Member):
             return 0
         rebound = 0
         if registration.source is not None:
-            with _gc.paused():
+            with paused():
                 try:
                     layout = registration.source.renewed()
                 except BaseException:
@@ -322,11 +324,11 @@ class Trainer(Member):
             raise InvalidArgument(f"note {note!r} has a NUL character")
         version = self._version_for(version)
         rebound = self._renew() if with_layout else 0
-        options = _abi.sized(
-            _abi.refit_begin_options,
+        options = native.sized(
+            native.refit_begin_options,
             tensor_count=tensor_count or 0,
             total_bytes=total_bytes or 0,
-            broadcast=_number(_abi.BROADCASTS, broadcast, "broadcast"),
+            broadcast=_number(native.BROADCASTS, broadcast, "broadcast"),
             without_layout=int(not with_layout),
             note=note.encode() or None,
             **_common(version, duration_seconds, verification, evict_late),
@@ -336,10 +338,10 @@ class Trainer(Member):
         update._fill = self._fill_unmoved if with_layout else None
         return update
 
-    def _begin(self, version: int, options: _abi.refit_begin_options, with_layout: bool) -> Update:
+    def _begin(self, version: int, options: native.refit_begin_options, with_layout: bool) -> Update:
         def begin() -> Update:
             out = ctypes.c_void_p()
-            library = _abi.library()
+            library = native.library()
             with self._handle as handle:
                 label = f"{self.label}, version {version}"
                 check(library.refit_trainer_begin(handle, byref(options), byref(out)), label)
@@ -397,7 +399,7 @@ class Trainer(Member):
     def _begin_group_anew(self) -> None:
         before = self.reattachments
         if self.rank == 0:
-            interruptible(lambda: check(_abi.library().refit_replace_group(byref(self._connect)), self.label), cancel=ends_soon)
+            interruptible(lambda: check(native.library().refit_replace_group(byref(self._connect)), self.label), cancel=ends_soon)
         deadline = time.monotonic() + self._wait_seconds
         while self._attached_as(before):
             if time.monotonic() > deadline:
@@ -432,11 +434,11 @@ class Trainer(Member):
             pass  # the update had not begun, or has ended: then the call ends by itself
 
     def _slot_bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-        return _devices.bytes_at(self.device, pointer, nbytes, owner)
+        return devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _synchronize(self) -> None:
         """Waits for the work that wrote the shards."""
-        kind = _devices.kind_of(self.device)
+        kind = devices.kind_of(self.device)
         if kind is not None:
             kind.synchronize(self.device)
 
@@ -467,7 +469,7 @@ def replace_group(
         Unavailable: No daemon answers.
     """
     made = connect.to(socket).structure(group, None, spec.structure(world_size))
-    interruptible(lambda: check(_abi.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
+    interruptible(lambda: check(native.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
 
 
 def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Sequence[int]) -> Registration:

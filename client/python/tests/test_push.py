@@ -9,7 +9,7 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
-from refitd._core.buffers import HostBytes
+from refitd.layout.memory import HostBytes
 from refitd.layout.cuda import CudaBytes
 
 try:
@@ -506,7 +506,7 @@ class PushTest(DaemonTest):
 
 class JoinerTest(unittest.TestCase):
     def test_parts_that_overlap_or_disagree_are_refused_by_name(self):
-        from refitd._core.buffers import HostBytes
+        from refitd.layout.memory import HostBytes
 
         class Engine:
             def _new_bytes(self, nbytes):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Union
 
-from .buffers import DeviceBytes, HostBytes
-from ..layout.dtypes import DTYPES
+from ..layout.memory import DeviceBytes, HostBytes
+from ..layout.memory import DTYPES
 from ..errors import Failure, InvalidArgument
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ an instance with staged delivery that hands the tensors to its framework's own l
 from __future__ import annotations
 
 import asyncio
+import weakref
 import hashlib
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -18,9 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..layout import devices as _devices, patterns as _patterns
-from .. import aio
-from .._core.connect import Connect, GroupSpec, made_of
+from ..layout.boxes import compiled
+from ..layout import devices
+from .._core.inbox import Inbox
+from .._core.member import Connect, GroupSpec, made_of
 from .._core.waiting import awaited
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
@@ -48,7 +50,7 @@ async def on_thread(call: Callable[[], _Result]) -> _Result:
 
     Without this, the other thread would begin with torch's defaults.
     """
-    take_devices = _devices.thread_devices()
+    take_devices = devices.thread_devices()
 
     def run() -> _Result:
         take_devices()
@@ -66,7 +68,7 @@ class Casts:
         `exceptions`: other dtypes, by pattern of names. Raises InvalidArgument for what is no floating-point dtype."""
         self._dtype = _dtype_of(where, "dtype", dtype)
         of_patterns = {pattern: _dtype_of(where, f"exceptions: {pattern}", other) for pattern, other in dict(exceptions or {}).items()}
-        self._exceptions = [(_patterns.compiled(pattern), other) for pattern, other in of_patterns.items()]
+        self._exceptions = [(compiled(pattern), other) for pattern, other in of_patterns.items()]
         self._rules = of_patterns
 
     def rules(self, otherwise: torch.dtype) -> tuple[torch.dtype, dict[str, torch.dtype | None]]:
@@ -137,7 +139,7 @@ class Settings:
     def engine(self, client: str, instance: str) -> Engine:
         """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. It says that its
         weights are dirty, since nobody told which version they are of."""
-        device = _devices.current_or_host() if self.device is None else self.device
+        device = devices.current_or_host() if self.device is None else self.device
         connect = replace(self.connect, client=client)
         return Engine(self.group, instance=instance, staged=True, dirty=True, device=device, connect=connect)
 
@@ -376,26 +378,26 @@ async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool)
     """
     begun: Prepare | None = None
     over = False
-    engine = aio.Engine(member)
+    inbox = Inbox(asyncio.get_running_loop(), member._take, member._restore)
     joiner = Joiner()
     deadline = asyncio.get_running_loop().time() + begin_seconds
     try:
         while not over:
-            event = await engine._next(max(0.0, deadline - asyncio.get_running_loop().time()))
+            event = await inbox.next(max(0.0, deadline - asyncio.get_running_loop().time()))
             if event is None:
                 what = f"{who} did not begin" if begun is None else f"no end of version {begun.version} came"
                 raise DeadlineExceeded(f"{member.label}: {what} in its time")
             if isinstance(event, Prepare):
                 begun = event
                 deadline = asyncio.get_running_loop().time() + event.remaining_seconds + MARGIN_SECONDS
-                await engine.ready(event.version)  # the framework has stopped generation before
+                await awaited(partial(member.ready, event.version))  # the framework has stopped generation before
             elif isinstance(event, Part):
                 tensors = _tensors_of(joiner, event, keep)
                 if not keep and tensors:
                     yield tensors
                     del tensors
                     _synchronize(member)
-                await engine.ack(event)
+                await awaited(partial(member.ack, event))
                 if keep and tensors:
                     yield tensors
             elif isinstance(event, (Aborted, Lost)):
@@ -453,13 +455,13 @@ def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch
             tensor = view.torch()
             tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
     if keep and tensors:
-        _devices.synchronize_tensor(tensors[0][1])
+        devices.synchronize_tensor(tensors[0][1])
     return tensors
 
 
 def _synchronize(member: Engine) -> None:
     """Waits for the device work that reads the tensors of a part."""
-    kind = _devices.kind_of(member.device)
+    kind = devices.kind_of(member.device)
     if kind is not None:
         kind.synchronize()
 
@@ -470,3 +472,22 @@ def _give_up(member: Engine, version: int) -> None:
     except Error:
         pass  # the update has ended
     member.close()
+
+
+# ---- verl's adapter of vLLM ----
+
+# The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
+IN_PLACE = "refitd_in_place"
+# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine is not told of it.
+_known_adapter: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def set_adapter(adapter: Any) -> None:
+    """Notes refitd's adapter of vLLM, when verl makes it."""
+    global _known_adapter
+    _known_adapter = weakref.ref(adapter)
+
+
+def adapter_here() -> Any:
+    """refitd's adapter of vLLM in this process; None where there is none."""
+    return _known_adapter()

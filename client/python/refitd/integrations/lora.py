@@ -35,7 +35,7 @@ from typing import Any
 
 from ..layout.casting import Added
 from ..layout.dtensor import is_dtensor, place
-from .._core.connect import Connect
+from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from .._core.events import Committed
 from ..serving.loop import EngineLoop

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from . import slime
-from .._core.connect import Connect, GroupSpec
+from .._core.member import Connect, GroupSpec
 from ..errors import Unimplemented
 from ..trainer import Trainer
 from .megatron import Mapped

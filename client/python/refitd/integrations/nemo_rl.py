@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from . import exports as _exports
-from ..layout import regions
+from . import exports
+from ..layout import memory as regions
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from ..trainer import Trainer
@@ -63,7 +63,7 @@ class Transport(CheckpointEngine):
         """
         if sharded and not in_place:
             raise InvalidArgument(f"{_WHERE}.sharded needs in_place: engines that load full tensors can't take shards", culprit="sharded")
-        settings = _exports.Settings.of(_WHERE, options)
+        settings = exports.Settings.of(_WHERE, options)
         if settings.connect.wait_seconds is None:
             settings = replace(settings, connect=replace(settings.connect, wait_seconds=settings.begin_seconds))
         self._settings = settings
@@ -131,8 +131,8 @@ class Transport(CheckpointEngine):
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")
         trainer = self._attached_trainer()
-        known = self._sender.agree(_exports.known_version(trainer, self._committed))
-        version = _exports.next_version(known)
+        known = self._sender.agree(exports.known_version(trainer, self._committed))
+        version = exports.next_version(known)
         if self.sharded:
             result = await self._sender.refit_async(trainer, self._instances, version, lambda: self._register(trainer, weights))
         else:
@@ -155,7 +155,7 @@ class Transport(CheckpointEngine):
             self._take_in_place()
             return
         member = self._attached_engine()
-        async with aclosing(_exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
+        async with aclosing(exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
             try:
                 async for batch in batches:
                     yield batch

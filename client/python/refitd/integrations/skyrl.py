@@ -31,9 +31,9 @@ import torch
 from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncInitInfo, WeightTransferSender, WeightTransferStrategy
 
-from ..layout import devices as _devices, regions
+from ..layout import devices, memory as regions
 from .exports import Ranks, on_thread
-from .._core.connect import Connect, GroupSpec
+from .._core.member import Connect, GroupSpec
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
@@ -392,7 +392,7 @@ def _push(update: Any, chunks: Iterable[Any], expected: dict[str, tuple[str, tup
                 _check_chunk(chunk, missing, expected)
                 if pushing is not None:
                     pushing.result()
-                pushing = pusher.submit(_push_chunk, update, chunk, _devices.thread_devices())
+                pushing = pusher.submit(_push_chunk, update, chunk, devices.thread_devices())
             if missing:
                 name, count = next(iter(missing)), len(missing)
                 raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", culprit=f"tensor '{name}'")

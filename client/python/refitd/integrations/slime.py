@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._core.connect import Connect, GroupSpec
+from .._core.member import Connect, GroupSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from .megatron import Mapped, Place, finish_gather, shards, table_of
 from ..layout.shards import MadeOf, MadeShards

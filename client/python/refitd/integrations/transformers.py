@@ -22,11 +22,10 @@ from typing import Any
 import torch
 import transformers
 
-from . import lora
-from ..layout import regions
+from ..layout import memory as regions
 from .exports import next_version
 from ..layout.casting import Added
-from .._core.connect import Connect, GroupSpec
+from .._core.member import Connect, GroupSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from ..layout.shards import MadeOf, MadeShards, Shard
 from ..trainer import Trainer
@@ -140,6 +139,8 @@ def checkpoint_tensors(model: Any) -> Any:
         raise Unimplemented(f"parameter '{partitioned}' is partitioned by DeepSpeed: pass shards", culprit=f"parameter '{partitioned}'")
     given = model
     regions.adopt(model)
+    from . import lora
+
     adapted = lora.merged(model) if hasattr(model, "peft_config") else None
     held = dict(model.state_dict(keep_vars=True)) if adapted is None else {n: _base(tensor) for n, tensor in adapted.items()}
     model = model if adapted is None else model.get_base_model()

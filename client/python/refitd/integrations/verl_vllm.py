@@ -13,8 +13,7 @@ import ray
 from verl.workers.rollout import base
 from verl.workers.rollout.vllm_rollout import vllm_rollout
 
-from . import verl as checkpoint_engine
-from .exports import Settings
+from .exports import IN_PLACE, Settings, set_adapter
 from ..errors import FailedPrecondition
 
 
@@ -29,7 +28,7 @@ class ServerAdapter(vllm_rollout.ServerAdapter):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._take_seconds = 0.0
-        checkpoint_engine.set_adapter(self)
+        set_adapter(self)
 
     def attach(self, settings: Settings) -> None:
         """Attaches the replica's processes, as one instance whose weights are dirty until the sync has ended. They wait for
@@ -44,7 +43,7 @@ class ServerAdapter(vllm_rollout.ServerAdapter):
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **options: Any
     ) -> None:
         """Takes one sync. With `IN_PLACE` nothing comes in `weights`. Raises what vLLM's processes raise; they are detached then."""
-        if wire_format != checkpoint_engine.IN_PLACE:
+        if wire_format != IN_PLACE:
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)
             return
         async for name, _ in weights:

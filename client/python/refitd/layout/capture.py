@@ -21,10 +21,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from . import devices as _devices, dtypes as _dtypes, patterns as _patterns
-from .._core import collector as _gc
+from .._core.waiting import paused
+from .boxes import matcher
+from . import devices, memory as dtypes
 from .boxes import NotBoxes, first_overlap, view_boxes
-from .records import Box, TensorSpec
+from .boxes import Box, TensorSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from .memory import Memory
 
@@ -99,7 +100,7 @@ class Captured:
             wanted = self.processed.get(name)
             if wanted is None:
                 raise InvalidArgument(f"parameter '{name}' is not processed", culprit=f"parameter '{name}'")
-            found = (_dtypes.resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
+            found = (dtypes.resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
             if found != (wanted.dtype, wanted.shape, wanted.strides):
                 raise InvalidArgument(
                     f"parameter '{name}': the loader fills {wanted.dtype} {wanted.shape} with strides {wanted.strides}, the arena is "
@@ -180,7 +181,7 @@ def capture(
     for _ in range(MAX_RUNS):
         run = _Run(specs, skipped, destinations)
         try:
-            with _gc.paused():
+            with paused():
                 run.run(load_weights)
                 module = getattr(load_weights, "__self__", None) if parameters is None else None
                 return _conclude(run, destinations, _predicate(processed), tied or {}, module)
@@ -212,7 +213,7 @@ def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSp
             raise InvalidArgument(f"manifest has tensor '{name}' twice", culprit=f"tensor '{name}'")
         known = names.get(dtype)
         if known is None:
-            known = names[dtype] = _dtypes.resolve(dtype, f"manifest: tensor '{name}'").name
+            known = names[dtype] = dtypes.resolve(dtype, f"manifest: tensor '{name}'").name
         specs[name] = TensorSpec(name, known, tuple(shape))
     return specs
 
@@ -227,7 +228,7 @@ def _parameters_of(load_weights: Any) -> dict[str, Any]:
 def _predicate(processed: Callable[[str], bool] | Sequence[str]) -> Callable[[str], bool]:
     if callable(processed):
         return processed
-    return _patterns.matcher(processed, "processed")
+    return matcher(processed, "processed")
 
 
 # ---- the run ----
@@ -417,7 +418,7 @@ class _Run:
             if name in self.skipped:
                 continue
             self._at = name
-            meta = torch.empty(spec.shape, dtype=_dtypes.torch_dtype(spec.dtype), device="meta")
+            meta = torch.empty(spec.shape, dtype=dtypes.torch_dtype(spec.dtype), device="meta")
             yield name, lazy(self, meta, meta, (name,), None)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
@@ -778,7 +779,7 @@ def _processed_of(processed: dict[str, Processed], destinations: _Destinations, 
     found = processed.get(name)
     if found is None:
         tensor = destinations.parameters[name]
-        dtype = _dtypes.resolve(tensor.dtype, f"parameter '{name}'").name
+        dtype = dtypes.resolve(tensor.dtype, f"parameter '{name}'").name
         found = processed[name] = Processed(name, dtype, tuple(tensor.shape), tuple(tensor.stride()))
     return found
 
@@ -871,4 +872,4 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
     what = f"parameter '{name}'"
     pointer_now = tensor.data_ptr
-    return _devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize
+    return devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..layout import places as _places, devices as _devices, regions
-from .._core.connect import Connect
+from ..layout import places, devices, memory as regions
+from .._core.member import Connect
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
 from .._core.events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
@@ -81,12 +81,12 @@ class EngineLoop:
         self._version: int | None = None
         self._error: Exception | None = None
         self._model = model
-        self._views = None if names is None else _places.Views(model, names)
+        self._views = None if names is None else places.Views(model, names)
         self._refusal = ""  # why what the model has now was not registered
         parameters = self._tensors()
-        self._kind = _devices.kind_of_tensors(parameters.values())
+        self._kind = devices.kind_of_tensors(parameters.values())
         if device is None:
-            device = _devices.HOST if self._kind is None else _devices.device_of(parameters.values())
+            device = devices.HOST if self._kind is None else devices.device_of(parameters.values())
         self.engine = Engine(
             group,
             instance=instance,
@@ -170,7 +170,7 @@ class EngineLoop:
             regions.adopt(self._model)
         tensors = self._tensors()
         self.engine.register(tensors)
-        self._places = _places.Places(self._model, tensors.keys() if self._views is None else self._views.held_names)
+        self._places = places.Places(self._model, tensors.keys() if self._views is None else self._views.held_names)
         self._refusal = ""
 
     def _prove(self, probe: Callable[[], Any] | None, how: str) -> Proof:
@@ -197,7 +197,7 @@ class EngineLoop:
     def _changed_memory(self) -> str:
         """What in the model is not as it was registered; "": nothing."""
         changed = self._places.changed()
-        return _places.describe(changed, self.engine.label)[0] + self._refusal if changed else ""
+        return places.describe(changed, self.engine.label)[0] + self._refusal if changed else ""
 
     def _register_anew(self) -> None:
         """Registers what the model has now, where it is not what was registered. Where that can't be, because an update has begun or because

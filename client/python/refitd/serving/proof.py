@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ..layout.dtypes import torch_dtype
-from ..layout.records import Box, TensorSpec
+from ..layout.memory import torch_dtype
+from ..layout.boxes import Box, TensorSpec
 from ..layout.places import mark_written
 from ..errors import DataLoss, FailedPrecondition, Internal
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..._core.connect import Connect
+from ..._core.member import Connect
 
 if TYPE_CHECKING:
     from ...serving.driver import Follower

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._core.connect import Connect
+from ..._core.member import Connect
 from ...errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ...serving.loop import EngineLoop
-from ...serving.manifest import read_manifest
+from ...serving.settings import read_manifest
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 _SCALING = ".lora_scaling"  # as refitd.integrations.lora.adapters names it
@@ -41,7 +41,7 @@ class AdapterFollower:
         """
         import torch
 
-        from ...layout import regions
+        from ...layout import memory as regions
 
         self.name = name
         self._engine = engine

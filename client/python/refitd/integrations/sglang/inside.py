@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import FailedPrecondition
-from ...serving import evidence
-from ...serving.rank import keep_memory, tensors_of
+from ...serving import delivery as evidence
+from ...serving.delivery import keep_memory, tensors_of
 
 # The attribute of a model whose parameters had the loader's format while the evidence was gathered: {id of module: {name: meta tensor}}.
 _FORMATS = "_refitd_formats"
@@ -37,20 +37,20 @@ def _update(original: Any, manager: Any, request: Any) -> Any:
 
 
 def _serve(original: Any, *arguments: Any, **options: Any) -> Any:
-    from .server import serve
+    from .controls import serve
 
     return serve(original, *arguments, **options)
 
 
 def _release(original: Any, manager: Any, *arguments: Any) -> Any:
-    from .server import SLEEP
+    from .controls import SLEEP
 
     sleep = getattr(manager, SLEEP, None)
     return original(manager, *arguments) if sleep is None else sleep.release(original, manager, *arguments)
 
 
 def _resume(original: Any, manager: Any, *arguments: Any) -> Any:
-    from .server import SLEEP
+    from .controls import SLEEP
 
     sleep = getattr(manager, SLEEP, None)
     return original(manager, *arguments) if sleep is None else sleep.resume(original, manager, *arguments)

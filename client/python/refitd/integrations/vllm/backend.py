@@ -22,19 +22,20 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from ...layout.records import TensorSpec
+from ...layout.boxes import TensorSpec
 from ...errors import FailedPrecondition
 from . import running, set_backend
-from . import versions as _versions
-from ...serving import evidence
+from . import versions
+from ...serving import delivery as evidence
 from ...serving.delivery import Delivery, decide
-from ...serving.launched import by_external_launcher
-from ...serving.manifest import read_manifest
+from .versions import by_external_launcher
+from ...serving.settings import read_manifest
 from ...serving.proof import Probe
-from ...serving.proving import Steps, proved
-from ...serving.rank import PREPARE_SECONDS, Rank, keep_memory, synchronise, tensors_of
+from ...serving.delivery import Steps, proved
+from ...serving.delivery import keep_memory, synchronise, tensors_of
+from ...serving.rank import PREPARE_SECONDS, Rank
 from ...serving.settings import Settings
-from .sleep_memory import make_exportable
+from .versions import make_exportable
 
 
 @dataclass
@@ -86,7 +87,7 @@ class RefitdBackend(WeightTransferEngine):
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         super().__init__(config, *arguments)
-        self.parallel_config, self._vllm_config = _versions.init_arguments(arguments)
+        self.parallel_config, self._vllm_config = versions.init_arguments(arguments)
         self.model: Any = arguments[-1]
         if self._vllm_config is None:
             self._vllm_config = getattr(self.model, evidence.CONFIGURATION, None)
@@ -101,7 +102,7 @@ class RefitdBackend(WeightTransferEngine):
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
-        _versions.check_experts_stay(self.parallel_config)
+        versions.check_experts_stay(self.parallel_config)
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
             self._zero_padding(self.rank.delivery)
@@ -118,7 +119,7 @@ class RefitdBackend(WeightTransferEngine):
     def _decide(self, settings: Settings) -> Delivery:
         if self._vllm_config is None:
             raise FailedPrecondition("this version of vLLM gives a backend no configuration: start it with --load-format refitd")
-        draft = _versions.draft_of(self._vllm_config)
+        draft = versions.draft_of(self._vllm_config)
         if draft is not None:
             raise FailedPrecondition(
                 f"vLLM was started with a draft model (speculative_config, method '{draft}'), whose weights would stay as they are",
@@ -137,7 +138,7 @@ class RefitdBackend(WeightTransferEngine):
         return made
 
     def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
-        made = decide(self.model, manifest, settings.arena_bytes, self.device, failed=failed)
+        made = decide(self.model, manifest, settings.arena_bytes, self.device, versions, failed)
         if not self.rank.clean:
             self._zero_padding(made)
             if made.arena:  # what vLLM's reload passes over is refused now, and not after the first version was committed
@@ -182,9 +183,9 @@ class RefitdBackend(WeightTransferEngine):
 
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
-        with self._derived(delivery), _versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
+        with self._derived(delivery), versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
             if delivery.arena:
-                _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
+                versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
             else:
                 self._process_attention(delivery)
 
@@ -198,12 +199,12 @@ class RefitdBackend(WeightTransferEngine):
             if own and getattr(layer, "quant_method", None) is not None:  # not those whose parameters are all another's
                 wanted[name] = layer
         with self._derived(delivery):
-            return _versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
+            return versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
     @contextmanager
     def _derived(self, delivery: Delivery) -> Iterator[None]:
         """Around what processes modules: what attention and tied modules derive gets into its old memory."""
-        with _versions.current_config(self._vllm_config):
+        with versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
             yield
             for layer, before in memories:
