@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from refitd.serving import proof
 from refitd.layout.boxes import TensorSpec
+from refitd.serving import proof
 from torch import nn
 from torch.nn import functional as F
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
-from .layout.cuda import CudaMemory
+from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
+from ._core.member import TLS, Connect, GroupSpec
+from ._core.update import InstanceOutcome, Update, UpdateResult
 from .engine import Engine
 from .errors import (
     AlreadyExists,
@@ -42,15 +43,13 @@ from .errors import (
     Unknown,
     UpdateAborted,
 )
-from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
-from .layout.memory import FilledMemory, HostMemory, RegionMemory
-from .layout.memory import Region, adopt, empty, locate
-from ._core.member import TLS, Connect, GroupSpec
+from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
 from .layout.capture import Captured, capture
+from .layout.cuda import CudaMemory
+from .layout.memory import FilledMemory, HostMemory, Region, RegionMemory, adopt, empty, locate
 from .layout.shards import Shard
 from .serving.loop import EngineLoop
 from .trainer import Trainer, replace_group
-from ._core.update import InstanceOutcome, Update, UpdateResult
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import engine
-from . import trainer
+from . import engine, trainer
 from ._core import update as _update
 from ._core.events import Event, Weights
 from ._core.inbox import Inbox

@@ -42,6 +42,8 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Report:
+    """What the doctor found, in the order in which it looked."""
+
     findings: tuple[Finding, ...]
 
     @property
@@ -343,6 +345,7 @@ def _refit_twice(path: str) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `python -m refitd.doctor`; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m refitd.doctor", description="Says what refitd can do on this machine.")
     parser.add_argument("--socket", help="of the daemon (REFITD_SOCKET, else /run/refitd/refitd.sock)")
     parser.add_argument("--json", action="store_true", help="print JSON: {ok, findings: [{what, state, text, advice, figures}]}")

@@ -12,20 +12,16 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from ._core.waiting import paused
 from ._core import native
-from .layout import places as _places, devices
-from .layout.memory import DeviceBytes, HostBytes
-from .layout.memory import BY_CODE, DTYPES
-from .layout.boxes import Box, TensorSpec
-from ._core.tensors import TensorList, check_tensors
-from ._core.member import Connect, checked_count, checked_version
-from ._core.member import Member, Registration
-from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
-from ._core.waiting import ends_soon, interruptible
-from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from ._core.events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
-from .layout.memory import DeviceMemory
+from ._core.member import Connect, Member, Registration, checked_count, checked_version
+from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
+from ._core.tensors import TensorList, check_tensors
+from ._core.waiting import ends_soon, interruptible, paused
+from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
+from .layout import places as _places, devices
+from .layout.boxes import Box, TensorSpec
+from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
 SLICE_SECONDS = 0.1
@@ -133,7 +129,7 @@ class Engine(Member):
             options.has_manifest, options.manifest, options.manifest_count = 1, listed.pointer, listed.count
         if connect.address is not None:
             raise InvalidArgument("an engine shares memory with its daemon: give a socket, and no address", culprit="address")
-        made = connect.to(socket).structure(group, self.device)
+        made = connect.to(socket)._structure(group, self.device)
         options.connect = ctypes.pointer(made)
         self._options = options, made, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
@@ -177,9 +173,14 @@ class Engine(Member):
             self._places = _places.Places(module, getattr(layout, "parameter_names", None))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
-        """Does what register() does, for plain records. `tied`: names without boxes whose memory is that of another name, and that name.
+        """Does what register() does, for plain records.
 
         Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
+
+        Args:
+            tensors: The tensors that this rank knows.
+            boxes: The boxes of them that it holds, by `tensor_index`.
+            tied: Names without boxes whose memory is that of another name, and that name.
         """
         self._places = None
         with paused():

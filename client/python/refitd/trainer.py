@@ -9,20 +9,17 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from ._core.waiting import paused
 from ._core import native
-from .layout import devices
-from .layout.memory import DeviceBytes, HostBytes
-from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
-from ._core.tensors import check_tensors
-from ._core.member import Connect, GroupSpec, checked_count, checked_version, milliseconds
-from ._core.member import CLOSE_SECONDS, Member, Registration
+from ._core.member import CLOSE_SECONDS, Connect, GroupSpec, Member, Registration, checked_count, checked_version, milliseconds
 from ._core.native import Handle, check, refuse_fork, text
-from ._core.tensors import Packer
-from .layout.casting import DEFAULT_STAGING_BYTES
-from ._core.waiting import ends_soon, interruptible
-from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
+from ._core.tensors import Packer, check_tensors
 from ._core.update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
+from ._core.waiting import ends_soon, interruptible, paused
+from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
+from .layout import devices
+from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
+from .layout.casting import DEFAULT_STAGING_BYTES
+from .layout.memory import DeviceBytes, HostBytes
 
 # A trainer does one of these with a version that is not greater than its group's.
 ON_OLDER = ("refuse", "next", "replace")
@@ -100,7 +97,7 @@ class Trainer(Member):
         self.group, self.rank, self.world_size = group, rank, world_size
         self.shares_memory = connect.address is None  # with the daemon
         self.device = devices.current() if device is None and self.shares_memory else device
-        made = connect.structure(group, self.device, None if spec is None else spec.structure(world_size))
+        made = connect._structure(group, self.device, None if spec is None else spec._structure(world_size))
         options = native.sized(native.refit_trainer_options, connect=ctypes.pointer(made), rank=rank, world_size=world_size)
 
         self._refitting: int | None = None  # the version of the refit that runs, if any
@@ -172,11 +169,16 @@ class Trainer(Member):
         pushed: PushedTensors | None = None,
         before_refit: Callable[[], None] | None = None,
     ) -> None:
-        """Does what register() does, for plain records. `pushed`: tensors that every refit pushes instead. `before_refit`: the function
-        that each refit() calls first.
+        """Does what register() does, for plain records.
 
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
+
+        Args:
+            tensors: The tensors that this rank knows.
+            boxes: The boxes of them that it holds, by `tensor_index`.
+            pushed: Tensors that every refit pushes instead.
+            before_refit: The function that each refit() calls first.
         """
         with paused():
             self._register_collected(Layout(list(tensors), list(boxes), pushed, before_refit))
@@ -199,12 +201,22 @@ class Trainer(Member):
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
         The caller has written the version into the shards before the call, and may write the shards again once refit() has
-        returned. refit() waits for work that torch has queued on the GPU's current stream. `duration_seconds`: of the whole update;
-        None: the daemon's default. `verification`: "off", "transfer", "readback"; None: the daemon's default. `evict_late`: evict
-        instances that are late instead of aborting.
+        returned. refit() waits for work that torch has queued on the GPU's current stream.
 
-        Raises UpdateAborted (its `dirty` says whether engines' weights may be torn), DeadlineExceeded, FailedPrecondition where
-        layouts disagree, naming tensor and rank, before anything is written; Unavailable where the daemon went away.
+        Args:
+            version: The new version, an integer from 0 to 2^63 - 1.
+            duration_seconds: Of the whole update; None: the daemon's default.
+            verification: "off", "transfer", "readback"; None: the daemon's default.
+            evict_late: Whether instances that are late are evicted; else the update aborts.
+
+        Returns:
+            What was moved, in how many seconds, and which instances committed.
+
+        Raises:
+            UpdateAborted: Its `dirty` says whether engines' weights may be torn.
+            DeadlineExceeded: The update was not done in its time.
+            FailedPrecondition: Layouts disagree; the error names tensor and rank, and nothing was written.
+            Unavailable: The daemon went away.
         """
         version = self._version_for(version)
         rebound = self._renew()
@@ -310,15 +322,24 @@ class Trainer(Member):
     ) -> Update:
         """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
 
-        `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
-        `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
-        need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
-        part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
-        bytes are read in the update's refit(). `note`: text for people, such as "step 1200", shown in the update's
-        status and in the daemon's log; at most 256 bytes of UTF-8 without control characters.
+        Args:
+            version: As of refit, with `verification` and `evict_late`.
+            duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
+            tensor_count: Tensors of all ranks together; engines with staged delivery and no manifest need the count.
+            total_bytes: Bytes of all ranks together.
+            broadcast: "auto", "direct", "chain", "symmetric" or "nccl".
+            with_layout: Whether the registered layout takes part, and the update ends by refit() instead of commit(); its names are looked up
+                as refit() looks them up, at the begin, and its bytes are read in the update's refit().
+            note: Text for people, such as "step 1200", shown in the update's status and in the daemon's log; at most 256 bytes of UTF-8
+                without control characters.
 
-        Raises DeadlineExceeded, naming who was waited for, FailedPrecondition, UpdateAborted, AlreadyExists where this rank has an
-        update open.
+        Returns:
+            The open update, which ends with a `with` block.
+
+        Raises:
+            DeadlineExceeded: Somebody was waited for; the error names who.
+            AlreadyExists: This rank has an update open.
+            FailedPrecondition, UpdateAborted: The update can't begin.
         """
         if "\0" in note:  # C would take the text to end there
             raise InvalidArgument(f"note {note!r} has a NUL character")
@@ -468,7 +489,7 @@ def replace_group(
         FailedPrecondition: An update runs, or another daemon has the group (named).
         Unavailable: No daemon answers.
     """
-    made = connect.to(socket).structure(group, None, spec.structure(world_size))
+    made = connect.to(socket)._structure(group, None, spec._structure(world_size))
     interruptible(lambda: check(native.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
 
 

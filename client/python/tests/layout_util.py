@@ -5,10 +5,9 @@ from math import prod
 
 import torch
 
-from refitd.layout import memory as dtypes
-from refitd.layout.memory import HostBytes
 from refitd._core.tensors import source_of
-from refitd.layout.memory import FilledMemory, HostMemory
+from refitd.layout import memory as dtypes
+from refitd.layout.memory import FilledMemory, HostBytes, HostMemory
 
 
 class Reader:

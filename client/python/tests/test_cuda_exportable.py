@@ -9,8 +9,8 @@ import unittest
 from unittest import mock
 
 import refitd
-from refitd.layout import devices, cuda
 from refitd.integrations.vllm import versions as sleep_memory
+from refitd.layout import devices, cuda
 
 SIZE = 2 << 20
 POSIX_DESCRIPTOR = 1

@@ -21,8 +21,7 @@ from test_megatron import arena_of, config_of, parameters_of  # noqa: E402
 import refitd  # noqa: E402
 from refitd import kl, testing  # noqa: E402
 from refitd.integrations import megatron  # noqa: E402
-from refitd.layout.memory import torch_dtype  # noqa: E402
-from refitd.layout.memory import Region  # noqa: E402
+from refitd.layout.memory import Region, torch_dtype  # noqa: E402
 from refitd.layout.shards import Shard  # noqa: E402
 
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it

@@ -16,8 +16,8 @@ from layout_util import pushed_by  # noqa: E402
 
 import refitd  # noqa: E402
 from refitd import StagingWarning, testing  # noqa: E402
-from refitd.integrations import megatron_bridge, slime  # noqa: E402
 from refitd.errors import InvalidArgument, Unimplemented  # noqa: E402
+from refitd.integrations import megatron_bridge, slime  # noqa: E402
 from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, model_shards, shards, table_of  # noqa: E402
 from refitd.layout.shards import Shard, collect  # noqa: E402
 

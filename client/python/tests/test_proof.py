@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import refitd
-from refitd.serving import proof
-from refitd.layout import shards
 from refitd.errors import FailedPrecondition
+from refitd.layout import shards
+from refitd.serving import proof
 from support import DaemonTest
 
 HIDDEN, WIDE, VOCABULARY, EXPERTS, CHOSEN = 16, 24, 200, 8, 2

@@ -9,8 +9,8 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
-from refitd.layout.memory import HostBytes
 from refitd.layout.cuda import CudaBytes
+from refitd.layout.memory import HostBytes
 
 try:
     import numpy

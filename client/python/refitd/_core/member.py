@@ -16,9 +16,7 @@ from ..errors import InvalidArgument, NotFound, StagingWarning
 from ..layout import memory as regions
 from ..layout.boxes import Box, PushedTensors, Source, TensorSpec
 from ..layout.devices import connect_fields, kind_of, on_host
-from ..layout.memory import DTYPES
-from ..layout.memory import DeviceMemory, FilledMemory, HostMemory, RegionMemory
-from ..layout.memory import Region, aligned
+from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned
 from . import native
 from .native import Handle, check, text, texts
 from .tensors import Addresses, Piece, PieceList, TensorList, check_boxes, numbers
@@ -74,7 +72,7 @@ class TLS:
     roots: str | os.PathLike[str] | None = None
     server: str | None = None
 
-    def fields(self) -> dict[str, bytes | None]:
+    def _fields(self) -> dict[str, bytes | None]:
         """The fields of refit_connect_options. Raises InvalidArgument, naming the one that is no text."""
         return {f"tls_{name}": _encoded(f"tls.{name}", getattr(self, name)) for name in ("certificate", "key", "roots", "server")}
 
@@ -131,7 +129,7 @@ class Connect:
             raise InvalidArgument(f"both socket {socket!r} and connect.socket {self.socket!r} are given", culprit="socket")
         return replace(self, socket=socket)
 
-    def structure(self, group: str, device: str | None, spec: native.refit_group_spec | None = None) -> native.refit_connect_options:
+    def _structure(self, group: str, device: str | None, spec: native.refit_group_spec | None = None) -> native.refit_connect_options:
         """The C structure. What it points to lives as long as the structure does."""
         texts_ = {name: getattr(self, name) for name in ("socket", "coordinator", "client", "address")}
         for name, value in {"group": group, "device": device, **texts_}.items():
@@ -147,7 +145,7 @@ class Connect:
             **{name: text(value) for name, value in texts_.items()},
             **{f"{name}_ms": milliseconds(getattr(self, f"{name}_seconds"), f"{name}_seconds") for name in times},
             **connect_fields(),
-            **({} if self.tls is None else self.tls.fields()),
+            **({} if self.tls is None else self.tls._fields()),
         )
         if spec is not None:
             made.spec = ctypes.pointer(spec)
@@ -186,7 +184,7 @@ class GroupSpec:
     max_lag: int = 0
     encrypted_data: bool = False
 
-    def structure(self, world_size: int) -> native.refit_group_spec:
+    def _structure(self, world_size: int) -> native.refit_group_spec:
         """The C structure, of a group with `world_size` trainer ranks."""
         engine_only = _names_of(self.engine_only_tensors, "engine_only_tensors")
         unwanted = _names_of(self.unwanted_tensors, "unwanted_tensors")

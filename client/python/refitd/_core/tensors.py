@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout.boxes import Box, TensorSpec
 from ..layout.dtensor import is_dtensor
-from ..layout.memory import DTYPES, DType, resolve
+from ..layout.memory import DTYPES, DType, DeviceBytes, HostBytes, resolve
 from . import native
-from ..layout.memory import DeviceBytes, HostBytes
 from .native import Handle, check
 
 _TENSOR = struct.Struct("=QiiQqq")

@@ -16,16 +16,13 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import native
-from ..layout.memory import DeviceBytes, HostBytes
-from ..layout.memory import BY_CODE
-from ..layout.boxes import TensorSpec
-from .tensors import check_name, check_tensors
-from .native import Handle, check, error_of, last_failure, shown, text
-from .tensors import Source, copy_host, is_torch, source_of
-from .tensors import Packer
-from .waiting import SLICE_SECONDS, ends_soon, interruptible
 from ..errors import Error, FailedPrecondition, Failure, InvalidArgument, UpdateAborted
+from ..layout.boxes import TensorSpec
+from ..layout.memory import BY_CODE, DeviceBytes, HostBytes
+from . import native
+from .native import Handle, check, error_of, last_failure, shown, text
+from .tensors import Packer, Source, check_name, check_tensors, copy_host, is_torch, source_of
+from .waiting import SLICE_SECONDS, ends_soon, interruptible
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -244,12 +241,16 @@ class Update:
     def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:
         """Packs a tensor into the current slot, and hands slots over as they fill up. The tensor's bytes are copied when it returns.
 
-        `tensor`: a torch tensor of any strides and device, a numpy array, or anything with DLPack or the buffer protocol.
-        `shape`, `start`: for a part of a tensor, the whole tensor's shape and the first element, in row-major order, that `tensor`
-        holds. `dtype`: of raw bytes (uint8), what they hold; for all others only checked.
+        Args:
+            name: The tensor's name.
+            tensor: A torch tensor of any strides and device, a numpy array, or anything with DLPack or the buffer protocol.
+            shape: For a part of a tensor, the whole tensor's shape, in elements.
+            start: For a part of a tensor, the first element, in row-major order, that `tensor` holds.
+            dtype: Of raw bytes (uint8), what they hold; for all others only checked.
 
-        Raises InvalidArgument, naming the tensor; what the daemon refuses (a tensor that engines do not know, a wrong shape) is
-        raised by a later push or by the commit, as the push is not waited for.
+        Raises:
+            InvalidArgument: The tensor can't be pushed; the error names it. What the daemon refuses (a tensor that engines do not know, a
+                wrong shape) is raised by a later push or by the commit, as the push is not waited for.
         """
         # Most tensors of most updates take this way alone: exporters yield thousands of small tensors, the same every time.
         if shape is None and dtype is None and start == 0 and self._put_fast(name, tensor):

@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..layout.boxes import compiled
-from ..layout import devices
+from .._core.events import Aborted, Committed, Joiner, Lost, Part, Prepare
 from .._core.inbox import Inbox
 from .._core.member import Connect, GroupSpec, made_of
+from .._core.update import UpdateResult
 from .._core.waiting import awaited
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
-from .._core.events import Aborted, Committed, Joiner, Lost, Part, Prepare
+from ..layout import devices
+from ..layout.boxes import compiled
 from ..layout.shards import CAST_FROM
 from ..trainer import Trainer
-from .._core.update import UpdateResult
 
 # An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0

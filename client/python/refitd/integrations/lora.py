@@ -33,13 +33,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..layout.casting import Added
-from ..layout.dtensor import is_dtensor, place
+from .._core.events import Committed
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from .._core.events import Committed
-from ..serving.loop import EngineLoop
+from ..layout.casting import Added
+from ..layout.dtensor import is_dtensor, place
 from ..layout.shards import MadeMapping, MadeOf
+from ..serving.loop import EngineLoop
 
 # Elements of a block: three of float32 stay in a core's cache on the host; on a GPU a block must outweigh the start of kernels.
 _HOST_BLOCK = 1 << 16

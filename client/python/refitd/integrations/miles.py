@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import slime
 from .._core.member import Connect, GroupSpec
 from ..errors import Unimplemented
 from ..trainer import Trainer
+from . import slime
 from .megatron import Mapped
 
 

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from . import exports
-from ..layout import memory as regions
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
+from ..layout import memory as regions
 from ..trainer import Trainer
+from . import exports
 from .vllm import backend_here
 
 _WHERE = 'refit_cfg["refitd.integrations.nemo_rl:Transport"]'

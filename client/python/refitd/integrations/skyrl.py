@@ -31,12 +31,12 @@ import torch
 from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncInitInfo, WeightTransferSender, WeightTransferStrategy
 
-from ..layout import devices, memory as regions
-from .exports import Ranks, on_thread
 from .._core.member import Connect, GroupSpec
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
+from ..layout import devices, memory as regions
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
+from .exports import Ranks, on_thread
 
 BACKEND = "refitd"
 

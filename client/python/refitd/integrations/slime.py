@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._core.member import Connect, GroupSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from .megatron import Mapped, Place, finish_gather, shards, table_of
 from ..layout.shards import MadeOf, MadeShards
 from ..trainer import Trainer
+from .megatron import Mapped, Place, finish_gather, shards, table_of
 
 if TYPE_CHECKING:
     from .exports import Ranks

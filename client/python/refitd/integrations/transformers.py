@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import transformers
 
-from ..layout import memory as regions
-from .exports import next_version
-from ..layout.casting import Added
 from .._core.member import Connect, GroupSpec
+from .._core.update import UpdateResult
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
+from ..layout import memory as regions
+from ..layout.casting import Added
 from ..layout.shards import MadeOf, MadeShards, Shard
 from ..trainer import Trainer
-from .._core.update import UpdateResult
+from .exports import next_version
 
 _EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.")
 

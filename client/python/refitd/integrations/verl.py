@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from . import exports
-from .exports import IN_PLACE, adapter_here
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument
 from ..trainer import Trainer
+from . import exports
+from .exports import IN_PLACE, adapter_here
 
 BACKEND = "refitd"
 _WHERE = "engine_kwargs.refitd"

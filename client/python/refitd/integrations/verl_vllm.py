@@ -13,8 +13,8 @@ import ray
 from verl.workers.rollout import base
 from verl.workers.rollout.vllm_rollout import vllm_rollout
 
-from .exports import IN_PLACE, Settings, set_adapter
 from ..errors import FailedPrecondition
+from .exports import IN_PLACE, Settings, set_adapter
 
 
 def install() -> None:

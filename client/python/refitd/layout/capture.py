@@ -22,11 +22,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from .._core.waiting import paused
-from .boxes import matcher
-from . import devices, memory as dtypes
-from .boxes import NotBoxes, first_overlap, view_boxes
-from .boxes import Box, TensorSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
+from . import devices, memory as dtypes
+from .boxes import Box, NotBoxes, TensorSpec, first_overlap, matcher, view_boxes
 from .memory import Memory
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
@@ -161,19 +159,22 @@ def capture(
 ) -> Captured:
     """Runs a loader dry and returns which box of which tensor it puts where.
 
-    `load_weights`: called with an iterator of (name, tensor), once or more often. It must work on the calling thread, and through
-    torch's operations: what it writes from other threads or through `parameter.numpy()` can't be held back.
-    `manifest`: the tensors as trainers have them: TensorSpec or (name, dtype, shape) each, or a mapping of names to (dtype, shape)
-    or to tensors.
-    `parameters`: by name, the tensors that the loader fills; None: parameters and buffers of the module that `load_weights` is a
-    method of. *Live*: they are the engine's own, in the loader's format. *Meta*: they are on device meta, and `onto` has the
-    engine's own by the same names: where dtype, shape or strides differ the parameter is processed.
-    `processed`: parameters that the engine post-processes though their geometry tells nothing: patterns of names with '*', or a
-    function of the name.
-    `tied`: tensors of the manifest that share another's parameter, {"lm_head.weight": "model.embed_tokens.weight"}.
+    Args:
+        load_weights: Called with an iterator of (name, tensor), once or more often. It must work on the calling thread, and through torch's
+            operations: what it writes from other threads or through `parameter.numpy()` can't be held back.
+        manifest: The tensors as trainers have them: TensorSpec or (name, dtype, shape) each, or a mapping of names to (dtype, shape) or to
+            tensors.
+        parameters: By name, the tensors that the loader fills; None: parameters and buffers of the module that `load_weights` is a method of.
+            *Live*: they are the engine's own, in the loader's format. *Meta*: they are on device meta, and `onto` has the engine's own.
+        onto: The engine's own parameters, by the same names: where dtype, shape or strides differ the parameter is processed.
+        processed: Parameters that the engine post-processes though their geometry tells nothing: patterns of names with '*', or a function of
+            the name.
+        tied: Tensors of the manifest that share another's parameter, {"lm_head.weight": "model.embed_tokens.weight"}.
 
-    Raises InvalidArgument for a manifest or parameters that can't be used, Unimplemented for a loader that can't be run dry,
-    FailedPrecondition where the loader itself fails; `culprit` is the tensor that it was at.
+    Raises:
+        InvalidArgument: The manifest or the parameters can't be used.
+        Unimplemented: The loader can't be run dry.
+        FailedPrecondition: The loader itself fails; `culprit` is the tensor that it was at.
     """
     specs = _specs_of(manifest)
     destinations = _Destinations(_parameters_of(load_weights) if parameters is None else parameters, onto)

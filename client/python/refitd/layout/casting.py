@@ -24,11 +24,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zlib import crc32
 
-from . import devices, memory as dtypes
-from .boxes import range_boxes, row_major
-from .boxes import Box
 from .._core.tensors import Source
 from ..errors import FailedPrecondition, InvalidArgument
+from . import devices, memory as dtypes
+from .boxes import Box, range_boxes, row_major
 from .memory import DeviceMemory, FilledMemory, HostMemory
 
 if TYPE_CHECKING:

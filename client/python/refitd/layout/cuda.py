@@ -18,14 +18,12 @@ from ctypes import Structure, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core import native
-from .memory import DeviceBytes
 from .._core.native import Handle, check, text
 from .._core.tensors import Piece
 from ..errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from .boxes import Box
 from .devices import CALL_SECONDS, DeviceKind, Finding, Resolver, State
-from .memory import torch_dtype
-from .memory import DeviceMemory
+from .memory import DeviceBytes, DeviceMemory, torch_dtype
 
 if TYPE_CHECKING:
     import numpy

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from .memory import DeviceBytes, HostBytes
 from ..errors import InvalidArgument
-from .memory import DeviceMemory, HostMemory
+from .memory import DeviceBytes, DeviceMemory, HostBytes, HostMemory
 
 if TYPE_CHECKING:
     from .memory import DeviceBytes

@@ -311,14 +311,24 @@ class Region(mmap.mmap):
         """Does nothing: the memory goes when nothing uses it any more."""
 
     def array(self, shape: Sequence[int], dtype: Any, byte_offset: int = 0) -> numpy.ndarray[Any, Any]:
-        """A numpy array over the region. bfloat16 and float8 need the package ml_dtypes."""
+        """A numpy array over the region. bfloat16 and float8 need the package ml_dtypes.
+
+        Args:
+            shape: In elements.
+            dtype: As of refitd.empty.
+            byte_offset: Of the first element in the region.
+        """
         import numpy
 
         made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), numpy_dtype(resolve(dtype).name), buffer=self, offset=byte_offset)
         return made
 
     def tensor(self, shape: Sequence[int], dtype: Any, byte_offset: int = 0) -> torch.Tensor:
-        """A torch tensor over the region, on the CPU, contiguous."""
+        """A torch tensor over the region, on the CPU, contiguous.
+
+        Args:
+            shape: As of Region.array, with `dtype` and `byte_offset`.
+        """
         import torch
 
         count = math.prod(shape)
@@ -425,9 +435,15 @@ def aligned(nbytes: int) -> int:
 def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
     """A tensor of zeros in memory that daemons can map: registered, it is moved from and to where it is, without a copy.
 
-    `shape`: in elements. `dtype`: a name such as "bfloat16", a torch.dtype or a numpy dtype. `like`: "torch" for a torch.Tensor on
-    the CPU, "numpy" for a numpy.ndarray; None: torch's where torch is imported or `dtype` is torch's, else numpy's. `inherit`: whether
-    forked children share the memory; without, a child that touches it ends.
+    Args:
+        shape: In elements.
+        dtype: A name such as "bfloat16", a torch.dtype or a numpy dtype.
+        like: "torch" for a torch.Tensor on the CPU, "numpy" for a numpy.ndarray; None: torch's where torch is imported or `dtype` is
+            torch's, else numpy's.
+        inherit: Whether forked children share the memory; without, a child that touches it ends.
+
+    Raises:
+        InvalidArgument: An argument is wrong.
     """
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(n < 0 for n in dims):
@@ -447,10 +463,16 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
 
     Tensors that share memory go on sharing it. Parameters on other devices, and those in regions already, stay where they are.
     Optimizers go on working, since the Parameter objects are the same. Call it before threads or graphs hold on to the old memory.
-    Returns the region; None where there was nothing to move.
 
-    `inherit`: forked children, such as a data loader's workers, share the weights with this process, in both directions; before, each had
-    a copy from the moment of the fork. False: children don't have the weights at all, and one that touches them ends by SIGSEGV.
+    Args:
+        module: A torch module.
+        buffers: Whether its buffers are moved as well.
+        inherit: Whether forked children, such as a data loader's workers, share the weights with this process, in both directions; before,
+            each had a copy from the moment of the fork. False: children don't have the weights at all, and one that touches them ends by
+            SIGSEGV.
+
+    Returns:
+        The region; None where there was nothing to move.
     """
     import torch
 

@@ -19,17 +19,13 @@ from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
+from .._core.tensors import Bindings, Marks, TensorAddress, integers
 from .._core.waiting import paused
-from .boxes import compiled, matcher
+from ..errors import FailedPrecondition, InvalidArgument
 from . import devices, memory as dtypes
-from .._core.tensors import Bindings, Marks
-from .boxes import first_overlap, range_boxes
-from .boxes import Box, Layout, TensorSpec
-from .._core.tensors import integers
-from .._core.tensors import TensorAddress
+from .boxes import Box, Layout, TensorSpec, compiled, first_overlap, matcher, range_boxes
 from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
-from ..errors import FailedPrecondition, InvalidArgument
 from .memory import HostMemory, Memory
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..layout import places, devices, memory as regions
+from .._core.events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
 from .._core.member import Connect
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
-from .._core.events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
+from ..layout import places, devices, memory as regions
 from .proof import PROOFS, Probe, Proof, Prover, token_ids, tokens_for
 
 

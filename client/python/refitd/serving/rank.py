@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from . import proof
-from ..layout.places import describe
+from .._core.events import Aborted, Committed, Lost, Prepare
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, UpdateAborted
-from .._core.events import Aborted, Committed, Lost, Prepare
+from ..layout.places import describe
+from . import proof
 from .delivery import Delivery, synchronise
 from .settings import Settings
 

@@ -20,9 +20,8 @@ from ... import errors
 from ...errors import FailedPrecondition
 from ...layout.boxes import TensorSpec
 from ...serving import delivery as evidence
-from ...serving.delivery import Delivery, Steps, decide, proved
+from ...serving.delivery import Delivery, Steps, decide, proved, synchronise
 from ...serving.proof import Probe, digest, token_ids, tokens_for
-from ...serving.delivery import synchronise
 from ...serving.rank import Rank
 from ...serving.settings import Settings, read_manifest
 from . import inside

@@ -22,20 +22,15 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from ...layout.boxes import TensorSpec
 from ...errors import FailedPrecondition
-from . import running, set_backend
-from . import versions
+from ...layout.boxes import TensorSpec
 from ...serving import delivery as evidence
-from ...serving.delivery import Delivery, decide
-from .versions import by_external_launcher
-from ...serving.settings import read_manifest
+from ...serving.delivery import Delivery, Steps, decide, keep_memory, proved, synchronise, tensors_of
 from ...serving.proof import Probe
-from ...serving.delivery import Steps, proved
-from ...serving.delivery import keep_memory, synchronise, tensors_of
 from ...serving.rank import PREPARE_SECONDS, Rank
-from ...serving.settings import Settings
-from .versions import make_exportable
+from ...serving.settings import Settings, read_manifest
+from . import running, set_backend, versions
+from .versions import by_external_launcher, make_exportable
 
 
 @dataclass
