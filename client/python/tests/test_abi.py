@@ -10,7 +10,7 @@ import unittest
 from pathlib import Path
 
 from refitd._core import native, events, update
-from refitd.layout import memory as dtypes
+from refitd.layout.memory import DTYPES
 from refitd import errors
 
 # The C header lies in the checkout, or where the test runner put it.
@@ -66,7 +66,7 @@ class AbiTest(unittest.TestCase):
             lines.append(f"SAME(REFIT_{name}, {getattr(native, name)});")
         lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(native).items() if name.startswith(("EVENT_", "WEIGHTS_LEFT_"))]
         lines += [f"SAME(REFIT_ROLE_{(role or 'unknown').upper()}, {i});" for i, role in enumerate(errors.ROLES)]
-        lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in dtypes.DTYPES.values()]
+        lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in DTYPES.values()]
         lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]
         lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in events.Weights]
         lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(update.OUTCOMES)]

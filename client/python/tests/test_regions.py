@@ -13,7 +13,7 @@ from unittest import mock
 import refitd
 from refitd._core import native
 from refitd import errors, testing
-from refitd.layout import memory as regions
+from refitd.layout.memory import ALIGNMENT
 
 try:
     import numpy
@@ -128,7 +128,7 @@ class RegionTest(unittest.TestCase):
     def test_empty_gives_aligned_zeros_that_do_not_overlap(self):
         arrays = [refitd.empty((3, n), "float32", like="numpy") for n in (1, 2, 5, 1000, 10_000_000)]
         for i, array in enumerate(arrays):
-            self.assertEqual(array.ctypes.data % regions.ALIGNMENT, 0)
+            self.assertEqual(array.ctypes.data % ALIGNMENT, 0)
             self.assertIsNotNone(refitd.locate(array.ctypes.data, array.nbytes))
             self.assertEqual(array.sum(), 0)
             array[:] = i + 1

@@ -230,7 +230,6 @@ def made_of(kind: type[T], given: T | Mapping[str, Any], where: str) -> T:
 CLOSE_SECONDS = 10.0
 
 
-
 @dataclass
 class Registration:
     """The results of one register() call: the pieces, and everything that keeps their memory."""

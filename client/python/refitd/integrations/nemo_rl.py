@@ -28,7 +28,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from ..layout import memory as regions
+from ..layout.memory import adopt
 from ..trainer import Trainer
 from . import exports
 from .vllm import backend_here
@@ -229,7 +229,7 @@ class Transport(CheckpointEngine):
         model, dtype = _model_of(weights)
         if self._registered is not None and self._registered[0] is trainer and self._registered[1] is model:
             return
-        regions.adopt(model)
+        adopt(model)
         dtype, exceptions = self._sender.casts.rules(dtype)
         trainer.register(model, dtype=dtype, exceptions=exceptions)
         self._registered = (trainer, model)

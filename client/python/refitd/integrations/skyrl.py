@@ -33,7 +33,8 @@ from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncI
 
 from .._core.member import Connect, GroupSpec
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout import devices, memory as regions
+from ..layout import devices
+from ..layout.memory import adopt
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
 from .exports import Ranks, on_thread
@@ -352,7 +353,7 @@ class Sender(WeightTransferSender):
         chunks.close()  # type: ignore[attr-defined]
         if self._registered is model:
             return
-        regions.adopt(model)
+        adopt(model)
         prefix = getattr(extractor, "weight_prefix", "") or ""
         tensors = _prefixed(model, prefix)
         differs = next((name for name in {**tensors, **expected} if name not in tensors or name not in expected), None)

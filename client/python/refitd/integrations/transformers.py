@@ -25,8 +25,8 @@ import transformers
 from .._core.member import Connect, GroupSpec
 from .._core.update import UpdateResult
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from ..layout import memory as regions
 from ..layout.casting import Added
+from ..layout.memory import adopt
 from ..layout.shards import MadeOf, MadeShards, Shard
 from ..trainer import Trainer
 from .exports import next_version
@@ -138,7 +138,7 @@ def checkpoint_tensors(model: Any) -> Any:
     if partitioned is not None:
         raise Unimplemented(f"parameter '{partitioned}' is partitioned by DeepSpeed: pass shards", culprit=f"parameter '{partitioned}'")
     given = model
-    regions.adopt(model)
+    adopt(model)
     from . import lora
 
     adapted = lora.merged(model) if hasattr(model, "peft_config") else None

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from .._core.waiting import paused
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from . import devices, memory as dtypes
+from . import devices
 from .boxes import Box, NotBoxes, TensorSpec, first_overlap, matcher, view_boxes
-from .memory import Memory
+from .memory import Memory, resolve, torch_dtype
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
 MAX_RUNS = 64
@@ -98,7 +98,7 @@ class Captured:
             wanted = self.processed.get(name)
             if wanted is None:
                 raise InvalidArgument(f"parameter '{name}' is not processed", culprit=f"parameter '{name}'")
-            found = (dtypes.resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
+            found = (resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
             if found != (wanted.dtype, wanted.shape, wanted.strides):
                 raise InvalidArgument(
                     f"parameter '{name}': the loader fills {wanted.dtype} {wanted.shape} with strides {wanted.strides}, the arena is "
@@ -214,7 +214,7 @@ def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSp
             raise InvalidArgument(f"manifest has tensor '{name}' twice", culprit=f"tensor '{name}'")
         known = names.get(dtype)
         if known is None:
-            known = names[dtype] = dtypes.resolve(dtype, f"manifest: tensor '{name}'").name
+            known = names[dtype] = resolve(dtype, f"manifest: tensor '{name}'").name
         specs[name] = TensorSpec(name, known, tuple(shape))
     return specs
 
@@ -419,7 +419,7 @@ class _Run:
             if name in self.skipped:
                 continue
             self._at = name
-            meta = torch.empty(spec.shape, dtype=dtypes.torch_dtype(spec.dtype), device="meta")
+            meta = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             yield name, lazy(self, meta, meta, (name,), None)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
@@ -780,7 +780,7 @@ def _processed_of(processed: dict[str, Processed], destinations: _Destinations, 
     found = processed.get(name)
     if found is None:
         tensor = destinations.parameters[name]
-        dtype = dtypes.resolve(tensor.dtype, f"parameter '{name}'").name
+        dtype = resolve(tensor.dtype, f"parameter '{name}'").name
         found = processed[name] = Processed(name, dtype, tuple(tensor.shape), tuple(tensor.stride()))
     return found
 

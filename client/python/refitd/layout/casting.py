@@ -26,9 +26,9 @@ from zlib import crc32
 
 from .._core.tensors import Source
 from ..errors import FailedPrecondition, InvalidArgument
-from . import devices, memory as dtypes
+from . import devices
 from .boxes import Box, range_boxes, row_major
-from .memory import DeviceMemory, FilledMemory, HostMemory
+from .memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, torch_dtype
 
 if TYPE_CHECKING:
     from .memory import DeviceBytes, HostBytes
@@ -90,7 +90,7 @@ class Cast:
 
     @property
     def nbytes(self) -> int:
-        return int(self.source.numel()) * dtypes.DTYPES[self.dtype].itemsize
+        return int(self.source.numel()) * DTYPES[self.dtype].itemsize
 
 
 @dataclass
@@ -215,7 +215,7 @@ class _Room:
 
     def _targets_in(self, room: Any) -> list[Any]:
         return [
-            room[at : at + cast.nbytes].view(dtypes.torch_dtype(cast.dtype)).view(cast.source.shape)
+            room[at : at + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape)
             for cast, at in zip(self.casts, self.offsets)
         ]
 
@@ -267,7 +267,7 @@ def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
                 cast.write(room[: elements.numel()].view(extent), elements, [a + b for a, b in zip(at, offset)])
                 room = room[elements.numel() :]
 
-    return Source(dtypes.DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
+    return Source(DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
 
 
 def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterator[tuple[int, Sequence[int], Any]]:

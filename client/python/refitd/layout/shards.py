@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from .._core.tensors import Bindings, Marks, TensorAddress, integers
 from .._core.waiting import paused
 from ..errors import FailedPrecondition, InvalidArgument
-from . import devices, memory as dtypes
+from . import devices
 from .boxes import Box, Layout, TensorSpec, compiled, first_overlap, matcher, range_boxes
 from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
-from .memory import HostMemory, Memory
+from .memory import DTYPES, HostMemory, Memory, resolve
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
 CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -463,9 +463,9 @@ class _Rules:
     """Decides in which dtype each tensor is delivered."""
 
     def __init__(self, dtype: Any, exceptions: Mapping[str, Any], any_cast: Sequence[str], rank: int) -> None:
-        self._dtype = None if dtype is None else dtypes.resolve(dtype, "dtype").name
+        self._dtype = None if dtype is None else resolve(dtype, "dtype").name
         self._exceptions = [
-            (compiled(pattern), None if to is None else dtypes.resolve(to, f"exceptions['{pattern}']").name)
+            (compiled(pattern), None if to is None else resolve(to, f"exceptions['{pattern}']").name)
             for pattern, to in exceptions.items()
         ]
         self._any_cast = matcher(any_cast, "any_cast")
@@ -477,7 +477,7 @@ class _Rules:
         found = self._names.get(dtype)
         if found is None:
             try:
-                found = self._names[dtype] = dtypes.resolve(dtype).name
+                found = self._names[dtype] = resolve(dtype).name
             except InvalidArgument as error:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}': {error}. If engines need it not, leave it out: leave_out=['{name}'], or of a "
@@ -602,7 +602,7 @@ class _Collector:
         delivered = self._rules.delivered(name, stored, shard.dtype)
         index = self._index_of(name, shape, stored, delivered)
         offset, extent = self._box_of(name, shape, tensor, shard.offset)
-        itemsize = dtypes.DTYPES[stored].itemsize
+        itemsize = DTYPES[stored].itemsize
         staged = delivered != stored or shard.addition is not None
         if staged:
             self._demand(held, delivered, extent)
@@ -665,7 +665,7 @@ class _Collector:
     def _demand(self, held: _Held, delivered: str, extent: tuple[int, ...]) -> None:
         """Notes what the cast takes. Tied tensors count as well, as a rank with an empty shard can't tell that they are."""
         shard = held.shard
-        nbytes = None if shard.largest is None else shard.largest * dtypes.DTYPES[delivered].itemsize
+        nbytes = None if shard.largest is None else shard.largest * DTYPES[delivered].itemsize
         ranges = extent[1:] == tuple(shard.shape[1:]) if shard.ranges is None else shard.ranges
         demand = self.demands.setdefault(shard.name, Demand(nbytes, ranges))
         demand.nbytes = None if demand.nbytes is None or nbytes is None else max(demand.nbytes, nbytes)

@@ -30,14 +30,17 @@ from enum import Enum
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Error, FailedPrecondition
-from ..layout import memory as dtypes
 from ..layout.boxes import Box, TensorSpec
+from ..layout.memory import DTYPES, adopt_tensors, empty, resolve, torch_dtype
 from ..layout.places import Places
 from . import proof
 from .proof import Probe, Proof, Prover, digest
+
+if TYPE_CHECKING:
+    from .settings import Settings
 
 # The attribute of a model that has its evidence: {module: reasons}.
 ATTRIBUTE = "_refitd_evidence"
@@ -151,7 +154,6 @@ def _filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
 
 
 UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
@@ -460,7 +462,7 @@ def _conclude(
     padded = _padded(held, captured, inside)
     specs = {spec.name: spec for spec in manifest}
     packing = _prepacked(model, held, captured, prepacked)
-    total = sum(prod(specs[name].shape) * dtypes.DTYPES[specs[name].dtype].itemsize for name in names)
+    total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, arena_bytes, processed)
     arena = _make_arena([specs[name] for name in sorted(names)], device)
@@ -531,7 +533,6 @@ def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[
     """The modules with ids `prepacked`, with memory for what the daemon writes; pages of it that nobody wrote take no memory."""
     import torch
 
-    from ..layout import memory as regions
     from ..layout.capture import _span
 
     names = {id(module): name for name, module in model.named_modules()}
@@ -543,8 +544,8 @@ def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[
         found = made.setdefault(module, Prepacked(names[module], entry.module, {}, 0))
         wanted = captured.processed[entry.name]
         filled = entry.tensor
-        if (dtypes.resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
-            whole = regions.empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
+        if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
+            whole = empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
             filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
             found.beside += whole.nbytes
         found.filled[entry.name.rpartition(".")[2]] = filled
@@ -554,22 +555,19 @@ def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[
 def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
     import torch
 
-    from ..layout import memory as regions
-
     if device.type == "cpu":
-        return {spec.name: regions.empty(spec.shape, spec.dtype, like="torch") for spec in specs}
-    return {spec.name: torch.zeros(spec.shape, dtype=dtypes.torch_dtype(spec.dtype), device=device) for spec in specs}
+        return {spec.name: empty(spec.shape, spec.dtype, like="torch") for spec in specs}
+    return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
 def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
     """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
-    from ..layout import memory as regions
     from ..layout.capture import _boxes_in
     from ..layout.shards import collect
 
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
-        regions.adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
+        adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
     boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
@@ -588,23 +586,28 @@ DELIVERIES = "delivery by the engine's own loader"
 
 @dataclass
 class Steps:
-    """What is known of the engine. `decide`: makes a delivery; gets parameters and modules not to write in place, with why. `process`: brings
-    what the arena has into the modules. `load`: puts tensors there by the engine's own loader; returns names of modules that it passed over.
-    `probe`: how the model is run; raises FailedPrecondition where it is not."""
+    """What is known of the engine. `inside`: as of decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
+    first version is committed. `process`: brings what the arena has into the modules. `load`: puts tensors there by the engine's own loader;
+    returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it is not."""
 
-    decide: Callable[[Mapping[str, str]], Delivery]
+    inside: Any
+    try_out: Callable[[Delivery], None]
     process: Callable[[Delivery], None]
     load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
     probe: Callable[[], Probe]
 
 
-def proved(model: Any, how: str, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Delivery:
-    """The delivery with its proof. `how`: as of Settings.proof. `clean`: whether the weights must be kept. Raises FailedPrecondition that
+def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Delivery:
+    """The delivery of the tensors in `manifest` with its proof. `clean`: whether the weights must be kept. Raises FailedPrecondition that
     names what can't be delivered, fails or, where that is asked for, is unproved."""
     failed: dict[str, str] = {}
     while True:
-        made = steps.decide(failed)
-        if how == "off":
+        made = decide(model, manifest, settings.arena_bytes, device, steps.inside, failed)
+        if not clean:
+            zero_padding(model, made)
+            if made.arena:
+                steps.try_out(made)
+        if settings.proof == "off":
             return made
         found = made.proof = _prove(model, made, manifest, device, clean, steps)
         logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
@@ -614,10 +617,22 @@ def proved(model: Any, how: str, manifest: Sequence[TensorSpec], device: Any, cl
         if not more or more.keys() <= failed.keys():
             break
         failed.update(more)
-    made.proof.check(require=how == "require")
+    made.proof.check(require=settings.proof == "require")
     if made.proof.unproved:
         logger.warning("refitd: the forward proof says nothing of %d parameters: %s", len(made.proof.unproved), made.proof.unproved)
+    if not clean:
+        zero_padding(model, made)
     return made
+
+
+def zero_padding(model: Any, made: Delivery) -> None:
+    """Zeroes the rows beyond the vocabulary, as loading a checkpoint does, in an engine that loaded random weights instead."""
+    import torch
+
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in made.padded:
+            named[name].zero_()
 
 
 def _is_processed_again(model: Any, name: str) -> bool:

@@ -197,6 +197,10 @@ class Driver:
         if member is not None:
             member.close()
 
+    def serve_on_thread(self) -> None:
+        """Calls serve() on a thread of its own."""
+        threading.Thread(target=self.serve, name="refitd-driver", daemon=True).start()
+
     def serve(self) -> None:
         """Starts, and steps until close(): for a thread of its own. What fails is logged, and tried again."""
         started = False

@@ -21,7 +21,8 @@ from .._core.events import Aborted, Committed, Draining, Lost, Prepare, Reattach
 from .._core.member import Connect
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
-from ..layout import places, devices, memory as regions
+from ..layout import places, devices
+from ..layout.memory import adopt
 from .proof import PROOFS, Probe, Proof, Prover, token_ids, tokens_for
 
 
@@ -167,7 +168,7 @@ class EngineLoop:
 
     def _register(self) -> None:
         if self._kind is None:
-            regions.adopt(self._model)
+            adopt(self._model)
         tensors = self._tensors()
         self.engine.register(tensors)
         self._places = places.Places(self._model, tensors.keys() if self._views is None else self._views.held_names)

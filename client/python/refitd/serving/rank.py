@@ -199,7 +199,6 @@ class Rank:
             self.detach()
             raise
 
-
     def _logits_key(self, member: Engine, event: Committed) -> str:
         """Names logits that engines of one shape have in common."""
         shape = f"{member.rank}of{member.world_size}-{device_name(self._device)}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,15 @@ class Settings:
             if getattr(made, name) not in allowed:
                 raise InvalidArgument(f"{name}: {getattr(made, name)!r} is none of {', '.join(allowed)}", culprit=name)
         return made
+
+    @classmethod
+    def of_server(cls, logger: logging.Logger) -> Settings | None:
+        """Settings of a server's environment; without an instance there, host and process name it. None, and a warning, where no group is said."""
+        made = cls.of()
+        if not made.group:
+            logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
+            return None
+        return made if made.instance else replace(made, instance=f"{socket.gethostname()}-{os.getpid()}")
 
     def connect(self, client: str) -> Connect:
         """How a member of the engine attaches. `client`: the engine's kind, for status pages."""

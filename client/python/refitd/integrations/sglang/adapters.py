@@ -41,7 +41,7 @@ class AdapterFollower:
         """
         import torch
 
-        from ...layout import memory as regions
+        from ...layout.memory import empty
 
         self.name = name
         self._engine = engine
@@ -54,9 +54,9 @@ class AdapterFollower:
             if matrix is None:
                 what = f"tensor '{spec.name}'"
                 raise Unimplemented(f"{what} of {adapter} is no matrix of a linear layer's adapter: merge it (refitd.integrations.lora)", culprit=what)
-            self._tensors[spec.name] = regions.empty(spec.shape, spec.dtype, like="torch")
+            self._tensors[spec.name] = empty(spec.shape, spec.dtype, like="torch")
             scaling = spec.name.removesuffix(matrix) + _SCALING
-            self._scalings.setdefault(scaling, regions.empty(1, "float32", like="torch"))
+            self._scalings.setdefault(scaling, empty(1, "float32", like="torch"))
         if not self._tensors:
             raise InvalidArgument(f"{adapter} has no tensor", culprit=adapter)
         names = {**self._tensors, **self._scalings}

@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -241,13 +238,11 @@ SLEEP = "_refitd_sleep"
 
 def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: Any) -> Any:
     """Wraps SGLang's function that runs its HTTP server in this process."""
-    settings = Settings.of()
-    if not settings.group:
-        logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
+    found = Settings.of_server(logger)
+    if found is None:
         return original(arguments, manager, *others, **options)
+    settings = found
     check(arguments)
-    if not settings.instance:
-        settings = Settings.of({"instance": f"{socket.gethostname()}-{os.getpid()}"})
     from sglang.srt.entrypoints import http_server
 
     app = http_server.app
@@ -269,7 +264,7 @@ def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: 
             driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, device=arguments.device)
             setattr(manager, SLEEP, Sleep(driver, controls, Released(keeps_weights(arguments))))
             drivers.append(driver)
-            threading.Thread(target=driver.serve, name="refitd-driver", daemon=True).start()
+            driver.serve_on_thread()
             try:
                 yield state
             finally:

@@ -12,15 +12,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ... import errors
 from ...errors import FailedPrecondition
-from ...layout.boxes import TensorSpec
-from ...serving import delivery as evidence
-from ...serving.delivery import Delivery, Steps, decide, proved, synchronise
+from ...serving.delivery import ATTRIBUTE, Delivery, Steps, proved, synchronise
 from ...serving.proof import Probe, digest, token_ids, tokens_for
 from ...serving.rank import Rank
 from ...serving.settings import Settings, read_manifest
@@ -224,7 +222,7 @@ class Backend:
 
         self.model: Any = runner.model
         self._runner = runner
-        clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
+        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         device = torch.device(next(self.model.parameters()).device)
         self._device = device
         self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
@@ -247,23 +245,8 @@ class Backend:
         manifest = read_manifest(settings.manifest or self._runner.model_config.model_path)
         synchronise(self._device)  # batches that the scheduler has launched read the weights
         with ExitStack() as rooms:
-            steps = Steps(
-                decide=lambda failed: self._made(settings, manifest, failed),
-                process=self._process,
-                load=self._load,
-                probe=lambda: self._probe(rooms),
-            )
-            made = proved(self.model, settings.proof, manifest, self._device, self.rank.clean, steps)
-        if not self.rank.clean:
-            self._zero_padding(made)
-        return made
-
-    def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
-        made = decide(self.model, manifest, settings.arena_bytes, self._device, inside, failed)
-        if not self.rank.clean:
-            self._zero_padding(made)
-            if made.arena:
-                self._try_out(made)
+            steps = Steps(inside, self._try_out, self._process, self._load, lambda: self._probe(rooms))
+            made = proved(self.model, settings, manifest, self._device, self.rank.clean, steps)
         return made
 
     def _probe(self, rooms: ExitStack) -> Probe:
@@ -282,15 +265,6 @@ class Backend:
         inside.reload(self.model, tensors, wanted)
         self._derive(delivery)
         return []
-
-    def _zero_padding(self, made: Delivery) -> None:
-        """Zeroes the rows beyond the vocabulary, as loading a checkpoint does; this engine loaded random weights instead."""
-        import torch
-
-        named = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name in made.padded:
-                named[name].zero_()
 
     def _try_out(self, made: Delivery) -> None:
         """Processes two sets of random weights. A parameter that both leave the same is passed over, and refused by name."""

@@ -15,7 +15,7 @@ launcher each process has a driver.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,9 +23,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ...errors import FailedPrecondition
-from ...layout.boxes import TensorSpec
-from ...serving import delivery as evidence
-from ...serving.delivery import Delivery, Steps, decide, keep_memory, proved, synchronise, tensors_of
+from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Delivery, Steps, keep_memory, proved, synchronise, tensors_of, zero_padding
 from ...serving.proof import Probe
 from ...serving.rank import PREPARE_SECONDS, Rank
 from ...serving.settings import Settings, read_manifest
@@ -85,10 +83,10 @@ class RefitdBackend(WeightTransferEngine):
         self.parallel_config, self._vllm_config = versions.init_arguments(arguments)
         self.model: Any = arguments[-1]
         if self._vllm_config is None:
-            self._vllm_config = getattr(self.model, evidence.CONFIGURATION, None)
+            self._vllm_config = getattr(self.model, CONFIGURATION, None)
         parameters = list(self.model.parameters())
         self.device: Any = parameters[0].device
-        clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
+        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         set_backend(self)
         self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
 
@@ -100,7 +98,7 @@ class RefitdBackend(WeightTransferEngine):
         versions.check_experts_stay(self.parallel_config)
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
-            self._zero_padding(self.rank.delivery)
+            zero_padding(self.model, self.rank.delivery)
         rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
@@ -121,33 +119,8 @@ class RefitdBackend(WeightTransferEngine):
                 culprit="speculative_config",
             )
         manifest = read_manifest(settings.manifest or self._vllm_config.model_config.model)
-        steps = Steps(
-            decide=lambda failed: self._made(settings, manifest, failed),
-            process=self._process,
-            load=self._load,
-            probe=lambda: self._probe(settings.proof == "require"),
-        )
-        made = proved(self.model, settings.proof, manifest, self.device, self.rank.clean, steps)
-        if not self.rank.clean:
-            self._zero_padding(made)
-        return made
-
-    def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
-        made = decide(self.model, manifest, settings.arena_bytes, self.device, versions, failed)
-        if not self.rank.clean:
-            self._zero_padding(made)
-            if made.arena:  # what vLLM's reload passes over is refused now, and not after the first version was committed
-                self._process(made)
-        return made
-
-    def _zero_padding(self, made: Delivery) -> None:
-        """Rows beyond the vocabulary are zeros after a checkpoint was loaded; here random weights were."""
-        import torch
-
-        named = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name in made.padded:
-                named[name].zero_()
+        steps = Steps(versions, self._process, self._process, self._load, lambda: self._probe(settings.proof == "require"))
+        return proved(self.model, settings, manifest, self.device, self.rank.clean, steps)
 
     # ---- updates ----
 
@@ -211,7 +184,7 @@ class RefitdBackend(WeightTransferEngine):
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without one, this does."""
         import torch
 
-        evident = getattr(self.model, evidence.ATTRIBUTE, None)
+        evident = getattr(self.model, ATTRIBUTE, None)
         for layer in delivery.attention:
             if evident is None or evident.get(id(layer)):
                 with torch.no_grad():

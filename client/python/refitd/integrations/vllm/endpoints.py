@@ -18,9 +18,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import socket
-import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -178,22 +175,19 @@ class Endpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
             return
-        config = engine_client.vllm_config
-        settings = Settings.of()
-        if not settings.group:
-            logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
+        settings = Settings.of_server(logger)
+        if settings is None:
             return
+        config = engine_client.vllm_config
         check_backend(config)
         check_api_servers(config)
-        if not settings.instance:
-            settings = Settings.of({"instance": f"{socket.gethostname()}-{os.getpid()}"})
         controls = ServerControls(engine_client, asyncio.get_running_loop())
         self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config))
         self.versions = TokenVersions(engine_client)
         state.refitd_driver = self.driver
         if not starts_clean(config):
             await engine_client.pause_generation(mode="abort")  # no request may meet random weights
-        threading.Thread(target=self.driver.serve, name="refitd-driver", daemon=True).start()
+        self.driver.serve_on_thread()
 
 
 def check_api_servers(config: Any) -> None:

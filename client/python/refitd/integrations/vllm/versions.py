@@ -3,7 +3,7 @@ a model is run alone (`running.py`).
 
 The load format `refitd`: an engine starts with random weights, reads no checkpoint, and gets its first version from refitd.
 
-While vLLM loads, this format also gathers the evidence of `evidence.py`: it knows the moment between loading and post-processing.
+While vLLM loads, this format also gathers the evidence of `py`: it knows the moment between loading and post-processing.
 
 Weights in the memory of vLLM's sleep mode (`enable_sleep_mode` on a GPU), which only vLLM's own process can open.
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from ...errors import FailedPrecondition
 from ...layout import devices
-from ...serving import delivery as evidence
+from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Snapshot, changes
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -318,7 +318,6 @@ def loader_class() -> Any:
     import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-
     class RefitdModelLoader(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
             # A checkpoint leaves as they are the buffers that it does not have, and the parameters that attention layers have for scales.
@@ -329,14 +328,14 @@ def loader_class() -> Any:
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.copy_(value)
-            self._before = [(layer, evidence.Snapshot.of(layer)) for layer in model.modules()]
+            self._before = [(layer, Snapshot.of(layer)) for layer in model.modules()]
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
-            found = {id(layer): evidence.changes(layer, before) for layer, before in self._before}
+            found = {id(layer): changes(layer, before) for layer, before in self._before}
             # By module, and not by name: names of wrapped models differ from those of the loaded one.
-            object.__setattr__(model, evidence.ATTRIBUTE, found)
-            object.__setattr__(model, evidence.CONFIGURATION, vllm_config)
+            object.__setattr__(model, ATTRIBUTE, found)
+            object.__setattr__(model, CONFIGURATION, vllm_config)
             del self._before
             return model
 
