@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InvalidArgument, NotFound, StagingWarning
-from ..layout import memory as regions
 from ..layout.boxes import Box, PushedTensors, Source, TensorSpec
 from ..layout.devices import connect_fields, kind_of, on_host
-from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned
+from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned, locate
 from . import native
 from .native import Handle, check, text, texts
 from .tensors import Addresses, Piece, PieceList, TensorList, check_boxes, numbers
@@ -382,18 +381,6 @@ class Member:
 
     # ---- memory ----
 
-    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
-        """Makes a tensor of zeros, of `shape` elements, in memory that the daemon can map, as `refitd.empty` does."""
-        return regions.empty(shape, dtype, like=like, inherit=inherit)
-
-    def adopt(self, module: Any, *, buffers: bool = True, inherit: bool = True) -> Region | None:
-        """Moves a torch module's CPU parameters into a region that the daemon can map, as `refitd.adopt` does."""
-        return regions.adopt(module, buffers=buffers, inherit=inherit)
-
-    def locate(self, pointer: int, nbytes: int) -> Region | None:
-        """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
-        return regions.locate(pointer, nbytes)
-
     def _known_region(self, region: Region) -> Handle:
         """The C region that makes `region` known to this member's daemon; made at its first use."""
         with self._lock:
@@ -463,7 +450,7 @@ class Member:
             if isinstance(memory, RegionMemory):
                 places[id(memory)] = memory.region, memory.byte_offset
             elif isinstance(memory, HostMemory):
-                region = regions.locate(memory.pointer, memory.nbytes)
+                region = locate(memory.pointer, memory.nbytes)
                 if region is not None:
                     places[id(memory)] = region, memory.pointer - region.pointer
                 elif stage:

@@ -2,7 +2,7 @@
 
 HostMemory and its like only name memory; the member that registers them makes regions of it. Four kinds exist:
 
-- `HostMemory`: bytes of this process. Those within a region of the member (`Trainer.empty`, `Trainer.adopt`) are moved from
+- `HostMemory`: bytes of this process. Those within a region of the member (`refitd.empty`, `refitd.adopt`) are moved from
   where they are; any others are staged: copied into a region at each refit, with a `StagingWarning`.
 - `RegionMemory`: bytes of one region, named by the region itself.
 - `FilledMemory`: bytes that do not exist yet. The member keeps room for them in a region, and a function of the caller fills
