@@ -293,7 +293,7 @@ void Group::Impl::AnnounceAssembled() {
   update->ready_deadline = now + std::min(limits.ready_limit, remaining);
   Do(UpdateAssembled{update->id, update->version, remaining, update->tensor_count,
                      update->verification, update->nodes, update->catalog->destinations(),
-                     update->program});
+                     OnThisDaemon() ? update->catalog->index() : nullptr, update->program});
   for (const Participant& participant : update->participants) {
     Step(&instances.at(participant.instance).state, InstanceTrigger::kPrepare);
     NoteStanding(participant.instance);

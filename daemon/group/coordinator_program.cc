@@ -190,7 +190,7 @@ void Coordinator::Impl::RunIfAgreed() {
   job.sent = true;
   job.started = now;
   job.took.clear();
-  job.bytes_written.resize(spread->destination_count);
+  job.bytes_written.resize(spread->node_of.size());
   PeerRun run;
   run.update = spread->update;
   run.part = job.run->part;

@@ -467,7 +467,7 @@ void Group::Impl::StartPart(Part* part) {
   Touch(part->bucket->trainer, 1);
   part->started = true;
   ++update->in_flight;
-  StartTransfer start;
+  MovePart start;
   start.update = update->id;
   start.version = update->version;
   start.part = part->seq;
@@ -475,9 +475,8 @@ void Group::Impl::StartPart(Part* part) {
   start.bucket_call = part->bucket->request->first_call;
   start.trainer = part->bucket->trainer;
   start.content = part->content;
-  (part->bucket->content->slot.has_value() ? start.source_slot : start.fill_slot) = part->slot;
-  if (OnThisDaemon()) start.index = known.index();
-  start.destinations = known.destinations();
+  start.slot = part->slot;
+  start.leased = part->bucket->content->slot.has_value();
   start.skip_destination = update->skip_destination;
   start.verification = update->verification;
   start.touched = part->touched;

@@ -232,8 +232,7 @@ void Group::Impl::ReadBackIfLast() {
   TouchDestinations(update->verified_destinations, 1);
   if (update->verified_destinations.empty()) return;
   update->readback = Readback::kRunning;
-  Do(StartVerify{update->id, update->version, OnThisDaemon() ? known.index() : nullptr,
-                 known.destinations(), update->skip_destination});
+  Do(VerifyUpdate{update->id, update->skip_destination});
   Changed();
 }
 

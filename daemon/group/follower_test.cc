@@ -322,13 +322,13 @@ TEST_CASE(
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-  CHECK(f.Own<StartTransfer>().empty());
+  CHECK(f.Peers<StartTransfer>().empty());
   if (dies) f.Do(GroupEvent(MemberLost{kOther, "its process died"}));
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
 
   // The part is copied even if nothing is verified.
-  REQUIRE(f.Own<StartTransfer>().size() == 1);
-  const StartTransfer start = f.Own<StartTransfer>()[0];
+  REQUIRE(f.Peers<StartTransfer>().size() == 1);
+  const StartTransfer start = f.Peers<StartTransfer>()[0];
   CHECK(start.staged == std::vector{kStaged});
   REQUIRE(start.source_slot.has_value());
   CHECK(start.source_slot->slot == SlotIndex(2));
@@ -602,7 +602,7 @@ TEST_CASE("a daemon whose move failed runs a program from its beginning only") {
 TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes on has ended") {
   CutRun f;
   f.Command(PeerVerify{UpdateId(1), {false}});
-  CHECK(f.Own<StartVerify>().empty());
+  CHECK(f.Peers<StartVerify>().empty());
   REQUIRE(f.Sent<VerifyDone>().size() == 1);
   CHECK(absl::IsCancelled(f.Sent<VerifyDone>()[0].status));
   f.Forget();
@@ -610,7 +610,7 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   f.Run(EpochId(2), 1, 1);
   f.Command(PeerVerify{UpdateId(1), {false}});
   for (const int64_t round : {1, 2, 3}) {
-    CHECK(f.Own<StartVerify>().empty());
+    CHECK(f.Peers<StartVerify>().empty());
     f.Do(WireDone{EpochId(2), WireSeq(static_cast<uint64_t>(round - 1)), absl::OkStatus()});
     MovesDone moved;
     moved.update = f.Peers<StartMoves>().back().update;
@@ -621,7 +621,7 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   }
   REQUIRE(f.Sent<PeerRunDone>().size() == 1);
   CHECK(f.Sent<PeerRunDone>()[0].status.ok());
-  CHECK(f.Own<StartVerify>().size() == 1);
+  CHECK(f.Peers<StartVerify>().size() == 1);
   CHECK(f.Sent<VerifyDone>().empty());
 }
 
@@ -676,7 +676,7 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});
   // P1: nothing is read back while a part is owed.
   f.Command(PeerVerify{UpdateId(1), {false}});
-  CHECK(f.Own<StartVerify>().empty());
+  CHECK(f.Peers<StartVerify>().empty());
   CHECK(f.Sent<VerifyDone>().empty());
 
   f.Again();
@@ -685,13 +685,13 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   CHECK(f.Peers<StartWire>().size() == 1);
   f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
-  REQUIRE(f.Own<StartTransfer>().size() == 1);
-  CHECK(f.Own<StartVerify>().empty());
-  f.EndTransfer(f.Own<StartTransfer>()[0]);
+  REQUIRE(f.Peers<StartTransfer>().size() == 1);
+  CHECK(f.Peers<StartVerify>().empty());
+  f.EndTransfer(f.Peers<StartTransfer>()[0]);
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].status.ok());
   CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{100});
-  CHECK(f.Own<StartVerify>().size() == 1);
+  CHECK(f.Peers<StartVerify>().size() == 1);
 
   f.Again();
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
@@ -708,7 +708,7 @@ TEST_CASE("a part that is being stored when its epoch is closed is stored") {
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
   f.Command(CloseEpoch{EpochId(1)});
   CHECK(f.Sent<PeerPartDone>().empty());
-  f.EndTransfer(f.Own<StartTransfer>().at(0));
+  f.EndTransfer(f.Peers<StartTransfer>().at(0));
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].status.ok());
 }
@@ -742,8 +742,8 @@ TEST_CASE("a part comes again only with the header that it had, and after its sh
 
 TEST_CASE("the root of a part that was cut sends what it has packed, and packs nothing again") {
   CutPart f(true);
-  REQUIRE(f.Own<StartTransfer>().size() == 1);
-  const StartTransfer pack = f.Own<StartTransfer>()[0];
+  REQUIRE(f.Peers<StartTransfer>().size() == 1);
+  const StartTransfer pack = f.Peers<StartTransfer>()[0];
   // The part is being packed, waits for Issue, or is on the wire.
   const int when = GENERATE(0, 1, 2);
   if (when == 0) {
@@ -763,7 +763,7 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   CHECK(f.Sent<PeerPartDone>()[0].digests == std::vector<uint64_t>{42});
 
   f.Again();
-  CHECK(f.Own<StartTransfer>().empty());
+  CHECK(f.Peers<StartTransfer>().empty());
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
   CHECK(f.Peers<StartWire>().empty());

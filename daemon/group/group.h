@@ -375,12 +375,13 @@ struct BucketEvent {
   UpdateId update{};
 };
 
-// The transfer that StartTransfer asked for has ended: it reads and writes nothing any more.
+// A part was moved: its transfers read and write nothing any more. Also the answer to
+// StartTransfer, of one daemon.
 struct TransferDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;  // not OK: verification failed, or the program could not be made
-  std::vector<int64_t> bytes_written;      // per destination of StartTransfer::index
+  std::vector<int64_t> bytes_written;      // per destination
   int failed_destination = -1;             // the destination at fault, if not OK and known
   std::vector<uint64_t> source_digests{};  // by range, if they were asked for
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // the method that moved the bytes
@@ -433,7 +434,7 @@ struct AbortEvent {
 using TrainerCall = std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                                  CommitEvent, RefitEvent, AbortEvent>;
 
-// The read-back that StartVerify asked for has ended.
+// The read-back has ended.
 struct VerifyDone {
   UpdateId update;
   absl::Status status;
@@ -551,7 +552,9 @@ struct UpdateAssembled {
   int64_t tensor_count = 0;
   Verification verification = Verification::kOff;
   std::vector<NodeId> nodes;  // nodes with a trainer or engine rank in the update; ascending
-  std::vector<MemberId> destinations;  // registered ranks, in the order of StartTransfer
+  std::vector<MemberId> destinations;  // registered ranks
+  // Of the destinations, if all ranks of the update are on this daemon; else null.
+  std::shared_ptr<const DestinationIndex> index;
   std::optional<ProgramUse> program{};
 };
 struct SendPrepare {
@@ -590,32 +593,23 @@ struct SendDraining {
 // Actions that a member of another daemon hears of in the same words: its daemon performs them.
 using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
 
-// Copy one part of a bucket: into the slot to fill, if there is one (packed as `content` says), and
-// into every destination of `index` that is not skipped. Destinations are pairs of a member and its
-// layout, in index order.
-struct StartTransfer {
+// Move one part of a bucket to every rank that wants elements of it. Answered by TransferDone.
+struct MovePart {
   UpdateId update;
   Version version;
   PartSeq part;
   int64_t group_seq = 0;  // of the bucket
-  // The call that brought content->bucket: its source bytes stay valid until the call's Reply. 0:
-  // another daemon sent the part, which lies in `source_slot` as `content` says.
-  CallId bucket_call;
+  CallId bucket_call;     // that brought content->bucket
   MemberId trainer;
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
-  // The slot to fill: for staged engines, or, with a method other than kDirect, to broadcast
-  // through.
-  std::optional<SlotGrant> fill_slot;
-  std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
-  std::vector<MemberId> destinations;             // in index order
-  std::vector<bool> skip_destination;             // true: evicted since
-  std::vector<uint32_t> touched;                  // destinations that the part has elements for
-  std::vector<MemberId> staged;                   // ranks that will be handed the slot
-  // True: the wire then sends the slot to other daemons, so the executor fills the place of the
-  // slot that the wire reads.
-  bool wired = false;
-  // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
+  // The slot that the trainer leased and packed, or else the slot to fill, if there is one.
+  std::optional<SlotGrant> slot;
+  bool leased = false;
+  std::vector<bool> skip_destination;  // by destination of UpdateAssembled; true: evicted since
+  std::vector<uint32_t> touched;       // destinations that the part has elements for
+  std::vector<MemberId> staged;        // ranks that will be handed the slot
+  // With a slot, kAuto leaves the choice to the root's executor. Without a slot every method is
+  // kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   Verification verification = Verification::kOff;
   // Whether the result must carry digests of the source, by range of `content`.
@@ -641,13 +635,10 @@ struct StartRefit {
   Verification verification = Verification::kOff;
 };
 
-// Read every written piece of every destination again and compare it with the digests that the
-// update's transfers left. Asked for only with kReadback.
-struct StartVerify {
+// Read every written piece of every destination that is not skipped again. Answered by VerifyDone.
+// Asked for only with kReadback.
+struct VerifyUpdate {
   UpdateId update;
-  Version version;
-  std::shared_ptr<const DestinationIndex> index;
-  std::vector<MemberId> destinations;
   std::vector<bool> skip_destination;
 };
 
@@ -713,10 +704,10 @@ struct LogLine {
 };
 
 using GroupAction =
-    std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
-                 StartTransfer, StartVerify, PlanRefit, StartCompare, StartRefit, ReleaseMember,
-                 UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded,
-                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
+    std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining, MovePart,
+                 VerifyUpdate, PlanRefit, StartCompare, StartRefit, ReleaseMember, UpdateAssembled,
+                 NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded, RefuseMember,
+                 WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

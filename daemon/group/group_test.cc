@@ -74,7 +74,7 @@ TEST_CASE("an update of one trainer and one registered engine commits") {
   CHECK(begun.remaining == seconds(120));
   const CallId push = g.Push(g.trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == std::nullopt);
   CHECK(g.Answer(push) == nullptr);
   CHECK(g.Instance("r").state == "dirty_ready");
   g.FinishAll();
@@ -415,7 +415,7 @@ TEST_CASE("members that attach during an update take part from the next one") {
   g.Registered("late", kModel);
   CHECK(g.prepares.size() == 1);
   g.Push(g.trainer, 1, 0, kModel);
-  CHECK(g.running[0].transfer.destinations.size() == 1);
+  CHECK(g.assembled->destinations.size() == 1);
   g.Settle();
   const CallId commit = g.Commit(g.trainer, 1, 1);
   g.Settle();
@@ -858,8 +858,8 @@ TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot"
   b.LieIn(lease.grant, {0, 1024});
   const CallId push = g.Push(b);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.source_slot == lease.grant);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == lease.grant);
+  CHECK(g.running[0].transfer.leased);
   CHECK(g.parts.empty());
   g.FinishAll();
   CHECK(g.Code(push) == kOk);
@@ -919,7 +919,7 @@ TEST_CASE("a broadcast goes through a slot, in parts of a slot's size, and gives
   const CallId push = g.Push(g.trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == method);
-  CHECK(g.running[0].transfer.fill_slot.has_value());
+  CHECK(g.running[0].transfer.slot.has_value());
   CHECK(g.running[0].transfer.staged.empty());
   CHECK(g.running[0].transfer.touched.size() == 2);
   CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
@@ -943,7 +943,7 @@ TEST_CASE("with kDirect, and with kAuto where GPUs lack slots, nothing passes th
   g.Push(g.trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kDirect);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == std::nullopt);
   CHECK(g.FreeSlots() == 4);
 }
 
@@ -984,8 +984,8 @@ TEST_CASE("a bucket of a leased slot is broadcast from it") {
   g.Push(b);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kChain);
-  CHECK(g.running[0].transfer.source_slot == lease.grant);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == lease.grant);
+  CHECK(g.running[0].transfer.leased);
   g.FinishAll();
   CHECK(g.FreeSlots() == 4);
 }
@@ -1032,7 +1032,7 @@ TEST_CASE("ranks agree about the method, and all of them need slots for kAuto to
   g.Open(e);
   g.Push(t1, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.fill_slot.has_value() == e.slots_on_devices);
+  CHECK(g.running[0].transfer.slot.has_value() == e.slots_on_devices);
 }
 
 TEST_CASE("a method that needs slots is refused where there are none") {
@@ -1069,7 +1069,7 @@ TEST_CASE("an engine that comes while an update is opened, on a GPU without slot
   CHECK(g.Code(begin) == kOk);
   g.Push(trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == std::nullopt);
 }
 
 TEST_CASE("an abort gives the slots of a broadcast back when its copies have ended") {
@@ -1120,7 +1120,7 @@ TEST_CASE(
     "a big bucket that goes directly is cut between tensors; its answer waits for all parts") {
   InParts g;
   for (uint32_t p = 0; p < 4; ++p) {
-    const StartTransfer& part = g.running[p].transfer;
+    const MovePart& part = g.running[p].transfer;
     CHECK(part.part == PartSeq(p));
     CHECK(part.content->bytes == 1000);
     REQUIRE(part.content->ranges.size() == 2);
@@ -1128,7 +1128,7 @@ TEST_CASE(
     CHECK(part.content->ranges[1] == TensorRange{2 * p + 1, 0, 500});
     CHECK(part.content->ranges[0].tensor == 2 * p);
     CHECK(part.touched == std::vector<uint32_t>{0, 1, 2});
-    CHECK(part.fill_slot == std::nullopt);
+    CHECK(part.slot == std::nullopt);
   }
   const CallId commit = g.Commit(g.trainer, 1, 1);
   for (const size_t index : {3, 1, 0}) {
@@ -1270,7 +1270,7 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
   g.Open(t, 1);
   g.Push(t, 1, 0, model);
   REQUIRE(g.running.size() == 2);
-  CHECK(g.running[0].transfer.fill_slot.has_value());
+  CHECK(g.running[0].transfer.slot.has_value());
   CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
   g.FinishAll();
   CHECK(g.running.empty());  // no reader acknowledges
@@ -1278,7 +1278,7 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
   REQUIRE(g.running.size() > 1);
   for (const auto& running : g.running) {
     const PartContent& content = *running.transfer.content;
-    CHECK_FALSE(running.transfer.fill_slot.has_value());
+    CHECK_FALSE(running.transfer.slot.has_value());
     CHECK(content.byte_offsets.empty());
     int64_t carried = 0;  // one byte for each element
     for (const TensorRange& range : content.ranges) carried += range.count;
@@ -1331,7 +1331,7 @@ TEST_CASE("what one part wrote too little, no other makes up for") {
   InParts g;
   const CallId commit = g.Commit(g.trainer, 1, 1);
   for (int64_t p = 0; p < 4; ++p) {
-    const StartTransfer t = g.running[0].transfer;
+    const MovePart t = g.running[0].transfer;
     g.running.erase(g.running.begin());
     // In part 1 one rank got 499 bytes instead of 500, and the other got 501.
     std::vector<int64_t> bytes = {1000, 500, 500};
@@ -1560,7 +1560,7 @@ TEST_CASE("parts without staged engines left need no slots any more") {
   CHECK(g.running.size() == 2);
   g.Lose(s);
   CHECK(g.running.size() == 5);
-  CHECK(g.running[4].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[4].transfer.slot == std::nullopt);
   g.FinishAll();
   CHECK(g.Code(push) == kOk);
   CHECK(g.FreeSlots() == 2);
@@ -1809,7 +1809,7 @@ TEST_CASE("a failed readback aborts and names the rank") {
 TEST_CASE("a program that wrote too little does not commit") {
   OneToOne g;
   g.Push(g.trainer, 1, 0, kModel);
-  const StartTransfer t = g.running[0].transfer;
+  const MovePart t = g.running[0].transfer;
   g.running.clear();
   g.Do(TransferDone{t.update, t.part, absl::OkStatus(), {1499}, -1, {}});
   const CallId commit = g.Commit(g.trainer, 1, 1);

@@ -152,9 +152,8 @@ class Worker {
   void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 
-  // Returns false if this worker did not ask for the transfer or read-back.
-  bool Handle(const TransferDone& done, TimePoint now, const Output& out);
-  bool Handle(const VerifyDone& done, TimePoint now, const Output& out);
+  void Handle(const TransferDone& done, TimePoint now, const Output& out);
+  void Handle(const VerifyDone& done, TimePoint now, const Output& out);
   void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
   void Handle(const MovesDone& done, TimePoint now, const Output& out);
   void Handle(const WireDone& done, TimePoint now, const Output& out);
@@ -210,7 +209,7 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
-  // A part's header and the staged ranks that the part may be handed to.
+  // The header of a part that crosses the wire or is handed to staged ranks, and these ranks.
   struct Handout {
     BucketHeader header;
     std::vector<MemberId> staged;
@@ -249,6 +248,8 @@ class Worker {
   Update* FindLocal(UpdateId local);
   absl::Status Agrees(const Update& update, const PeerHeader& command) const;
   absl::Status AgreesWithBucket(const PeerHeader& command) const;
+  static absl::Status Acknowledge(const PeerHeader& command, const absl::Status& agreed,
+                                  const Output& out);
   static absl::Status MayComeAgain(const Update& update, const PeerHeader& command);
   void Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                 const Output& out);
