@@ -55,7 +55,6 @@ struct Member {
   int world_size = 0;
   int pid = 0;
   NodeId node;             // of the daemon that it is attached to
-  bool relays = true;      // that daemon can forward along chains
   std::string label;       // for messages
   std::string daemon;      // that daemon's id; empty: the coordinator's
   std::string identity;    // trainers
@@ -366,7 +365,7 @@ struct Group::Impl {
   static bool HasShardsIn(const Member& member, const TrainerProgress& progress) {
     return HasShards(member) && !progress.without_layout;
   }
-  uint32_t RelayLag(const std::vector<MemberId>& sources) const;
+  uint32_t RelayLag() const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
   group::ProgramKey KeyOf(const std::vector<MemberId>& sources) const;

@@ -395,7 +395,7 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   AttachHolding(&g, "d", 0, 2, 9, 0x55);
   AttachHolding(&g, "d", 1, 2, 9, 0x66);  // the same number, of another incarnation
   CHECK(g.Instance("d").version == std::nullopt);
-  AttachHolding(&g, "c", 0, 2, 6, 0);  // an older client
+  AttachHolding(&g, "c", 0, 2, 6, 0);  // tells no origin
   const MemberId c1 = AttachHolding(&g, "c", 1, 2, 6, 0);
   CHECK(g.Instance("c").version == Version(6));
   CHECK(g.Instance("c").origin == 0);

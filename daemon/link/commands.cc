@@ -172,12 +172,8 @@ void Put(const PeerVerify& v, v1::PeerAnswer* message) {
 void Put(const PeerCompare& v, v1::PeerAnswer* message) {
   message->mutable_compare()->set_update(v.update.value());
   v1::PeerCompare* out = message->mutable_compare();
-  if (v.part.parts != 1) {
-    out->set_part(v.part.part);
-    out->set_parts(v.part.parts);
-  }
-  if (v.part.first != 0) out->set_first_hash(v.part.first);
-  if (v.part.last != UINT64_MAX) out->set_last_hash(v.part.last);
+  out->set_first_hash(v.part.first);
+  out->set_last_hash(v.part.last);
 }
 
 void Put(const PeerRun& v, v1::PeerAnswer* message) {
@@ -272,7 +268,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& message, const Peer
                             VersionOf(message.group_version(), "welcome.group_version"));
   }
   REFITD_RETURN_IF_ERROR(
-      InRange(message.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
+      InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "welcome.trainer_ranks"));
   out.trainer_ranks = message.trainer_ranks();
   return out;
 }
@@ -405,7 +401,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& message, const Peer
   }
   out.layout_digests.assign(message.layout_digests().begin(), message.layout_digests().end());
   REFITD_RETURN_IF_ERROR(
-      InRange(message.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
+      InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "prepare.trainer_ranks"));
   out.trainer_ranks = message.trainer_ranks();
   return out;
 }
@@ -511,18 +507,10 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const Pee
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const PeerBounds&) {
   PeerCompare v;
   v.update = UpdateId(message.update());
-  if (message.has_first_hash()) v.part.first = message.first_hash();
-  if (message.has_last_hash()) v.part.last = message.last_hash();
+  v.part = {message.first_hash(), message.last_hash()};
   if (v.part.first > v.part.last) {
     return Invalid("compare.first_hash {} is above last_hash {}", v.part.first, v.part.last);
   }
-  if (message.parts() == 0) return v;
-  if (message.parts() > kMaxReplicaParts || message.part() >= message.parts()) {
-    return Invalid("compare: part {} of {} parts, where {} are possible", message.part(),
-                   message.parts(), kMaxReplicaParts);
-  }
-  v.part.part = message.part();
-  v.part.parts = message.parts();
   return v;
 }
 
@@ -649,11 +637,6 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerOwner& message, const PeerBo
 }
 
 }  // namespace
-
-bool OfUnknownKind(const v1::PeerAnswer& answer) {
-  return answer.kind_case() == v1::PeerAnswer::KIND_NOT_SET &&
-         !answer.GetReflection()->GetUnknownFields(answer).empty();
-}
 
 absl::StatusOr<std::vector<v1::PeerAnswer>> ToProto(const PeerCommand& command,
                                                     int64_t message_bytes) {

@@ -694,11 +694,6 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
 
 }  // namespace
 
-bool OfUnknownKind(const v1::PeerMessage& message) {
-  return message.kind_case() == v1::PeerMessage::KIND_NOT_SET &&
-         !message.GetReflection()->GetUnknownFields(message).empty();
-}
-
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes) {
   constexpr int64_t kVarintBytes = 10;
   // For each tensor: tags and lengths of name and shape (its own and its dims'), dtype, start,

@@ -60,8 +60,7 @@ inline std::string TextToProto(std::string_view text, size_t max_bytes = kMaxPee
   return CleanText(text, max_bytes);
 }
 
-// A text of another daemon, as a terminal may show it: each control character becomes a "?". It is
-// not refused for one, since the texts of errors have had some in earlier releases.
+// A text of another daemon, as a terminal may show it: each control character becomes a "?".
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
                                    size_t max_bytes = kMaxPeerTextBytes);
 

@@ -94,8 +94,7 @@ def result_of(raw: _abi.refit_commit_result, of: str, handle: int, staged_bytes:
     ask_name = getattr(_abi.library(), f"refit_{of}_left_out")
     for i in range(min(raw.left_out_tensors, MAX_NAMED)):
         name = ctypes.c_char_p()
-        if ask_name(handle, i, byref(name)) != 0:
-            break  # a daemon of an earlier release tells no names
+        check(ask_name(handle, i, byref(name)))
         names.append((name.value or b"").decode(errors="replace"))
     return UpdateResult(
         raw.version,
