@@ -302,7 +302,7 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
   return Precondition("seq {} would make {} tensors pushed; {}", bucket.seq, tensors,
                       update->tensor_count == 0
                           ? fmt::format("an update has at most {} (the tensors of a layout)", most)
-                          : fmt::format("Begin's tensor_count was {}", most));
+                          : fmt::format("Begin's tensor_count is {}", most));
 }
 
 void Group::Impl::On(const BucketEvent& e) {

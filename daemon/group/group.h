@@ -398,7 +398,8 @@ struct CommitEvent {
   int64_t bucket_count = 0;
   // Some of these buckets may still be on their way: the commit waits for them.
   bool pushes_under_way = false;
-  UpdateId update{};  // as BucketEvent::update
+  UpdateId update{};         // as BucketEvent::update
+  int64_t tensor_count = 0;  // of all ranks together; 0: not told
 };
 // Begin, the compiled moves and Commit in one call. The rank has a layout, and the caller has
 // compared its binding generation. The rank may have begun the update before and pushed buckets of

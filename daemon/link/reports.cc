@@ -144,6 +144,7 @@ void PutEvent(const CommitEvent& e, v1::PeerCall* message) {
   out->set_bucket_count(e.bucket_count);
   out->set_pushes_under_way(e.pushes_under_way);
   out->set_update_id(e.update.value());
+  out->set_tensor_count(e.tensor_count);
 }
 
 void PutEvent(const RefitEvent& e, v1::PeerCall* message) {
@@ -429,6 +430,8 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBound
   out.bucket_count = message.bucket_count();
   out.pushes_under_way = message.pushes_under_way();
   out.update = UpdateId(message.update_id());
+  REFITD_RETURN_IF_ERROR(NotNegative(message.tensor_count(), "commit.tensor_count"));
+  out.tensor_count = message.tensor_count();
   return PeerCall{std::move(out)};
 }
 

@@ -107,6 +107,7 @@ absl::StatusOr<CommitEvent> EventOf(const v1::CommitRequest& request) {
   event.bucket_count = request.bucket_count();
   event.pushes_under_way = request.pushes_under_way();
   event.update = UpdateId(request.update_id());
+  event.tensor_count = request.tensor_count();
   return event;
 }
 

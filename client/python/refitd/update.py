@@ -409,13 +409,16 @@ class Update:
 
     # ---- ending ----
 
-    def commit(self) -> UpdateResult:
+    def commit(self, tensor_count: int | None = None) -> UpdateResult:
         """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
 
+        `tensor_count`: as of Trainer.update, for a caller that learns it only by pushing.
+
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
-        push it and commit again), and errors of earlier pushes.
+        push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
         """
-        return self._end(_abi.library().refit_update_commit)
+        commit = _abi.library().refit_update_commit
+        return self._end(lambda update, result: commit(update, tensor_count or 0, result))
 
     def refit(self) -> UpdateResult:
         """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.

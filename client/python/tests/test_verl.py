@@ -82,7 +82,7 @@ def checkpoint(kind, folder):
 
 def configured(daemon, folder, group, **options):
     """verl's own configuration of PPO, with the checkpoint engine and what a CPU needs."""
-    engine = {"group": group, "socket": daemon.socket, "wait_seconds": SECONDS, "update_seconds": SECONDS, "tensor_count": 1000, **options}
+    engine = {"group": group, "socket": daemon.socket, "wait_seconds": SECONDS, "update_seconds": SECONDS, **options}
     said = ", ".join(f"{name}: {value}" for name, value in engine.items())
     here = "actor_rollout_ref."
     overrides = [
@@ -279,7 +279,7 @@ def meet(store, name, count):
 def engine_of(socket, group, **options):
     from refitd.verl import RefitdCheckpointEngine
 
-    options = {"update_seconds": SECONDS, "begin_seconds": SECONDS, "wait_seconds": SECONDS, "tensor_count": 100, **options}
+    options = {"update_seconds": SECONDS, "begin_seconds": SECONDS, "wait_seconds": SECONDS, **options}
     return RefitdCheckpointEngine(1 << 20, group=group, socket=socket, slot_bytes=1 << 20, device="host", **options)
 
 
