@@ -417,8 +417,7 @@ class Update:
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
         push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
         """
-        commit = _abi.library().refit_update_commit
-        return self._end(lambda update, result: commit(update, tensor_count or 0, result))
+        return self._end(_abi.library().refit_update_commit, tensor_count or 0)
 
     def refit(self) -> UpdateResult:
         """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.
@@ -431,11 +430,11 @@ class Update:
             self.result = replace(result, staged_bytes=staged, rebound=self._rebound)
             return self.result
 
-    def _end(self, function: Callable[..., int]) -> UpdateResult:
+    def _end(self, function: Callable[..., int], *arguments: int) -> UpdateResult:
         def end() -> None:
             raw = _abi.sized(_abi.refit_commit_result)
             with self._handle as update:
-                check(function(update, byref(raw)), self._label)
+                check(function(update, *arguments, byref(raw)), self._label)
                 self.result = result_of(raw, "update", update)
             self._handle.close()
 
