@@ -450,6 +450,8 @@ void Agree(Rng& rng, PeerRun* v) {
 void Agree(Rng& /*rng*/, RefuseMember* v) {
   if (v->status.ok()) v->status = absl::AbortedError("no");
 }
+void Agree(Rng& rng, BeginEvent* v) { v->tensor_count = Between(rng, 0, kMaxTensorsPerLayout); }
+void Agree(Rng& rng, CommitEvent* v) { v->tensor_count = Between(rng, 0, kMaxTensorsPerLayout); }
 void Agree(Rng& rng, LeaseSlotReply* v) { v->slot_bytes = Between(rng, 1, kBounds.slot_bytes); }
 void Agree(Rng& rng, BucketReply* v) { v->bytes = Between(rng, 0, kMaxBucketBytes); }
 void Agree(Rng& rng, InstanceOutcome* v) { v->instance = "i" + std::to_string(rng() % 9); }
@@ -679,15 +681,16 @@ TEST_CASE("A malformed report is refused with field and value") {
   CHECK_THAT(ReportError("attach { member: 1 engine { instance: 'a' world_size: 1 delivery: "
                          "DELIVERY_STAGED manifest { names: 'x' } } }"),
              Contains("attach.engine.manifest.dtypes has 0 entries"));
-  CHECK_THAT(ReportError("ack { member: 1 part: -1 }"), Contains("ack.part is -1"));
+  CHECK_THAT(ReportError("engine_message { member: 1 message { ack { part: -1 } } }"),
+             Contains("ack.part is -1"));
   CHECK_THAT(ReportError("call { member: 1 commit {} }"), Contains("call.call is 0"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 }"), Contains("call.event is missing"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 begin { duration_ms: 86400001 } }"),
-             Contains("begin.duration_ms is 86400001"));
+             Contains("call.duration_ms: 86400001 is more than the maximum 86400000"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 begin { verification: 9 } }"),
              Contains("verification is 9"));
-  CHECK_THAT(ReportError("call { call: 1 member: 1 release_slot { slot { slot: 4 } } }"),
-             Contains("release_slot.slot.slot is 4, outside of 0 to 3"));
+  CHECK_THAT(ReportError("call { call: 1 member: 1 release_slot { slot: 4 } }"),
+             Contains("release_slot.slot is 4, outside of 0 to 3"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 bucket { tensors {} } }"),
              Contains("names' length is 0"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 bucket { tensors { names: 'w' dtypes: "
@@ -728,8 +731,8 @@ TEST_CASE("A malformed command is refused with field and value") {
   CHECK_THAT(CommandError("refuse { member: 1 }"), Contains("refuse.status.code is 0"));
   CHECK_THAT(CommandError("reply { call: 1 status { code: 1 } taken {} }"),
              Contains("reply.payload is there"));
-  CHECK_THAT(CommandError("reply { call: 1 leased { slot { slot: 0 } slot_bytes: 1048577 } }"),
-             Contains("reply.leased.slot_bytes is 1048577"));
+  CHECK_THAT(CommandError("reply { call: 1 leased { bytes: 1048577 } }"),
+             Contains("reply.leased.bytes is 1048577"));
   CHECK_THAT(CommandError("reply { call: 1 begun { leasable_slots: -1 } }"),
              Contains("reply.begun.leasable_slots is -1"));
   CHECK_THAT(CommandError("prepare { verification: VERIFICATION_OFF engines: 0 }"),
@@ -772,14 +775,14 @@ TEST_CASE("A malformed command is refused with field and value") {
   CHECK_THAT(CommandError("update_ended { outcome: 4 }"), Contains("update_ended.outcome is 4"));
   CHECK_THAT(CommandError("epoch_open { rank: 2 size: 2 }"), Contains("epoch_open.rank is 2"));
   CHECK_THAT(CommandError("epoch_open { size: 1025 }"), Contains("epoch_open.size is 1025"));
-  CHECK_THAT(CommandError("new_incarnation {}"), Contains("new_incarnation.incarnation is 0"));
+  CHECK_THAT(CommandError("new_incarnation: 0"), Contains("new_incarnation is 0"));
 }
 
 TEST_CASE("Statistics of methods that only a later version knows cost no answer and no report") {
   constexpr auto kLater = static_cast<v1::BroadcastMethod>(v1::BroadcastMethod_MAX + 3);
   v1::PeerAnswer answer;
   answer.mutable_reply()->set_call(1);
-  v1::PeerCommitDone* const done = answer.mutable_reply()->mutable_done();
+  v1::CommitResponse* const done = answer.mutable_reply()->mutable_done();
   done->set_version(7);
   for (const auto method : {v1::BROADCAST_METHOD_CHAIN, kLater, v1::BROADCAST_METHOD_NCCL}) {
     v1::BroadcastTotals* const totals = done->add_pushed();
@@ -846,7 +849,7 @@ TEST_CASE("A malformed hello is refused with field and value") {
   };
   const std::string good = "protocol: PROTOCOL_VERSION_1 group: 'g' daemon_id: 'd' ";
   CHECK(error("hello { " + good + rest + "}").empty());
-  CHECK_THAT(error("pong {}"), Contains("must be hello"));
+  CHECK_THAT(error("pong: 1"), Contains("must be hello"));
   CHECK_THAT(error("hello { group: 'g' }"),
              Contains("hello.protocol: the sender speaks version 0, this side version 1"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));

@@ -509,7 +509,7 @@ class Raw {
     v1::PeerMessage message;
     message.set_sequence(sequence);
     message.set_incarnation(incarnation);
-    message.mutable_pong()->set_number(sequence);
+    message.set_pong(sequence);
     Write(message);
   }
 
@@ -550,7 +550,7 @@ TEST_CASE(
     v1::PeerMessage nonsense;
     nonsense.set_sequence(1);
     nonsense.set_incarnation(77);
-    nonsense.mutable_ack()->set_part(-1);
+    nonsense.mutable_engine_message()->mutable_message()->mutable_ack()->set_part(-1);
     raw.Write(nonsense);
     CHECK(raw.End().error_code() == grpc::StatusCode::INVALID_ARGUMENT);
     coordinator.gone.Next();
@@ -623,7 +623,7 @@ v1::PeerAnswer Ping(uint64_t sequence, uint64_t incarnation = 77) {
   v1::PeerAnswer answer;
   answer.set_sequence(sequence);
   answer.set_incarnation(incarnation);
-  answer.mutable_ping()->set_number(sequence);
+  answer.set_ping(sequence);
   return answer;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/process/version.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/member_events.h"
