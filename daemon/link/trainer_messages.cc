@@ -267,7 +267,8 @@ void Fill(const BucketReply& reply, v1::PushBucketResponse* response) {
 void Fill(const CommitReply& reply, v1::CommitResponse* response) {
   response->set_version(reply.version.value());
   response->set_bytes(reply.bytes);
-  response->set_seconds(std::chrono::duration<double>(reply.elapsed).count());
+  response->set_seconds(
+      std::chrono::duration<double>(std::max(reply.elapsed, Duration(0))).count());
   response->set_left_out_tensors(reply.left_out.tensors);
   response->set_left_out_bytes(reply.left_out.bytes);
   for (const std::string& name : reply.left_out.names) response->add_left_out(name);
