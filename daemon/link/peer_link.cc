@@ -16,7 +16,6 @@
 #include "daemon/link/peer_backlog.h"
 #include "daemon/link/peer_queue.h"
 #include "daemon/link/reports.h"
-#include "daemon/process/log.h"
 #include "proto/grpc_status.h"
 #include "proto/protocol.h"
 #include "refitd/v1/peer.grpc.pb.h"

@@ -10,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
-#include "proto/protocol.h"
 
 namespace refitd {
 
