@@ -6,11 +6,8 @@
 #include "transport/broadcast_method.h"
 
 namespace refitd {
-namespace {
 
-// Checks a number that a rank tells of the update: it must be in 0..max, and not differ from what
-// the ranks before told. 0: not told.
-absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
+absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
   if (told < 0 || told > max) {
     return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
   }
@@ -19,8 +16,6 @@ absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int
   }
   return absl::OkStatus();
 }
-
-}  // namespace
 
 // Versions grow within an incarnation (P3).
 absl::Status Group::Impl::CheckGreater(Version wanted) const {
@@ -49,8 +44,8 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
   const Update none;
   const Update& u = free ? none : *update;
   REFITD_RETURN_IF_ERROR(
-      CheckTold("tensor_count", e.tensor_count, u.tensor_count, kMaxTensorsPerLayout));
-  REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
+      group::CheckTold("tensor_count", e.tensor_count, u.TensorsTold(), kMaxTensorsPerLayout));
+  REFITD_RETURN_IF_ERROR(group::CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
   if (free) {
     if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
@@ -335,13 +330,6 @@ absl::Status Group::Impl::MakeParticipants() {
     update->catalog = catalog;
   }
   const Catalog& known = *update->catalog;
-  if (const Catalog::Rank* open = known.OpenRank(evicted);
-      open != nullptr && update->tensor_count == 0) {
-    return Precondition(
-        "tensor_count: 0, but {} takes {} delivery without a manifest: how many tensors it must "
-        "get has to be told",
-        open->label, Name(open->delivery));
-  }
   // Space is reserved before any bucket comes: growing the map later would hold up other calls of
   // the group.
   if (update->broadcast.has_value()) update->pushed.reserve(known.tensor_count());

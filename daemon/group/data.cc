@@ -302,7 +302,7 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
   return Precondition("seq {} would make {} tensors pushed; {}", bucket.seq, tensors,
                       update->tensor_count == 0
                           ? fmt::format("an update has at most {} (the tensors of a layout)", most)
-                          : fmt::format("Begin's tensor_count was {}", most));
+                          : fmt::format("Begin's tensor_count is {}", most));
 }
 
 void Group::Impl::On(const BucketEvent& e) {
@@ -517,9 +517,8 @@ absl::Status Group::Impl::CheckTies() const {
     if (tensor == update->pushed.end() || same_as == update->pushed.end()) continue;
     if (!tensor->second.digested || !same_as->second.digested) {
       return Precondition(
-          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, "
-          "which "
-          "is of an earlier release, can't compare them: push only '{}'",
+          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer "
+          "sent no digests to compare: push only '{}'",
           tie.tensor, tie.same_as, tie.rank, tie.same_as);
     }
     if (tensor->second.digest == same_as->second.digest) continue;

@@ -319,7 +319,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     # `done` is c_void_p, so that None means no callback; refit_done objects are cast to it.
     "refit_update_push_async": (_STATUS, (c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
     "refit_update_flush": (_STATUS, (c_void_p,)),
-    "refit_update_commit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
+    "refit_update_commit": (_STATUS, (c_void_p, c_int64, POINTER(refit_commit_result))),
     "refit_update_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_trainer_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_update_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),

@@ -33,7 +33,7 @@ class Weights(IntEnum):
 class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
-    `remaining_seconds`: of the update. `tensor_count`: what the trainer announced, of all ranks; None: it did not.
+    `remaining_seconds`: of the update. `tensor_count`: what the trainer announced at the begin, of all ranks; None: it did not.
     """
 
     version: int
