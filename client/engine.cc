@@ -122,7 +122,11 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   SayHello(options.connect, options.rank, options.world_size, deadline, hello);
   hello->set_instance(options.instance);
   hello->set_delivery(static_cast<v1::Delivery>(options.delivery));
-  if (options.manifest) {
+  const auto manifest_tensors = options.manifest ? std::ssize(*options.manifest) : 0;
+  if (manifest_tensors > kMaxTensorsPerLayout) {
+    // The daemon refuses so many; those who wait for this engine hear that from it.
+    hello->set_manifest_tensors(manifest_tensors);
+  } else if (options.manifest) {
     v1::Manifest* manifest = hello->mutable_manifest();
     for (const TensorSpec& tensor : *options.manifest) {
       manifest->add_names(tensor.name);

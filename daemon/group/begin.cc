@@ -8,11 +8,11 @@
 namespace refitd {
 namespace {
 
-// Checks a number that a rank tells of the update: it must be in 0..max, and not differ from what
-// the ranks before told. 0: not told.
-absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
-  if (told < 0 || told > max) {
-    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
+// Checks a number that a rank tells of the update: it must not be negative, and not differ from
+// what the ranks before told. 0: not told.
+absl::Status CheckTold(std::string_view field, int64_t told, int64_t before) {
+  if (told < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is negative", field, told);
   }
   if (told != 0 && before != 0 && told != before) {
     return Precondition("{}: {} differs from the {} of the ranks before", field, told, before);
@@ -48,9 +48,10 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
   const bool free = update == nullptr || FillRuns();
   const Update none;
   const Update& u = free ? none : *update;
-  REFITD_RETURN_IF_ERROR(
-      CheckTold("tensor_count", e.tensor_count, u.tensor_count, kMaxTensorsPerLayout));
-  REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
+  // A joined daemon's count, too, is checked here.
+  if (e.tensor_count > kMaxTensorsPerLayout) return TooManyTensors("tensor_count", e.tensor_count);
+  REFITD_RETURN_IF_ERROR(CheckTold("tensor_count", e.tensor_count, u.tensor_count));
+  REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes));
   if (free) {
     if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
@@ -229,8 +230,10 @@ std::string Group::Impl::WaitedForToAssemble() const {
     }
   }
   if (complete < spec.min_instances) {
-    missing.push_back(fmt::format("{} of {} instances complete{}{}", complete, spec.min_instances,
-                                  incomplete.empty() ? "" : ", missing ", group::Few(incomplete)));
+    missing.push_back(fmt::format("{} of {} instances complete{}{}{}{}", complete,
+                                  spec.min_instances, incomplete.empty() ? "" : ", missing ",
+                                  group::Few(incomplete), last_refusal.ok() ? "" : ", and ",
+                                  Message(last_refusal)));
   }
   if (missing.empty() && compiling != nullptr) missing.emplace_back("the program to be compiled");
   return group::Few(missing);
@@ -240,10 +243,13 @@ std::string Group::Impl::WaitedForToAssemble() const {
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
   if (FillRuns()) return AssembleFill();
+  if (!last_refusal.ok()) FailIfRefused(absl::OkStatus());
+  if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
   const auto complete = std::count_if(instances.begin(), instances.end(),
                                       [this](const auto& i) { return Available(i.second); });
   if (complete < std::max(spec.min_instances, 1)) return;
+  last_refusal = absl::OkStatus();
   Assemble();
 }
 

@@ -301,8 +301,9 @@ std::optional<uint32_t> Group::Impl::ParticipantOf(MemberId member) const {
 }
 
 void Group::Impl::On(const EngineFailed& e) {
-  const Member* member = Find(e.member);
+  Member* member = Find(e.member);
   if (member == nullptr || member->state == MemberState::kLeaving) return;
+  if (!e.refused.ok()) return RefuseDeclared(member, e.refused);
   if (update == nullptr || update->id != e.update) return FailInstalled(*member, e);
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;

@@ -49,7 +49,7 @@ struct Follower::Impl {
   void On(const CompareDone&) {}
   void On(const RefitDone&) {}
   void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
-  void On(const EngineFailed& e) { Report(EngineFailed{e.member, e.update, e.reason}); }
+  void On(const EngineFailed& e) { Report(e); }
   void On(const AckEvent& e) { Report(AckEvent{e.member, e.update, e.part}); }
   void On(const CallGone& e);
   void On(const OperatorAbort& e) { RefuseHere(e.call); }

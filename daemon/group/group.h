@@ -187,6 +187,9 @@ struct EngineIdentity {
   // The identity that owned the group when held_version, or the version before its weights became
   // dirty, was committed; empty: the rank does not say.
   std::string held_owner{};
+  // Not OK: a limit refuses what the rank declares. The group does not take the rank in, and calls
+  // that wait for its instance fail with this status.
+  absl::Status refused{};
 };
 
 // ---- how an update ends ----
@@ -346,6 +349,9 @@ struct EngineFailed {
   MemberId member;
   UpdateId update;
   std::string reason;
+  // Not OK: outside of any update, a limit refused the layout that the rank registered. Calls that
+  // wait for its instance fail with this status.
+  absl::Status refused{};
 };
 
 struct LeaseSlotEvent {

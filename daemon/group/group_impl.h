@@ -73,6 +73,7 @@ struct Member {
   bool fill = false;                // engines: may give, and be filled
   bool updated = false;             // engines: an update was committed to it in this lease
   bool verified = false;            // engines: the same, into the rank's present layout
+  absl::Status refused;             // engines: not OK: a limit refused the rank's last layout
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
   std::map<std::pair<UpdateId, PartSeq>, SlotGrant>
@@ -259,6 +260,9 @@ struct Group::Impl {
   absl::Status CheckTrainer(const TrainerIdentity& who) const;
   absl::Status CheckEnginesTake(const std::string& identity) const;
   std::string ClaimOf(const EngineIdentity& who) const;
+  void RefuseDeclared(Member* member, const absl::Status& why);
+  const Member* RefusedRank(const Instance& instance) const;
+  void FailIfRefused(absl::Status why);
   void FindUnwelcome();
   absl::Status WhyUnwelcome(const Member& member) const;
   void ExpelUnwelcome();
@@ -489,6 +493,9 @@ struct Group::Impl {
   bool any_unwelcome = false;
   GroupState state = GroupState::kIdle;
   std::optional<Version> version;  // last committed in this incarnation
+  // The last refusal, by a limit, of what an engine rank declares; OK: none since an update was
+  // assembled.
+  absl::Status last_refusal;
   // A version was committed in an earlier incarnation: a rank brought it, or the group was
   // replaced.
   bool had_version = false;

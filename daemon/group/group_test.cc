@@ -468,6 +468,8 @@ TEST_CASE("Begin refuses bad versions, durations and counts and changes nothing"
   e.duration = {};
   e.tensor_count = -1;
   CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.tensor_count = kMaxTensorsPerLayout + 1;
+  CHECK(g.Code(g.Begin(e)) == kExhausted);
   e.tensor_count = 0;
   e.total_bytes = -1;
   CHECK(g.Code(g.Begin(e)) == kInvalid);
@@ -538,6 +540,84 @@ TEST_CASE("Begin that waits for another trainer rank ends at the deadline and na
   g.Expire();
   CHECK(g.Code(begin) == kDeadline);
   CHECK_THAT(g.Text(begin), Contains("trainer rank 1 to begin"));
+}
+
+absl::Status TooLarge() { return TooManyTensors("layout.names", kMaxTensorsPerLayout + 1); }
+
+// Checks that the call failed for the limit, and that its failure names the engine.
+void CheckTooLarge(const TestGroup& g, CallId call, const std::string& instance) {
+  CHECK(g.Code(call) == kExhausted);
+  CHECK_THAT(g.Text(call), Contains("engine " + instance + " rank 0") && Contains("262145") &&
+                               Contains("262144 (kMaxTensorsPerLayout)"));
+  const Failure failure = FailureOf(g.Answer(call)->status);
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].instance == instance);
+  CHECK(failure.weights == WeightsLeft::kClean);
+}
+
+TEST_CASE("a Begin that waited for an engine whose layout is too large waited out its deadline") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const CallId waits = g.Begin(t, 1);
+  CHECK(g.Answer(waits) == nullptr);
+  g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
+  CheckTooLarge(g, waits, "a");
+  // The next call fails as well, until the engine has registered what it can.
+  CheckTooLarge(g, g.Begin(t, 2), "a");
+  g.Shards(t, kModel);
+  CheckTooLarge(g, g.Refit(t, 3), "a");
+  g.Register(a, LayoutOf(kModel));
+  const CallId begin = g.Begin(t, 4);
+  g.FinishCompile();  // the trainer has shards
+  g.ReadyAll();
+  CHECK(g.Code(begin) == absl::StatusCode::kOk);
+}
+
+TEST_CASE("a Begin waits for other instances where one is refused for its size") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const MemberId b = g.AttachEngine({"b", 0, 1, DeliveryMode::kRegistered, 8, {}, {}});
+  const CallId begin = g.Begin(t, 1);
+  g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
+  CHECK(g.Answer(begin) == nullptr);
+  SECTION("one that registers") {
+    g.Register(b, LayoutOf(kModel));
+    g.ReadyAll();
+    CHECK(g.Code(begin) == absl::StatusCode::kOk);
+  }
+  SECTION("one that leaves") {
+    g.Lose(b);
+    CheckTooLarge(g, begin, "a");
+  }
+  SECTION("one that is refused, too") {
+    g.Do(EngineFailed{b, UpdateId(), "", TooLarge()});
+    CheckTooLarge(g, begin, "b");
+  }
+  SECTION("none, after all have left") {
+    g.Lose(a);
+    g.Expire();
+    CHECK(g.Code(begin) == kDeadline);
+    CHECK_THAT(g.Text(begin), Contains("0 of 1 instances complete") && Contains("262145"));
+  }
+}
+
+TEST_CASE("a Begin that waited for an engine whose manifest is too large waited out its deadline") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const CallId waits = g.Begin(t, 1);
+  EngineIdentity who{"a", 0, 1, DeliveryMode::kStaged, 7, {}, {}};
+  who.refused = TooLarge();
+  const MemberId a = g.AttachEngine(who);
+  CHECK(g.refused.at(a).code() == kExhausted);
+  CheckTooLarge(g, waits, "a");
+  // The engine is gone, and another may come in its place.
+  const CallId begin = g.Begin(t, 2);
+  CHECK(g.Answer(begin) == nullptr);
+  g.Registered("a", kModel);
+  g.ReadyAll();
+  CHECK(g.Code(begin) == absl::StatusCode::kOk);
 }
 
 TEST_CASE("an engine that never answers Ready is named, and its instance stays clean") {

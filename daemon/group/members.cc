@@ -253,12 +253,45 @@ absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
   return absl::OkStatus();
 }
 
+// A limit refuses what the rank declares: its layout, or a manifest, with which it was not taken
+// in. Whoever waits for its instance hears that at once, since waiting does not help (P4).
+void Group::Impl::RefuseDeclared(Member* member, const absl::Status& why) {
+  member->refused =
+      AboutSuspect(Prefixed(why, "{} is refused", member->label), group::SuspectOf(*member));
+  last_refusal = member->refused;
+  Log(LogLine::kWarning, Message(last_refusal));
+  FailIfRefused(last_refusal);
+  Changed();
+}
+
+// The first rank whose layout was refused, if the instance takes part in no update for that.
+const group::Member* Group::Impl::RefusedRank(const Instance& instance) const {
+  if (Available(instance)) return nullptr;
+  for (const auto& [rank, id] : instance.ranks) {
+    const Member* member = Find(id);
+    if (!member->refused.ok()) return member;
+  }
+  return nullptr;
+}
+
+// Gives an update up that waits for instances, if too few are attached that were not refused.
+// `why` OK: for the reason of which an attached rank was refused, if one was.
+void Group::Impl::FailIfRefused(absl::Status why) {
+  if (update == nullptr || update->state != UpdateState::kOpening || FillRuns()) return;
+  int left = 0;
+  for (const auto& [instance_name, instance] : instances) {
+    const Member* refused = RefusedRank(instance);
+    if (refused == nullptr) ++left;
+    if (refused != nullptr && why.ok()) why = refused->refused;
+  }
+  if (why.ok() || left >= std::max(spec.min_instances, 1)) return;
+  GiveUp give_up{Message(why), GiveUpClass::kOther, FailureOf(why)};
+  give_up.begin_code = why.code();
+  Abandon(std::move(give_up));
+}
+
 void Group::Impl::On(const EngineAttached& e) {
   const EngineIdentity& who = e.identity;
-  if (absl::Status status = CheckEngine(who); !status.ok()) {
-    Do(RefuseMember{e.member, std::move(status)});
-    return;
-  }
   Member member;
   member.id = e.member;
   member.engine = true;
@@ -270,6 +303,15 @@ void Group::Impl::On(const EngineAttached& e) {
   member.relays = who.relays;
   member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
+  absl::Status status = CheckEngine(who);
+  if (status.ok() && !who.refused.ok()) {
+    RefuseDeclared(&member, who.refused);
+    status = who.refused;
+  }
+  if (!status.ok()) {
+    Do(RefuseMember{e.member, std::move(status)});
+    return;
+  }
   member.delivery = who.delivery;
   member.on_device = who.on_device;
   member.fill = who.fill;
@@ -318,6 +360,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   member->layout = e.layout;
   ++member->registrations;
   member->verified = false;
+  member->refused = absl::OkStatus();
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
   Changed();

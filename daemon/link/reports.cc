@@ -35,6 +35,7 @@ using peer::ReadStatus;
 using peer::RequestIdOf;
 using peer::SetBucket;
 using peer::SetSlot;
+using peer::SetStatus;
 using peer::SetStatusOf;
 using peer::SlotOf;
 using peer::TextOf;
@@ -72,6 +73,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_fill(engine.fill);
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
+  if (!engine.refused.ok()) SetStatus(engine.refused, e->mutable_refused());
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -96,6 +98,7 @@ void Put(const EngineFailed& v, v1::PeerMessage* message) {
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_reason(TextToProto(v.reason));
+  if (!v.refused.ok()) SetStatus(v.refused, out->mutable_refused());
 }
 
 void Put(const AckEvent& v, v1::PeerMessage* message) {
@@ -341,6 +344,9 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));
   }
+  if (e.has_refused()) {
+    REFITD_RETURN_IF_ERROR(ReadStatus(e.refused(), "attach.engine.refused", &engine.refused));
+  }
   if (e.has_manifest()) {
     REFITD_ASSIGN_OR_RETURN(
         engine.manifest,
@@ -368,6 +374,9 @@ absl::StatusOr<EngineFailed> ReportOf(const v1::PeerFailed& message) {
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "failed.member"));
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "failed.reason"));
+  if (message.has_refused()) {
+    REFITD_RETURN_IF_ERROR(ReadStatus(message.refused(), "failed.refused", &out.refused));
+  }
   return out;
 }
 

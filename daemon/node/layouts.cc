@@ -98,11 +98,23 @@ absl::StatusOr<const MemberRecord*> Layouts::Admit(const Caller& caller, bool en
   return member;
 }
 
+void Layouts::Refused(const Caller& caller, const absl::Status& why) {
+  if (!absl::IsResourceExhausted(why)) return;
+  Turn turn(state_.turns);
+  const absl::StatusOr<const MemberRecord*> member = members_.Authenticate(caller, /*engine=*/true);
+  if (!member.ok()) return;
+  const std::string group = (*member)->group;
+  turn.Handle(group, EngineFailed{(*member)->id, UpdateId(), Message(why), why});
+}
+
 void Layouts::Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply,
                        ByteLedger::Hold hold) {
   absl::StatusOr<std::shared_ptr<const Layout>> checked =
       Check(caller, engine, std::move(layout), std::move(hold));
-  if (!checked.ok()) return reply(checked.status());
+  if (!checked.ok()) {
+    if (engine) Refused(caller, checked.status());
+    return reply(checked.status());
+  }
   const Registered registered{(*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()),
                               (*checked)->Bytes()};
   Turn turn(state_.turns);

@@ -30,6 +30,9 @@ class Layouts {
   ByteLedger::Hold HoldFor(const Caller& caller) const {
     return state_.held.Empty(IdentityOf(caller.peer));
   }
+  // An engine rank's layout was refused, with that status, before Register got it. Where a limit
+  // refused it, the group fails the calls that wait for the rank's instance.
+  void Refused(const Caller& caller, const absl::Status& why);
   struct Registered {
     uint64_t digest = 0;
     int64_t pieces = 0;

@@ -426,8 +426,8 @@ TEST_CASE("a Begin out of bounds is refused by field and value, and versions onl
           StatusCode::INVALID_ARGUMENT, {"verification", "77"});
   refused([](auto* r) { r->set_tensor_count(-1); }, StatusCode::INVALID_ARGUMENT,
           {"tensor_count", "-1"});
-  refused([](auto* r) { r->set_tensor_count(kMax); }, StatusCode::INVALID_ARGUMENT,
-          {"tensor_count"});
+  refused([](auto* r) { r->set_tensor_count(262'145); }, StatusCode::RESOURCE_EXHAUSTED,
+          {"tensor_count", "262145", "262144 (kMaxTensorsPerLayout)"});
   refused([](auto* r) { r->set_total_bytes(-1); }, StatusCode::INVALID_ARGUMENT,
           {"total_bytes", "-1"});
   refused([](auto* r) { r->set_request_id(std::string(65, 'x')); }, StatusCode::INVALID_ARGUMENT,

@@ -54,6 +54,8 @@ inline constexpr int64_t kMaxTensorBytes =
     int64_t{1} << 48;  // of one tensor; no model comes near it, and sums can't overflow
 inline constexpr int64_t kMaxNameBytes = 512;             // of a tensor's name
 inline constexpr int64_t kMaxTensorsPerLayout = 262'144;  // DeepSeek-V3 has 45,395
+// RESOURCE_EXHAUSTED, naming `what`, its number of tensors and the limit.
+absl::Status TooManyTensors(std::string_view what, int64_t tensors);
 inline constexpr int64_t kMaxPiecesPerLayout = 4'194'304;
 
 using Dims = absl::InlinedVector<int64_t, 4>;
