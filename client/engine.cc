@@ -47,7 +47,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
         options_(options),
         state_(options.held_version, options.dirty),
         origin_(options.held_origin),
-        owner_(options.held_owner) {}
+        owner_(options.held_owner),
+        digest_(options.held_digest) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -107,6 +108,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
+  uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -137,6 +139,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   if (options.held_version) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
+    hello->set_held_digest(options.held_digest);
   }
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
@@ -188,6 +191,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_version = state_.version();
       options.held_origin = origin_;
       options.held_owner = owner_;
+      options.held_digest = digest_;
       options.dirty = state_.weights() != Weights::kGood;
     }
   }
@@ -298,6 +302,7 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
                                           : session.connection->lease().incarnation();
     committed->incarnation = origin_;
     owner_ = committed->owner;
+    digest_ = committed->digest;
     if (state_.weights() == Weights::kGood) return event;
     Failure failure;
     failure.version = committed->version.value();

@@ -271,6 +271,7 @@ void Group::Impl::On(const VerifyDone& e) {
         return d < update->skip_destination.size() && update->skip_destination[d];
       });
   if (e.status.ok() || only_evicted) {
+    update->content = e.content;
     if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
@@ -560,8 +561,19 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
   return outcomes;
 }
 
+// The digests of what was read back of each engine rank.
+std::map<MemberId, uint64_t> Group::Impl::ReadBack() const {
+  std::map<MemberId, uint64_t> digests;
+  const std::vector<MemberId>& destinations = update->catalog->destinations();
+  for (size_t d = 0; d < std::min(destinations.size(), update->content.size()); ++d) {
+    digests[destinations[d]] = update->content[d];
+  }
+  return digests;
+}
+
 void Group::Impl::InstallVersion() {
   version = update->version;
+  const std::map<MemberId, uint64_t> read_back = ReadBack();
   if (FillRuns()) {
     failed_fills = 0;
   } else {
@@ -581,10 +593,12 @@ void Group::Impl::InstallVersion() {
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
+      const auto digest = read_back.find(id);
+      member->held_digest = digest == read_back.end() ? 0 : digest->second;
       NoteInstalled(*member);
       member->updated = member->verified = true;
       Step(&member->state, MemberTrigger::kOutcome);
-      Do(SendCommitted{id, update->version});
+      Do(SendCommitted{id, update->version, 0, "", member->held_digest});
     }
   }
 }

@@ -233,7 +233,7 @@ void Follower::Impl::On(const LayoutRegistered& e) {
   }
   const uint64_t digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   layouts[e.call] = {e.member, e.layout, digest};
-  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest});
+  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest, e.content});
 }
 
 // Commands come in order: an update that counts on the layout is prepared after this answer.

@@ -69,6 +69,7 @@ struct Member {
   uint64_t layout_digest = 0;
   uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
+  uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled
   bool updated = false;             // engines: an update was committed to it in this lease
@@ -273,10 +274,20 @@ struct Group::Impl {
   InstanceStanding StandingOf(const std::string& instance_name) const;
   // Called where the instance's state, ranks or version change.
   void NoteStanding(const std::string& instance_name) { restood.insert(instance_name); }
+  struct Claim {
+    group::HeldVersion held;
+    uint64_t layouts = 0;  // a digest of the ranks' layouts
+    uint64_t content = 0;  // a digest of the digests that the ranks brought
+  };
+  std::optional<Claim> ClaimOf(const Instance& instance) const;
+  using Contents = std::map<std::pair<group::HeldVersion, uint64_t>, uint64_t>;
+  Contents FindContents() const;
   void FindLineage();
   void NoteInstalled(const Member& member);
   bool Believed(const EngineIdentity& who) const;
-  bool OfLineage(const group::HeldVersion& held) const;
+  void CheckContent(Member* member, uint64_t content);
+  std::map<MemberId, uint64_t> ReadBack() const;
+  bool OfLineage(const Instance& instance, const group::HeldVersion& held) const;
   // Called when a rank brings a version that an earlier incarnation of the group committed.
   void NoteEarlierVersion();
   absl::Status CheckHeld(const EngineIdentity& who) const;
@@ -508,10 +519,13 @@ struct Group::Impl {
   // Of the versions of earlier incarnations that clean instances brought, the one that most of them
   // hold; nullopt: there is none, or the group has committed a version itself.
   std::optional<group::HeldVersion> lineage;
-  // The last version of this incarnation that was committed to each rank, also of instances that
-  // are gone, by instance and rank: what a rank that comes back says is compared with it. At most
-  // kMaxEngineRanks.
-  std::map<std::pair<std::string, int>, Version> committed_to;
+  // Of the same instances: by version and the digest of an instance's layouts, the content that
+  // most of them brought.
+  Contents contents;
+  // The last version of this incarnation that was committed to each rank, with the digest of what
+  // was read back, also of instances that are gone, by instance and rank: what a rank that comes
+  // back says is compared with it. At most kMaxEngineRanks.
+  std::map<std::pair<std::string, int>, std::pair<Version, uint64_t>> committed_to;
   // Incarnations of this group before it was replaced: what they committed is not to be served.
   std::set<uint64_t> replaced;  // at most kRememberedIncarnations
   // Nodes with members that are kept out of updates, and why.

@@ -2077,6 +2077,84 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   }
 }
 
+// Attaches an engine that claims version 4 of another incarnation, or of the group's, with
+// `digest`. Its daemon then finds `content` in its memory.
+MemberId Claiming(TestGroup* g, const std::string& instance, uint64_t digest, uint64_t content,
+                  uint64_t origin = 0x55, int64_t held = 4) {
+  EngineIdentity who{instance, 0, 1, DeliveryMode::kRegistered, 0, Version(held), {}};
+  who.held_origin = origin;
+  who.held_digest = digest;
+  who.fill = true;
+  const MemberId id = g->AttachEngine(std::move(who));
+  g->engines[id].layout = LayoutOf(kModel);
+  g->Do(LayoutRegistered{id, LayoutOf(kModel), CallId(), std::nullopt, content});
+  return id;
+}
+
+std::map<std::string, Standing> StandingsOf(TestGroup* g) {
+  g->group.TakeStandings();
+  std::map<std::string, Standing> all;
+  for (const InstanceStanding& each : g->group.Standings()) all[each.instance] = each.standing;
+  return all;
+}
+
+TEST_CASE("an engine was ready whose memory does not hold the version that it claims") {
+  TestGroup g(SpecOf(1, 1));
+  Claiming(&g, "unknown", 0, 0);  // an older daemon, or a version that was not read back
+  Claiming(&g, "same", 7, 7);     // its daemon found what the engine was given
+  Claiming(&g, "changed", 7, 8);  // its memory was written to since
+  CHECK(StandingsOf(&g).at("unknown") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("same") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("changed") == Standing::kEmpty);
+  CHECK(g.Instance("changed").version == std::nullopt);
+  const MemberId trainer = g.AttachTrainer();
+  g.Install(trainer, 1, kModel);
+  CHECK(StandingsOf(&g).at("changed") == Standing::kClean);
+}
+
+TEST_CASE("of engines with equal layouts and different bytes of one version, most are ready") {
+  TestGroup g(SpecOf(1, 1));
+  Claiming(&g, "b", 9, 9);
+  CHECK(StandingsOf(&g).at("b") == Standing::kClean);
+  Claiming(&g, "a", 7, 7);
+  Claiming(&g, "c", 7, 7);
+  Claiming(&g, "told", 0, 0);
+  CHECK(StandingsOf(&g).at("a") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("b") == Standing::kStray);
+  CHECK(StandingsOf(&g).at("c") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("told") == Standing::kClean);
+}
+
+TEST_CASE("an engine that comes back with other bytes than were read back is not ready") {
+  TestGroup g(SpecOf(1, 1));
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId a = g.Fillable("a", kModel);
+  g.Open(trainer, 4);
+  g.Push(trainer, 4, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(trainer, 4, 1);
+  g.FinishVerify(absl::OkStatus(), {}, {42});
+  REQUIRE(g.Code(commit) == absl::StatusCode::kOk);
+  const auto told = std::find_if(g.committed.begin(), g.committed.end(),
+                                 [a](const SendCommitted& c) { return c.member == a; });
+  REQUIRE(told != g.committed.end());
+  CHECK(told->digest == 42);
+  g.Lose(a);
+  SECTION("the bytes that it was given") {
+    Claiming(&g, "a", 42, 42, g.group.incarnation());
+    CHECK(StandingsOf(&g).at("a") == Standing::kClean);
+    CHECK(g.Instance("a").version == Version(4));
+  }
+  SECTION("other bytes, with the digest that it was given") {
+    Claiming(&g, "a", 42, 43, g.group.incarnation());
+    CHECK(g.Instance("a").version == std::nullopt);
+  }
+  SECTION("other bytes, with their digest") {
+    Claiming(&g, "a", 43, 43, g.group.incarnation());
+    CHECK(g.Instance("a").version == std::nullopt);
+  }
+}
+
 TEST_CASE("of engines that bring versions of different incarnations one lineage is ready") {
   TestGroup g(SpecOf(1, 1));
   const auto standings = [&g] {

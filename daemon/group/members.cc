@@ -216,7 +216,7 @@ absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
 }
 
 void Group::Impl::NoteInstalled(const Member& member) {
-  committed_to[{member.instance, member.rank}] = update->version;
+  committed_to[{member.instance, member.rank}] = {update->version, member.held_digest};
   if (committed_to.size() > static_cast<size_t>(kMaxEngineRanks))
     committed_to.erase(committed_to.begin());
 }
@@ -227,7 +227,20 @@ bool Group::Impl::Believed(const EngineIdentity& who) const {
   if (replaced.contains(who.held_origin)) return false;
   if (who.held_origin != incarnation) return true;
   const auto it = committed_to.find({who.instance, who.rank});
-  return it != committed_to.end() && it->second >= *who.held_version;
+  if (it == committed_to.end() || it->second.first < *who.held_version) return false;
+  const auto& [last, digest] = it->second;
+  const bool known = last == *who.held_version && digest != 0 && who.held_digest != 0;
+  return !known || digest == who.held_digest;
+}
+
+// The rank's daemon has read the memory that the rank registers: the version that the rank claims
+// must be there (P11).
+void Group::Impl::CheckContent(Member* member, uint64_t content) {
+  if (content == 0 || !member->held.has_value() || content == member->held_digest) return;
+  Log(LogLine::kWarning,
+      fmt::format("{} claims version {}, but its memory holds something else: it holds no version",
+                  member->label, member->held->version));
+  member->held.reset();
 }
 
 absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
@@ -322,6 +335,7 @@ void Group::Impl::On(const EngineAttached& e) {
   }
   if (who.held_version.has_value()) {
     if (Believed(who)) member.held = {*who.held_version, who.held_origin};
+    member.held_digest = who.held_digest;
     if (who.held_origin != incarnation) NoteEarlierVersion();
   }
   Instance& instance = instances[who.instance];
@@ -356,6 +370,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   }
   // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
+  CheckContent(member, e.content);
   if (member->engine) look_for_fill = true;
   member->layout = e.layout;
   ++member->registrations;
@@ -433,9 +448,42 @@ std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instanc
   return common;
 }
 
-// Versions of two incarnations can't be compared, so the number of instances decides: a rank's word
-// about a version can't be checked, and one that says too much does not make the others unready. Of
-// equal numbers what was chosen before stays, and then the greater version counts.
+// What the instance claims to hold; nullopt: no version, or a rank brought no digest with it.
+std::optional<Group::Impl::Claim> Group::Impl::ClaimOf(const Instance& instance) const {
+  const std::optional<group::HeldVersion> held = VersionOf(instance);
+  if (!held.has_value()) return std::nullopt;
+  HashChain layouts(0);
+  HashChain content(0);
+  for (const auto& [rank, id] : instance.ranks) {
+    const Member& member = *Find(id);
+    if (member.held_digest == 0) return std::nullopt;
+    layouts.Add(member.layout_digest);
+    content.Add(member.held_digest);
+  }
+  return Claim{*held, layouts.hash(), content.hash()};
+}
+
+// Ranks with equal layouts hold equal bytes of one version. Where claims of one version differ,
+// most of them decide; of equal numbers the smaller digest, so that the choice does not change with
+// the order of events.
+Group::Impl::Contents Group::Impl::FindContents() const {
+  std::map<Contents::key_type, std::map<uint64_t, int>> claims;
+  for (const auto& [instance_name, instance] : instances) {
+    const std::optional<Claim> claim = ClaimOf(instance);
+    if (claim.has_value()) ++claims[{claim->held, claim->layouts}][claim->content];
+  }
+  Contents most;
+  for (const auto& [of, counts] : claims) {
+    most[of] = std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
+                 return a.second < b.second;
+               })->first;
+  }
+  return most;
+}
+
+// Versions of two incarnations can't be compared, so the number of instances decides: one that says
+// too much does not make the others unready. Of equal numbers what was chosen before stays, and
+// then the greater version counts.
 void Group::Impl::FindLineage() {
   std::map<group::HeldVersion, int> holders;
   if (!version.has_value()) {
@@ -452,13 +500,21 @@ void Group::Impl::FindLineage() {
       count = instances_of_it;
     }
   }
-  if (std::exchange(lineage, most) == most) return;
+  Contents brought = version.has_value() ? Contents() : FindContents();
+  const bool same = lineage == most && contents == brought;
+  lineage = most;
+  contents = std::move(brought);
+  if (same) return;
   for (const auto& [instance_name, instance] : instances) NoteStanding(instance_name);
 }
 
 // Whether the version, of an earlier incarnation, may be served beside what the others hold.
-bool Group::Impl::OfLineage(const group::HeldVersion& held) const {
+bool Group::Impl::OfLineage(const Instance& instance, const group::HeldVersion& held) const {
   if (held.origin == incarnation || version.has_value() || !lineage.has_value()) return true;
+  if (const std::optional<Claim> claim = ClaimOf(instance); claim.has_value()) {
+    const auto most = contents.find({claim->held, claim->layouts});
+    if (most != contents.end() && most->second != claim->content) return false;
+  }
   if (held.origin != lineage->origin || held.version > lineage->version) return false;
   return lineage->version.value() - held.version.value() <= spec.max_lag;
 }
@@ -481,7 +537,8 @@ InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const
   const bool whole =
       standing.standing == Standing::kClean || standing.standing == Standing::kUpdating;
   if (whole && had_version && !held.has_value()) standing.standing = Standing::kEmpty;
-  if (whole && held.has_value() && !OfLineage(*held)) standing.standing = Standing::kStray;
+  if (whole && held.has_value() && !OfLineage(instance, *held))
+    standing.standing = Standing::kStray;
   if (held.has_value() && held->origin == incarnation) standing.version = held->version;
   return standing;
 }

@@ -627,7 +627,8 @@ bool Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
   Update* update = FindLocal(done.update);
   if (update == nullptr) return false;
   update->verifying = false;
-  out.reports->push_back(VerifyDone{update->id, done.status, done.failed_destinations});
+  out.reports->push_back(
+      VerifyDone{update->id, done.status, done.failed_destinations, done.content});
   DropIfOver(update->id, out);
   return true;
 }

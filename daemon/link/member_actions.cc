@@ -23,12 +23,14 @@ void Write(const SendCommitted& v, v1::PeerAnswer* answer) {
   v1::PeerCommitted* out = answer->mutable_committed();
   out->set_member(v.member.value());
   out->set_version(v.version.value());
+  out->set_digest(v.digest);
 }
 
 absl::StatusOr<MemberAction> ActionOf(const v1::PeerCommitted& message) {
   SendCommitted out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "committed.member"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "committed.version"));
+  out.digest = message.digest();
   return out;
 }
 
@@ -37,6 +39,7 @@ void Tell(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_version(v.version.value());
   event->mutable_committed()->set_incarnation(v.incarnation);
   event->mutable_committed()->set_owner(v.owner);
+  event->mutable_committed()->set_digest(v.digest);
 }
 
 // ---- aborted ----

@@ -42,7 +42,7 @@ FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f, g, h)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r)
 FIELDS(PeerAttach, a, b)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
@@ -58,7 +58,7 @@ FIELDS(PeerCall, a)
 FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d, e)
 FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
-FIELDS(VerifyDone, a, b, c)
+FIELDS(VerifyDone, a, b, c, d)
 FIELDS(EpochOpened, a, b, c)
 FIELDS(EpochUp, a, b)
 FIELDS(PeerWireGranted, a)
@@ -111,10 +111,10 @@ FIELDS(LinkUp, a, b, c, d, e)
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
-  auto& [a, b, incarnation, owner] = v;
+  auto& [a, b, incarnation, owner, digest] = v;
   (void)incarnation;
   (void)owner;
-  return std::tie(a, b);
+  return std::tie(a, b, digest);
 }
 // All fields but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
@@ -136,9 +136,9 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest] = v;
+  auto& [a, b, c, d, digest, content] = v;
   (void)digest;
-  return std::tie(a, b, c, d);
+  return std::tie(a, b, c, d, content);
 }
 // All fields but those from which the coordinator makes the plan's part.
 template <typename V>

@@ -73,6 +73,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_fill(engine.fill);
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
+  e->set_held_digest(engine.held_digest);
   if (!engine.refused.ok()) SetStatus(engine.refused, e->mutable_refused());
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
@@ -212,6 +213,7 @@ void Put(const VerifyDone& v, v1::PeerMessage* message) {
   SetStatusOf(v.status, out);
   out->mutable_failed_destinations()->Add(v.failed_destinations.begin(),
                                           v.failed_destinations.end());
+  out->mutable_content()->Add(v.content.begin(), v.content.end());
 }
 
 template <typename Wire>
@@ -328,6 +330,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.pid = e.pid();
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
+  engine.held_digest = e.held_digest();
   engine.fill = e.fill();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {
@@ -549,6 +552,8 @@ absl::StatusOr<VerifyDone> ReportOf(const v1::PeerVerified& message) {
   REFITD_ASSIGN_OR_RETURN(out.failed_destinations,
                           IndicesOf(message.failed_destinations(), kMaxEngineRanks, kMaxEngineRanks,
                                     "verified.failed_destinations"));
+  REFITD_RETURN_IF_ERROR(AtMost(message.content_size(), kMaxEngineRanks, "verified.content"));
+  out.content.assign(message.content().begin(), message.content().end());
   return out;
 }
 
@@ -695,6 +700,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
     v1::PeerLayout* out = messages.emplace_back().mutable_layout();
     out->set_member(report.member.value());
     out->set_call(report.call.value());
+    out->set_content(report.content);
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -786,8 +792,12 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   }
   // Computed here, where no daemon's mutex is held.
   const uint64_t digest = complete.Digest();
-  return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
-                    CallId(layout.call()), std::move(destination), digest};
+  return PeerLayout{member,
+                    std::make_shared<const Layout>(std::move(complete)),
+                    CallId(layout.call()),
+                    std::move(destination),
+                    digest,
+                    layout.content()};
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {

@@ -20,7 +20,8 @@ namespace refitd {
 
 class Layouts {
  public:
-  Layouts(DaemonState* state, Members* members) : state_(*state), members_(*members) {}
+  Layouts(DaemonState* state, Members* members, DataPlane* data_plane)
+      : state_(*state), members_(*members), data_plane_(*data_plane) {}
 
   // OK: the lease is that of a rank of that role. Called to refuse a stream before its chunks are
   // collected.
@@ -47,6 +48,17 @@ class Layouts {
                 ByteLedger::Hold hold = {});
 
  private:
+  // A layout that was checked and is being registered.
+  struct Registering {
+    CallId call;
+    Caller caller;
+    bool engine = false;
+    std::shared_ptr<const Layout> layout;
+    Reply reply;
+  };
+  void Hand(Registering r, std::optional<uint64_t> content);
+  absl::Status Read(const MemberRecord& member, const Registering& r)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   absl::StatusOr<std::shared_ptr<const Layout>> Check(const Caller& caller, bool engine,
                                                       Layout layout, ByteLedger::Hold hold);
   absl::StatusOr<const MemberRecord*> Admit(const Caller& caller, bool engine, const Layout& layout)
@@ -54,6 +66,7 @@ class Layouts {
 
   DaemonState& state_;
   Members& members_;
+  DataPlane& data_plane_;
 };
 
 }  // namespace refitd

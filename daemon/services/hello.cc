@@ -87,6 +87,7 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                  hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  identity.held_digest = hello.held_digest();
   if (!hello.trainer_identity().empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(hello.trainer_identity(), "trainer_identity"));
   }
@@ -151,6 +152,8 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   arrival.record.instance = identity.instance;
   arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
+  arrival.record.claims = identity.held_version.has_value() && identity.held_digest != 0 &&
+                          identity.fill && NeedsLayout(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

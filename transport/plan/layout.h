@@ -135,6 +135,12 @@ class HashChain {
 // The hash of a tensor's name, dtype and shape, as Layout::Digest defines it.
 uint64_t TensorHash(const TensorSpec& tensor);
 
+// The odd number by which ContentDigest multiplies the digests of a tensor's elements.
+inline uint64_t ContentFactor(const TensorSpec& tensor) { return TensorHash(tensor) | 1; }
+// Closes the sum, modulo 2^64, of the digests of what a rank holds of each tensor, each times the
+// tensor's ContentFactor. The result is never 0, which stands for content that is not known.
+inline uint64_t ContentDigest(uint64_t sum) { return sum == 0 ? 1 : sum; }
+
 // Says that a tensor of an engine has no pieces because its memory is that of another tensor.
 struct Tie {
   uint32_t tensor = 0;   // index into the layout's tensors
