@@ -686,6 +686,16 @@ MachineView Follower::View(TimePoint now) const {
       v.pid = who.pid;
     }
   }
+  if (f.book.has_value()) {
+    for (const auto& [name, known] : f.book->instances()) {
+      InstanceView& v = view.group.instances.emplace_back();
+      v.name = name;
+      v.state = Name(known.standing);
+      v.version = known.version;
+      if (known.version.has_value()) v.origin = f.incarnation;
+      v.readiness = f.book->Of(name, f.spec.max_lag).value_or(Readiness());
+    }
+  }
   NodeView coordinator;
   coordinator.daemon_id = f.coordinator_id;
   coordinator.address = f.options.coordinator_address;

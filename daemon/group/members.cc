@@ -524,10 +524,10 @@ InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const
   const auto it = instances.find(instance_name);
   if (it == instances.end()) return standing;
   const Instance& instance = it->second;
-  if (group::IsDirty(instance.state)) {
-    standing.standing = Standing::kDirty;
-  } else if (instance.state == InstanceState::kForming) {
+  if (instance.state == InstanceState::kForming || instance.state == InstanceState::kFormingDirty) {
     standing.standing = Standing::kForming;
+  } else if (group::IsDirty(instance.state)) {
+    standing.standing = Standing::kDirty;
   } else {
     standing.standing =
         instance.state == InstanceState::kClean ? Standing::kClean : Standing::kUpdating;

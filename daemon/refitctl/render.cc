@@ -41,8 +41,12 @@ std::string HeldWord(const v1::GroupStatus& group, const v1::InstanceStatus& ins
 std::string RenderInstances(const v1::GroupStatus& group) {
   Table table({"  INSTANCE", "STATE", "VERSION", "RANKS", "REASON"}, {false, false, true, true});
   for (const auto& instance : group.instances()) {
-    table.Add({"  " + instance.name(), instance.state(), HeldWord(group, instance),
-               fmt::format("{}/{}", instance.attached(), instance.world_size()),
+    // A joined daemon does not know how many ranks other daemons' instances have.
+    const std::string ranks =
+        instance.world_size() == 0
+            ? "-"
+            : fmt::format("{}/{}", instance.attached(), instance.world_size());
+    table.Add({"  " + instance.name(), instance.state(), HeldWord(group, instance), ranks,
                OrDash(ReasonWord(instance))});
   }
   return table.ToString();
