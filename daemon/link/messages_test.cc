@@ -308,9 +308,7 @@ void FillOne(Rng& rng, BroadcastMethod* v) {
   *v = static_cast<BroadcastMethod>(Between(rng, 0, 4));
 }
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
-void FillOne(Rng& rng, Standing* v) {
-  *v = static_cast<Standing>(Between(rng, 0, kStandings - 1));
-}
+void FillOne(Rng& rng, Standing* v) { *v = static_cast<Standing>(Between(rng, 0, kStandings - 1)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaFraction* v) {
