@@ -296,11 +296,7 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
   } else if (auto* committed = std::get_if<Committed>(&event)) {
     if (!state_.OnCommitted(committed->version)) return Nothing{};
-    // A daemon of an earlier release does not tell the incarnation here; the incarnation is then
-    // the lease's.
-    origin_ = committed->incarnation != 0 ? committed->incarnation
-                                          : session.connection->lease().incarnation();
-    committed->incarnation = origin_;
+    origin_ = committed->incarnation;
     owner_ = committed->owner;
     digest_ = committed->digest;
     if (state_.weights() == Weights::kGood) return event;

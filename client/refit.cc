@@ -628,11 +628,12 @@ refit_status refit_update_flush(refit_update* update) {
   return Guarded([&] { return update == nullptr ? Null("update") : update->update->Flush(); });
 }
 
-refit_status refit_update_commit(refit_update* update, refit_commit_result* result) {
+refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
+                                 refit_commit_result* result) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
     REFITD_RETURN_IF_ERROR(CheckResult(result));
-    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit(tensor_count));
     const absl::Status shown = Show(committed, result);
     update->result = std::move(committed);
     return shown;

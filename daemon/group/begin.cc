@@ -6,11 +6,8 @@
 #include "transport/broadcast_method.h"
 
 namespace refitd {
-namespace {
 
-// Checks a number that a rank tells of the update: it must not be negative, and not differ from
-// what the ranks before told. 0: not told.
-absl::Status CheckTold(std::string_view field, int64_t told, int64_t before) {
+absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before) {
   if (told < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "{}: {} is negative", field, told);
   }
@@ -20,7 +17,10 @@ absl::Status CheckTold(std::string_view field, int64_t told, int64_t before) {
   return absl::OkStatus();
 }
 
-}  // namespace
+absl::Status group::CheckTensorsTold(int64_t told, int64_t before) {
+  if (told > kMaxTensorsPerLayout) return TooManyTensors("tensor_count", told);
+  return CheckTold("tensor_count", told, before);
+}
 
 // Versions grow within an incarnation (P3).
 absl::Status Group::Impl::CheckGreater(Version wanted) const {
@@ -48,10 +48,8 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
   const bool free = update == nullptr || FillRuns();
   const Update none;
   const Update& u = free ? none : *update;
-  // A joined daemon's count, too, is checked here.
-  if (e.tensor_count > kMaxTensorsPerLayout) return TooManyTensors("tensor_count", e.tensor_count);
-  REFITD_RETURN_IF_ERROR(CheckTold("tensor_count", e.tensor_count, u.tensor_count));
-  REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes));
+  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, u.TensorsTold()));
+  REFITD_RETURN_IF_ERROR(group::CheckTold("total_bytes", e.total_bytes, u.total_bytes));
   if (free) {
     if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
@@ -341,13 +339,6 @@ absl::Status Group::Impl::MakeParticipants() {
     update->catalog = catalog;
   }
   const Catalog& known = *update->catalog;
-  if (const Catalog::Rank* open = known.OpenRank(evicted);
-      open != nullptr && update->tensor_count == 0) {
-    return Precondition(
-        "tensor_count: 0, but {} takes {} delivery without a manifest: how many tensors it must "
-        "get has to be told",
-        open->label, Name(open->delivery));
-  }
   // Space is reserved before any bucket comes: growing the map later would hold up other calls of
   // the group.
   if (update->broadcast.has_value()) update->pushed.reserve(known.tensor_count());

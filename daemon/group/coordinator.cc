@@ -346,16 +346,8 @@ void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason, co
 
 bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
   if (group.SendsFrom(id)) return false;
-  const auto all_speak = [this](Protocol version) {
-    return std::all_of(spread->nodes.begin(), spread->nodes.end(),
-                       [&](NodeId n) { return Speaks(n, version); });
-  };
-  // Daemons with an older protocol take each part only once.
-  if (AnyWired() && !all_speak(Protocol::kV6)) return false;
-  if (!ProgramRuns()) return true;
-  // A second run would drop the digests of buckets that were pushed before it, and daemons with an
-  // older protocol run a program only once.
-  return !spread->pushed && all_speak(Protocol::kV3);
+  // A second run of a program would drop the digests of buckets that were pushed before it.
+  return !ProgramRuns() || !spread->pushed;
 }
 
 bool Coordinator::Impl::NeedsWire() const {
@@ -498,7 +490,6 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
     EngineAttached attached{ours, std::get<EngineIdentity>(r.identity)};
     attached.identity.node = id;
     attached.identity.daemon = daemon;
-    attached.identity.relays = Speaks(id, Protocol::kV3);
     Feed(std::move(attached));
   } else {
     TrainerAttached attached{ours, std::get<TrainerIdentity>(r.identity)};
@@ -508,7 +499,6 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
                                       options.owner_rule(who.identity) != OwnerRule::kOther);
     attached.identity.node = id;
     attached.identity.daemon = daemon;
-    attached.identity.relays = Speaks(id, Protocol::kV3);
     Feed(std::move(attached));
   }
 }
@@ -1792,9 +1782,11 @@ void Coordinator::Impl::TellReadiness() {
   if (std::exchange(joined_anew, false)) TellJoined();
 }
 
+// Readiness is the example of what a version of the protocol adds: only daemons that agreed to that
+// version get it.
 void Coordinator::Impl::TellJoined() {
   for (auto& [id, node] : nodes) {
-    if (node.told_readiness || !Speaks(id, Protocol::kV4)) continue;
+    if (node.told_readiness || !Speaks(id, Protocol::kV1)) continue;
     node.told_readiness = true;
     for (PeerReadiness& each : book.All()) Send(id, std::move(each));
   }
@@ -1802,7 +1794,7 @@ void Coordinator::Impl::TellJoined() {
 
 void Coordinator::Impl::TellOwner() {
   for (auto& [id, node] : nodes) {
-    if (node.told_owner == group.owner() || !Speaks(id, Protocol::kV6)) continue;
+    if (node.told_owner == group.owner()) continue;
     node.told_owner = group.owner();
     Send(id, PeerOwner{node.told_owner});
   }

@@ -301,8 +301,8 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
     return TooManyTensors(fmt::format("buckets up to seq {}", bucket.seq), tensors);
   }
   if (update->tensor_count == 0 || tensors <= update->tensor_count) return absl::OkStatus();
-  return Precondition("seq {} would make {} tensors pushed; Begin's tensor_count was {}",
-                      bucket.seq, tensors, update->tensor_count);
+  return Precondition("seq {} would make {} tensors pushed; Begin's tensor_count is {}", bucket.seq,
+                      tensors, update->tensor_count);
 }
 
 void Group::Impl::On(const BucketEvent& e) {
@@ -518,9 +518,8 @@ absl::Status Group::Impl::CheckTies() const {
     if (tensor == update->pushed.end() || same_as == update->pushed.end()) continue;
     if (!tensor->second.digested || !same_as->second.digested) {
       return Precondition(
-          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, "
-          "which "
-          "is of an earlier release, can't compare them: push only '{}'",
+          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer "
+          "sent no digests to compare: push only '{}'",
           tie.tensor, tie.same_as, tie.rank, tie.same_as);
     }
     if (tensor->second.digest == same_as->second.digest) continue;

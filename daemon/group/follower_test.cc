@@ -120,10 +120,6 @@ TEST_CASE("a joined daemon takes up how many trainer ranks there are now") {
   prepare.trainer_ranks = 4;
   f.Command(prepare);
   CHECK(f.follower().spec().trainer_ranks == 4);
-  prepare.update = UpdateId(6);
-  prepare.trainer_ranks = 0;  // a coordinator of an earlier release
-  f.Command(prepare);
-  CHECK(f.follower().spec().trainer_ranks == 4);
 }
 
 TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
@@ -353,38 +349,6 @@ TEST_CASE(
   CHECK(f.Sent<EngineFailed>()[0].member == (dies ? kStaged : kOther));
   CHECK_THAT(f.Sent<EngineFailed>()[0].reason,
              Contains(dies ? "no slot of it is known" : "header did not say"));
-}
-
-TEST_CASE("a staged rank in host memory was not handed parts whose headers name nobody") {
-  Fixture f;
-  EngineAttached attached{kOther, {}};
-  attached.identity.instance = "host";
-  attached.identity.delivery = DeliveryMode::kStaged;
-  f.Do(GroupEvent(attached));
-  f.Command(PeerWelcome{kOther, std::nullopt});
-  f.AttachStaged(kStaged);
-  f.Do(SlotsMade{kStaged, absl::OkStatus()});
-  f.Command(PeerWelcome{kStaged, std::nullopt});
-  PeerPrepare prepare;
-  prepare.update = UpdateId(1);
-  prepare.version = Version(1);
-  prepare.engines = {kOther, kStaged};
-  f.Command(prepare);
-  f.Command(OpenEpoch{EpochId(1), 1, 2});
-  // A coordinator that does not know the field sends no staged ranks.
-  f.Command(Crossing(Verification::kOff, {}));
-  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
-  f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
-  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(0)});
-  REQUIRE(f.Own<SendPart>().size() == 1);
-  CHECK(f.Own<SendPart>()[0].member == kOther);
-  CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
-  REQUIRE(f.Sent<EngineFailed>().size() == 1);
-  CHECK(f.Sent<EngineFailed>()[0].member == kStaged);
-  CHECK_THAT(f.Sent<EngineFailed>()[0].reason, Contains("header did not say"));
 }
 
 // A program of update 1 without moves, whose one destination is this rank.

@@ -150,7 +150,6 @@ struct TrainerIdentity {
   int pid = 0;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
-  bool relays = true;    // that daemon agreed to a protocol version with chains
   // Who it is, as the daemon that it is attached to found out; empty: not known.
   std::string identity{};
   // A rule of that daemon lets it in, whoever owns the group.
@@ -169,7 +168,6 @@ struct EngineIdentity {
   std::optional<std::vector<TensorSpec>> manifest;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
-  bool relays = true;    // that daemon agreed to a protocol version with chains
   // The rank's weights are dirty or in doubt since an earlier lease. Never set beside held_version.
   bool dirty = false;
   // The incarnation in which held_version was committed; 0: the rank did not tell. Status shows it;
@@ -411,7 +409,8 @@ struct CommitEvent {
   int64_t bucket_count = 0;
   // Some of these buckets may still be on their way: the commit waits for them.
   bool pushes_under_way = false;
-  UpdateId update{};  // as BucketEvent::update
+  UpdateId update{};         // as BucketEvent::update
+  int64_t tensor_count = 0;  // of all ranks together; 0: not told
 };
 // Begin, the compiled moves and Commit in one call. The rank has a layout, and the caller has
 // compared its binding generation. The rank may have begun the update before and pushed buckets of

@@ -55,7 +55,6 @@ struct Member {
   int world_size = 0;
   int pid = 0;
   NodeId node;             // of the daemon that it is attached to
-  bool relays = true;      // that daemon can forward along chains
   std::string label;       // for messages
   std::string daemon;      // that daemon's id; empty: the coordinator's
   std::string identity;    // trainers
@@ -144,6 +143,11 @@ bool MayPass(GiveUpClass kind);
 std::string Seconds(Duration duration);
 // Formats a list that may be long, as in "a, b, c and 4 more".
 std::string Few(const std::vector<std::string>& names);
+// Checks a number that a rank tells of the update: it must not be negative, and not differ from
+// what the ranks before told. 0: not told.
+absl::Status CheckTold(std::string_view field, int64_t told, int64_t before);
+// The same of tensor_count, which has a limit (RESOURCE_EXHAUSTED).
+absl::Status CheckTensorsTold(int64_t told, int64_t before);
 
 }  // namespace group
 
@@ -381,7 +385,7 @@ struct Group::Impl {
   static bool HasShardsIn(const Member& member, const TrainerProgress& progress) {
     return HasShards(member) && !progress.without_layout;
   }
-  uint32_t RelayLag(const std::vector<MemberId>& sources) const;
+  uint32_t RelayLag() const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
   group::ProgramKey KeyOf(const std::vector<MemberId>& sources) const;
@@ -443,11 +447,13 @@ struct Group::Impl {
 
   // ---- end.cc ----
   absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
-  absl::Status CheckCoverageIfLast(const TrainerProgress& progress) const;
+  absl::Status CheckCoverageIfLast(const TrainerProgress& progress, int64_t told) const;
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
   void TakeAnnounced(Member* member, TrainerProgress* progress);
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
-  absl::Status CheckCoverage() const;
+  // `told`: how many tensors the update brings; 0: nobody told it.
+  absl::Status CheckCoverage(int64_t told) const;
+  absl::Status CheckTensorCount(int64_t told) const;
   int64_t UnwantedAndNotPushed() const;
   static LeftOut LeftOutOf(const Update& u);
   absl::Status CheckAllPushed() const;

@@ -395,7 +395,7 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   AttachHolding(&g, "d", 0, 2, 9, 0x55);
   AttachHolding(&g, "d", 1, 2, 9, 0x66);  // the same number, of another incarnation
   CHECK(g.Instance("d").version == std::nullopt);
-  AttachHolding(&g, "c", 0, 2, 6, 0);  // an older client
+  AttachHolding(&g, "c", 0, 2, 6, 0);  // tells no origin
   const MemberId c1 = AttachHolding(&g, "c", 1, 2, 6, 0);
   CHECK(g.Instance("c").version == Version(6));
   CHECK(g.Instance("c").origin == 0);
@@ -677,26 +677,63 @@ TEST_CASE("with evict_late and nobody ready the update aborts") {
   CHECK_THAT(g.Text(begin), Contains("no instance is left") && Contains("slow rank 0"));
 }
 
-TEST_CASE("staged engines without a manifest need Begin's tensor count") {
+TEST_CASE("staged engines without a manifest need a tensor count, of Begin or of Commit (P1)") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
   g.Staged("s");
-  const CallId untold = g.Begin(t, 1);
-  CHECK(g.Code(untold) == kPrecondition);
-  CHECK_THAT(g.Text(untold), Contains("tensor_count"));
-  g.tensor_count = 2;
+  const bool at_begin = GENERATE(true, false);
+  g.tensor_count = at_begin ? 2 : 0;
   g.Open(t, 1);
   g.Push(t, 1, 0, {kModel[0]});
   g.Settle();
-  const CallId early = g.Commit(t, 1, 1);
+  if (!at_begin) {
+    const CallId untold = g.Commit(t, 1, 1);
+    CHECK(g.Code(untold) == kPrecondition);
+    CHECK_THAT(g.Text(untold), Contains("tensor_count: 0") && Contains("engine s rank 0"));
+  }
+  const CallId early = g.CommitTold(t, 1, 1, 2);
   CHECK(g.Code(early) == kPrecondition);
-  CHECK_THAT(g.Text(early), Contains("1 tensors") && Contains("was 2"));
+  CHECK_THAT(g.Text(early), Contains("1 tensors") && Contains("is 2"));
   g.Push(t, 1, 1, {kModel[1]});
-  const CallId third = g.Push(t, 1, 2, {Bytes("c", 1)});
-  CHECK(g.Code(third) == kPrecondition);
+  if (at_begin) CHECK(g.Code(g.Push(t, 1, 2, {Bytes("c", 1)})) == kPrecondition);
   g.Settle();
-  const CallId commit = g.Commit(t, 1, 2);
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Code(g.CommitTold(t, 1, 2, 1)) == kPrecondition);
+  CHECK(g.Code(g.CommitTold(t, 1, 2, 2)) == kOk);
+}
+
+TEST_CASE("a tensor count that Commit tells is of all ranks, and the same on each that tells it") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = 2;
+  TestGroup g(spec);
+  const MemberId first = g.AttachTrainer(0, 2);
+  const MemberId second = g.AttachTrainer(1, 2);
+  g.Staged("s");
+  g.Begin(first, 1);
+  g.Open(second, 1);
+  g.Push(first, 1, 0, {kModel[0]});
+  g.Push(second, 1, 0, {kModel[1]});
+  g.Settle();
+  const CallId told = g.CommitTold(first, 1, 1, 2);
+  CHECK(g.Answer(told) == nullptr);
+  CHECK(g.group.ViewUpdate(g.now)->tensor_count == 2);
+  const CallId other = g.CommitTold(second, 1, 1, 3);
+  CHECK(g.Code(other) == kPrecondition);
+  CHECK_THAT(g.Text(other), Contains("tensor_count: 3 differs from the 2"));
+  CHECK(g.Code(g.Commit(second, 1, 1)) == kOk);
+  CHECK(g.Code(told) == kOk);
+}
+
+TEST_CASE("a tensor count goes with the waiting commit that told it") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Staged("s");
+  g.Open(t, 1);
+  const CallId ahead = g.CommitTold(t, 1, 1, 3, true);
+  g.Push(t, 1, 0, {kModel[0]});
+  CHECK(g.Code(ahead) == kPrecondition);
+  CHECK_THAT(g.Text(ahead), Contains("1 tensors") && Contains("is 3"));
+  g.Settle();
+  CHECK(g.Code(g.CommitTold(t, 1, 1, 1)) == kOk);
 }
 
 TEST_CASE("instances that disagree about a tensor are both named at Begin") {

@@ -187,6 +187,13 @@ class TestGroup {
     Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets, false});
     return call;
   }
+  // Commits, and tells that the update brings so many tensors. `ahead`: buckets are on their way.
+  CallId CommitTold(MemberId member, int64_t version, int64_t buckets, int64_t tensors,
+                    bool ahead = false) {
+    const CallId call = NewCall();
+    Do(CommitEvent{call, member, "", Version(version), buckets, ahead, {}, tensors});
+    return call;
+  }
   // Pushes the whole model in one bucket to the open update and commits it.
   void PushAndCommit(MemberId member, int64_t version, const std::vector<TensorSpec>& model) {
     Push(member, version, 0, model);

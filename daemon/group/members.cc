@@ -181,7 +181,6 @@ void Group::Impl::On(const TrainerAttached& e) {
   member.world_size = who.world_size;
   member.pid = who.pid;
   member.node = who.node;
-  member.relays = who.relays;
   member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("trainer rank {}", who.rank), who);
   member.identity = who.identity;
@@ -313,7 +312,6 @@ void Group::Impl::On(const EngineAttached& e) {
   member.world_size = who.world_size;
   member.pid = who.pid;
   member.node = who.node;
-  member.relays = who.relays;
   member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   absl::Status status = CheckEngine(who);

@@ -52,7 +52,7 @@ struct InstanceStanding {
   bool operator==(const InstanceStanding&) const = default;
 };
 
-// Tells a joined daemon that agreed to protocol version 4, or a later one, what has changed.
+// Tells a joined daemon what has changed.
 struct PeerReadiness {
   // True for the first message on a link: what was known before is void.
   bool anew = false;

@@ -669,8 +669,7 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
 
 // ---- questions of the machine ----
 
-absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, UpdateId update,
-                                         PartSeq part) const {
+absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartSeq part) const {
   const auto it = updates_.find(update);
   if (it == updates_.end()) {
     return absl::FailedPreconditionError("this daemon was not told of the update");
@@ -682,9 +681,7 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, Update
   }
   const BucketHeader& header = handout->second.header;
   const std::vector<MemberId>& staged = handout->second.staged;
-  // Coordinators of older versions name no staged ranks. Ranks without slots of their own read the
-  // slot in host memory, so they can be handed the part all the same.
-  if (own_slots && std::find(staged.begin(), staged.end(), member) == staged.end()) {
+  if (std::find(staged.begin(), staged.end(), member) == staged.end()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "part {}: its header did not say that the rank is handed it", part);
   }

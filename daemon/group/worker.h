@@ -184,12 +184,10 @@ class Worker {
   // released.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // The part that a staged rank of this daemon is handed. `own_slots`: the rank reads slots that
-  // are filled for it, apart from the slots that parts cross the wire in. FAILED_PRECONDITION: the
-  // update is over, the part's header never came, or the header did not name a rank with slots of
-  // its own, so that no slot was filled for it (P1).
-  absl::StatusOr<SendPart> PartFor(MemberId member, bool own_slots, UpdateId update,
-                                   PartSeq part) const;
+  // The part that a staged rank of this daemon is handed. FAILED_PRECONDITION: the update is over,
+  // the part's header never came, or the header did not name the rank, so that no slot was filled
+  // for it (P1).
+  absl::StatusOr<SendPart> PartFor(MemberId member, UpdateId update, PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
   // Whether no transfer, collective or read-back of this worker runs.
   bool quiet() const;

@@ -48,7 +48,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void Start() {
     v1::PeerMessage message;
     v1::PeerHello* hello = message.mutable_hello();
-    SayProtocol(hello);
+    hello->set_protocol(static_cast<v1::ProtocolVersion>(kProtocol));
     hello->set_group(dial_.group);
     if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToProto(*dial_.spec);
     hello->set_wait_ms(ToMillis(dial_.wait));
@@ -217,7 +217,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     if (!order_.has_value()) {
       REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromProto(answer_));
       const LinkUp& up = accepted.up;
-      newer_ = accepted.newer;
       order_.emplace(up.incarnation);
       const PeerBounds bounds = BoundsOf(up.spec);
       decoder_.emplace(bounds);
@@ -237,14 +236,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     REFITD_ASSIGN_OR_RETURN(const bool counts,
                             order_->Check(answer_.sequence(), answer_.incarnation()));
     if (!counts) return absl::OkStatus();
-    if (newer_ && OfUnknownKind(answer_)) {
-      if (!std::exchange(skipped_, true)) {
-        LogWarning(
-            "group {}: coordinator {} is newer and sends what this daemon does not know: skipped",
-            dial_.group, dial_.address);
-      }
-      return absl::OkStatus();
-    }
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerCommand> command, decoder_->Decode(answer_));
     if (!command.has_value()) return absl::OkStatus();
     REFITD_RETURN_IF_ERROR(CheckAddress(*command));
@@ -309,8 +300,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   v1::PeerAnswer answer_;
   std::optional<PeerOrder> order_;  // once accepted
   std::optional<CommandDecoder> decoder_;
-  bool newer_ = false;    // the coordinator speaks later protocol versions too
-  bool skipped_ = false;  // an unknown command was skipped, which is logged once
 
   grpc::ClientContext context_;
   std::unique_ptr<v1::Peer::Stub> stub_;

@@ -121,10 +121,9 @@ void Joiners::Hello(PeerGreeting hello, std::string peer_address,
   }
 }
 
-absl::Status Joiners::CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const {
-  const GroupSpec& spec = group.machine->spec();
-  REFITD_RETURN_IF_ERROR(CheckKnowsEncryption(group.name(), spec, hello.daemon_id, hello.protocol));
-  return CheckEncryption(group.name(), spec, state_.options.daemon_id, state_.options.clear_wire);
+absl::Status Joiners::CheckEncrypted(const GroupRecord& group) const {
+  return CheckEncryption(group.name(), group.machine->spec(), state_.options.daemon_id,
+                         state_.options.clear_wire);
 }
 
 void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
@@ -140,7 +139,7 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   if (absl::Status spanning = device_slots_.CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
   }
-  if (absl::Status encrypted = CheckEncrypted(*group, peer.hello); !encrypted.ok()) {
+  if (absl::Status encrypted = CheckEncrypted(*group); !encrypted.ok()) {
     return peer.session->End(std::move(encrypted));
   }
   LinkUp up;

@@ -62,7 +62,7 @@ class Joiners : public PeerAcceptor {
   void CoordinateOwn(const PeerGreeting& hello, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Whether this daemon and the joining one can keep the group's bytes encrypted, if the group's
   // spec demands that.
-  absl::Status CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const;
+  absl::Status CheckEncrypted(const GroupRecord& group) const;
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // If the group knows a layout that equals the reported layout, makes the report share the known
   // object. The two are compared without the mutex, since the time for that grows with the number

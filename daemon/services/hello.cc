@@ -25,8 +25,7 @@ constexpr size_t kMaxDeviceBytes = 64;
 
 template <typename Hello>
 absl::Status CheckHello(const Hello& hello) {
-  REFITD_RETURN_IF_ERROR(
-      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
+  REFITD_RETURN_IF_ERROR(AgreeProtocol(hello.protocol(), "protocol").status());
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckLine(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckLine(hello.device().name(), kMaxDeviceBytes, "device.name"));
@@ -127,7 +126,7 @@ Arrival CommonArrival(const Hello& hello, const Peer& peer) {
   record.group = hello.group();
   record.peer = peer;
   record.client = hello.client();
-  record.protocol = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+  record.protocol = *AgreeProtocol(hello.protocol(), "protocol");
   record.device = hello.device().name().empty() ? "host" : hello.device().name();
   if (hello.has_spec()) arrival.spec = SpecOf(hello.spec());
   arrival.coordinator = hello.coordinator();

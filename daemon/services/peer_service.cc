@@ -289,7 +289,6 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
       }
       if (!session_->HelloCame(hello.message_bytes)) return absl::OkStatus();
       greeted_ = true;
-      newer_ = hello.newer;
       group_ = hello.group;
       name_ = fmt::format("group {}: daemon {} at {}", group_, hello.daemon_id, address_);
       if (!caller_.identity.empty()) LogInfo("{} is {}", name_, caller_.identity);
@@ -298,12 +297,6 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     }
     REFITD_ASSIGN_OR_RETURN(const std::optional<PeerBounds> bounds, session_->CheckOrder(message_));
     if (!bounds.has_value()) return absl::OkStatus();
-    if (newer_ && OfUnknownKind(message_)) {
-      if (!std::exchange(skipped_, true)) {
-        LogWarning("{} is newer and sends what this daemon does not know: skipped", name_);
-      }
-      return absl::OkStatus();
-    }
     if (!decoder_.has_value()) decoder_.emplace(*bounds);
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerReport> report, decoder_->Decode(message_));
     if (!report.has_value()) return absl::OkStatus();
@@ -340,9 +333,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
   std::string group_;
-  std::string name_;      // group, daemon and address, for the log
-  bool newer_ = false;    // the daemon speaks later protocol versions too
-  bool skipped_ = false;  // an unknown report was skipped, which is logged once
+  std::string name_;  // group, daemon and address, for the log
   bool greeted_ = false;
   bool left_ = false;
 };

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/process/version.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/member_events.h"
@@ -31,7 +32,7 @@ std::string Refusal(const absl::StatusOr<Value>& value) {
 
 v1::EngineHello Hello() {
   v1::EngineHello hello;
-  SayProtocol(&hello);
+  hello.set_protocol(v1::PROTOCOL_VERSION_1);
   hello.set_group("g");
   hello.set_instance("i");
   hello.set_rank(1);
@@ -177,7 +178,6 @@ TEST_CASE("a welcome tells both roles the same") {
   news.member = MemberId(3);
   news.token = "token";
   news.incarnation = 5;
-  news.protocol = Protocol::kV2;
   news.descriptor_socket = "s";
   news.inline_bytes = 10;
   news.outstanding_buckets = 11;
@@ -194,7 +194,7 @@ TEST_CASE("a welcome tells both roles the same") {
   CHECK(welcome.member_id() == 3);
   CHECK(welcome.lease().token() == "token");
   CHECK(welcome.lease().incarnation() == 5);
-  CHECK(welcome.lease().protocol() == v1::PROTOCOL_VERSION_2);
+  CHECK(welcome.lease().protocol() == v1::PROTOCOL_VERSION_1);
   CHECK(welcome.descriptor_socket() == "s");
   CHECK(welcome.limits().inline_bytes() == 10);
   CHECK(welcome.limits().outstanding_buckets() == 11);

@@ -909,7 +909,7 @@ TEST_CASE("a Refit that is malformed, or of no layout or another, is refused and
 }
 
 TEST_CASE(
-    "instances that disagree about a tensor are named at Begin, and so is a missing tensor count") {
+    "instances that disagree about a tensor are named at Begin, a missing tensor count at Commit") {
   Scene s;
   Model other = s.model;
   other[1].dtype = DType::kFloat16;
@@ -922,8 +922,19 @@ TEST_CASE(
   {
     RawEngine open(s.daemon.Connect(), RawEngine::Hello("g", "open", 0, 1, v1::DELIVERY_STAGED));
     REQUIRE(open.attached().ok());
-    CheckRefused(s.trainer.Begin(6).status, StatusCode::FAILED_PRECONDITION,
+    REQUIRE_OK(s.trainer.Begin(6));
+    REQUIRE_OK(s.trainer.Push(6, s.Good(6)));
+    CheckRefused(s.trainer.Commit(6, 1).status, StatusCode::FAILED_PRECONDITION,
                  {"tensor_count", "engine open rank 0"});
+    v1::CommitRequest wrong;
+    wrong.set_version(6);
+    wrong.set_bucket_count(1);
+    for (const int64_t count : {int64_t{-1}, kMax}) {
+      wrong.set_tensor_count(count);
+      CheckRefused(s.trainer.Commit(wrong).status, StatusCode::INVALID_ARGUMENT,
+                   {"tensor_count", std::to_string(count)});
+    }
+    REQUIRE_OK(s.trainer.Abort(6, "enough"));
   }
   REQUIRE(Eventually([&] { return s.daemon.Group("g").instances_size() == 1; }));
   REQUIRE_OK(s.trainer.Begin(7));
