@@ -8,10 +8,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/node/data_plane.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "transport/plan/layout.h"
