@@ -374,6 +374,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   if (given.has_held_version != 0) {
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
+    options.held_digest = given.held_digest;
   }
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);

@@ -578,6 +578,10 @@ typedef struct refit_engine_options {
    * a star for its last element, "dns:NAME" or "dns:*.DOMAIN". A group that another identity owns
    * refuses the rank (REFIT_PERMISSION_DENIED). NULL: any owner's. */
   const char* trainer_identity;
+  /* With held_version: the refit_event.digest that came with that version; 0: not known. Without
+   * REFIT_FILL_NEVER the daemon compares the registered memory with it; a difference means that no
+   * version is held. */
+  uint64_t held_digest;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -653,6 +657,8 @@ typedef struct refit_event {
   uint64_t incarnation;
   const char*
       owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
+  /* COMMITTED: of this rank's registered memory, told in the same way; 0: it was not read back. */
+  uint64_t digest;
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

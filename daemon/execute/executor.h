@@ -105,6 +105,12 @@ class Executor {
   absl::Status Start(const StartVerify& verify, const MemoryResolver& memory,
                      std::function<void(VerifyDone)> done);
 
+  // Reads the memory that a member's layout names, and calls `done` with its ContentDigest. Not OK:
+  // no job was started, and `done` is not called.
+  absl::Status Digest(MemberId member, const std::shared_ptr<const Layout>& layout,
+                      const MemoryResolver& memory,
+                      std::function<void(absl::StatusOr<uint64_t>)> done);
+
   // The update ended: drops its digests.
   void Forget(UpdateId update);
 
@@ -149,6 +155,9 @@ class Executor {
     std::vector<MemberId> destinations;
     std::shared_ptr<const Pieces> pieces;
     std::shared_ptr<const PreparedReadback> readback;
+    // By entry of `pieces`: the ContentFactor of its tensor; 0: of a destination of which not all
+    // pieces are there.
+    std::vector<uint64_t> factors;
   };
   // The pieces that a verification reads, and the digests that they must have.
   struct Written {
@@ -156,9 +165,13 @@ class Executor {
     std::vector<uint64_t> expected;
   };
   Written WrittenIn(const StartVerify& verify);
-  absl::StatusOr<std::shared_ptr<const PreparedReadback>> PrepareReadback(
-      const StartVerify& verify, std::shared_ptr<const Pieces> pieces,
-      const MemoryResolver& memory);
+  // Valid until the next call.
+  absl::StatusOr<const KeptReadback*> PrepareReadback(const StartVerify& verify,
+                                                      std::shared_ptr<const Pieces> pieces,
+                                                      const MemoryResolver& memory);
+  static std::vector<uint64_t> FactorsOf(const StartVerify& verify, const Pieces& pieces);
+  static std::vector<uint64_t> ContentOf(const KeptReadback& kept,
+                                         const std::vector<uint64_t>& digests);
 
   // Null: nothing of the part can lie in an engine's memory.
   std::shared_ptr<const DestinationPlaces> PlacesFor(const StartTransfer& start,

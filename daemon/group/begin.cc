@@ -7,14 +7,19 @@
 
 namespace refitd {
 
-absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
-  if (told < 0 || told > max) {
-    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
+absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before) {
+  if (told < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is negative", field, told);
   }
   if (told != 0 && before != 0 && told != before) {
     return Precondition("{}: {} differs from the {} of the ranks before", field, told, before);
   }
   return absl::OkStatus();
+}
+
+absl::Status group::CheckTensorsTold(int64_t told, int64_t before) {
+  if (told > kMaxTensorsPerLayout) return TooManyTensors("tensor_count", told);
+  return CheckTold("tensor_count", told, before);
 }
 
 // Versions grow within an incarnation (P3).
@@ -43,9 +48,8 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
   const bool free = update == nullptr || FillRuns();
   const Update none;
   const Update& u = free ? none : *update;
-  REFITD_RETURN_IF_ERROR(
-      group::CheckTold("tensor_count", e.tensor_count, u.TensorsTold(), kMaxTensorsPerLayout));
-  REFITD_RETURN_IF_ERROR(group::CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
+  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, u.TensorsTold()));
+  REFITD_RETURN_IF_ERROR(group::CheckTold("total_bytes", e.total_bytes, u.total_bytes));
   if (free) {
     if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
@@ -224,8 +228,10 @@ std::string Group::Impl::WaitedForToAssemble() const {
     }
   }
   if (complete < spec.min_instances) {
-    missing.push_back(fmt::format("{} of {} instances complete{}{}", complete, spec.min_instances,
-                                  incomplete.empty() ? "" : ", missing ", group::Few(incomplete)));
+    missing.push_back(fmt::format("{} of {} instances complete{}{}{}{}", complete,
+                                  spec.min_instances, incomplete.empty() ? "" : ", missing ",
+                                  group::Few(incomplete), last_refusal.ok() ? "" : ", and ",
+                                  Message(last_refusal)));
   }
   if (missing.empty() && compiling != nullptr) missing.emplace_back("the program to be compiled");
   return group::Few(missing);
@@ -235,10 +241,13 @@ std::string Group::Impl::WaitedForToAssemble() const {
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
   if (FillRuns()) return AssembleFill();
+  if (!last_refusal.ok()) FailIfRefused(absl::OkStatus());
+  if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
   const auto complete = std::count_if(instances.begin(), instances.end(),
                                       [this](const auto& i) { return Available(i.second); });
   if (complete < std::max(spec.min_instances, 1)) return;
+  last_refusal = absl::OkStatus();
   Assemble();
 }
 

@@ -536,7 +536,7 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const std::shared_ptr<const Layout> layout =
       remotes.at(ours).engine ? Shared(r.layout, digest) : r.layout;
   layouts[ours] = {layout, digest};
-  Feed(LayoutRegistered{ours, layout, call, digest});
+  Feed(LayoutRegistered{ours, layout, call, digest, r.content});
 }
 
 // Only the structure of other daemons' layouts counts here, and many engines have equal ones, so
@@ -1273,6 +1273,7 @@ void Coordinator::Impl::StartReadback(const VerifyUpdate& a) {
   spread->verify_owed = true;
   spread->verify_status = absl::OkStatus();
   spread->verify_failed.clear();
+  spread->verify_content.assign(a.destinations.size(), 0);
   std::map<NodeId, PeerVerify> commands;
   for (const auto& [node, index] : spread->destinations) {
     if (!spread->nodes.contains(node)) continue;
@@ -1315,6 +1316,10 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
     for (const uint32_t d : r.failed_destinations) {
       if (d < index->second.size()) spread->verify_failed.push_back(index->second[d]);
     }
+    for (size_t i = 0; i < std::min(r.content.size(), index->second.size()); ++i) {
+      const uint32_t d = index->second[i];
+      if (d < spread->verify_content.size()) spread->verify_content[d] = r.content[i];
+    }
     // The node read nothing back, so all its destinations count as failed.
     if (!status.ok() && r.failed_destinations.empty()) {
       spread->verify_failed.insert(spread->verify_failed.end(), index->second.begin(),
@@ -1329,7 +1334,8 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
   // While the program runs, a node may still be lost, and then all are read back once more.
   if (!spread->verifying.empty() || !spread->verify_owed || ProgramRuns()) return;
   spread->verify_owed = false;
-  VerifyDone done{spread->update, spread->verify_status, spread->verify_failed};
+  VerifyDone done{spread->update, spread->verify_status, spread->verify_failed,
+                  spread->verify_content};
   Feed(done);
 }
 

@@ -165,6 +165,7 @@ struct Spread {
   std::optional<VerifyUpdate> verify;  // the request that the nodes were sent
   absl::Status verify_status;
   std::vector<uint32_t> verify_failed;
+  std::vector<uint64_t> verify_content;
   // The wire lock of each node, taken in daemon-id order.
   std::vector<NodeId> lock_order;
   size_t locks_held = 0;

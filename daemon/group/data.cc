@@ -297,12 +297,12 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
     }
   }
   const auto tensors = static_cast<int64_t>(update->pushed.size());
-  const int64_t most = update->tensor_count == 0 ? kMaxTensorsPerLayout : update->tensor_count;
-  if (tensors <= most) return absl::OkStatus();
-  return Precondition("seq {} would make {} tensors pushed; {}", bucket.seq, tensors,
-                      update->tensor_count == 0
-                          ? fmt::format("an update has at most {} (the tensors of a layout)", most)
-                          : fmt::format("Begin's tensor_count is {}", most));
+  if (tensors > kMaxTensorsPerLayout) {
+    return TooManyTensors(fmt::format("buckets up to seq {}", bucket.seq), tensors);
+  }
+  if (update->tensor_count == 0 || tensors <= update->tensor_count) return absl::OkStatus();
+  return Precondition("seq {} would make {} tensors pushed; Begin's tensor_count is {}", bucket.seq,
+                      tensors, update->tensor_count);
 }
 
 void Group::Impl::On(const BucketEvent& e) {

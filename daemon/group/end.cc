@@ -33,8 +33,7 @@ Failure ThenThose(std::vector<Suspect> first, Failure failure) {
 
 absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const {
   const int64_t before = update->TensorsTold();
-  REFITD_RETURN_IF_ERROR(
-      group::CheckTold("tensor_count", e.tensor_count, before, kMaxTensorsPerLayout));
+  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, before));
   if (progress.committed) {
     if (e.bucket_count == progress.bucket_count) return absl::OkStatus();
     return Precondition("bucket_count: {}, but the rank has committed with {} already",
@@ -287,6 +286,7 @@ void Group::Impl::On(const VerifyDone& e) {
         return d < update->skip_destination.size() && update->skip_destination[d];
       });
   if (e.status.ok() || only_evicted) {
+    update->content = e.content;
     if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
@@ -317,8 +317,9 @@ std::optional<uint32_t> Group::Impl::ParticipantOf(MemberId member) const {
 }
 
 void Group::Impl::On(const EngineFailed& e) {
-  const Member* member = Find(e.member);
+  Member* member = Find(e.member);
   if (member == nullptr || member->state == MemberState::kLeaving) return;
+  if (!e.refused.ok()) return RefuseDeclared(member, e.refused);
   if (update == nullptr || update->id != e.update) return FailInstalled(*member, e);
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;
@@ -575,8 +576,19 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
   return outcomes;
 }
 
+// The digests of what was read back of each engine rank.
+std::map<MemberId, uint64_t> Group::Impl::ReadBack() const {
+  std::map<MemberId, uint64_t> digests;
+  const std::vector<MemberId>& destinations = update->catalog->destinations();
+  for (size_t d = 0; d < std::min(destinations.size(), update->content.size()); ++d) {
+    digests[destinations[d]] = update->content[d];
+  }
+  return digests;
+}
+
 void Group::Impl::InstallVersion() {
   version = update->version;
+  const std::map<MemberId, uint64_t> read_back = ReadBack();
   if (FillRuns()) {
     failed_fills = 0;
   } else {
@@ -596,10 +608,12 @@ void Group::Impl::InstallVersion() {
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
+      const auto digest = read_back.find(id);
+      member->held_digest = digest == read_back.end() ? 0 : digest->second;
       NoteInstalled(*member);
       member->updated = member->verified = true;
       Step(&member->state, MemberTrigger::kOutcome);
-      Do(SendCommitted{id, update->version});
+      Do(SendCommitted{id, update->version, 0, "", member->held_digest});
     }
   }
 }

@@ -47,7 +47,7 @@ struct Follower::Impl {
   void On(const CompareDone&) {}
   void On(const RefitDone&) {}
   void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
-  void On(const EngineFailed& e) { Report(EngineFailed{e.member, e.update, e.reason}); }
+  void On(const EngineFailed& e) { Report(e); }
   void On(const AckEvent& e) { Report(AckEvent{e.member, e.update, e.part}); }
   void On(const CallGone& e);
   void On(const OperatorAbort& e) { RefuseHere(e.call); }
@@ -230,7 +230,7 @@ void Follower::Impl::On(const LayoutRegistered& e) {
   }
   const uint64_t digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   layouts[e.call] = {e.member, e.layout, digest};
-  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest});
+  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest, e.content});
 }
 
 // Commands come in order: an update that counts on the layout is prepared after this answer.
@@ -681,6 +681,16 @@ MachineView Follower::View(TimePoint now) const {
       v.rank = who.rank;
       v.world_size = who.world_size;
       v.pid = who.pid;
+    }
+  }
+  if (f.book.has_value()) {
+    for (const auto& [name, known] : f.book->instances()) {
+      InstanceView& v = view.group.instances.emplace_back();
+      v.name = name;
+      v.state = Name(known.standing);
+      v.version = known.version;
+      if (known.version.has_value()) v.origin = f.incarnation;
+      v.readiness = f.book->Of(name, f.spec.max_lag).value_or(Readiness());
     }
   }
   NodeView coordinator;

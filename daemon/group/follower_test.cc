@@ -857,6 +857,12 @@ TEST_CASE("a joined daemon knows the readiness that the coordinator told, and no
   TellClean(&f);
   REQUIRE(f.follower().readiness() != nullptr);
   CHECK(f.follower().readiness()->Of("i", 0)->ready);
+  f.Command(PeerReadiness{.version = Version(3), .instances = {{"far", Standing::kForming, {}}}});
+  const std::vector<InstanceView> shown = f.follower().View(f.now()).group.instances;
+  REQUIRE(shown.size() == 2);  // this daemon's, and another's
+  CHECK((shown[0].name == "far" && shown[0].state == "forming" && !shown[0].readiness.ready));
+  CHECK((shown[1].name == "i" && shown[1].state == "clean" && shown[1].readiness.ready));
+  CHECK(shown[1].version == Version(3));
   f.Command(PeerReadiness{.version = Version(4), .instances = {}});
   CHECK_FALSE(f.follower().readiness()->Of("i", 0)->ready);
   CHECK(f.follower().readiness()->Of("i", 1)->ready);

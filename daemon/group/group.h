@@ -185,6 +185,11 @@ struct EngineIdentity {
   // The identity that owned the group when held_version, or the version before its weights became
   // dirty, was committed; empty: the rank does not say.
   std::string held_owner{};
+  // Not OK: a limit refuses what the rank declares. The group does not take the rank in, and calls
+  // that wait for its instance fail with this status.
+  absl::Status refused{};
+  // SendCommitted::digest as it came with held_version; 0: the rank does not say.
+  uint64_t held_digest = 0;
 };
 
 // ---- how an update ends ----
@@ -312,6 +317,9 @@ struct LayoutRegistered {
   // The layout's digest, if the caller knows it. Otherwise it is computed here, which takes
   // milliseconds.
   std::optional<uint64_t> digest{};
+  // The ContentDigest of the memory that an engine rank registers; 0: its daemon has not read it.
+  // Daemons read the memory of ranks that claim a version with its digest, and take part in fills.
+  uint64_t content = 0;
 };
 
 struct BeginEvent {
@@ -344,6 +352,9 @@ struct EngineFailed {
   MemberId member;
   UpdateId update;
   std::string reason;
+  // Not OK: outside of any update, a limit refused the layout that the rank registered. Calls that
+  // wait for its instance fail with this status.
+  absl::Status refused{};
 };
 
 struct LeaseSlotEvent {
@@ -438,6 +449,9 @@ struct VerifyDone {
   UpdateId update;
   absl::Status status;
   std::vector<uint32_t> failed_destinations;
+  // By destination: the ContentDigest of what was read back; 0, or no entry: not all that the
+  // destination's layout names was read back.
+  std::vector<uint64_t> content{};
 };
 
 // The answer to PlanRefit.
@@ -578,6 +592,8 @@ struct SendCommitted {
   // The group's incarnation and owner. The member's own daemon sets them when it tells the member.
   uint64_t incarnation = 0;
   std::string owner{};
+  // Engines: the ContentDigest of the rank's registered memory; 0: not all of it was read back.
+  uint64_t digest = 0;
 };
 struct SendAborted {
   MemberId member;

@@ -468,6 +468,8 @@ TEST_CASE("Begin refuses bad versions, durations and counts and changes nothing"
   e.duration = {};
   e.tensor_count = -1;
   CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.tensor_count = kMaxTensorsPerLayout + 1;
+  CHECK(g.Code(g.Begin(e)) == kExhausted);
   e.tensor_count = 0;
   e.total_bytes = -1;
   CHECK(g.Code(g.Begin(e)) == kInvalid);
@@ -538,6 +540,84 @@ TEST_CASE("Begin that waits for another trainer rank ends at the deadline and na
   g.Expire();
   CHECK(g.Code(begin) == kDeadline);
   CHECK_THAT(g.Text(begin), Contains("trainer rank 1 to begin"));
+}
+
+absl::Status TooLarge() { return TooManyTensors("layout.names", kMaxTensorsPerLayout + 1); }
+
+// Checks that the call failed for the limit, and that its failure names the engine.
+void CheckTooLarge(const TestGroup& g, CallId call, const std::string& instance) {
+  CHECK(g.Code(call) == kExhausted);
+  CHECK_THAT(g.Text(call), Contains("engine " + instance + " rank 0") && Contains("262145") &&
+                               Contains("262144 (kMaxTensorsPerLayout)"));
+  const Failure failure = FailureOf(g.Answer(call)->status);
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].instance == instance);
+  CHECK(failure.weights == WeightsLeft::kClean);
+}
+
+TEST_CASE("a Begin that waited for an engine whose layout is too large waited out its deadline") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const CallId waits = g.Begin(t, 1);
+  CHECK(g.Answer(waits) == nullptr);
+  g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
+  CheckTooLarge(g, waits, "a");
+  // The next call fails as well, until the engine has registered what it can.
+  CheckTooLarge(g, g.Begin(t, 2), "a");
+  g.Shards(t, kModel);
+  CheckTooLarge(g, g.Refit(t, 3), "a");
+  g.Register(a, LayoutOf(kModel));
+  const CallId begin = g.Begin(t, 4);
+  g.FinishCompile();  // the trainer has shards
+  g.ReadyAll();
+  CHECK(g.Code(begin) == absl::StatusCode::kOk);
+}
+
+TEST_CASE("a Begin waits for other instances where one is refused for its size") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const MemberId b = g.AttachEngine({"b", 0, 1, DeliveryMode::kRegistered, 8, {}, {}});
+  const CallId begin = g.Begin(t, 1);
+  g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
+  CHECK(g.Answer(begin) == nullptr);
+  SECTION("one that registers") {
+    g.Register(b, LayoutOf(kModel));
+    g.ReadyAll();
+    CHECK(g.Code(begin) == absl::StatusCode::kOk);
+  }
+  SECTION("one that leaves") {
+    g.Lose(b);
+    CheckTooLarge(g, begin, "a");
+  }
+  SECTION("one that is refused, too") {
+    g.Do(EngineFailed{b, UpdateId(), "", TooLarge()});
+    CheckTooLarge(g, begin, "b");
+  }
+  SECTION("none, after all have left") {
+    g.Lose(a);
+    g.Expire();
+    CHECK(g.Code(begin) == kDeadline);
+    CHECK_THAT(g.Text(begin), Contains("0 of 1 instances complete") && Contains("262145"));
+  }
+}
+
+TEST_CASE("a Begin that waited for an engine whose manifest is too large waited out its deadline") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const CallId waits = g.Begin(t, 1);
+  EngineIdentity who{"a", 0, 1, DeliveryMode::kStaged, 7, {}, {}};
+  who.refused = TooLarge();
+  const MemberId a = g.AttachEngine(who);
+  CHECK(g.refused.at(a).code() == kExhausted);
+  CheckTooLarge(g, waits, "a");
+  // The engine is gone, and another may come in its place.
+  const CallId begin = g.Begin(t, 2);
+  CHECK(g.Answer(begin) == nullptr);
+  g.Registered("a", kModel);
+  g.ReadyAll();
+  CHECK(g.Code(begin) == absl::StatusCode::kOk);
 }
 
 TEST_CASE("an engine that never answers Ready is named, and its instance stays clean") {
@@ -2031,6 +2111,84 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   for (const char* const name : {"first", "second", "late"}) {
     CAPTURE(name);
     CHECK(standing(name) == Standing::kClean);
+  }
+}
+
+// Attaches an engine that claims version 4 of another incarnation, or of the group's, with
+// `digest`. Its daemon then finds `content` in its memory.
+MemberId Claiming(TestGroup* g, const std::string& instance, uint64_t digest, uint64_t content,
+                  uint64_t origin = 0x55, int64_t held = 4) {
+  EngineIdentity who{instance, 0, 1, DeliveryMode::kRegistered, 0, Version(held), {}};
+  who.held_origin = origin;
+  who.held_digest = digest;
+  who.fill = true;
+  const MemberId id = g->AttachEngine(std::move(who));
+  g->engines[id].layout = LayoutOf(kModel);
+  g->Do(LayoutRegistered{id, LayoutOf(kModel), CallId(), std::nullopt, content});
+  return id;
+}
+
+std::map<std::string, Standing> StandingsOf(TestGroup* g) {
+  g->group.TakeStandings();
+  std::map<std::string, Standing> all;
+  for (const InstanceStanding& each : g->group.Standings()) all[each.instance] = each.standing;
+  return all;
+}
+
+TEST_CASE("an engine was ready whose memory does not hold the version that it claims") {
+  TestGroup g(SpecOf(1, 1));
+  Claiming(&g, "unknown", 0, 0);  // an older daemon, or a version that was not read back
+  Claiming(&g, "same", 7, 7);     // its daemon found what the engine was given
+  Claiming(&g, "changed", 7, 8);  // its memory was written to since
+  CHECK(StandingsOf(&g).at("unknown") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("same") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("changed") == Standing::kEmpty);
+  CHECK(g.Instance("changed").version == std::nullopt);
+  const MemberId trainer = g.AttachTrainer();
+  g.Install(trainer, 1, kModel);
+  CHECK(StandingsOf(&g).at("changed") == Standing::kClean);
+}
+
+TEST_CASE("of engines with equal layouts and different bytes of one version, most are ready") {
+  TestGroup g(SpecOf(1, 1));
+  Claiming(&g, "b", 9, 9);
+  CHECK(StandingsOf(&g).at("b") == Standing::kClean);
+  Claiming(&g, "a", 7, 7);
+  Claiming(&g, "c", 7, 7);
+  Claiming(&g, "told", 0, 0);
+  CHECK(StandingsOf(&g).at("a") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("b") == Standing::kStray);
+  CHECK(StandingsOf(&g).at("c") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("told") == Standing::kClean);
+}
+
+TEST_CASE("an engine that comes back with other bytes than were read back is not ready") {
+  TestGroup g(SpecOf(1, 1));
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId a = g.Fillable("a", kModel);
+  g.Open(trainer, 4);
+  g.Push(trainer, 4, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(trainer, 4, 1);
+  g.FinishVerify(absl::OkStatus(), {}, {42});
+  REQUIRE(g.Code(commit) == absl::StatusCode::kOk);
+  const auto told = std::find_if(g.committed.begin(), g.committed.end(),
+                                 [a](const SendCommitted& c) { return c.member == a; });
+  REQUIRE(told != g.committed.end());
+  CHECK(told->digest == 42);
+  g.Lose(a);
+  SECTION("the bytes that it was given") {
+    Claiming(&g, "a", 42, 42, g.group.incarnation());
+    CHECK(StandingsOf(&g).at("a") == Standing::kClean);
+    CHECK(g.Instance("a").version == Version(4));
+  }
+  SECTION("other bytes, with the digest that it was given") {
+    Claiming(&g, "a", 42, 43, g.group.incarnation());
+    CHECK(g.Instance("a").version == std::nullopt);
+  }
+  SECTION("other bytes, with their digest") {
+    Claiming(&g, "a", 43, 43, g.group.incarnation());
+    CHECK(g.Instance("a").version == std::nullopt);
   }
 }
 

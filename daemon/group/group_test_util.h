@@ -347,12 +347,13 @@ class TestGroup {
     refitting.reset();
     Do(std::move(done));
   }
-  void FinishVerify(absl::Status status = absl::OkStatus(), std::vector<uint32_t> failed = {}) {
+  void FinishVerify(absl::Status status = absl::OkStatus(), std::vector<uint32_t> failed = {},
+                    std::vector<uint64_t> content = {}) {
     REQUIRE(verifying.has_value());
     const UpdateId update = verifying->update;
     verifying.reset();
     verify_touches.clear();
-    Do(VerifyDone{update, std::move(status), std::move(failed)});
+    Do(VerifyDone{update, std::move(status), std::move(failed), std::move(content)});
   }
   // Answers until nothing is left to answer.
   void Settle() {

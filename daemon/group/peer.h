@@ -82,6 +82,7 @@ struct PeerLayout {
   absl::Status destination{};
   // The layout's digest, if it was computed on receipt; not sent.
   std::optional<uint64_t> digest{};
+  uint64_t content = 0;  // LayoutRegistered::content
 };
 // A trainer rank's call. The event's `call` and `member` are the joined daemon's.
 struct PeerCall {

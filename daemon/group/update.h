@@ -227,6 +227,7 @@ struct Update {
   std::vector<SlotGrant> program_slots;
   std::vector<uint32_t> program_destinations;
   std::vector<uint32_t> verified_destinations;
+  std::vector<uint64_t> content;  // VerifyDone::content
 
   // Set in Draining.
   GiveUp give_up;

@@ -639,7 +639,8 @@ void Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
   Update* update = FindLocal(done.update);
   if (update == nullptr) return;
   update->verifying = false;
-  out.reports->push_back(VerifyDone{update->id, done.status, done.failed_destinations});
+  out.reports->push_back(
+      VerifyDone{update->id, done.status, done.failed_destinations, done.content});
   DropIfOver(update->id, out);
 }
 

@@ -206,9 +206,7 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
   if (v.version.has_value()) out->set_version(v.version->value());
   for (const InstanceStanding& standing : v.instances) {
     out->add_instances(standing.instance);
-    const bool known = static_cast<int>(standing.standing) < kWireStandings;
-    const Standing told = known ? standing.standing : Standing::kForming;
-    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(told) + 1));
+    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(standing.standing) + 1));
     out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
   }
 }
@@ -581,8 +579,8 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
   for (int i = 0; i < message.instances_size(); ++i) {
     InstanceStanding standing{.instance = message.instances(i), .version = std::nullopt};
     REFITD_RETURN_IF_ERROR(CheckName(standing.instance, fmt::format("readiness.instances[{}]", i)));
-    REFITD_RETURN_IF_ERROR(InRange(message.standings(i), 1, kWireStandings,
-                                   fmt::format("readiness.standings[{}]", i)));
+    REFITD_RETURN_IF_ERROR(
+        InRange(message.standings(i), 1, kStandings, fmt::format("readiness.standings[{}]", i)));
     standing.standing = static_cast<Standing>(message.standings(i) - 1);
     if (message.versions(i) != kNoVersion) {
       REFITD_ASSIGN_OR_RETURN(

@@ -24,11 +24,12 @@ void Tell(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_version(v.version.value());
   event->mutable_committed()->set_incarnation(v.incarnation);
   event->mutable_committed()->set_owner(v.owner);
+  event->mutable_committed()->set_digest(v.digest);
 }
 
 absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Committed& message) {
   REFITD_ASSIGN_OR_RETURN(const Version version, VersionOf(message.version(), "committed.version"));
-  return SendCommitted{member, version};
+  return SendCommitted{member, version, 0, "", message.digest()};
 }
 
 // ---- aborted ----

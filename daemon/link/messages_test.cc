@@ -42,11 +42,11 @@ FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f, g)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q)
 FIELDS(PeerAttach, a, b)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
-FIELDS(EngineFailed, a, b, c)
+FIELDS(EngineFailed, a, b, c, d)
 FIELDS(AckEvent, a, b, c)
 FIELDS(LeaseSlotEvent, a, b, c, d, e)
 FIELDS(ReleaseSlotEvent, a, b, c)
@@ -58,7 +58,7 @@ FIELDS(PeerCall, a)
 FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d, e)
 FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
-FIELDS(VerifyDone, a, b, c)
+FIELDS(VerifyDone, a, b, c, d)
 FIELDS(EpochOpened, a, b, c)
 FIELDS(EpochUp, a, b)
 FIELDS(PeerWireGranted, a)
@@ -111,10 +111,10 @@ FIELDS(LinkUp, a, b, c, d, e)
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
-  auto& [a, b, incarnation, owner] = v;
+  auto& [a, b, incarnation, owner, digest] = v;
   (void)incarnation;
   (void)owner;
-  return std::tie(a, b);
+  return std::tie(a, b, digest);
 }
 // All fields but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
@@ -136,9 +136,9 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest] = v;
+  auto& [a, b, c, d, digest, content] = v;
   (void)digest;
-  return std::tie(a, b, c, d);
+  return std::tie(a, b, c, d, content);
 }
 // All fields but those from which the coordinator makes the plan's part.
 template <typename V>
@@ -308,9 +308,7 @@ void FillOne(Rng& rng, BroadcastMethod* v) {
   *v = static_cast<BroadcastMethod>(Between(rng, 0, 4));
 }
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
-void FillOne(Rng& rng, Standing* v) {
-  *v = static_cast<Standing>(Between(rng, 0, kWireStandings - 1));
-}
+void FillOne(Rng& rng, Standing* v) { *v = static_cast<Standing>(Between(rng, 0, kStandings - 1)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaFraction* v) {

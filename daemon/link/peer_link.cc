@@ -160,6 +160,11 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     // `lock` is destroyed before `self`.
   }
 
+  std::string address() {
+    MutexLock lock(&mutex_);
+    return address_;
+  }
+
  private:
   using Backlog = PeerBacklog<PeerReport>;
 
@@ -218,6 +223,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
         MutexLock lock(&mutex_);
         if (ended_ || closing_) return absl::OkStatus();
         up_ = true;
+        address_ = TcpAddress(context_.peer());
         message_bytes_ = accepted.message_bytes;
         bounds_ = bounds;
         backlog_.Open(up.incarnation);
@@ -308,6 +314,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);  // of the group
   bool up_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string address_ ABSL_GUARDED_BY(mutex_);  // once up
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
@@ -328,6 +335,8 @@ std::unique_ptr<PeerLink> PeerLink::Dial(PeerDial dial, PeerLinkCallbacks callba
 absl::Status PeerLink::Queue(PeerReport report) { return call_->Queue(std::move(report)); }
 
 std::vector<PeerLink::Refused> PeerLink::Flush() { return call_->Flush(); }
+
+std::string PeerLink::address() const { return call_->address(); }
 
 void PeerLink::Close() { call_->Close(); }
 

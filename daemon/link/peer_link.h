@@ -108,6 +108,9 @@ class PeerLink {
   // Returns the reports that turned out not to be sendable, also those that other threads queued.
   std::vector<Refused> Flush();
 
+  // "host:port" of the connection's other end, numeric; empty: the link is not up yet.
+  std::string address() const;
+
   // Ends the link. Reports that were queued before are still written, within kPeerEndLimit.
   void Close();
 

@@ -30,6 +30,7 @@ using peer::MemberOf;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
+using peer::SetStatus;
 using peer::SetStatusOf;
 using peer::TextOf;
 using peer::TextToProto;
@@ -66,6 +67,8 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_fill(engine.fill);
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
+  e->set_held_digest(engine.held_digest);
+  if (!engine.refused.ok()) SetStatus(engine.refused, e->mutable_refused());
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -94,6 +97,8 @@ void Put(const EngineFailed& v, v1::PeerMessage* message) {
   v1::Failed* out = EngineMessageOf(v.member, message)->mutable_failed();
   out->set_update_id(v.update.value());
   out->set_reason(TextToProto(v.reason));
+  if (v.refused.ok()) return;
+  SetStatus(v.refused, message->mutable_engine_message()->mutable_refused());
 }
 
 void Put(const AckEvent& v, v1::PeerMessage* message) {
@@ -135,6 +140,7 @@ void Put(const VerifyDone& v, v1::PeerMessage* message) {
   SetStatusOf(v.status, out);
   out->mutable_failed_destinations()->Add(v.failed_destinations.begin(),
                                           v.failed_destinations.end());
+  out->mutable_content()->Add(v.content.begin(), v.content.end());
 }
 
 template <typename Wire>
@@ -249,6 +255,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.pid = e.pid();
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
+  engine.held_digest = e.held_digest();
   engine.fill = e.fill();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {
@@ -264,6 +271,9 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));
+  }
+  if (e.has_refused()) {
+    REFITD_RETURN_IF_ERROR(ReadStatus(e.refused(), "attach.engine.refused", &engine.refused));
   }
   if (e.has_manifest()) {
     REFITD_ASSIGN_OR_RETURN(
@@ -293,7 +303,11 @@ absl::StatusOr<PeerReport> ReportOf(const v1::PeerEngineMessage& message) {
   }
   if (said.has_failed()) {
     REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(said.failed().reason(), "failed.reason"));
-    return EngineFailed{member, UpdateId(said.failed().update_id()), std::move(reason)};
+    EngineFailed failed{member, UpdateId(said.failed().update_id()), std::move(reason)};
+    if (message.has_refused()) {
+      REFITD_RETURN_IF_ERROR(ReadStatus(message.refused(), "failed.refused", &failed.refused));
+    }
+    return failed;
   }
   return Invalid("engine_message.message is none that is passed on");
 }
@@ -354,6 +368,8 @@ absl::StatusOr<VerifyDone> ReportOf(const v1::PeerVerified& message) {
   REFITD_ASSIGN_OR_RETURN(out.failed_destinations,
                           IndicesOf(message.failed_destinations(), kMaxEngineRanks, kMaxEngineRanks,
                                     "verified.failed_destinations"));
+  REFITD_RETURN_IF_ERROR(AtMost(message.content_size(), kMaxEngineRanks, "verified.content"));
+  out.content.assign(message.content().begin(), message.content().end());
   return out;
 }
 
@@ -500,6 +516,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
     v1::PeerLayout* out = messages.emplace_back().mutable_layout();
     out->set_member(report.member.value());
     out->set_call(report.call.value());
+    out->set_content(report.content);
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -586,8 +603,12 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   }
   // Computed here, where no daemon's mutex is held.
   const uint64_t digest = complete.Digest();
-  return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
-                    CallId(layout.call()), std::move(destination), digest};
+  return PeerLayout{member,
+                    std::make_shared<const Layout>(std::move(complete)),
+                    CallId(layout.call()),
+                    std::move(destination),
+                    digest,
+                    layout.content()};
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {

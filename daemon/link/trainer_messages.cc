@@ -181,9 +181,12 @@ absl::Status CheckRequestId(const std::string& id) {
 absl::StatusOr<BeginEvent> EventOf(const v1::BeginRequest& request, Duration longest) {
   REFITD_ASSIGN_OR_RETURN(const BroadcastMethod broadcast, BroadcastFromProto(request.broadcast()));
   REFITD_ASSIGN_OR_RETURN(BeginEvent event, Opening<BeginEvent>(request, longest));
-  if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
-    return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
-                 request.tensor_count(), kMaxTensorsPerLayout);
+  if (request.tensor_count() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is negative",
+                 request.tensor_count());
+  }
+  if (request.tensor_count() > kMaxTensorsPerLayout) {
+    return TooManyTensors("tensor_count", request.tensor_count());
   }
   if (request.total_bytes() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "total_bytes: {} is negative",

@@ -11,6 +11,7 @@ namespace refitd {
 
 absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
   const std::string group = peer->hello.group;
+  REFITD_RETURN_IF_ERROR(CheckNotDrained(group));
   if (peer->hello.boot_id == state_.boot_id) {
     CoordinateOwn(peer->hello, turn);
     return absl::FailedPreconditionError("boot_id: the daemon joins itself");
@@ -24,6 +25,20 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   if (state_.groups.Find(group) != nullptr) return absl::OkStatus();
   if (peer->hello.wait == Duration(0)) return NoGroup(group);
   return state_.peers.AdmitWaiting();
+}
+
+void Joiners::RefuseUntil(const std::string& group, TimePoint until) {
+  std::erase_if(drained_, [](const auto& entry) { return entry.second <= DaemonState::Now(); });
+  drained_[group] = until;
+}
+
+absl::Status Joiners::CheckNotDrained(const std::string& group) const {
+  const auto it = drained_.find(group);
+  if (it == drained_.end() || it->second <= DaemonState::Now()) return absl::OkStatus();
+  return Error(absl::StatusCode::kUnavailable,
+               "group '{}': it was drained here, and its coordinator's name has yet to lead "
+               "elsewhere",
+               group);
 }
 
 absl::Status Joiners::CheckNotFollowing(const PeerGreeting& hello) const {

@@ -5,6 +5,7 @@
 #define REFITD_DAEMON_NODE_JOINERS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -36,6 +37,11 @@ class Joiners : public PeerAcceptor {
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
 
+  // The group was given up here for the daemon that its coordinator's name now leads to: until then
+  // links that ask for it are refused, and may try again.
+  void RefuseUntil(const std::string& group, TimePoint until)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
   // Called when the group was made: lets in the members and daemons that waited for the group.
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
@@ -63,12 +69,18 @@ class Joiners : public PeerAcceptor {
   // of tensors.
   void ShareLayout(uint64_t session, PeerLayout* report);
 
+  // UNAVAILABLE: the group was drained here a moment ago.
+  absl::Status CheckNotDrained(const std::string& group) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
   DaemonState& state_;
   const Identities& identities_;
   GroupLife& life_;
   Members& members_;
   Joining& joining_;
   const DeviceSlots& device_slots_;
+  // Groups that were drained here, and until when no link is taken for them.
+  std::map<std::string, TimePoint> drained_ ABSL_GUARDED_BY(kInTurn);
 };
 
 }  // namespace refitd

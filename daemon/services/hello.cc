@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -85,6 +86,7 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                  hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  identity.held_digest = hello.held_digest();
   if (!hello.trainer_identity().empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(hello.trainer_identity(), "trainer_identity"));
   }
@@ -96,11 +98,18 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
     return Error(absl::StatusCode::kInvalidArgument, "fill: only {} delivery takes part in fills",
                  DeliveriesWith(Fills));
   }
+  const int64_t manifest_tensors =
+      std::max<int64_t>(hello.manifest_tensors(), hello.manifest().names_size());
+  const bool too_many = manifest_tensors > kMaxTensorsPerLayout;
+  if ((hello.has_manifest() || too_many) && !DeclaresManifest(identity.delivery)) {
+    return Error(absl::StatusCode::kInvalidArgument, "manifest: only {} delivery takes one",
+                 DeliveriesWith(DeclaresManifest));
+  }
+  if (too_many) {
+    identity.refused = TooManyTensors("manifest", manifest_tensors);
+    return identity;
+  }
   if (hello.has_manifest()) {
-    if (!DeclaresManifest(identity.delivery)) {
-      return Error(absl::StatusCode::kInvalidArgument, "manifest: only {} delivery takes one",
-                   DeliveriesWith(DeclaresManifest));
-    }
     REFITD_ASSIGN_OR_RETURN(
         identity.manifest,
         CheckManifest(hello.manifest().names(), hello.manifest().dtypes(),
@@ -142,6 +151,8 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   arrival.record.instance = identity.instance;
   arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
+  arrival.record.claims = identity.held_version.has_value() && identity.held_digest != 0 &&
+                          identity.fill && NeedsLayout(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "daemon/link/channel.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"
@@ -37,19 +38,6 @@ gpr_timespec After(Duration duration) {
 uint64_t NextSession() {
   static std::atomic<uint64_t> next{1};
   return next.fetch_add(1);
-}
-
-// Converts "ipv4:10.0.0.1:4000" to "10.0.0.1:4000" and "ipv6:%5B::1%5D:4000" to "[::1]:4000";
-// empty: not TCP.
-std::string TcpAddress(const std::string& peer) {
-  if (peer.rfind("ipv4:", 0) != 0 && peer.rfind("ipv6:", 0) != 0) return "";
-  std::string address = peer.substr(5);
-  for (const auto& [escaped, plain] : {std::pair{"%5B", "["}, std::pair{"%5D", "]"}}) {
-    if (const size_t at = address.find(escaped); at != std::string::npos) {
-      address.replace(at, 3, plain);
-    }
-  }
-  return address;
 }
 
 class LinkReactor;

@@ -68,7 +68,9 @@ TEST_CASE("a bad field of a trainer's request is named with its value") {
   CHECK(Refusal(EventOf(begin, kLongest)) == "version: -1 is negative");
   begin.set_version(1);
   begin.set_tensor_count(-1);
-  CHECK_THAT(Refusal(EventOf(begin, kLongest)), Contains("tensor_count: -1 is not in 0.."));
+  CHECK_THAT(Refusal(EventOf(begin, kLongest)), Contains("tensor_count: -1 is negative"));
+  begin.set_tensor_count(kMaxTensorsPerLayout + 1);
+  CHECK(EventOf(begin, kLongest).status().code() == absl::StatusCode::kResourceExhausted);
   v1::RefitRequest refit;
   refit.set_bucket_count(-1);
   CHECK(Refusal(EventOf(refit, kLongest)) == "bucket_count: -1 is negative");

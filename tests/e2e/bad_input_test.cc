@@ -426,8 +426,8 @@ TEST_CASE("a Begin out of bounds is refused by field and value, and versions onl
           StatusCode::INVALID_ARGUMENT, {"verification", "77"});
   refused([](auto* r) { r->set_tensor_count(-1); }, StatusCode::INVALID_ARGUMENT,
           {"tensor_count", "-1"});
-  refused([](auto* r) { r->set_tensor_count(kMax); }, StatusCode::INVALID_ARGUMENT,
-          {"tensor_count"});
+  refused([](auto* r) { r->set_tensor_count(262'145); }, StatusCode::RESOURCE_EXHAUSTED,
+          {"tensor_count", "262145", "262144 (kMaxTensorsPerLayout)"});
   refused([](auto* r) { r->set_total_bytes(-1); }, StatusCode::INVALID_ARGUMENT,
           {"total_bytes", "-1"});
   refused([](auto* r) { r->set_request_id(std::string(65, 'x')); }, StatusCode::INVALID_ARGUMENT,
@@ -647,6 +647,18 @@ TEST_CASE("operators' requests about groups are refused by name") {
   abort.set_group("none");
   CheckRefused(s.daemon.Call(&v1::Operator::Stub::AbortUpdate, abort).status, StatusCode::NOT_FOUND,
                {"'none'"});
+  // Its members name this daemon's own address, and would come back.
+  v1::DrainRequest drain;
+  drain.set_group("none");
+  CheckRefused(s.daemon.Call(&v1::Operator::Stub::Drain, drain).status, StatusCode::NOT_FOUND,
+               {"'none'"});
+  drain.set_group("g");
+  CheckRefused(s.daemon.Call(&v1::Operator::Stub::Drain, drain).status,
+               StatusCode::FAILED_PRECONDITION, {"'g'", "own address"});
+  drain.clear_group();
+  const auto drained = s.daemon.Call(&v1::Operator::Stub::Drain, drain);
+  REQUIRE_OK(drained);
+  CHECK(drained.response.drained_size() + drained.response.running_size() == 0);
   v1::GetGroupRequest get;
   get.set_group("none");
   CheckRefused(s.daemon.Call(&v1::Operator::Stub::GetGroup, get).status, StatusCode::NOT_FOUND,

@@ -186,6 +186,7 @@ class refit_engine_options(ctypes.Structure):
         ("fill", c_int32),
         ("held_owner", c_char_p),
         ("trainer_identity", c_char_p),
+        ("held_digest", c_uint64),
     ]
 
 
@@ -209,6 +210,7 @@ class refit_event(ctypes.Structure):
         ("weights", c_int32),
         ("incarnation", c_uint64),
         ("owner", c_char_p),
+        ("digest", c_uint64),
     ]
 
 

@@ -113,11 +113,13 @@ class Part:
 @dataclass(frozen=True)
 class Committed:
     """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other.
-    `owner`: the identity that owns the group, "" where nobody does."""
+    `owner`: the identity that owns the group, "" where nobody does. `digest`: of this rank's registered memory, 0 where it was not
+    read back."""
 
     version: int
     incarnation: int
     owner: str = ""
+    digest: int = 0
 
 
 @dataclass(frozen=True)
