@@ -78,12 +78,14 @@ class WrongOffset : public UnpreparedTransport {
  public:
   explicit WrongOffset(Transport* transport) : transport_(transport) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    ++submitted;
     if (planted_bytes != 0) transfer.plan.moves.at(move).source_byte_offset += planted_bytes;
     transport_->Submit(std::move(transfer), std::move(done));
   }
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
     transport_->Submit(std::move(job), std::move(done));
   }
+  int submitted = 0;
   size_t move = 1;  // moves the right half of the matrix
   int64_t planted_bytes = 0;
 
@@ -319,21 +321,36 @@ TEST_CASE("a transfer writes every destination and the slot, and reads back as w
   CHECK(verified.failed_destinations.empty());
 }
 
-TEST_CASE("a push whose bytes lie in an engine's memory at another place is refused by name") {
-  Bench bench;
-  MemoryOrigin origin{MemoryOrigin::Kind::kFile, 1, 7, 0};
-  bench.memory.origins[kTrainer] = origin;
-  const MemberId engine(10);  // its tensors begin at byte 64
-  bench.memory.origins[engine] = origin;
-  const absl::Status refused = bench.Refused();
-  CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(std::string(refused.message()), Catch::Contains("tensor matrix of member"));
-  for (const int64_t begin : {int64_t{-64}, int64_t{1} << 20}) {  // the same place; apart
-    Bench other;
-    origin.begin = begin;
-    other.memory.origins = {{kTrainer, bench.memory.origins[kTrainer]}, {engine, origin}};
-    CHECK(other.Transfer(Verification::kReadback).status.ok());
+TEST_CASE(
+    "a push from memory that can't be recognised is read before and after it moves, the first "
+    "time") {
+  const MemoryOrigin exported{MemoryOrigin::Kind::kExported, 0, 77, 1 << 20};
+  const auto elsewhere = [&](Bench* bench) {
+    bench->memory.origins = {{kTrainer, {MemoryOrigin::Kind::kUnknown, 0, 0, 0}},
+                             {MemberId(10), exported}};
+  };
+  Bench shifted;  // the engine's matrix begins 64 bytes behind the trainer's, in the same memory
+  elsewhere(&shifted);
+  shifted.memory.regions[{MemberId(10), RegionId(10)}] =
+      shifted.memory.regions[{kTrainer, RegionId(1)}];
+  shifted.source().resize(512, 'x');
+  for (int update = 0; update < 2; ++update) {  // what changed is looked at again
+    std::string& source = shifted.source();
+    for (size_t b = 0; b < source.size(); ++b) source[b] = static_cast<char>(b * 7 + b / 64 * 31);
+    const absl::Status changed = shifted.Transfer(Verification::kOff).status;
+    CHECK(changed.code() == absl::StatusCode::kDataLoss);
+    CHECK_THAT(std::string(changed.message()), Catch::Contains("tensor matrix: its bytes changed"));
+    shifted.NextUpdate();
   }
+  Bench apart;
+  elsewhere(&apart);
+  CHECK(apart.Transfer(Verification::kReadback).status.ok());
+  apart.RequireInstalled();
+  CHECK(apart.Verify().status.ok());
+  CHECK(apart.transport.submitted == 3);
+  apart.NextUpdate();
+  CHECK(apart.Transfer(Verification::kOff).status.ok());
+  CHECK(apart.transport.submitted == 4);
 }
 
 TEST_CASE("a wrong source offset planted in a program is caught by transfer") {

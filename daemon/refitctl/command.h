@@ -30,11 +30,9 @@ Command AddBuckets(CommandApp app, const GlobalOptions& global);
 Command AddWatch(CommandApp app, const GlobalOptions& global);
 Command AddPush(CommandApp app, const GlobalOptions& global);
 Command AddEngine(CommandApp app, const GlobalOptions& global);
-Command AddPlan(CommandApp app, const GlobalOptions& global);
 Command AddValidate(CommandApp app, const GlobalOptions& global);
 Command AddCan(CommandApp app, const GlobalOptions& global);
 Command AddReady(CommandApp app, const GlobalOptions& global);
-Command AddDoctor(CommandApp app, const GlobalOptions& global);
 
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.
 int Fail(const absl::Status& status);

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "tests/workloads/sharding/arena.h"
 #include "transport/base/status.h"
-#include "transport/sharding/arena.h"
 #include "transport/sockets/socket_wire.h"
 
 namespace refitd::refit {

@@ -3,8 +3,8 @@
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared. Sizes are counts of
 // elements unless they say bytes.
-#ifndef REFITD_TRANSPORT_SHARDING_MODEL_H_
-#define REFITD_TRANSPORT_SHARDING_MODEL_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_MODEL_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_MODEL_H_
 
 #include <cstdint>
 #include <optional>
@@ -140,4 +140,4 @@ int64_t TotalBytes(std::span<const TensorSpec> tensors);
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_MODEL_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_MODEL_H_

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "tests/workloads/sharding/mappings.h"
+#include "tests/workloads/sharding/oracle.h"
 #include "transport/base/status.h"
 #include "transport/plan/plan.h"
-#include "transport/sharding/mappings.h"
-#include "transport/sharding/oracle.h"
 
 namespace refitd::sharding {
 namespace {

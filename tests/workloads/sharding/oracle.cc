@@ -1,4 +1,4 @@
-#include "transport/sharding/oracle.h"
+#include "tests/workloads/sharding/oracle.h"
 
 #include <algorithm>
 #include <utility>

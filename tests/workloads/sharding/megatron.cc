@@ -1,4 +1,4 @@
-#include "transport/sharding/megatron.h"
+#include "tests/workloads/sharding/megatron.h"
 
 #include <utility>
 #include <vector>

@@ -3,8 +3,8 @@
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared. All sizes, offsets
 // and ranks are counts of elements or ranks, never bytes. Errors are INVALID_ARGUMENT with the
 // offending value.
-#ifndef REFITD_TRANSPORT_SHARDING_MESH_H_
-#define REFITD_TRANSPORT_SHARDING_MESH_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_MESH_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_MESH_H_
 
 #include <cstdint>
 #include <span>
@@ -90,4 +90,4 @@ absl::StatusOr<Box> ShardBox(const Dims& shape, const Mesh& mesh,
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_MESH_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_MESH_H_

@@ -1,4 +1,4 @@
-#include "transport/sharding/mesh.h"
+#include "tests/workloads/sharding/mesh.h"
 
 #include <catch2/catch.hpp>
 #include <random>

@@ -3,15 +3,15 @@
 //
 // Arenas hold element ids instead of bytes: every element of every global tensor has its own
 // number, so that a test notices any element in a wrong place.
-#ifndef REFITD_TRANSPORT_SHARDING_ORACLE_H_
-#define REFITD_TRANSPORT_SHARDING_ORACLE_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_ORACLE_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_ORACLE_H_
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "transport/sharding/mappings.h"
+#include "tests/workloads/sharding/mappings.h"
 
 namespace refitd::sharding {
 
@@ -52,4 +52,4 @@ Arena ExpectedEngine(const GlobalIds& ids, const Mapping& mapping, const ModelCo
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_ORACLE_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_ORACLE_H_

@@ -1,4 +1,4 @@
-#include "transport/sharding/model.h"
+#include "tests/workloads/sharding/model.h"
 
 #include <catch2/catch.hpp>
 #include <set>

@@ -1,4 +1,4 @@
-#include "transport/sharding/vllm.h"
+#include "tests/workloads/sharding/vllm.h"
 
 #include <algorithm>
 #include <utility>

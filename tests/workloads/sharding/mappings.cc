@@ -1,4 +1,4 @@
-#include "transport/sharding/mappings.h"
+#include "tests/workloads/sharding/mappings.h"
 
 #include "transport/base/status.h"
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/workloads/sharding/mappings.h"
 #include "transport/base/status.h"
-#include "transport/sharding/mappings.h"
 
 namespace refitd::sharding {
 namespace {

@@ -29,16 +29,16 @@
 // FP8 scales lie after their parameter, and are fused as the parameter is. They are the scales of
 // the blocks that each part touches; CheckBlockScales (transport/plan/block_scales.h) tells where a
 // shard cuts a block.
-#ifndef REFITD_TRANSPORT_SHARDING_VLLM_H_
-#define REFITD_TRANSPORT_SHARDING_VLLM_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_VLLM_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_VLLM_H_
 
 #include <cstdint>
 
 #include "absl/status/statusor.h"
+#include "tests/workloads/sharding/arena.h"
+#include "tests/workloads/sharding/mesh.h"
+#include "tests/workloads/sharding/model.h"
 #include "transport/plan/layout.h"
-#include "transport/sharding/arena.h"
-#include "transport/sharding/mesh.h"
-#include "transport/sharding/model.h"
 
 namespace refitd::sharding {
 
@@ -57,4 +57,4 @@ absl::StatusOr<Layout> VllmLayout(const ModelConfig& config, const EngineParalle
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_VLLM_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_VLLM_H_

@@ -1,5 +1,9 @@
-// plan: shows what a compiled refit between a trainer and engines of a known model would move, and
-// how long it would take. Needs no daemon.
+// plan_models: shows what a compiled refit between a trainer and engines of a published model would
+// move, and how long it would take. Needs no daemon.
+//
+//   plan_models explain|estimate --model NAME --trainer SIZES --engine SIZES [...]   (--help)
+//
+// Exit code 0: every tensor has a place. 1: some has none. 2: wrong options, said in one line.
 #include <algorithm>
 #include <charconv>
 #include <memory>
@@ -10,16 +14,23 @@
 #include <string_view>
 #include <vector>
 
-#include "daemon/refitctl/command.h"
+#include "daemon/refitctl/command_line.h"
 #include "daemon/refitctl/format.h"
+#include "tests/workloads/sharding/megatron.h"
+#include "tests/workloads/sharding/model.h"
+#include "tests/workloads/sharding/vllm.h"
 #include "transport/base/status.h"
 #include "transport/plan/route.h"
-#include "transport/sharding/megatron.h"
-#include "transport/sharding/model.h"
-#include "transport/sharding/vllm.h"
 
-namespace refitd::refitctl {
+namespace refitd::workloads {
 namespace {
+
+using refitctl::CommandApp;
+using refitctl::CommandLine;
+
+constexpr int kOk = 0;
+constexpr int kFailed = 1;
+constexpr int kUsage = 2;
 
 struct PlanFlags {
   std::string model;
@@ -32,6 +43,8 @@ struct PlanFlags {
   bool chains = true;
   std::vector<std::string> pushed;
   size_t rows = 32;
+  std::string output = "table";
+  bool json() const { return output == "json"; }
 };
 
 absl::Status Invalid(const std::string& message) { return absl::InvalidArgumentError(message); }
@@ -230,37 +243,42 @@ std::string ToJson(const RouteExplanation& e) {
   return out.dump(1) + "\n";
 }
 
+int UsageError(const absl::Status& status) {
+  fmt::print(stderr, "plan_models: {}\n", Message(status));
+  return kUsage;
+}
+
 // Fails if the plan leaves out more tensors than the flags let be pushed.
 int Outcome(const RoutePlan& plan, const PlanFlags& flags) {
   const bool all = plan.unplaced_tensors <= static_cast<int64_t>(flags.pushed.size());
-  return all ? kExitOk : kExitFailed;
+  return all ? kOk : kFailed;
 }
 
-int RunExplain(const PlanFlags& flags, const GlobalOptions& global) {
+int RunExplain(const PlanFlags& flags) {
   const auto plan = MakePlan(flags);
-  if (!plan.ok()) return UsageError(Message(plan.status()));
+  if (!plan.ok()) return UsageError(plan.status());
   const RouteExplanation explanation = Explain(*plan);
-  Print(global.json ? ToJson(explanation) : ToText(explanation, flags.rows));
+  fmt::print("{}", flags.json() ? ToJson(explanation) : ToText(explanation, flags.rows));
   return Outcome(*plan, flags);
 }
 
-int RunEstimate(const PlanFlags& flags, const GlobalOptions& global) {
+int RunEstimate(const PlanFlags& flags) {
   const auto rates = ParseRates(flags.link_rates);
-  if (!rates.ok()) return UsageError(Message(rates.status()));
+  if (!rates.ok()) return UsageError(rates.status());
   const auto plan = MakePlan(flags);
-  if (!plan.ok()) return UsageError(Message(plan.status()));
+  if (!plan.ok()) return UsageError(plan.status());
   const RouteEstimate estimate = plan->Estimate(*rates);
-  if (global.json) {
+  if (flags.json()) {
     const Json out = {{"seconds", estimate.seconds},
                       {"limit", estimate.limit},
                       {"bytes", Number(plan->bytes)},
                       {"wireBytes", Number(plan->wire_bytes)},
                       {"unplacedTensors", Number(plan->unplaced_tensors)}};
-    Print(out.dump(1) + "\n");
+    fmt::print("{}\n", out.dump(1));
   } else {
-    Print(fmt::format("{}, limited by: {}\n{} supplied, {} of them over the wire\n",
-                      HumanSeconds(estimate.seconds), estimate.limit, HumanBytes(plan->bytes),
-                      HumanBytes(plan->wire_bytes)));
+    fmt::print("{}, limited by: {}\n{} supplied, {} of them over the wire\n",
+               HumanSeconds(estimate.seconds), estimate.limit, HumanBytes(plan->bytes),
+               HumanBytes(plan->wire_bytes));
   }
   return Outcome(*plan, flags);
 }
@@ -284,28 +302,39 @@ void AddFlags(CommandApp app, PlanFlags* flags) {
               "Nodes that want the same forward it to each other (default: where it matters)");
   app.AddFlag("--fp8", &flags->fp8, "Weights as FP8 with scales of 128x128 blocks");
   app.Add("--pushed", &flags->pushed, "A tensor that is pushed; may be given several times");
+  app.Add("-o,--output", &flags->output, "table or json (numbers of 64 bits as strings)")
+      .OneOf({"table", "json"});
 }
 
-}  // namespace
-
-Command AddPlan(CommandApp app, const GlobalOptions& global) {
-  CommandApp plan = app.AddCommand("plan", "What a compiled refit would move; needs no daemon");
-  plan.RequireCommand();
-  auto flags = std::make_shared<PlanFlags>();
-  CommandApp explain = plan.AddCommand(
+int Run(int argc, char** argv) {
+  CommandLine line("What a compiled refit of a published model would move; needs no daemon.", "",
+                   "");
+  CommandApp app = line.app();
+  app.RequireCommand();
+  PlanFlags flags;
+  CommandApp explain = app.AddCommand(
       "explain", "Bytes on each link, the lower bound, the worst link, what has no place");
-  AddFlags(explain, flags.get());
-  explain.Add("--rows", &flags->rows, "Of each kind of link, at most (default 32)");
-  CommandApp estimate = plan.AddCommand("estimate", "Seconds at given rates of the links");
-  AddFlags(estimate, flags.get());
+  AddFlags(explain, &flags);
+  explain.Add("--rows", &flags.rows, "Of each kind of link, at most (default 32)");
+  CommandApp estimate = app.AddCommand("estimate", "Seconds at given rates of the links");
+  AddFlags(estimate, &flags);
   estimate
-      .Add("--link-rates", &flags->link_rates,
+      .Add("--link-rates", &flags.link_rates,
            "rank-out, node-out, node-in, local-copy in bytes a second: "
            "rank-out=360G,node-out=45G,node-in=45G,local-copy=1.5T")
       .Required();
-  return {plan, [flags, explain, &global] {
-            return explain.parsed() ? RunExplain(*flags, global) : RunEstimate(*flags, global);
-          }};
+  switch (line.Parse(argc, argv)) {
+    case CommandLine::Outcome::kHelped:
+      return kOk;
+    case CommandLine::Outcome::kWrong:
+      return kUsage;
+    case CommandLine::Outcome::kParsed:
+      break;
+  }
+  return explain.parsed() ? RunExplain(flags) : RunEstimate(flags);
 }
 
-}  // namespace refitd::refitctl
+}  // namespace
+}  // namespace refitd::workloads
+
+int main(int argc, char** argv) { return refitd::workloads::Run(argc, argv); }

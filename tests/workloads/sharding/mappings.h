@@ -2,18 +2,18 @@
 // with FP8, and some for other cases.
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
-#ifndef REFITD_TRANSPORT_SHARDING_MAPPINGS_H_
-#define REFITD_TRANSPORT_SHARDING_MAPPINGS_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_MAPPINGS_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_MAPPINGS_H_
 
 #include <cstdint>
 #include <span>
 #include <string_view>
 
 #include "absl/status/statusor.h"
+#include "tests/workloads/sharding/megatron.h"
+#include "tests/workloads/sharding/model.h"
+#include "tests/workloads/sharding/vllm.h"
 #include "transport/plan/layout.h"
-#include "transport/sharding/megatron.h"
-#include "transport/sharding/model.h"
-#include "transport/sharding/vllm.h"
 
 namespace refitd::sharding {
 
@@ -41,4 +41,4 @@ absl::StatusOr<Layout> EngineLayout(const Mapping& mapping, const ModelConfig& c
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_MAPPINGS_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_MAPPINGS_H_

@@ -1,4 +1,4 @@
-#include "transport/sharding/arena.h"
+#include "tests/workloads/sharding/arena.h"
 
 #include <algorithm>
 #include <optional>

@@ -4,8 +4,8 @@
 // into which boxes of one or several global tensors are stacked along the first dimension. A stack
 // of matrices [E, 2P, H] is the same bytes as one of E * 2P rows. A fusion is thus only boxes with
 // byte offsets and strides.
-#ifndef REFITD_TRANSPORT_SHARDING_ARENA_H_
-#define REFITD_TRANSPORT_SHARDING_ARENA_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_ARENA_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_ARENA_H_
 
 #include <cstdint>
 #include <span>
@@ -14,8 +14,8 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "tests/workloads/sharding/model.h"
 #include "transport/plan/layout.h"
-#include "transport/sharding/model.h"
 
 namespace refitd::sharding {
 
@@ -96,4 +96,4 @@ Part ColumnShard(TensorSpec tensor, int64_t shards, int64_t index);
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_ARENA_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_ARENA_H_

@@ -10,8 +10,8 @@
 
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
+#include "tests/workloads/sharding/mappings.h"
 #include "transport/base/status.h"
-#include "transport/sharding/mappings.h"
 
 namespace refitd::sharding {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/sharding/model.h"
+#include "tests/workloads/sharding/model.h"
 
 #include <algorithm>
 #include <array>

@@ -28,17 +28,17 @@
 // hold fewer or none. FP8 scales, where the model has them, lie after their parameter, stacked
 // tensor by tensor ([q; k; v], [gate; up]): the blocks that the rank's part touches, so that both
 // ranks have the scale of a block which a shard boundary cuts.
-#ifndef REFITD_TRANSPORT_SHARDING_MEGATRON_H_
-#define REFITD_TRANSPORT_SHARDING_MEGATRON_H_
+#ifndef REFITD_TESTS_WORKLOADS_SHARDING_MEGATRON_H_
+#define REFITD_TESTS_WORKLOADS_SHARDING_MEGATRON_H_
 
 #include <cstdint>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "tests/workloads/sharding/arena.h"
+#include "tests/workloads/sharding/mesh.h"
+#include "tests/workloads/sharding/model.h"
 #include "transport/plan/layout.h"
-#include "transport/sharding/arena.h"
-#include "transport/sharding/mesh.h"
-#include "transport/sharding/model.h"
 
 namespace refitd::sharding {
 
@@ -76,4 +76,4 @@ absl::StatusOr<Layout> FsdpLayout(const ModelConfig& config, int64_t world, int6
 
 }  // namespace refitd::sharding
 
-#endif  // REFITD_TRANSPORT_SHARDING_MEGATRON_H_
+#endif  // REFITD_TESTS_WORKLOADS_SHARDING_MEGATRON_H_
