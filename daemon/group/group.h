@@ -187,6 +187,8 @@ struct EngineIdentity {
   // The identity that owned the group when held_version, or the version before its weights became
   // dirty, was committed; empty: the rank does not say.
   std::string held_owner{};
+  // Counts the manifest among its sender's bytes while it lives; null: nobody counts.
+  std::shared_ptr<const void> counted{};
 };
 
 // ---- how an update ends ----
