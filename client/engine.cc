@@ -13,6 +13,7 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "refitd/v1/engine.grpc.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/identity.h"
 #include "transport/base/mutex.h"
@@ -153,20 +154,21 @@ absl::Status CheckOptions(const EngineOptions& options) {
   REFITD_RETURN_IF_ERROR(CheckIdentifier(options.instance, "instance"));
   REFITD_RETURN_IF_ERROR(CheckRank(options.rank, options.world_size));
   if (options.held_version && options.held_version->value() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "held_version is {}", *options.held_version);
+    return InvalidField("held_version", "held_version is {}", *options.held_version);
   }
   if (options.held_version && options.dirty) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "held_version is {} and dirty is set: weights that hold a version are not dirty",
-                 *options.held_version);
+    return InvalidField(
+        "held_version",
+        "held_version is {} and dirty is set: weights that hold a version are not dirty",
+        *options.held_version);
   }
   if (!options.trainer_identity.empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(options.trainer_identity, "trainer_identity"));
   }
   if (!options.manifest) return absl::OkStatus();
   if (!DeclaresManifest(options.delivery)) {
-    return Error(absl::StatusCode::kInvalidArgument, "a manifest is for {} delivery only",
-                 DeliveriesWith(DeclaresManifest));
+    return InvalidField("manifest", "a manifest is for {} delivery only",
+                        DeliveriesWith(DeclaresManifest));
   }
   for (const TensorSpec& tensor : *options.manifest) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
   return absl::OkStatus();

@@ -14,6 +14,7 @@
 #include "proto/convert.h"
 #include "proto/failure.h"
 #include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -26,8 +27,9 @@ using Stub = v1::Trainer::StubInterface::async_interface;
 constexpr std::chrono::seconds kDefaultDuration{120};  // for daemons that do not tell their default
 constexpr std::chrono::seconds kGetUpdateLimit{10};
 constexpr size_t kMaxReasonBytes = 512;  // AbortRequest.reason
-// Bounds the memory of PushBucket calls that carry their bytes; the window only counts calls.
-constexpr int64_t kMaxInlineBytesInFlight = int64_t{64} << 20;
+// Bounds PushBucket calls that carry their bytes; the window only counts calls. A daemon takes 32
+// MiB of unfinished messages of all clients of an identity together.
+constexpr int64_t kMaxInlineBytesInFlight = int64_t{4} << 20;
 
 // Runs `run` on a gRPC thread, as if a call had ended, so that a caller that holds a lock is not
 // called back on its own thread.
@@ -254,7 +256,7 @@ absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request
   if (bucket.slot == nullptr) return absl::OkStatus();
   const auto* slot = dynamic_cast<const SlotImpl*>(bucket.slot.get());
   if (slot == nullptr || slot->core() != core_.get()) {
-    return Error(absl::StatusCode::kInvalidArgument, "bucket.slot was not leased by this trainer");
+    return InvalidField("bucket.slot", "bucket.slot was not leased by this trainer");
   }
   slot->Describe(request->mutable_bucket()->mutable_slot());
   return absl::OkStatus();
@@ -477,7 +479,7 @@ absl::Status UpdateImpl::Flush() {
 absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::milliseconds wait) {
   REFITD_RETURN_IF_ERROR(CheckOpen());
   if (wait.count() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", wait.count());
+    return InvalidField("wait", "wait of {} ms", wait.count());
   }
   const auto mapped = core_->connection->Pool(Access::kReadWrite);
   if (!mapped.ok()) {
@@ -687,8 +689,7 @@ class TrainerImpl final : public Member<Trainer, Core> {
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
   const auto negative = [](std::string_view field, int64_t value) {
-    return Error(absl::StatusCode::kInvalidArgument, "{} is {}: it must not be negative", field,
-                 value);
+    return InvalidField(field, "{} is {}: it must not be negative", field, value);
   };
   if (options.version.value() < 0) return negative("version", options.version.value());
   if (options.duration.count() < 0) return negative("duration", options.duration.count());
@@ -697,7 +698,7 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   // Protocol Buffers can't carry text that is not UTF-8; the daemon checks the rest.
   if (const std::string clean = CleanText(options.note, options.note.size());
       clean != options.note) {
-    return Error(absl::StatusCode::kInvalidArgument, "note: \"{}\" is not UTF-8", clean);
+    return InvalidField("note", "note: \"{}\" is not UTF-8", clean);
   }
   return absl::OkStatus();
 }

@@ -3,13 +3,14 @@
 #include <set>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 #include "transport/broadcast_method.h"
 
 namespace refitd {
 
 absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before) {
   if (told < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is negative", field, told);
+    return InvalidField(field, "{}: {} is negative", field, told);
   }
   if (told != 0 && before != 0 && told != before) {
     return Precondition("{}: {} differs from the {} of the ranks before", field, told, before);
@@ -38,11 +39,11 @@ absl::Status Group::Impl::CheckGreater(Version wanted) const {
 
 absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) const {
   if (e.version.value() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", e.version);
+    return InvalidField("version", "version: {} is negative", e.version);
   }
   if (e.duration < Duration(0) || e.duration > limits.max_duration) {
-    return Error(absl::StatusCode::kInvalidArgument, "duration: {} is not in 0..{}",
-                 group::Seconds(e.duration), group::Seconds(limits.max_duration));
+    return InvalidField("duration", "duration: {} is not in 0..{}", group::Seconds(e.duration),
+                        group::Seconds(limits.max_duration));
   }
   // A fill gives way, so the call is checked as if none ran.
   const bool free = update == nullptr || FillRuns();

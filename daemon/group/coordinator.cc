@@ -472,6 +472,10 @@ void Coordinator::Impl::FeedOf(Node* node, MemberEvent event) {
 
 void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   if (node->members.contains(r.member)) return;
+  if (!r.room.ok()) {
+    Send(node->id, RefuseMember{r.member, r.room});
+    return;
+  }
   if (options.admit_remote != nullptr) {
     if (absl::Status status = options.admit_remote(); !status.ok()) {
       Send(node->id, RefuseMember{r.member, std::move(status)});
@@ -516,6 +520,10 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const auto it = node->members.find(r.member);
   if (it == node->members.end()) {
     Send(node->id, Reply{r.call, absl::UnauthenticatedError("the member is not attached"), {}});
+    return;
+  }
+  if (!r.room.ok()) {
+    Send(node->id, Reply{r.call, r.room, {}});
     return;
   }
   const MemberId ours = it->second;

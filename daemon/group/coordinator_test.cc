@@ -310,7 +310,8 @@ TEST_CASE("two groups handed the wire to each other without end: it is given bac
 }
 
 TEST_CASE(
-    "a layout of a joined daemon is answered: taken, or refused while its rank is in an update") {
+    "a layout of a joined daemon is answered: taken, or refused while its rank is in an update, or "
+    "without room for it") {
   Fixture f;
   const auto layout = LayoutOf({Bytes("t", 100), Bytes("u", 100)});
   const auto last = [&f] { return f.Sent<Reply>().back(); };
@@ -331,6 +332,10 @@ TEST_CASE(
   f.Report(PeerLayout{kRemoteEngine, layout, CallId(53), absl::InvalidArgumentError("overlap")});
   CHECK(last().call == CallId(53));
   CHECK(last().status == absl::InvalidArgumentError("overlap"));
+  const absl::Status room = absl::ResourceExhaustedError("limits.held_bytes");
+  f.Report(PeerLayout{kRemoteEngine, nullptr, CallId(54), {}, {}, room});
+  CHECK(last().call == CallId(54));
+  CHECK(last().status == room);
 }
 
 TEST_CASE("an epoch that was up is closed everywhere when a rank gives its end of it back") {
@@ -949,6 +954,9 @@ TEST_CASE("A member of another daemon for which there is no room is refused with
   REQUIRE(f.Sent<RefuseMember>().size() == 1);
   CHECK(f.Sent<RefuseMember>()[0].member == MemberId(2));
   CHECK(f.Sent<RefuseMember>()[0].status == room);
+  room = absl::OkStatus();
+  f.Report(PeerAttach{MemberId(3), engine, absl::ResourceExhaustedError("limits.held_bytes")});
+  REQUIRE(f.Sent<RefuseMember>().size() == 2);
   CHECK(f.coordinator().remote_members() == 1);
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 
 namespace refitd {
@@ -81,8 +82,7 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   Member* member = Trainer(e.member, e.call);
   if (member == nullptr) return;
   if (e.wait < Duration(0)) {
-    Refuse(e.call, Error(absl::StatusCode::kInvalidArgument, "wait: {} is negative",
-                         group::Seconds(e.wait)));
+    Refuse(e.call, InvalidField("wait", "wait: {} is negative", group::Seconds(e.wait)));
     return;
   }
   const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
@@ -152,7 +152,7 @@ void Group::Impl::On(const ReleaseSlotEvent& e) {
 absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const {
   const CheckedBucket& bucket = *e.bucket;
   if (bucket.seq < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "seq: {} is negative", bucket.seq);
+    return InvalidField("seq", "seq: {} is negative", bucket.seq);
   }
   if (bucket.seq < progress.next_seq || progress.early.contains(bucket.seq)) {
     return Error(absl::StatusCode::kAlreadyExists, "seq: {} was pushed before", bucket.seq);

@@ -190,6 +190,8 @@ struct EngineIdentity {
   absl::Status refused{};
   // SendCommitted::digest as it came with held_version; 0: the rank does not say.
   uint64_t held_digest = 0;
+  // Counts the manifest among its sender's bytes while it lives; null: nobody counts.
+  std::shared_ptr<const void> counted{};
 };
 
 // ---- how an update ends ----

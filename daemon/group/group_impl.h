@@ -64,6 +64,7 @@ struct Member {
   std::string takes_of;  // engines: the pattern of owners whose weights they take; empty: any
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
+  std::shared_ptr<const void> manifest_counted;  // EngineIdentity::counted
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
   uint64_t registrations = 0;       // layouts that the member has registered

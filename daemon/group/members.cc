@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 #include "transport/base/identity.h"
 
 namespace refitd {
@@ -21,12 +22,10 @@ std::string WithPlace(std::string label, const Identity& who) {
 
 absl::Status CheckRank(int rank, int world_size, int max_world_size) {
   if (world_size < 1 || world_size > max_world_size) {
-    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}", world_size,
-                 max_world_size);
+    return InvalidField("world_size", "world_size: {} is not in 1..{}", world_size, max_world_size);
   }
   if (rank < 0 || rank >= world_size) {
-    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", rank,
-                 world_size - 1);
+    return InvalidField("rank", "rank: {} is not in 0..{}", rank, world_size - 1);
   }
   return absl::OkStatus();
 }
@@ -206,12 +205,13 @@ void Group::Impl::Admit(Member member) {
 absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
   if (!who.held_version.has_value() || who.held_origin != incarnation) return absl::OkStatus();
   if (version.has_value() && *who.held_version <= *version) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument,
-               "held_version: {} of held_origin {:x}, but {} in that incarnation of group {}",
-               *who.held_version, who.held_origin,
-               version.has_value() ? fmt::format("no version above {} was committed", *version)
-                                   : std::string("no version was committed"),
-               name);
+  return InvalidField(
+      "held_version",
+      "held_version: {} of held_origin {:x}, but {} in that incarnation of group {}",
+      *who.held_version, who.held_origin,
+      version.has_value() ? fmt::format("no version above {} was committed", *version)
+                          : std::string("no version was committed"),
+      name);
 }
 
 void Group::Impl::NoteInstalled(const Member& member) {
@@ -330,6 +330,7 @@ void Group::Impl::On(const EngineAttached& e) {
   if (who.manifest.has_value()) {
     member.manifest = declared->Shared(*who.manifest);
     declared->Add(member.manifest);
+    member.manifest_counted = who.counted;
   }
   if (who.held_version.has_value()) {
     if (Believed(who)) member.held = {*who.held_version, who.held_origin};

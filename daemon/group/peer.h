@@ -70,6 +70,8 @@ struct EpochUp {
 struct PeerAttach {
   MemberId member;
   std::variant<TrainerIdentity, EngineIdentity> identity;
+  // Set on receipt. Not OK: why the coordinator has no room for the manifest, which is left out.
+  absl::Status room{};
 };
 // A member's layout, structure only: regions and offsets stay with the joined daemon. Answered by
 // Reply, which is OK once updates that begin later count the member as registered.
@@ -83,6 +85,8 @@ struct PeerLayout {
   // The layout's digest, if it was computed on receipt; not sent.
   std::optional<uint64_t> digest{};
   uint64_t content = 0;  // LayoutRegistered::content
+  // Set on receipt. Not OK: why the coordinator has no room for the layout, which is null.
+  absl::Status room{};
 };
 // A trainer rank's call. The event's `call` and `member` are the joined daemon's.
 struct PeerCall {

@@ -3,9 +3,11 @@
 #define REFITD_DAEMON_LINK_GREETING_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
+#include "absl/status/status.h"
 #include "daemon/group/group.h"
 #include "proto/protocol.h"
 #include "transport/base/ids.h"
@@ -27,6 +29,10 @@ struct PeerGreeting {
   std::string identity{};
   bool trainer = false;
 };
+
+// Makes room for so many bytes in all, which are counted until it is destroyed (P10).
+// RESOURCE_EXHAUSTED: there is none.
+using Room = std::function<absl::Status(int64_t bytes)>;
 
 }  // namespace refitd
 

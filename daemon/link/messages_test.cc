@@ -42,8 +42,6 @@ FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f, g)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q)
-FIELDS(PeerAttach, a, b)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
 FIELDS(EngineFailed, a, b, c, d)
@@ -132,12 +130,27 @@ auto Fields(V& v) {
   (void)index;
   return std::tie(a, b, c, d, e, f, g, h, i);
 }
-// All fields but the digest, which is computed on arrival.
+// All fields but what counts the manifest, which is made on arrival, as are room and digest below.
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, EngineIdentity>
+auto Fields(V& v) {
+  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, counted] = v;
+  (void)counted;
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q);
+}
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, PeerAttach>
+auto Fields(V& v) {
+  auto& [a, b, room] = v;
+  (void)room;
+  return std::tie(a, b);
+}
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest, content] = v;
+  auto& [a, b, c, d, digest, content, room] = v;
   (void)digest;
+  (void)room;
   return std::tie(a, b, c, d, content);
 }
 // All fields but those from which the coordinator makes the plan's part.
@@ -969,6 +982,68 @@ TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") 
     CHECK(got.layout->pieces[9].region == RegionId());
     CHECK(got.layout->binding_generation == 0);
   }
+}
+
+// Room for so many bytes, shared by all that comes over the link.
+struct Rooms {
+  std::function<Room()> maker() {
+    return [this] {
+      const auto mine = std::shared_ptr<int64_t>(new int64_t(0), [this](const int64_t* taken) {
+        held -= *taken;
+        delete taken;
+      });
+      return [this, mine](int64_t bytes) {
+        if (held + bytes - *mine > most) return absl::ResourceExhaustedError("no room");
+        held += bytes - std::exchange(*mine, bytes);
+        return absl::OkStatus();
+      };
+    };
+  }
+  int64_t most = 0;
+  int64_t held = 0;
+};
+
+TEST_CASE("Layouts and manifests that came over a link were counted nowhere") {
+  Rooms rooms{.most = 4 << 20};
+  ReportDecoder decoder(kBounds, rooms.maker());
+  const auto decode = [&decoder](const PeerReport& report) {
+    std::optional<PeerReport> last;
+    const auto messages = ToProto(report, kBounds, kMinPeerMessageBytes);
+    REQUIRE(messages.ok());
+    for (const v1::PeerMessage& message : *messages) {
+      auto decoded = decoder.Decode(message);
+      REQUIRE(decoded.ok());
+      last = *std::move(decoded);
+    }
+    REQUIRE(last.has_value());
+    return *std::move(last);
+  };
+  {
+    const PeerReport kept = decode(Rows(MemberId(1), 10'000));
+    CHECK(std::get<PeerLayout>(kept).room.ok());
+    CHECK(rooms.held > 10'000 * static_cast<int64_t>(sizeof(Piece)));
+
+    const PeerReport refused = decode(Rows(MemberId(2), 20'000));
+    CHECK(absl::IsResourceExhausted(std::get<PeerLayout>(refused).room));
+    CHECK(std::get<PeerLayout>(refused).layout == nullptr);
+    CHECK(std::get<PeerLayout>(refused).call == CallId(11));
+  }
+  CHECK(rooms.held == 0);
+
+  EngineIdentity engine{.instance = "i", .delivery = DeliveryMode::kStaged};
+  engine.manifest.emplace(100, TensorSpec{std::string(400, 'x'), DType::kUint8, {1}});
+  for (size_t i = 0; i < engine.manifest->size(); ++i) {
+    (*engine.manifest)[i].name += std::to_string(i);
+  }
+  {
+    const PeerReport kept = decode(PeerAttach{MemberId(3), engine});
+    CHECK(std::get<PeerAttach>(kept).room.ok());
+    CHECK(rooms.held > 100 * 400);
+    rooms.most = rooms.held;
+    const PeerReport refused = decode(PeerAttach{MemberId(4), engine});
+    CHECK(absl::IsResourceExhausted(std::get<PeerAttach>(refused).room));
+  }
+  CHECK(rooms.held == 0);
 }
 
 TEST_CASE(

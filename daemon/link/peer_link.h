@@ -153,6 +153,8 @@ class PeerAcceptor {
   // connection's "host:port" at the joined daemon.
   virtual void Hello(PeerGreeting hello, std::string peer_address,
                      std::shared_ptr<PeerSession> session) = 0;
+  // Room for what a daemon's members describe: a layout or manifest. Null: nobody counts.
+  virtual Room RoomFor(const std::string& /*identity*/) { return nullptr; }
   virtual void Report(uint64_t session, PeerReport report) = 0;
   virtual void Gone(uint64_t session, std::string reason) = 0;
 };

@@ -11,6 +11,7 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
+#include "daemon/group/tensor_table.h"
 #include "daemon/link/trainer_messages.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
@@ -585,17 +586,31 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToProto(const PeerReport& report,
   return messages;
 }
 
+namespace {
+
+absl::Status Grow(const Room& room, int64_t bytes) {
+  return room == nullptr ? absl::OkStatus() : room(bytes);
+}
+
+}  // namespace
+
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::PeerLayout& layout) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(layout.member(), "layout.member"));
   if (assembly_.has_value() && assembly_->member != member) {
     return Invalid("layout.member is {} where the last chunk of member {}'s layout is to come",
                    member, assembly_->member);
   }
-  if (!assembly_.has_value()) assembly_ = Assembly{member, {}};
-  REFITD_RETURN_IF_ERROR(assembly_->decoder.Add(layout.chunk()));
+  if (!assembly_.has_value()) assembly_ = Assembly{member, {}, NewRoom(), {}};
+  if (assembly_->refused.ok()) {
+    REFITD_RETURN_IF_ERROR(assembly_->decoder.Add(layout.chunk()));
+    assembly_->refused = Grow(assembly_->room, assembly_->decoder.bytes());
+    if (!assembly_->refused.ok()) assembly_->decoder = LayoutDecoder();
+  }
   if (!layout.chunk().last()) return std::nullopt;
-  REFITD_ASSIGN_OR_RETURN(Layout complete, std::move(assembly_->decoder).Finish());
-  assembly_.reset();
+  Assembly assembly = *std::exchange(assembly_, std::nullopt);
+  const CallId call(layout.call());
+  if (!assembly.refused.ok()) return PeerLayout{member, nullptr, call, {}, {}, 0, assembly.refused};
+  REFITD_ASSIGN_OR_RETURN(Layout complete, std::move(assembly.decoder).Finish());
   complete = StructureOf(complete);
   absl::Status destination;
   if (absl::Status status = ValidateStructure(complete, &destination); !status.ok()) {
@@ -603,20 +618,34 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   }
   // Computed here, where no daemon's mutex is held.
   const uint64_t digest = complete.Digest();
-  return PeerLayout{member,
-                    std::make_shared<const Layout>(std::move(complete)),
-                    CallId(layout.call()),
-                    std::move(destination),
-                    digest,
-                    layout.content()};
+  struct Kept {
+    Layout layout;
+    Room room;
+  };
+  const auto kept =
+      std::make_shared<const Kept>(Kept{std::move(complete), std::move(assembly.room)});
+  return PeerLayout{member, {kept, &kept->layout}, call, std::move(destination),
+                    digest, layout.content()};
+}
+
+PeerAttach ReportDecoder::Counted(PeerAttach attach) const {
+  auto* const engine = std::get_if<EngineIdentity>(&attach.identity);
+  if (engine == nullptr || !engine->manifest.has_value()) return attach;
+  Room room = NewRoom();
+  attach.room = Grow(room, group::MemoryOf(*engine->manifest));
+  if (!attach.room.ok()) engine->manifest.reset();
+  engine->counted = std::make_shared<const Room>(std::move(room));
+  return attach;
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {
   switch (message.kind_case()) {
     case v1::PeerMessage::kHello:
       return Invalid("kind: hello was said already");
-    case v1::PeerMessage::kAttach:
-      return ReportOf(message.attach());
+    case v1::PeerMessage::kAttach: {
+      REFITD_ASSIGN_OR_RETURN(PeerAttach attach, ReportOf(message.attach()));
+      return Counted(std::move(attach));
+    }
     case v1::PeerMessage::kGone:
       if (assembly_.has_value() && assembly_->member.value() == message.gone().member()) {
         assembly_.reset();

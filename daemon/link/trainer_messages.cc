@@ -10,6 +10,7 @@
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "proto/failure.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -28,19 +29,19 @@ using peer::VersionOf;
 absl::StatusOr<Duration> CheckDuration(int64_t ms, Duration max) {
   REFITD_ASSIGN_OR_RETURN(const Duration duration, CheckMillis(ms, "duration_ms"));
   if (duration <= max) return duration;
-  return Error(absl::StatusCode::kInvalidArgument, "duration_ms: {} is more than the maximum {}",
-               ms, ToMillis(max));
+  return InvalidField("duration_ms", "duration_ms: {} is more than the maximum {}", ms,
+                      ToMillis(max));
 }
 
 absl::Status CheckVersion(int64_t version) {
   if (version >= 0) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", version);
+  return InvalidField("version", "version: {} is negative", version);
 }
 
 // Checks the bucket count of a Commit or Refit.
 absl::Status CheckBucketCount(int64_t count) {
   if (count >= 0) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative", count);
+  return InvalidField("bucket_count", "bucket_count: {} is negative", count);
 }
 
 // Reads and checks the fields that a Begin and a Refit share.
@@ -182,15 +183,13 @@ absl::StatusOr<BeginEvent> EventOf(const v1::BeginRequest& request, Duration lon
   REFITD_ASSIGN_OR_RETURN(const BroadcastMethod broadcast, BroadcastFromProto(request.broadcast()));
   REFITD_ASSIGN_OR_RETURN(BeginEvent event, Opening<BeginEvent>(request, longest));
   if (request.tensor_count() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is negative",
-                 request.tensor_count());
+    return InvalidField("tensor_count", "tensor_count: {} is negative", request.tensor_count());
   }
   if (request.tensor_count() > kMaxTensorsPerLayout) {
     return TooManyTensors("tensor_count", request.tensor_count());
   }
   if (request.total_bytes() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "total_bytes: {} is negative",
-                 request.total_bytes());
+    return InvalidField("total_bytes", "total_bytes: {} is negative", request.total_bytes());
   }
   event.tensor_count = request.tensor_count();
   event.total_bytes = request.total_bytes();

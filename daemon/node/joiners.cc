@@ -174,6 +174,11 @@ void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {
   for (Peers::Waiting& peer : state_.peers.TakeWaiting(group)) Admit(std::move(peer), turn);
 }
 
+Room Joiners::RoomFor(const std::string& identity) {
+  const auto hold = std::make_shared<ByteLedger::Hold>(state_.held.Empty(identity));
+  return [hold](int64_t bytes) { return hold->GrowTo(bytes); };
+}
+
 void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {
   std::shared_ptr<const Layout> known;
   {
@@ -184,7 +189,8 @@ void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {
     if (group == nullptr || group->coordinator == nullptr) return;
     known = group->coordinator->KnownLayout(joined->node, *report);
   }
-  if (known != nullptr && SameStructure(*known, *report->layout)) report->layout = known;
+  if (known != nullptr && report->layout != nullptr && SameStructure(*known, *report->layout))
+    report->layout = known;
 }
 
 void Joiners::Report(uint64_t session, PeerReport report) {

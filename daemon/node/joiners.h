@@ -34,6 +34,7 @@ class Joiners : public PeerAcceptor {
 
   void Hello(PeerGreeting hello, std::string peer_address,
              std::shared_ptr<PeerSession> session) override;
+  Room RoomFor(const std::string& identity) override;
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/block_scales.h"
 
@@ -51,24 +52,24 @@ absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& calle
     return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
   };
   if (!engine && !layout.ties.empty()) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "layout.tied_tensors has {} entries: only engines have tied tensors",
-                 layout.ties.size());
+    return InvalidField("layout.tied_tensors",
+                        "layout.tied_tensors has {} entries: only engines have tied tensors",
+                        layout.ties.size());
   }
   if (engine) TieSharedTensors(&layout);
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
   if (!engine) return Counted(std::move(layout), std::move(hold));
   if (!layout.pushed_tensors.empty()) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "layout.pushed_tensors has {} entries: an engine rank pushes none",
-                 layout.pushed_tensors.size());
+    return InvalidField("layout.pushed_tensors",
+                        "layout.pushed_tensors has {} entries: an engine rank pushes none",
+                        layout.pushed_tensors.size());
   }
   // A layout that a refit would refuse must not be filled by pushes either.
   REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
   for (const Piece& piece : layout.pieces) {
     if (regions.at(piece.region).access != Access::kReadWrite) {
-      return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
-                   piece.region, layout.tensors[piece.tensor].name);
+      return InvalidField("layout.piece_region", "region {} of tensor '{}' is not writable",
+                          piece.region, layout.tensors[piece.tensor].name);
     }
   }
   return Counted(std::move(layout), std::move(hold));

@@ -21,6 +21,7 @@
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
 #include "proto/grpc_status.h"
+#include "transport/base/errors.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/sockets/address_security.h"
@@ -126,7 +127,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     MutexLock lock(&mutex_);
     if (ended_) return std::nullopt;
     if (!order_.has_value()) {
-      return Error(StatusCode::kInvalidArgument, "kind: a report came before accepted");
+      return InvalidField("kind", "kind: a report came before accepted");
     }
     REFITD_ASSIGN_OR_RETURN(const bool counts,
                             order_->Check(message.sequence(), message.incarnation()));
@@ -291,13 +292,16 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
       greeted_ = true;
       group_ = hello.group;
       name_ = fmt::format("group {}: daemon {} at {}", group_, hello.daemon_id, address_);
+      identity_ = caller_.identity.empty() ? "daemon " + hello.daemon_id : caller_.identity;
       if (!caller_.identity.empty()) LogInfo("{} is {}", name_, caller_.identity);
       acceptor_->Hello(std::move(hello), address_, session_);
       return absl::OkStatus();
     }
     REFITD_ASSIGN_OR_RETURN(const std::optional<PeerBounds> bounds, session_->CheckOrder(message_));
     if (!bounds.has_value()) return absl::OkStatus();
-    if (!decoder_.has_value()) decoder_.emplace(*bounds);
+    if (!decoder_.has_value()) {
+      decoder_.emplace(*bounds, [this] { return acceptor_->RoomFor(identity_); });
+    }
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerReport> report, decoder_->Decode(message_));
     if (!report.has_value()) return absl::OkStatus();
     REFITD_RETURN_IF_ERROR(CheckAddress(*report));
@@ -333,7 +337,8 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
   std::string group_;
-  std::string name_;  // group, daemon and address, for the log
+  std::string identity_;  // whose bytes are counted: of the certificate, or else the daemon's id
+  std::string name_;      // group, daemon and address, for the log
   bool greeted_ = false;
   bool left_ = false;
 };

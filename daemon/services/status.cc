@@ -9,6 +9,7 @@
 #include "daemon/process/version.h"
 #include "proto/convert.h"
 #include "proto/failure.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
 
@@ -341,8 +342,8 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
 absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request) {
   const int64_t interval = request.interval_ms() == 0 ? kDefaultWatchMs : request.interval_ms();
   if (interval < kMinWatchMs || interval > kMaxWatchMs) {
-    return Error(absl::StatusCode::kInvalidArgument, "interval_ms: {} is not in {}..{}", interval,
-                 kMinWatchMs, kMaxWatchMs);
+    return InvalidField("interval_ms", "interval_ms: {} is not in {}..{}", interval, kMinWatchMs,
+                        kMaxWatchMs);
   }
   return Watchers::Wish{request.group(), std::chrono::milliseconds(interval), request.until_idle()};
 }

@@ -16,6 +16,7 @@
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_events.h"
 #include "proto/protocol.h"
+#include "transport/base/failure.h"
 
 namespace refitd {
 namespace {
@@ -27,6 +28,8 @@ constexpr Duration kLongest = std::chrono::minutes(1);
 template <typename Value>
 std::string Refusal(const absl::StatusOr<Value>& value) {
   CHECK(value.status().code() == absl::StatusCode::kInvalidArgument);
+  INFO(value.status());
+  CHECK_FALSE(FailureOf(value.status()).field.empty());
   return std::string(value.status().message());
 }
 
