@@ -22,7 +22,7 @@ FOLLOW_SECONDS = 0.02
 
 
 def parameters_of(worker: Any) -> dict[str, Any]:
-    from refitd.vllm.evidence import digest
+    from refitd.serving.evidence import digest
 
     model = worker.model_runner.get_model()
     held = [*model.named_parameters(), *model.named_buffers()]
@@ -67,7 +67,7 @@ def plant_copy(worker: Any, name: str, by_version: bool) -> None:
 
 def plant_no_evidence(worker: Any) -> None:
     """Makes the adapter take every module for one that post-processing left as it was."""
-    from refitd.vllm import evidence
+    from refitd.serving import evidence
 
     model = worker.model_runner.get_model()
     object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): [] for layer in model.modules()})
@@ -92,9 +92,9 @@ class Program:
         for name, arguments in options.get("plant", {}).items():
             self.llm.collective_rpc(PLANTS[name], args=tuple(arguments))
         if options["follow"] is not None:
-            import refitd.vllm
+            import refitd.integrations.vllm
 
-            self.weights = refitd.vllm.follow(self.llm, **options["follow"])
+            self.weights = refitd.integrations.vllm.follow(self.llm, **options["follow"])
 
     def between_calls(self) -> None:
         self.weights.poll(FOLLOW_SECONDS)
@@ -134,7 +134,7 @@ class Program:
 
     def take(self, version: int) -> None:
         """Makes the calls that a trainer makes by HTTP at a server."""
-        from refitd.vllm import _versions
+        from refitd.integrations.vllm import versions as _versions
 
         self.llm.start_weight_update(**_versions.start_arguments(self.llm.start_weight_update))
         self.llm.update_weights({"update_info": {"version": version}})

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from . import engine as _engine
 from . import trainer as _trainer
-from . import update as _update
-from ._inbox import Inbox
-from ._wait import awaited
+from ._core import update as _update
+from ._core.inbox import Inbox
+from ._core.waiting import awaited
 from .errors import Closed, DeadlineExceeded, Error
-from .events import Event, Part, Weights
+from ._core.events import Event, Part, Weights
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""refitd._abi against client/refit.h and refit_python.h, by the C compiler."""
+"""refitd._core.abi against client/refit.h and refit_python.h, by the C compiler."""
 
 import ctypes
 import os
@@ -9,7 +9,9 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from refitd import _abi, _dtypes, errors, events, update
+from refitd._core import abi as _abi, events, update
+from refitd.layout import dtypes as _dtypes
+from refitd import errors
 
 # The C headers lie in the checkout, or where the test runner put them.
 HEADER = Path(os.environ.get("REFIT_HEADER", Path(__file__).resolve().parents[2] / "refit.h"))

@@ -1,6 +1,6 @@
 """Every mapping of transport/sharding, by its name, through trainers and engines of this package and a daemon.
 
-Trainers hold what their framework would: Megatron's parameters by refitd.megatron, DTensors of a fully sharded mesh, and for FP8,
+Trainers hold what their framework would: Megatron's parameters by refitd.integrations.megatron, DTensors of a fully sharded mesh, and for FP8,
 with which no framework of these trains, the boxes that transport/sharding lists. Engine ranks hold vLLM's fused parameters, by the
 boxes that transport/sharding lists. What arrives is compared byte for byte with the full tensors.
 """
@@ -19,10 +19,11 @@ torch = pytest.importorskip("torch")
 from test_megatron import arena_of, config_of, parameters_of  # noqa: E402
 
 import refitd  # noqa: E402
-from refitd import kl, megatron, testing  # noqa: E402
-from refitd._dtypes import torch_dtype  # noqa: E402
-from refitd.regions import Region  # noqa: E402
-from refitd.shards import Shard  # noqa: E402
+from refitd import kl, testing  # noqa: E402
+from refitd.integrations import megatron  # noqa: E402
+from refitd.layout.dtypes import torch_dtype  # noqa: E402
+from refitd.layout.regions import Region  # noqa: E402
+from refitd.layout.shards import Shard  # noqa: E402
 
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
 SECONDS = 120
@@ -90,7 +91,7 @@ def bits(tensor):
 
 
 def megatron_trainers(mapping, full):
-    """The shards of every rank by refitd.megatron; what the parameters hold is said by transport/sharding alone."""
+    """The shards of every rank by refitd.integrations.megatron; what the parameters hold is said by transport/sharding alone."""
     m, p = mapping["model"], mapping["parallel"]
     parallel = megatron.Parallel(p["world"], p["pp"], p["tp"], p["ep"], p["etp"], p["cp"])
     for rank in range(p["world"]):
@@ -120,7 +121,7 @@ def dtensor_trainers(mapping, full):
                 layouts[name] = DTensor.from_local(
                     local, mesh, [Rows(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
-            yield refitd.shards.collect(layouts, rank=rank, world_size=world)
+            yield refitd.layout.shards.collect(layouts, rank=rank, world_size=world)
         finally:
             dist.destroy_process_group()
 

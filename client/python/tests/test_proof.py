@@ -1,4 +1,4 @@
-"""Forward proof: whether a module computes with the memory that is written (refitd.proof). Needs torch, and no daemon but where said."""
+"""Forward proof: whether a module computes with the memory that is written (refitd.serving.proof). Needs torch, and no daemon but where said."""
 
 import tempfile
 import unittest
@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import refitd
-from refitd import proof, shards
+from refitd.serving import proof
+from refitd.layout import shards
 from refitd.errors import FailedPrecondition
 from support import DaemonTest
 

@@ -9,8 +9,8 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
-from refitd._buffers import HostBytes
-from refitd.cuda import CudaBytes
+from refitd._core.buffers import HostBytes
+from refitd.layout.cuda import CudaBytes
 
 try:
     import numpy
@@ -506,7 +506,7 @@ class PushTest(DaemonTest):
 
 class JoinerTest(unittest.TestCase):
     def test_parts_that_overlap_or_disagree_are_refused_by_name(self):
-        from refitd._buffers import HostBytes
+        from refitd._core.buffers import HostBytes
 
         class Engine:
             def _new_bytes(self, nbytes):

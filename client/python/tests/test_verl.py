@@ -87,7 +87,7 @@ def configured(daemon, folder, group, **options):
     here = "actor_rollout_ref."
     overrides = [
         here + "rollout.checkpoint_engine.backend=refitd",
-        "+" + here + "rollout.checkpoint_engine.custom_backend_module=refitd.verl",
+        "+" + here + "rollout.checkpoint_engine.custom_backend_module=refitd.integrations.verl",
         "+" + here + f"rollout.checkpoint_engine.engine_kwargs.refitd={{{said}}}",
         here + "rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
         here + f"model.path={folder}",
@@ -277,7 +277,7 @@ def meet(store, name, count):
 
 
 def engine_of(socket, group, **options):
-    from refitd.verl import RefitdCheckpointEngine
+    from refitd.integrations.verl import RefitdCheckpointEngine
 
     options = {"update_seconds": SECONDS, "begin_seconds": SECONDS, "wait_seconds": SECONDS, "tensor_count": 100, **options}
     return RefitdCheckpointEngine(1 << 20, group=group, socket=socket, slot_bytes=1 << 20, device="host", **options)
@@ -386,7 +386,7 @@ def test_the_place_of_another_rank_is_refused_before_anything_is_attached(daemon
 
 
 def test_metadata_of_workers_that_are_missing_or_of_another_group_is_refused():
-    from refitd.verl import RefitdCheckpointEngine as Engine
+    from refitd.integrations.verl import RefitdCheckpointEngine as Engine
 
     one = {"group": "policy", "in_place": False, "version": 4, "replica": None}
     with pytest.raises(refitd.InvalidArgument, match="metadata of 2 workers, and there are 3"):
