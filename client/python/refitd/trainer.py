@@ -271,6 +271,8 @@ class Trainer(Member):
         with self._lock:
             registration = self._registration or registration
         self._begin_refit(registration)
+        if registration.source is not None and registration.before_refit is None:
+            return rebound  # the source compared the addresses of all memory just now
         return rebound + self._rebind(registration)
 
     @staticmethod

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import abi as _abi
 from .buffers import DeviceBytes, HostBytes
-from ..layout.dtypes import BY_CODE
 from ..layout.records import TensorSpec
 from .lists import check_name, check_tensors
 from .native import Handle, check, error_of, last_failure, shown, text
@@ -180,25 +179,6 @@ class _Slot:
         if self.handle is not None:
             self.handle.close()
         self.window.leave()
-
-
-def _used_bytes(tensors: int, offsets: int, count: int) -> int:
-    """The end of a bucket's last tensor. `tensors`, `offsets`: the packer's lists, whose offsets ascend."""
-    last = _abi.refit_tensor.from_address(tensors + (count - 1) * ctypes.sizeof(_abi.refit_tensor))
-    elements: int = last.count
-    if elements == _abi.WHOLE:
-        elements = math.prod((ctypes.c_int64 * last.dim_count).from_address(last.dims)) if last.dim_count else 1
-    begin: int = ctypes.c_int64.from_address(offsets + (count - 1) * ctypes.sizeof(ctypes.c_int64)).value
-    return begin + elements * BY_CODE[last.dtype].itemsize
-
-
-def _inline(bucket: _abi.refit_bucket, pointer: int, nbytes: int) -> _abi.refit_bucket:
-    """The bucket, with its bytes at `pointer`, which the library copies in the call."""
-    bucket.chunk_count = 1
-    chunks, sizes = (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(nbytes)
-    bucket.chunks, bucket.chunk_bytes = ctypes.addressof(chunks), ctypes.addressof(sizes)
-    bucket._keep = chunks, sizes  # the lists live as long as the bucket
-    return bucket
 
 
 class Update:
@@ -372,15 +352,14 @@ class Update:
         interruptible(send, cancel=self._cancel)
 
     def _hand_over(self, slot: _Slot) -> None:
-        tensors, offsets, count = self._packer.end()
-        if not count:
+        self._packer.end()
+        if not self._packer.count:
             slot.close()
             return
+        bucket = _abi.sized(_abi.refit_bucket, packed=1)
         try:
-            bucket = _abi.sized(_abi.refit_bucket, tensors=tensors, tensor_count=count, packed=1, byte_offsets=offsets)
             if slot.handle is None:
-                assert tensors is not None and offsets is not None
-                self._push_bucket(_inline(bucket, slot.data.pointer, _used_bytes(tensors, offsets, count)))
+                self._push_bucket(bucket)
             else:
                 with slot.handle as held:
                     bucket.slot = held
@@ -393,9 +372,10 @@ class Update:
                 slot.handle.close()
 
     def _push_bucket(self, bucket: _abi.refit_bucket) -> None:
-        push = _abi.library().refit_update_push_async
+        push = _abi.library().refit_packer_push
+        done = ctypes.cast(_answered, ctypes.c_void_p)
         with self._handle as update:
-            check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
+            check(push(self._packer.pointer, update, byref(bucket), done, self._window.key), self._label)
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
