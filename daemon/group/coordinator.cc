@@ -1281,7 +1281,7 @@ void Coordinator::Impl::StartReadback(const VerifyUpdate& a) {
   spread->verify_owed = true;
   spread->verify_status = absl::OkStatus();
   spread->verify_failed.clear();
-  spread->verify_content.assign(a.destinations.size(), 0);
+  spread->verify_content.assign(spread->node_of.size(), 0);
   std::map<NodeId, PeerVerify> commands;
   for (const auto& [node, index] : spread->destinations) {
     if (!spread->nodes.contains(node)) continue;

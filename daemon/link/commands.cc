@@ -24,6 +24,7 @@ using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckIncarnation;
 using peer::CheckSize;
+using peer::CheckSlot;
 using peer::FailureOfMessage;
 using peer::FlagsOf;
 using peer::IndicesOf;
