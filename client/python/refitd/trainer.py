@@ -276,6 +276,8 @@ class Trainer(Member):
         with self._lock:
             registration = self._registration or registration
         self._begin_refit(registration)
+        if registration.source is not None and registration.before_refit is None:
+            return rebound  # the source compared the addresses of all memory just now
         return rebound + self._rebind(registration)
 
     @staticmethod
@@ -325,7 +327,8 @@ class Trainer(Member):
         Args:
             version: As of refit, with `verification` and `evict_late`.
             duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
-            tensor_count: Tensors of all ranks together; engines with staged delivery and no manifest need the count.
+            tensor_count: Tensors of all ranks together; engines with staged delivery and no manifest need the count, here or from
+                Update.commit.
             total_bytes: Bytes of all ranks together.
             broadcast: "auto", "direct", "chain", "symmetric" or "nccl".
             with_layout: Whether the registered layout takes part, and the update ends by refit() instead of commit(); its names are looked up

@@ -1,4 +1,4 @@
-"""The C interface of librefit.so (client/refit.h), declared for ctypes: every structure, constant and function; and the handles that it gives.
+"""The C interface of librefit.so (client/refit.h, refit_python.h), declared for ctypes, what this package uses of it; and the handles that it gives.
 
 ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). The library is loaded on
 first use; `REFIT_LIBRARY` names another file than the one that comes with the package.
@@ -190,6 +190,7 @@ class refit_engine_options(ctypes.Structure):
         ("fill", c_int32),
         ("held_owner", c_char_p),
         ("trainer_identity", c_char_p),
+        ("held_digest", c_uint64),
     ]
 
 
@@ -213,6 +214,7 @@ class refit_event(ctypes.Structure):
         ("weights", c_int32),
         ("incarnation", c_uint64),
         ("owner", c_char_p),
+        ("digest", c_uint64),
     ]
 
 
@@ -294,9 +296,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_version": (c_char_p, ()),
     "refit_last_error": (c_char_p, ()),
     "refit_last_failure": (_STATUS, (POINTER(refit_failure),)),
-    "refit_status_name": (c_char_p, (c_int32,)),
-    "refit_region_data": (c_void_p, (c_void_p,)),
-    "refit_region_bytes": (c_int64, (c_void_p,)),
     "refit_region_free": (None, (c_void_p,)),
     "refit_replace_group": (_STATUS, (POINTER(refit_connect_options),)),
     "refit_trainer_attach": (_STATUS, (POINTER(refit_trainer_options), _OUT)),
@@ -306,10 +305,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_trainer_group_version": (_STATUS, (c_void_p, POINTER(c_int64))),
     "refit_trainer_get_update": (_STATUS, (c_void_p, c_int64, POINTER(c_int32))),
     "refit_trainer_abort": (_STATUS, (c_void_p, c_int64, c_char_p)),
-    "refit_trainer_new_region": (_STATUS, (c_void_p, c_int64, _OUT)),
     "refit_trainer_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_trainer_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
-    "refit_trainer_add_cuda_vmm": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_trainer_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
     "refit_trainer_begin": (_STATUS, (c_void_p, POINTER(refit_begin_options), _OUT)),
     "refit_update_free": (None, (c_void_p,)),
@@ -319,11 +316,10 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_slot_data": (c_void_p, (c_void_p,)),
     "refit_slot_bytes": (c_int64, (c_void_p,)),
     "refit_slot_free": (None, (c_void_p,)),
-    "refit_update_push": (_STATUS, (c_void_p, POINTER(refit_bucket))),
-    # `done` is c_void_p, so that None means no callback; refit_done objects are cast to it.
-    "refit_update_push_async": (_STATUS, (c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
+    # `done` is c_void_p, to which refit_done objects are cast.
+    "refit_packer_push": (_STATUS, (c_void_p, c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
     "refit_update_flush": (_STATUS, (c_void_p,)),
-    "refit_update_commit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
+    "refit_update_commit": (_STATUS, (c_void_p, c_int64, POINTER(refit_commit_result))),
     "refit_update_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_trainer_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_update_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),
@@ -335,10 +331,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_update_refit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
     "refit_engine_attach": (_STATUS, (POINTER(refit_engine_options), _OUT)),
     "refit_engine_free": (None, (c_void_p,)),
-    "refit_engine_new_region": (_STATUS, (c_void_p, c_int64, _OUT)),
     "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
-    "refit_engine_add_cuda_vmm": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
     "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
     "refit_engine_next": (_STATUS, (c_void_p, c_int64, POINTER(refit_event))),
@@ -347,11 +341,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_engine_fail": (_STATUS, (c_void_p, c_int64, c_char_p)),
     "refit_engine_hold": (_STATUS, (c_void_p, _OUT)),
     "refit_hold_free": (None, (c_void_p,)),
-    "refit_joiner_new": (_STATUS, (_OUT,)),
-    "refit_joiner_free": (None, (c_void_p,)),
-    "refit_joiner_add": (_STATUS, (c_void_p, c_void_p, POINTER(POINTER(refit_view)), POINTER(c_int64))),
-    "refit_joiner_reset": (None, (c_void_p,)),
-    "refit_joiner_unfinished": (c_int64, (c_void_p,)),
     "refit_engine_weights": (c_int32, (c_void_p,)),
     "refit_engine_reattachments": (c_int32, (c_void_p,)),
     "refit_engine_version": (_STATUS, (c_void_p, POINTER(c_int64))),
@@ -367,7 +356,7 @@ LOCKED_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_packer_room": (c_int64, (c_void_p, c_int64)),
     "refit_packer_reserve": (_STATUS, (c_void_p, c_int64, c_int64, POINTER(c_int64))),
     "refit_packer_add": (_STATUS, (c_void_p, c_int64, c_int64, c_int64, c_int64)),
-    "refit_packer_end": (_STATUS, (c_void_p, _OUT, _OUT, POINTER(c_int64))),
+    "refit_packer_end": (None, (c_void_p,)),
     "refit_python_use": (_STATUS, (POINTER(refit_python),)),
     "refit_python_add_type": (None, (py_object,)),
     "refit_python_pusher": (py_object, (c_void_p,)),

@@ -268,7 +268,7 @@ def add_plain(kind: type, added: bool = False) -> None:
 
 
 class Packer:
-    """Packs tensors into buckets, which are slots that were leased; see client/refit.h. Guarded by the interpreter lock.
+    """Packs tensors into buckets, which are slots that were leased; see client/refit_python.h. Guarded by the interpreter lock.
 
     `push(name, tensor)` is the fast way: it puts a torch tensor that was learned, whole, contiguous and on the host, into the
     bucket, and returns False, with nothing done, for any other.
@@ -322,13 +322,10 @@ class Packer:
         """Lists elements [start, start + count) of the tensor, which are at `offset`."""
         check(native.locked_library().refit_packer_add(self.pointer, number, start, count, offset))
 
-    def end(self) -> tuple[int | None, int | None, int]:
-        """Ends the bucket: the addresses of the lists of its tensors and of their offsets, and how many these are."""
-        tensors, offsets, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int64()
-        library = native.locked_library()
-        check(library.refit_packer_end(self.pointer, ctypes.byref(tensors), ctypes.byref(offsets), ctypes.byref(count)))
+    def end(self) -> None:
+        """Ends the bucket: nothing is put into it any more."""
+        native.locked_library().refit_packer_end(self.pointer)
         self._memory = None
-        return tensors.value, offsets.value, count.value
 
 
 class TensorAddress:

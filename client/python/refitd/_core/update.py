@@ -91,8 +91,7 @@ def result_of(raw: native.refit_commit_result, of: str, handle: int, staged_byte
     ask_name = getattr(native.library(), f"refit_{of}_left_out")
     for i in range(min(raw.left_out_tensors, MAX_NAMED)):
         name = ctypes.c_char_p()
-        if ask_name(handle, i, byref(name)) != 0:
-            break  # a daemon of an earlier release tells no names
+        check(ask_name(handle, i, byref(name)))
         names.append((name.value or b"").decode(errors="replace"))
     return UpdateResult(
         raw.version,
@@ -178,25 +177,6 @@ class _Slot:
         if self.handle is not None:
             self.handle.close()
         self.window.leave()
-
-
-def _used_bytes(tensors: int, offsets: int, count: int) -> int:
-    """The end of a bucket's last tensor. `tensors`, `offsets`: the packer's lists, whose offsets ascend."""
-    last = native.refit_tensor.from_address(tensors + (count - 1) * ctypes.sizeof(native.refit_tensor))
-    elements: int = last.count
-    if elements == native.WHOLE:
-        elements = math.prod((ctypes.c_int64 * last.dim_count).from_address(last.dims)) if last.dim_count else 1
-    begin: int = ctypes.c_int64.from_address(offsets + (count - 1) * ctypes.sizeof(ctypes.c_int64)).value
-    return begin + elements * BY_CODE[last.dtype].itemsize
-
-
-def _inline(bucket: native.refit_bucket, pointer: int, nbytes: int) -> native.refit_bucket:
-    """The bucket, with its bytes at `pointer`, which the library copies in the call."""
-    bucket.chunk_count = 1
-    chunks, sizes = (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(nbytes)
-    bucket.chunks, bucket.chunk_bytes = ctypes.addressof(chunks), ctypes.addressof(sizes)
-    bucket._keep = chunks, sizes  # the lists live as long as the bucket
-    return bucket
 
 
 class Update:
@@ -374,15 +354,14 @@ class Update:
         interruptible(send, cancel=self._cancel)
 
     def _hand_over(self, slot: _Slot) -> None:
-        tensors, offsets, count = self._packer.end()
-        if not count:
+        self._packer.end()
+        if not self._packer.count:
             slot.close()
             return
+        bucket = native.sized(native.refit_bucket, packed=1)
         try:
-            bucket = native.sized(native.refit_bucket, tensors=tensors, tensor_count=count, packed=1, byte_offsets=offsets)
             if slot.handle is None:
-                assert tensors is not None and offsets is not None
-                self._push_bucket(_inline(bucket, slot.data.pointer, _used_bytes(tensors, offsets, count)))
+                self._push_bucket(bucket)
             else:
                 with slot.handle as held:
                     bucket.slot = held
@@ -395,9 +374,10 @@ class Update:
                 slot.handle.close()
 
     def _push_bucket(self, bucket: native.refit_bucket) -> None:
-        push = native.library().refit_update_push_async
+        push = native.library().refit_packer_push
+        done = ctypes.cast(_answered, ctypes.c_void_p)
         with self._handle as update:
-            check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
+            check(push(self._packer.pointer, update, byref(bucket), done, self._window.key), self._label)
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
@@ -411,13 +391,15 @@ class Update:
 
     # ---- ending ----
 
-    def commit(self) -> UpdateResult:
+    def commit(self, tensor_count: int | None = None) -> UpdateResult:
         """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
 
+        `tensor_count`: as of Trainer.update, for a caller that learns it only by pushing.
+
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
-        push it and commit again), and errors of earlier pushes.
+        push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
         """
-        return self._end(native.library().refit_update_commit)
+        return self._end(native.library().refit_update_commit, tensor_count or 0)
 
     def refit(self) -> UpdateResult:
         """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.
@@ -430,11 +412,11 @@ class Update:
             self.result = replace(result, staged_bytes=staged, rebound=self._rebound)
             return self.result
 
-    def _end(self, function: Callable[..., int]) -> UpdateResult:
+    def _end(self, function: Callable[..., int], *arguments: int) -> UpdateResult:
         def end() -> None:
             raw = native.sized(native.refit_commit_result)
             with self._handle as update:
-                check(function(update, byref(raw)), self._label)
+                check(function(update, *arguments, byref(raw)), self._label)
                 self.result = result_of(raw, "update", update)
             self._handle.close()
 

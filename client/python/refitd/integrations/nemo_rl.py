@@ -70,7 +70,7 @@ class Transport(CheckpointEngine):
         self.group = self._settings.group
         self.release_after_refit = release_after_refit
         self.in_place, self.sharded = in_place, sharded
-        self._sender = settings.sender(_WHERE, "the policy", counted=not in_place)
+        self._sender = settings.sender(_WHERE, "the policy")
         self._trainer: Trainer | None = None
         self._registered: tuple[Trainer, torch.nn.Module] | None = None  # the trainer that registered shards, and their model
         self._place: tuple[int, int] | None = None  # a trainer rank's number, and how many trainer ranks there are

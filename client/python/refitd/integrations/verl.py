@@ -73,7 +73,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         self.group = self._settings.group
         self.in_place = in_place
         self.wire_format = IN_PLACE if in_place else "named_tensors"
-        self._sender = self._settings.sender(_WHERE, "the actor", counted=not in_place)
+        self._sender = self._settings.sender(_WHERE, "the actor")
         self._place: Place | None = None
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
