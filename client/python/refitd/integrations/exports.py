@@ -34,7 +34,6 @@ from ..trainer import Trainer
 # An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
-
 _Result = TypeVar("_Result")
 
 
