@@ -333,7 +333,7 @@ TEST_CASE(
   CHECK(last().call == CallId(53));
   CHECK(last().status == absl::InvalidArgumentError("overlap"));
   const absl::Status room = absl::ResourceExhaustedError("limits.held_bytes");
-  f.Report(PeerLayout{kRemoteEngine, nullptr, CallId(54), {}, {}, room});
+  f.Report(PeerLayout{kRemoteEngine, nullptr, CallId(54), {}, {}, 0, room});
   CHECK(last().call == CallId(54));
   CHECK(last().status == room);
 }

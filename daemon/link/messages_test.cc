@@ -1030,7 +1030,9 @@ TEST_CASE("Layouts and manifests that came over a link were counted nowhere") {
   }
   CHECK(rooms.held == 0);
 
-  EngineIdentity engine{.instance = "i", .delivery = DeliveryMode::kStaged};
+  EngineIdentity engine;
+  engine.instance = "i";
+  engine.delivery = DeliveryMode::kStaged;
   engine.manifest.emplace(100, TensorSpec{std::string(400, 'x'), DType::kUint8, {1}});
   for (size_t i = 0; i < engine.manifest->size(); ++i) {
     (*engine.manifest)[i].name += std::to_string(i);
