@@ -798,13 +798,46 @@ Executor::Written Executor::WrittenIn(const StartVerify& verify) {
   return written;
 }
 
-absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadback(
+std::vector<uint64_t> Executor::FactorsOf(const StartVerify& verify, const Pieces& pieces) {
+  const auto& layouts = verify.index->destinations();
+  std::vector<size_t> count(layouts.size());
+  for (const auto& [d, p] : pieces) ++count[d];
+  std::vector<uint64_t> factors;
+  factors.reserve(pieces.size());
+  std::vector<uint64_t> of_tensor;  // of the destination that the last piece was of
+  uint32_t last = UINT32_MAX;
+  for (const auto& [d, p] : pieces) {
+    const Layout& layout = *layouts[d];
+    if (d != last) of_tensor.assign(layout.tensors.size(), 0);
+    last = d;
+    uint64_t& factor = of_tensor[layout.pieces[p].tensor];
+    const bool whole = count[d] == layout.pieces.size();
+    if (factor == 0 && whole) factor = ContentFactor(layout.tensors[layout.pieces[p].tensor]);
+    factors.push_back(factor);
+  }
+  return factors;
+}
+
+std::vector<uint64_t> Executor::ContentOf(const KeptReadback& kept,
+                                          const std::vector<uint64_t>& digests) {
+  std::vector<uint64_t> sums(kept.destinations.size());
+  std::vector<bool> whole(kept.destinations.size());
+  for (size_t i = 0; i < digests.size(); ++i) {
+    const uint32_t d = (*kept.pieces)[i].first;
+    whole[d] = kept.factors[i] != 0;
+    sums[d] += kept.factors[i] * digests[i];
+  }
+  for (size_t d = 0; d < sums.size(); ++d) sums[d] = whole[d] ? ContentDigest(sums[d]) : 0;
+  return sums;
+}
+
+absl::StatusOr<const Executor::KeptReadback*> Executor::PrepareReadback(
     const StartVerify& verify, std::shared_ptr<const Pieces> pieces, const MemoryResolver& memory) {
   // Regions that a layout names live as long as the layout, and the layout as long as the index.
   for (const KeptReadback& kept : kept_readbacks_) {
     if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
         (kept.pieces == pieces || *kept.pieces == *pieces)) {
-      return kept.readback;
+      return &kept;
     }
   }
   ReadbackJob job;
@@ -829,23 +862,61 @@ absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadbac
   auto readback = transport_->Prepare(std::move(job));
   std::erase_if(kept_readbacks_,
                 [&](const KeptReadback& kept) { return kept.index.lock() == verify.index; });
-  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces), readback});
-  return readback;
+  std::vector<uint64_t> factors = FactorsOf(verify, *pieces);
+  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces),
+                             std::move(readback), std::move(factors)});
+  return &kept_readbacks_.back();
 }
 
 absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,
                              std::function<void(VerifyDone)> done) {
   DropUnused();
   Written written = WrittenIn(verify);
-  REFITD_ASSIGN_OR_RETURN(const auto readback,
+  REFITD_ASSIGN_OR_RETURN(const KeptReadback* const kept,
                           PrepareReadback(verify, std::move(written.pieces), memory));
-  transport_->Replay(readback, std::move(written.expected),
-                     [result = VerifyDone{verify.update, absl::OkStatus(), {}},
-                      done = std::move(done)](ReadbackResult found) mutable {
-                       result.status = std::move(found.status);
-                       result.failed_destinations = std::move(found.failed_destinations);
-                       done(std::move(result));
-                     });
+  VerifyDone verified{verify.update, absl::OkStatus(), {}, ContentOf(*kept, written.expected)};
+  transport_->Replay(
+      kept->readback, std::move(written.expected),
+      [result = std::move(verified), done = std::move(done)](ReadbackResult found) mutable {
+        result.status = std::move(found.status);
+        result.failed_destinations = std::move(found.failed_destinations);
+        done(std::move(result));
+      });
+  return absl::OkStatus();
+}
+
+// The digests of whole source pieces, of a transfer that moves nothing.
+absl::Status Executor::Digest(MemberId member, const std::shared_ptr<const Layout>& layout,
+                              const MemoryResolver& memory,
+                              std::function<void(absl::StatusOr<uint64_t>)> done) {
+  Transfer transfer;
+  transfer.want_source_digests = true;
+  transfer.label = fmt::format("the memory of {}", memory.LabelOf(member));
+  transfer.source.reserve(layout->pieces.size());
+  std::map<RegionId, MemorySpan> spans;
+  for (const Piece& piece : layout->pieces) {
+    auto span = spans.find(piece.region);
+    if (span == spans.end()) {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan region, memory.Region(member, piece.region));
+      transfer.keep_alive.push_back(region.keep_alive);
+      span = spans.emplace(piece.region, std::move(region)).first;
+    }
+    const TensorSpec& tensor = layout->tensors[piece.tensor];
+    transfer.source.push_back({tensor.dtype, tensor.shape, piece.box, piece.strides,
+                               span->second.data + piece.byte_offset, tensor.name});
+  }
+  transport_->Submit(std::move(transfer), [layout, done = std::move(done)](TransferResult result) {
+    if (!result.status.ok()) return done(std::move(result.status));
+    std::vector<uint64_t> of_tensor(layout->tensors.size());
+    for (size_t p = 0; p < result.source_digests.size(); ++p) {
+      of_tensor[layout->pieces[p].tensor] += result.source_digests[p];
+    }
+    uint64_t sum = 0;
+    for (size_t t = 0; t < of_tensor.size(); ++t) {
+      if (of_tensor[t] != 0) sum += ContentFactor(layout->tensors[t]) * of_tensor[t];
+    }
+    done(ContentDigest(sum));
+  });
   return absl::OkStatus();
 }
 

@@ -115,6 +115,12 @@ class Executor {
   absl::Status Start(const StartVerify& verify, const MemoryResolver& memory,
                      std::function<void(VerifyDone)> done);
 
+  // Reads the memory that a member's layout names, and calls `done` with its ContentDigest. Not OK:
+  // no job was started, and `done` is not called.
+  absl::Status Digest(MemberId member, const std::shared_ptr<const Layout>& layout,
+                      const MemoryResolver& memory,
+                      std::function<void(absl::StatusOr<uint64_t>)> done);
+
   // The update ended: drops its digests.
   void Forget(UpdateId update);
 
@@ -159,6 +165,9 @@ class Executor {
     std::vector<MemberId> destinations;
     std::shared_ptr<const Pieces> pieces;
     std::shared_ptr<const PreparedReadback> readback;
+    // By entry of `pieces`: the ContentFactor of its tensor; 0: of a destination of which not all
+    // pieces are there.
+    std::vector<uint64_t> factors;
   };
   // The pieces that a verification reads, and the digests that they must have.
   struct Written {
@@ -166,9 +175,13 @@ class Executor {
     std::vector<uint64_t> expected;
   };
   Written WrittenIn(const StartVerify& verify);
-  absl::StatusOr<std::shared_ptr<const PreparedReadback>> PrepareReadback(
-      const StartVerify& verify, std::shared_ptr<const Pieces> pieces,
-      const MemoryResolver& memory);
+  // Valid until the next call.
+  absl::StatusOr<const KeptReadback*> PrepareReadback(const StartVerify& verify,
+                                                      std::shared_ptr<const Pieces> pieces,
+                                                      const MemoryResolver& memory);
+  static std::vector<uint64_t> FactorsOf(const StartVerify& verify, const Pieces& pieces);
+  static std::vector<uint64_t> ContentOf(const KeptReadback& kept,
+                                         const std::vector<uint64_t>& digests);
 
   // Where the destinations of pushes lie, for the next part with the same destinations.
   struct KeptPlaces {

@@ -206,6 +206,24 @@ class Bench {
     return done.get();
   }
 
+  // The digest of what the engine's memory holds, read with the tensors in either order.
+  uint64_t Digest(size_t engine, bool reversed = false) {
+    auto layout = std::make_shared<Layout>(*layouts_[engine]);
+    if (reversed) {
+      std::swap(layout->tensors[0], layout->tensors[1]);
+      for (Piece& piece : layout->pieces) piece.tensor = 1 - piece.tensor;
+      std::swap(layout->pieces[0], layout->pieces[1]);
+    }
+    std::promise<uint64_t> promise;
+    auto done = promise.get_future();
+    const absl::Status started = executor_.Digest(
+        engines_[engine], layout, memory,
+        [&promise](const absl::StatusOr<uint64_t>& d) { promise.set_value(d.value_or(0)); });
+    REQUIRE(started.ok());
+    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
+    return done.get();
+  }
+
   void NextUpdate() { executor_.Forget(UpdateId(1)); }
   void Release(size_t engine) { executor_.Release(engines_[engine]); }
   // Waits until `holders` references hold the engine's memory, its owner included, which happens
@@ -357,6 +375,26 @@ TEST_CASE("a wrong source offset planted in a program is caught by readback too"
   CHECK(verified.status.code() == absl::StatusCode::kDataLoss);
   CHECK_THAT(std::string(verified.status.message()), Catch::Contains("matrix"));
   CHECK(verified.failed_destinations == std::vector<uint32_t>{1});
+}
+
+TEST_CASE("memory that was read back has the digest that came with its version, while it is so") {
+  Bench bench;
+  REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+  const VerifyDone verified = bench.Verify();
+  REQUIRE(verified.content.size() == 2);
+  CHECK(verified.content[0] != verified.content[1]);
+  for (const size_t engine : {size_t{0}, size_t{1}}) {
+    CHECK(verified.content[engine] != 0);
+    CHECK(bench.Digest(engine) == verified.content[engine]);
+    CHECK(bench.Digest(engine, /*reversed=*/true) == verified.content[engine]);
+  }
+  // The digests are kept with what was prepared, and are the same for the same bytes.
+  bench.NextUpdate();
+  REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+  CHECK(bench.Verify().content == verified.content);
+  bench.engine(1)[64] ^= 1;  // one bit of the first element
+  CHECK(bench.Digest(1) != verified.content[1]);
+  CHECK(bench.Digest(0) == verified.content[0]);
 }
 
 TEST_CASE("a byte flipped in a destination after the copy is caught by readback, and only by it") {

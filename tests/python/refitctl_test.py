@@ -206,6 +206,18 @@ class RefitctlTest(unittest.TestCase):
         engine.finish(OK)
         self.assertEqual(json.loads(engine.seen[-1]), {"event": "stopped", "commits": 1})
 
+    def test_push_at_a_joined_daemon_waits_for_the_instances_of_the_whole_group(self):
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "a") as a, Daemon("--insecure", "--daemon-id", "b") as b:
+            listeners = json.loads(self.refitctl("status", "-o", "json", socket=a.socket))["listeners"]
+            (coordinator,) = [name[len("tcp:"):] for name in listeners if name.startswith("tcp:")]
+            Engine(self, "far", "replica", self.checkpoint(1), socket=a.socket)  # the other daemon's
+            push = ["push", self.checkpoint(1), "--group", "far", "--coordinator", coordinator, "--create", "-o", "json"]
+            pushed = json.loads(self.refitctl(*push, "--wait-instances", "1", "--wait", str(CHILD_SECONDS), socket=b.socket))
+            self.assertEqual([outcome["instance"] for outcome in pushed["instances"]], ["replica"])
+            self.wait_until_no_trainer_is_left("far", socket=a.socket)
+            error = self.refitctl(*push, "--wait-instances", "2", "--wait", "0.2", socket=b.socket, code=DEADLINE)
+            self.assertIn("1 of 2 instances are complete", error)
+
     def test_status_and_nodes_show_the_daemons_of_a_group_and_their_link(self):
         with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "a") as a, Daemon("--insecure", "--daemon-id", "b") as b:
             def ask(daemon, *arguments):

@@ -12,9 +12,10 @@ from ranks_util import run_ranks  # noqa: E402
 from test_lora import by_the_book  # noqa: E402
 
 import refitd  # noqa: E402
-from refitd import lora, testing  # noqa: E402
+from refitd.integrations import lora  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
-from refitd.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
+from refitd.integrations.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
 
 SECONDS = 600  # only what hangs reaches it
 VOCABULARY = 48
@@ -55,7 +56,7 @@ def layers_of(model):
 
 
 def expected_of(model, dtype=None):
-    """The checkpoint's tensors with the active adapters merged, by names: full tensors, by the operations that refitd.lora states."""
+    """The checkpoint's tensors with the active adapters merged, by names: full tensors, by the operations that refitd.integrations.lora states."""
     layers = layers_of(model)
     found = {}
     for name, tensor in model.get_base_model().state_dict().items():
@@ -121,7 +122,7 @@ def test_engines_get_the_merged_weights_under_the_models_own_names(daemon, which
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with trainer_of(group, daemon) as trainer:
         trainer.register(lora.merged(model), dtype=dtype)
-        with refitd.engine_loop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
+        with refitd.EngineLoop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
             trainer.refit(1)
             loop.wait(1, SECONDS)
             assert engine.differs(expected) == []
@@ -146,7 +147,7 @@ def test_two_active_adapters_are_both_merged_in_their_order():
     assert merged == {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (0, 1) for p in "qkvo"}
     from layout_util import assemble
 
-    found = assemble([refitd.shards.collect(tensors, world_size=1)])
+    found = assemble([refitd.layout.shards.collect(tensors, world_size=1)])
     expected = expected_of(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -186,7 +187,7 @@ def test_the_callback_refits_a_model_of_pefts_at_each_step(daemon, tmp_path, kin
     )  # fmt: skip
     with trainer_of(group, daemon):
         pass  # the group is there, so that the engine attaches first
-    with refitd.engine_loop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
+    with refitd.EngineLoop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
         begin = expected()
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback, Compare()]).train()
     assert seen == [(1, []), (2, [])] and engine.differs(begin)
@@ -221,8 +222,8 @@ def test_fsdp2_shards_are_merged_where_they_are(daemon):
     loops = []
 
     def attach():
-        options = dict(clean=False, socket=daemon.socket, wait_seconds=SECONDS)
-        loops.append(refitd.engine_loop(engine, group="fsdp2", instance="a", names=engine.names, **options))
+        options = dict(clean=False, socket=daemon.socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        loops.append(refitd.EngineLoop(engine, group="fsdp2", instance="a", names=engine.names, **options))
 
     attaching = threading.Thread(target=attach)
     attaching.start()
@@ -247,7 +248,7 @@ def test_an_engine_computes_with_adapters_that_come_as_a_group_of_their_own(daem
     assert {name for name in tensors if not name.endswith("lora_scaling")} == saved.keys()
     with trainer_of("adapter", daemon) as trainer:
         trainer.register(tensors)
-        with lora.engine_loop(served, group="adapter", instance="a", socket=daemon.socket) as loop:
+        with lora.AdapterLoop(served, group="adapter", instance="a", socket=daemon.socket) as loop:
             for version, scale in ((1, 1.0), (2, 3.0)):
                 with_random_adapters(trained, version)
                 for layer in layers_of(trained).values():

@@ -1,6 +1,6 @@
 """Every mapping of tests/workloads/sharding, by its name, through trainers and engines of this package and a daemon.
 
-Trainers hold what their framework would: Megatron's parameters by refitd.megatron, DTensors of a fully sharded mesh, and for FP8,
+Trainers hold what their framework would: Megatron's parameters by refitd.integrations.megatron, DTensors of a fully sharded mesh, and for FP8,
 with which no framework of these trains, the boxes that tests/workloads/sharding lists. Engine ranks hold vLLM's fused parameters, by the
 boxes that tests/workloads/sharding lists. What arrives is compared byte for byte with the full tensors.
 """
@@ -19,10 +19,10 @@ torch = pytest.importorskip("torch")
 from test_megatron import arena_of, config_of, parameters_of  # noqa: E402
 
 import refitd  # noqa: E402
-from refitd import kl, megatron, testing  # noqa: E402
-from refitd._dtypes import torch_dtype  # noqa: E402
-from refitd.regions import Region  # noqa: E402
-from refitd.shards import Shard  # noqa: E402
+from refitd import kl, testing  # noqa: E402
+from refitd.integrations import megatron  # noqa: E402
+from refitd.layout.memory import Region, torch_dtype  # noqa: E402
+from refitd.layout.shards import Shard  # noqa: E402
 
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
 SECONDS = 120
@@ -90,7 +90,7 @@ def bits(tensor):
 
 
 def megatron_trainers(mapping, full):
-    """The shards of every rank by refitd.megatron; what the parameters hold is said by tests/workloads/sharding alone."""
+    """The shards of every rank by refitd.integrations.megatron; what the parameters hold is said by tests/workloads/sharding alone."""
     m, p = mapping["model"], mapping["parallel"]
     parallel = megatron.Parallel(p["world"], p["pp"], p["tp"], p["ep"], p["etp"], p["cp"])
     for rank in range(p["world"]):
@@ -120,7 +120,7 @@ def dtensor_trainers(mapping, full):
                 layouts[name] = DTensor.from_local(
                     local, mesh, [Rows(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
-            yield refitd.shards.collect(layouts, rank=rank, world_size=world)
+            yield refitd.layout.shards.collect(layouts, rank=rank, world_size=world)
         finally:
             dist.destroy_process_group()
 
@@ -180,13 +180,13 @@ def refit(daemon, mapping, full):
             failures.append(error)
 
     def train(rank):
-        options = dict(socket=daemon.socket, device="host", wait_seconds=SECONDS)
+        options = dict(socket=daemon.socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS))
         with refitd.Trainer(group, rank=rank, world_size=world, **options) as trainer:
             register(trainer, held[rank])
             trainer.refit(1, duration_seconds=SECONDS, verification="readback")
 
     def serve(rank):
-        options = dict(socket=daemon.socket, device="host", wait_seconds=SECONDS, dirty=True)
+        options = dict(socket=daemon.socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS), dirty=True)
         with refitd.Engine(group, instance="vllm", rank=rank, world_size=len(engines), **options) as engine:
             engine.register(engines[rank][0], tied=False)
             event = engine.next(SECONDS)

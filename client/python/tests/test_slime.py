@@ -22,7 +22,8 @@ pytest.importorskip("transformers", reason="in the environment 2.11.0-trainers")
 
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd import miles, slime, testing  # noqa: E402
+from refitd.integrations import miles, slime  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
 from test_megatron_core import EXPERTS, LAYERS, by_checkpoint_names, config_of, megatron_model, on_cpu, transformers  # noqa: E402
 
@@ -157,8 +158,8 @@ def test_each_update_brings_megatrons_parameters_to_the_engine(tmp_path, moe, ep
     held, seen = dict(by_checkpoint_names(model)), []
 
     def serve(socket):
-        options = dict(clean=False, socket=socket, wait_seconds=SECONDS)
-        with refitd.engine_loop(model, group="slime", instance="a", names=held, **options) as loop:
+        options = dict(clean=False, socket=socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        with refitd.EngineLoop(model, group="slime", instance="a", names=held, **options) as loop:
             seen.append(loop.wait(8, SECONDS))
 
     with testing.daemon() as running:

@@ -1,0 +1,731 @@
+"""Decides for each parameter of an engine's model how new weights get there, by evidence, and proves it.
+
+- *direct*: the daemon writes the parameter itself. Only where the evidence says that the module's kernel reads what the loader wrote.
+- *processed*: the daemon writes the checkpoint's tensors into an arena, and the engine's own reload takes them from there: it fills the
+  module in the loader's format, post-processes it, and copies the result into the old storage, module by module. Modules that only
+  prepack their parameters (`Prepacked`) need no reload: the daemon writes their parameters in the loader's format, and they prepack
+  these, without the copies in between.
+- *constant*: no checkpoint has it (buffers that the model computes from its configuration).
+
+What is none of them is refused by name, before anything is registered.
+
+Equal shapes prove nothing: some kernels shuffle weights in place, and some keep a prepacked copy aside. So the engine's loader takes a
+`Snapshot` of each module between loading and post-processing, with a digest of every parameter, filled with random values. Afterwards
+`changes` lists what is different: a parameter's bytes or geometry, or anything that the module or its quantisation method got and that may
+hold a copy of weights. A module without a change reads what the loader wrote.
+
+The forward proof (`proved`) of what is written in place and of modules that are processed: what fails is processed, where it was direct and
+the engine post-processes its module, and proved again; what fails then is refused by name. An engine that serves its checkpoint keeps its
+weights: versions are delivered both ways only into random ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Error, FailedPrecondition
+from ..layout.boxes import Box, TensorSpec
+from ..layout.memory import DTYPES, adopt_tensors, empty, resolve, torch_dtype
+from ..layout.places import Places
+from . import proof
+from .proof import Probe, Proof, Prover, digest
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+# The attribute of a model that has its evidence: {module: reasons}.
+ATTRIBUTE = "_refitd_evidence"
+# The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
+CONFIGURATION = "_refitd_vllm_config"
+# Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
+MAX_OBJECTS = 4096
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, slice, range)
+
+
+@dataclass
+class Snapshot:
+    """A module's parameters and other attributes at one moment."""
+
+    tensors: dict[str, tuple[Any, ...]]
+    attributes: dict[str, Any]
+    method: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: Any) -> Snapshot:
+        held: dict[str, Any] = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+        tensors: dict[str, tuple[Any, ...]] = {name: (t.dtype, tuple(t.shape), t.stride(), t.data_ptr(), digest(t)) for name, t in held.items()}
+        return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
+
+
+def changes(module: Any, before: Snapshot) -> list[str]:
+    """Says in words what post-processing did to the module that may keep its kernel from reading what a loader writes later."""
+    after = Snapshot.of(module)
+    found = []
+    for name in sorted(before.tensors.keys() | after.tensors.keys()):
+        was, now = before.tensors.get(name), after.tensors.get(name)
+        if was is None or now is None:
+            found.append(f"'{name}' was {'added' if was is None else 'removed'}")
+        elif was[:3] != now[:3]:
+            found.append(f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}")
+        elif was[4] != now[4]:
+            found.append(f"the bytes of '{name}' were changed")
+    # On a CPU delivery in place moves a parameter's memory into a region: a view that was taken before stays with the old memory.
+    held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
+    own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
+    same = {id(t) for t in held}
+    for what, was_all, now_all in (("", before.attributes, after.attributes), ("quant_method.", before.method, after.method)):
+        for name, now in now_all.items():
+            if name in was_all and was_all[name] is now:
+                continue
+            why = may_hold_copy(now, own, same)
+            if why:
+                found.append(f"'{what}{name}' {why}")
+    return found
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """The attributes that are no parameters, buffers or submodules; kept, so that no other object takes the place of one."""
+    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
+
+
+def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
+    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and its tensors are those with ids `same` or
+    lie in storages `own`."""
+    import torch
+
+    queue: list[Any] = [value]
+    seen: set[int] = set()
+    while queue:
+        item = queue.pop()
+        if isinstance(item, _PLAIN) or id(item) in seen or isinstance(item, (torch.dtype, torch.device, torch.Size, torch.layout)):
+            continue
+        seen.add(id(item))
+        if len(seen) > MAX_OBJECTS:
+            return "reaches too many objects to be searched"
+        if isinstance(item, torch.Tensor):
+            if item.numel() and id(item) not in same and item.untyped_storage().data_ptr() not in own:
+                return f"has a tensor of its own or a view, {item.dtype} {tuple(item.shape)}"
+            continue
+        reached = _reached(item)
+        if reached is None:
+            return f"has a {type(item).__module__}.{type(item).__qualname__}, whose inside can't be seen"
+        queue.extend(reached)
+    return None
+
+
+def _reached(item: Any) -> Iterable[Any] | None:
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return list(item)
+    if isinstance(item, dict):
+        return [*item.keys(), *item.values()]
+    if isinstance(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, types.MethodType):
+        return [item.__self__, item.__func__]
+    if isinstance(item, types.FunctionType):
+        cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
+        return [*cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+    if isinstance(item, (types.BuiltinFunctionType, types.ModuleType)):
+        return []
+    if hasattr(item, "__dict__") and type(item).__module__.split(".")[0] not in ("builtins", "_ctypes"):
+        slots = [getattr(item, name) for kind in type(item).__mro__ for name in _slots(kind) if hasattr(item, name)]
+        return [*vars(item).values(), *slots]
+    return None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
+
+
+@dataclass
+class Prepacked:
+    """A module whose kernel reads a copy that post-processing makes of its parameters, and of nothing else.
+
+    `filled`: by the parameter's name in the module, the tensor in the loader's format that the daemon writes: the module's own
+    parameter where that has this format, else memory beside it. `beside`: the bytes of the latter.
+    """
+
+    name: str
+    module: Any
+    filled: dict[str, Any]
+    beside: int
+
+
+@dataclass
+class Delivery:
+    """How a model's weights arrive.
+
+    `direct`, `constant`: names of parameters and buffers. `processed`: by name, why. `padded`: parameters whose rows beyond the
+    vocabulary no tensor fills. `ignored`: tensors of the checkpoint that the model does not want. `arena`: by name, the
+    checkpoint's tensors that processed modules need, in memory of their own; `prepacked`: those processed modules that do without.
+    """
+
+    direct: list[str]
+    processed: dict[str, str]
+    constant: list[str]
+    padded: list[str]
+    ignored: list[str]
+    arena: dict[str, Any]
+    tensors: list[TensorSpec] = field(repr=False)
+    boxes: list[Box] = field(repr=False)
+    attention: list[Any] = field(repr=False)
+    modules: dict[str, Any] = field(repr=False)  # by name, the processed ones that vLLM's reload must reach
+    prepacked: list[Prepacked] = field(repr=False)
+    tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
+    derived: list[str] = field(repr=False)  # names of parameters that attention layers make of other modules' parameters
+    proof: Proof | None = None  # None: it was not asked for
+    places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
+    # Names that the engine's loader passes over since another name's memory is theirs, and that name.
+    tied_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes that are there for the delivery alone."""
+        return sum(int(tensor.nbytes) for tensor in self.arena.values()) + sum(entry.beside for entry in self.prepacked)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and names, for logs, `GET /refitd/delivery` and tests."""
+        return {
+            "direct": sorted(self.direct),
+            "processed": dict(sorted(self.processed.items())),
+            "constant": sorted(self.constant),
+            "padded": sorted(self.padded),
+            "ignored": sorted(self.ignored),
+            "prepacked": sorted(entry.name for entry in self.prepacked),
+            "arena_bytes": self.arena_bytes,
+            "proof": None if self.proof is None else self.proof.summary(),
+        }
+
+
+@dataclass
+class _Held:
+    """A parameter or buffer of a module."""
+
+    name: str
+    module: Any
+    tensor: Any
+    is_parameter: bool
+
+
+def decide(
+    model: Any,
+    manifest: Sequence[TensorSpec],
+    arena_bytes: int,
+    device: Any,
+    inside: Any,
+    failed: Mapping[str, str] = MappingProxyType({}),
+) -> Delivery:
+    """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with
+    what is known of the engine's inside. `failed`: by parameter or module, why it is not to be written in place though nothing else tells.
+
+    Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
+    """
+    held = _held(model)
+    why = _reasons(model, held, inside)
+    why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
+    captured = _capture(model, manifest, held, inside, processed=lambda name: False)
+    # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
+    module_of = {entry.name: id(entry.module) for entry in held}
+    modules = {module_of[name] for name in (*captured.processed, *why)}
+    _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
+    sources = _sources(captured, module_of)
+    while True:
+        names = {name for name, of in sources.items() if of & modules}
+        more = set().union(*(sources[name] for name in names)) - modules if names else set()
+        if not more:
+            break
+        modules |= more
+    captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules)
+    if device.type == "cpu":
+        prepacked = _prepackable(held, captured, sources, modules, inside)
+        names = {name for name in names if sources[name] & (modules - prepacked)}
+    else:
+        prepacked = set()
+    return _conclude(model, manifest, held, captured, modules, prepacked, names, why, arena_bytes, device, inside)
+
+
+def _reason_in(failed: Mapping[str, str], name: str) -> str:
+    """The reason of the parameter or of its module."""
+    return failed.get(name, "") or failed.get(name.rpartition(".")[0], "")
+
+
+def _prepackable(held: Sequence[_Held], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
+    """The processed modules that only prepack parameters, each of which is boxes of tensors that no reloaded module needs."""
+    entries: dict[int, list[_Held]] = {}
+    for entry in held:
+        entries.setdefault(id(entry.module), []).append(entry)
+    found = {
+        module
+        for module in modules
+        if inside.only_prepacks(entries[module][0].module) and all(_is_matrix(captured, entry) for entry in entries[module])
+    }
+    found -= set().union(*(sources[name] for name in captured.cast if name in sources))
+    while True:
+        shared = set().union(*(of for of in sources.values() if of & (modules - found))) & found
+        if not shared:
+            return found
+        found -= shared
+
+
+def _is_matrix(captured: Any, entry: _Held) -> bool:
+    """Whether tensors of the checkpoint fill the parameter, and it is a matrix or a vector: others are not only prepacked."""
+    found = captured.processed.get(entry.name)
+    return found is not None and len(found.shape) <= 2
+
+
+def _held(model: Any) -> list[_Held]:
+    """All parameters and buffers, each once: tied ones under their first name."""
+    found: list[_Held] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                found.append(_Held(f"{prefix}.{name}" if prefix else name, module, tensor, is_parameter))
+    return found
+
+
+def _reasons(model: Any, held: Sequence[_Held], inside: Any) -> dict[str, str]:
+    """By parameter, why its module can't be written in place."""
+    evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
+    reasons = {}
+    for entry in held:
+        if evident is not None and id(entry.module) in evident:
+            changed = evident[id(entry.module)]
+            if changed and not inside.is_attention(entry.module):
+                reasons[entry.name] = "; ".join(changed)
+        elif getattr(entry.module, "quant_method", None) is not None:
+            reasons[entry.name] = UNPROVED
+    methods = {id(module.quant_method) for module in model.modules() if hasattr(module, "quant_method")}
+    for name, module in model.named_modules():
+        if id(module) in methods:
+            continue  # some are modules: what they get counts as a change of the module that they serve
+        changed = (evident or {}).get(id(module), [])
+        reprocessed = getattr(module, "quant_method", None) is not None or inside.is_attention(module)
+        if changed and not reprocessed:
+            raise FailedPrecondition(
+                f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
+                f"are reloaded: {'; '.join(changed)}",
+                culprit=f"module '{name}'",
+            )
+    if evident is None and hasattr(model, "process_weights_after_loading"):
+        raise FailedPrecondition(
+            f"{type(model).__name__} is post-processed as a whole: start vLLM with --load-format refitd, which tells what that changes"
+        )
+    return reasons
+
+
+def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], inside: Any, processed: Any) -> Any:
+    import torch
+
+    from ..layout.capture import capture
+
+    with inside.LoaderFormat(model):
+        loaded: dict[str, Any] = {}
+        for entry in held:
+            name = entry.name.rpartition(".")[2]
+            found = entry.module._parameters.get(name)
+            found = entry.module._buffers.get(name) if found is None else found
+            if found is None or type(found).__name__ == "UninitializedParameter":
+                continue  # post-processing made it: no loader fills it
+            loaded[entry.name] = found
+        onto = {entry.name: entry.tensor for entry in held if entry.name in loaded}
+        # Parameters that post-processing removed: loaders fill them, and their modules are processed. Attention layers remove their scales
+        # once they keep them elsewhere; where the checkpoint has any, the tensor is refused as one that is copied to no parameter.
+        known = {id(tensor) for tensor in loaded.values()}
+        for prefix, module in model.named_modules():
+            if inside.is_attention(module):
+                continue
+            for name, tensor in module._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and id(tensor) not in known and full not in loaded and not inside.is_tied(model, module, name):
+                    raise FailedPrecondition(
+                        f"parameter '{full}' is removed after loading, so that new weights can't be put there",
+                        culprit=f"parameter '{full}'",
+                    )
+        with torch.device("cpu"):
+            return capture(model.load_weights, manifest, parameters=loaded, onto=onto, processed=processed)
+
+
+def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
+    """By tensor of the checkpoint, the modules that it goes to."""
+    copies = [*captured.direct, *(copy for entry in captured.processed.values() for copy in entry.copies)]
+    found: dict[str, set[int]] = {}
+    for copy in copies:
+        found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(module_of[copy.parameter])
+    for name, parameters in captured.cast.items():
+        found.setdefault(name, set()).update(module_of[parameter] for parameter in parameters)
+    return found
+
+
+def _beyond_loading(captured: Any, module_of: dict[str, int], modules: set[int]) -> dict[str, str]:
+    """The unsupported tensors, with the reasons.
+
+    A tensor that the loader only casts is left out if its modules are processed: there the loader runs.
+    """
+    return {
+        name: why
+        for name, why in captured.unsupported.items()
+        if name not in captured.cast or not {module_of[parameter] for parameter in captured.cast[name]} <= modules
+    }
+
+
+def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None:
+    if refused:
+        first = next(iter(refused))
+        raise FailedPrecondition(f"{len(refused)} {what}: '{first}' {refused[first]}", culprit=f"{kind} '{first}'")
+
+
+def _tied_modules(model: Any) -> list[Any]:
+    """Modules that are post-processed and whose parameter is another's, an output layer that is tied to the embedding: vLLM's reload
+    leaves them as they are, since it loads no tensor for them. Raises FailedPrecondition where doing that again is not safe."""
+    evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
+    first: dict[int, Any] = {}
+    found = []
+    for name, module in model.named_modules():
+        for tensor in module._parameters.values():
+            if tensor is None or first.setdefault(id(tensor), module) is module or getattr(module, "quant_method", None) is None:
+                continue
+            changed = None if evident is None else evident.get(id(module), [])
+            if changed == []:
+                continue
+            if type(module.quant_method).__name__ != "UnquantizedEmbeddingMethod":
+                raise FailedPrecondition(
+                    f"module '{name}' shares a parameter with another, and {type(module.quant_method).__name__} post-processes it: "
+                    f"{'; '.join(changed) if changed else UNPROVED}",
+                    culprit=f"module '{name}'",
+                )
+            found.append(module)
+    return found
+
+
+def _conclude(
+    model: Any,
+    manifest: Sequence[TensorSpec],
+    held: Sequence[_Held],
+    captured: Any,
+    modules: set[int],
+    prepacked: set[int],
+    names: set[str],
+    why: dict[str, str],
+    arena_bytes: int,
+    device: Any,
+    inside: Any,
+) -> Delivery:
+    """Makes the Delivery from what decide() found; refuses a model of which something can't be delivered.
+
+    `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the tensors that the
+    arena must have. `why`: by parameter, why its module can't be written in place.
+    """
+    module_of = {entry.name: id(entry.module) for entry in held}
+    _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
+    _refuse(
+        {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
+        "tensors of the checkpoint would be lost",
+        "tensor",
+    )  # fmt: skip
+    direct_names = {copy.parameter for copy in captured.direct}
+    direct = [entry for entry in held if entry.name in direct_names]
+    processed = {
+        entry.name: why.get(entry.name, "is another tensor after loading, or shares a tensor of the checkpoint with such a module")
+        for entry in held
+        if id(entry.module) in modules and entry.name not in direct_names
+    }
+    made_later = {entry.name for entry in held if entry.is_parameter and inside.is_made_later(entry.module, entry.name)}
+    processed.update({name: "is made of other parameters by its attention layer" for name in made_later if name not in processed})
+    rest = [entry for entry in held if entry.name not in direct_names and entry.name not in processed]
+    _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
+    padded = _padded(held, captured, inside)
+    specs = {spec.name: spec for spec in manifest}
+    packing = _prepacked(model, held, captured, prepacked)
+    total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
+    total += sum(entry.beside for entry in packing)
+    _check_room(total, arena_bytes, processed)
+    arena = _make_arena([specs[name] for name in sorted(names)], device)
+    attention = [module for module in model.modules() if inside.is_attention(module)]
+    made = Delivery(
+        direct=[entry.name for entry in direct],
+        processed=processed,
+        constant=[entry.name for entry in rest],
+        padded=padded,
+        ignored=list(captured.ignored),
+        arena=arena,
+        tensors=[*captured.tensors, *(specs[name] for name in captured.cast)],
+        boxes=[],
+        attention=attention,
+        modules={name: module for name, module in model.named_modules() if id(module) in modules - prepacked},
+        prepacked=packing,
+        tied=_tied_modules(model),
+        derived=sorted(made_later),
+        tied_names=_tied_names(model, captured.ignored, specs),
+    )
+    made.boxes = _boxes(made, captured, direct, held, device)
+    own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
+    made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
+    return made
+
+
+def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]) -> dict[str, str]:
+    """Output layers that the engine's loader passes over since the embedding's memory is theirs, and that embedding's name.
+
+    A trainer whose output layer is another would have its values dropped: the daemon compares them with the embedding's.
+    """
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return {}
+    tied = {}
+    for name in ignored:
+        embeddings = [other for other in specs if other.endswith("embed_tokens.weight") and specs[other].shape == specs[name].shape]
+        if name.endswith("lm_head.weight") and len(embeddings) == 1:
+            tied[name] = embeddings[0]
+    return tied
+
+
+def _padded(held: Sequence[_Held], captured: Any, inside: Any) -> list[str]:
+    """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
+    padded, unfilled = [], {}
+    for entry in held:
+        if entry.name in captured.unfilled:
+            if inside.is_vocabulary(entry.module):
+                padded.append(entry.name)
+            else:
+                unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
+    _refuse(unfilled, "parameters are filled in part only")
+    return padded
+
+
+def _check_room(total: int, arena_bytes: int, processed: dict[str, str]) -> None:
+    """Refuses an arena of `total` bytes if that is more than the limit `arena_bytes`."""
+    if total <= arena_bytes:
+        return
+    first = next(iter(processed))
+    raise FailedPrecondition(
+        f"{len(processed)} parameters must be processed after loading, which takes an arena of {total} bytes, and arena_bytes is "
+        f"{arena_bytes}: '{first}' {processed[first]}",
+        culprit=f"parameter '{first}'",
+    )
+
+
+def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[int]) -> list[Prepacked]:
+    """The modules with ids `prepacked`, with memory for what the daemon writes; pages of it that nobody wrote take no memory."""
+    import torch
+
+    from ..layout.capture import _span
+
+    names = {id(module): name for name, module in model.named_modules()}
+    made: dict[int, Prepacked] = {}
+    for entry in held:
+        module = id(entry.module)
+        if module not in prepacked:
+            continue
+        found = made.setdefault(module, Prepacked(names[module], entry.module, {}, 0))
+        wanted = captured.processed[entry.name]
+        filled = entry.tensor
+        if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
+            whole = empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
+            filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
+            found.beside += whole.nbytes
+        found.filled[entry.name.rpartition(".")[2]] = filled
+    return list(made.values())
+
+
+def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
+    import torch
+
+    if device.type == "cpu":
+        return {spec.name: empty(spec.shape, spec.dtype, like="torch") for spec in specs}
+    return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
+
+
+def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
+    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
+    from ..layout.capture import _boxes_in
+    from ..layout.shards import collect
+
+    filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
+    if device.type == "cpu":
+        adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
+    boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
+    boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
+    index = {spec.name: i for i, spec in enumerate(made.tensors)}
+    whole = collect(made.arena, rank=0, tied=False)
+    for box in whole.boxes:
+        name = whole.tensors[box.tensor_index].name
+        boxes.append(Box(index[name], box.offset, box.extent, box.strides, box.memory, box.byte_offset))
+    return boxes
+
+
+logger = logging.getLogger("refitd.serving.proof")
+
+# What is unproved where versions were not delivered both ways.
+DELIVERIES = "delivery by the engine's own loader"
+
+
+@dataclass
+class Steps:
+    """What is known of the engine. `inside`: as of decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
+    first version is committed. `process`: brings what the arena has into the modules. `load`: puts tensors there by the engine's own loader;
+    returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it is not."""
+
+    inside: Any
+    try_out: Callable[[Delivery], None]
+    process: Callable[[Delivery], None]
+    load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
+    probe: Callable[[], Probe]
+
+
+def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Delivery:
+    """The delivery of the tensors in `manifest` with its proof. `clean`: whether the weights must be kept. Raises FailedPrecondition that
+    names what can't be delivered, fails or, where that is asked for, is unproved."""
+    failed: dict[str, str] = {}
+    while True:
+        made = decide(model, manifest, settings.arena_bytes, device, steps.inside, failed)
+        if not clean:
+            zero_padding(model, made)
+            if made.arena:
+                steps.try_out(made)
+        if settings.proof == "off":
+            return made
+        found = made.proof = _prove(model, made, manifest, device, clean, steps)
+        logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
+        again = {name for name in made.direct if _is_processed_again(model, name)}
+        again |= {name.rpartition(".")[0] for name in again}
+        more = {name: f"failed the forward proof: {why}" for name, why in found.failed.items() if name in again}
+        if not more or more.keys() <= failed.keys():
+            break
+        failed.update(more)
+    made.proof.check(require=settings.proof == "require")
+    if made.proof.unproved:
+        logger.warning("refitd: the forward proof says nothing of %d parameters: %s", len(made.proof.unproved), made.proof.unproved)
+    if not clean:
+        zero_padding(model, made)
+    return made
+
+
+def zero_padding(model: Any, made: Delivery) -> None:
+    """Zeroes the rows beyond the vocabulary, as loading a checkpoint does, in an engine that loaded random weights instead."""
+    import torch
+
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in made.padded:
+            named[name].zero_()
+
+
+def _is_processed_again(model: Any, name: str) -> bool:
+    """Whether the engine post-processes the parameter's module: to load any other anew changes nothing but the parameter."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "quant_method", None) is not None
+
+
+def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Proof:
+    own = [name for entry in made.prepacked for name in (f"{entry.name}.{own}" for own in entry.filled)]
+    names = [*(name for name in made.direct if name not in own), *made.derived]
+    try:
+        probe = steps.probe()
+    except Exception as error:  # another version of the engine may have another inside
+        return Proof(unproved=dict.fromkeys((*names, *made.processed), f"can't be told: {type(error).__name__}: {error}"))
+    deliver = partial(_deliver, made, device, steps)
+    why = "the engine serves its checkpoint, which would be lost" if clean else ""
+    if not why:
+        try:
+            deliver(1)
+        except Error as error:
+            why = str(error)
+    prover = Prover(model, probe, names, made.tied)
+    if not prover.runs:
+        prover.proof.unproved.update(dict.fromkeys(made.processed, prover.proof.unproved.get(names[0], "") if names else "the model can't be run"))
+        return prover.proof
+    prover.perturb()
+    processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}, **_that_derive(model, made)}
+    if why:
+        prover.proof.unproved.update({DELIVERIES: why, **{name: why for name in processed}})
+        return prover.proof
+    first, derived = prover.states(processed.values()), _digests(model, made.derived)
+    deliver(2)
+    ours = prover.states(processed.values())
+    prover.compare_processed(first, ours, processed)
+    same = [name for name, before in _digests(model, made.derived).items() if derived[name] == before]
+    prover.proof.failed.update(dict.fromkeys(same, "is made of other parameters, and is the same after another version was delivered"))
+    deliver(1)  # what the loader does not reach is not of its version then
+    try:
+        passed_over = steps.load(made, ((spec.name, proof.values(spec, 2, device)) for spec in manifest))
+    except Exception as error:
+        prover.proof.unproved[DELIVERIES] = f"it failed: {type(error).__name__}: {error}"
+        deliver(2)
+        return prover.proof
+    if passed_over:
+        prover.proof.unproved[DELIVERIES] = f"it passes over {len(passed_over)} modules, such as '{passed_over[0]}'"
+    else:
+        prover.compare_deliveries(ours, prover.states(processed.values()))
+    return prover.proof
+
+
+def _that_derive(model: Any, made: Delivery) -> dict[str, Any]:
+    """By name, the modules that keep something made of other modules' parameters."""
+    layers = {name.rpartition(".")[0] for name in made.derived}
+    return {name: module for name, module in model.named_modules() if name in layers or any(module is entry for entry in made.tied)}
+
+
+def _digests(model: Any, names: Iterable[str]) -> dict[str, int]:
+    named = dict(model.named_parameters())
+    return {name: proof.digest(named[name]) for name in names}
+
+
+def _deliver(made: Delivery, device: Any, steps: Steps, seed: int) -> None:
+    proof.deliver(made.tensors, made.boxes, lambda spec: proof.values(spec, seed, device))
+    steps.process(made)
+
+
+# ---- memory of modules ----
+
+
+def tensors_of(layer: Any) -> dict[str, Any]:
+    """Parameters, buffers and tensors among the other attributes of a module, without its submodules."""
+    import torch
+
+    held = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+    return {**held, **{name: t for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None}}
+
+
+def keep_memory(layer: Any, before: dict[str, Any]) -> None:
+    """Puts what post-processing made into the memory that CUDA graphs know. `before`: tensors_of(layer) until then."""
+    import torch
+
+    now = tensors_of(layer)
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None or new is old or (new.shape, new.dtype, new.stride()) != (old.shape, old.dtype, old.stride()):
+            continue
+        with torch.no_grad():
+            old.copy_(new)
+        setattr(layer, name, old)
+
+
+def synchronise(device: Any) -> None:
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()
