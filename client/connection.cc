@@ -231,7 +231,6 @@ Connection::Connection(const ConnectOptions& options, const Target& target,
       tcp_(target.tcp),
       channel_(std::move(channel)),
       call_margin_(options.call_margin),
-      encrypted_data_(options.spec.has_value() && options.spec->encrypted_data),
       device_(options.device),
       device_library_(options.cuda_library) {}
 
@@ -265,18 +264,10 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
 }
 
 absl::Status Connection::Adopt(const v1::Welcome& welcome) {
-  REFITD_RETURN_IF_ERROR(ProtocolOf(welcome.lease().protocol(), "lease.protocol").status());
+  REFITD_RETURN_IF_ERROR(AgreedProtocol(welcome.lease().protocol(), "lease.protocol").status());
   if (welcome.lease().token().size() != kTokenBytes) {
     return Error(absl::StatusCode::kInternal, "the daemon's lease token has {} bytes, not {}",
                  welcome.lease().token().size(), kTokenBytes);
-  }
-  // An older daemon does not know the demand for encryption, and would ignore it.
-  if (encrypted_data_ && welcome.lease().protocol() < static_cast<int>(Protocol::kV4)) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "spec.encrypted_data: the daemon at {} does not know it: it speaks protocol "
-                 "version {}, of at least {}",
-                 socket_, static_cast<int>(welcome.lease().protocol()),
-                 static_cast<int>(Protocol::kV4));
   }
   welcome_ = welcome;
   descriptors_ =

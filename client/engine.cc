@@ -48,7 +48,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
         options_(options),
         state_(options.held_version, options.dirty),
         origin_(options.held_origin),
-        owner_(options.held_owner) {}
+        owner_(options.held_owner),
+        digest_(options.held_digest) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -108,6 +109,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
+  uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -123,7 +125,11 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   SayHello(options.connect, options.rank, options.world_size, deadline, hello);
   hello->set_instance(options.instance);
   hello->set_delivery(static_cast<v1::Delivery>(options.delivery));
-  if (options.manifest) {
+  const auto manifest_tensors = options.manifest ? std::ssize(*options.manifest) : 0;
+  if (manifest_tensors > kMaxTensorsPerLayout) {
+    // The daemon refuses so many; those who wait for this engine hear that from it.
+    hello->set_manifest_tensors(manifest_tensors);
+  } else if (options.manifest) {
     v1::Manifest* manifest = hello->mutable_manifest();
     for (const TensorSpec& tensor : *options.manifest) {
       manifest->add_names(tensor.name);
@@ -134,6 +140,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   if (options.held_version) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
+    hello->set_held_digest(options.held_digest);
   }
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
@@ -188,6 +195,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_version = state_.version();
       options.held_origin = origin_;
       options.held_owner = owner_;
+      options.held_digest = digest_;
       options.dirty = state_.weights() != Weights::kGood;
     }
   }
@@ -292,12 +300,9 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
   } else if (auto* committed = std::get_if<Committed>(&event)) {
     if (!state_.OnCommitted(committed->version)) return Nothing{};
-    // A daemon of an earlier release does not tell the incarnation here; the incarnation is then
-    // the lease's.
-    origin_ = committed->incarnation != 0 ? committed->incarnation
-                                          : session.connection->lease().incarnation();
-    committed->incarnation = origin_;
+    origin_ = committed->incarnation;
     owner_ = committed->owner;
+    digest_ = committed->digest;
     if (state_.weights() == Weights::kGood) return event;
     Failure failure;
     failure.version = committed->version.value();

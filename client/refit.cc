@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <new>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "client/events.h"
 #include "client/packer.h"
 #include "client/python.h"
+#include "client/refit_python.h"
 #include "client/trainer.h"
 #include "proto/delivery.h"
 #include "transport/base/errors.h"
@@ -137,6 +139,32 @@ refit_status Guarded(Body body) {
   } catch (const std::exception& error) {
     return Report(Error(absl::StatusCode::kInternal, "exception: {}", error.what()));
   }
+}
+
+std::function<void(absl::Status)> DoneOf(refit_done done, void* argument) {
+  return [done, argument](const absl::Status& status) {
+    if (done == nullptr) return;
+    const refit_status code = Report(status);
+    done(argument, code, refitd::Message(status).c_str());
+  };
+}
+
+// Gives the bucket what the packer packed; its bytes too, unless they are in a slot.
+absl::Status AddPacked(const client::Packer& packer, client::Bucket* bucket) {
+  if (packer.room() >= 0) {
+    return Error(absl::StatusCode::kFailedPrecondition, "the packer's bucket was not ended");
+  }
+  if (bucket->slot == nullptr) bucket->bytes.push_back(packer.bytes());
+  bool whole = true;
+  for (const client::Packer::Entry& entry : packer.entries()) {
+    bucket->ranges.push_back(
+        {static_cast<uint32_t>(bucket->tensors.size()), entry.start, entry.count});
+    bucket->tensors.push_back(entry.tensor->spec);
+    bucket->byte_offsets.push_back(entry.offset);
+    whole = whole && entry.count == entry.tensor->elements;
+  }
+  if (whole) bucket->ranges.clear();
+  return absl::OkStatus();
 }
 
 absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
@@ -373,6 +401,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   if (given.has_held_version != 0) {
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
+    options.held_digest = given.held_digest;
   }
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);
@@ -613,11 +642,7 @@ refit_status refit_update_push_async(refit_update* update, const refit_bucket* b
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
     REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
-    update->update->PushAsync(std::move(wanted), [done, argument](const absl::Status& status) {
-      if (done == nullptr) return;
-      const refit_status code = Report(status);
-      done(argument, code, refitd::Message(status).c_str());
-    });
+    update->update->PushAsync(std::move(wanted), DoneOf(done, argument));
     return absl::OkStatus();
   });
 }
@@ -626,11 +651,12 @@ refit_status refit_update_flush(refit_update* update) {
   return Guarded([&] { return update == nullptr ? Null("update") : update->update->Flush(); });
 }
 
-refit_status refit_update_commit(refit_update* update, refit_commit_result* result) {
+refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
+                                 refit_commit_result* result) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
     REFITD_RETURN_IF_ERROR(CheckResult(result));
-    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit(tensor_count));
     const absl::Status shown = Show(committed, result);
     update->result = std::move(committed);
     return shown;
@@ -975,16 +1001,17 @@ refit_status refit_packer_add(refit_packer* packer, int64_t number, int64_t star
   });
 }
 
-refit_status refit_packer_end(refit_packer* packer, const refit_tensor** tensors,
-                              const int64_t** byte_offsets, int64_t* count) {
+void refit_packer_end(refit_packer* packer) {
+  if (packer != nullptr) packer->packer->End();
+}
+
+refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
+                               const refit_bucket* bucket, refit_done done, void* argument) {
   return Guarded([&]() -> absl::Status {
-    if (packer == nullptr || tensors == nullptr || byte_offsets == nullptr || count == nullptr) {
-      return Null("packer, tensors, byte_offsets or count");
-    }
-    packer->packer->End();
-    *tensors = packer->packer->tensors().data();
-    *byte_offsets = packer->packer->offsets().data();
-    *count = packer->packer->count();
+    if (packer == nullptr || update == nullptr) return Null("packer or update");
+    REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
+    REFITD_RETURN_IF_ERROR(AddPacked(*packer->packer, &wanted));
+    update->update->PushAsync(std::move(wanted), DoneOf(done, argument));
     return absl::OkStatus();
   });
 }

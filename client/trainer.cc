@@ -391,7 +391,7 @@ class UpdateImpl final : public Update {
   void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) override;
   absl::Status Flush() override;
   absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(std::chrono::milliseconds wait) override;
-  absl::StatusOr<CommitResult> Commit() override;
+  absl::StatusOr<CommitResult> Commit(int64_t tensor_count) override;
   absl::StatusOr<CommitResult> Refit() override;
   absl::Status Abort(const std::string& reason) override {
     REFITD_RETURN_IF_ERROR(CheckOpen());
@@ -528,7 +528,7 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   return result;
 }
 
-absl::StatusOr<CommitResult> UpdateImpl::Commit() {
+absl::StatusOr<CommitResult> UpdateImpl::Commit(int64_t tensor_count) {
   REFITD_RETURN_IF_ERROR(CheckOpen());
   // Commit need not wait for the answers of pushes: a refused push ends the update, and with it
   // this call.
@@ -539,6 +539,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   request.set_bucket_count(progress.bucket_count);
   request.set_pushes_under_way(progress.under_way);
   request.set_update_id(begun_.update_id());
+  request.set_tensor_count(tensor_count);
   auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {

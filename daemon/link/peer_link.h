@@ -10,8 +10,6 @@
 //    hello kPeerHelloLimit, the end of a link kPeerEndLimit. A link does not notice silence: the
 //    group's machines ping (PeerPing) and end the link. Unacknowledged bytes end the connection
 //    after kPeerUserTimeout (TCP_USER_TIMEOUT).
-//  - If a daemon that speaks a later protocol version sends a message of an unknown kind, the
-//    message is skipped, which is logged once a link. The link does not end.
 //  - Every link has a connection of its own, so that a stuck link disturbs no other.
 //
 // Callbacks must not throw: functions that gRPC calls are noexcept, so that an exception ends the
@@ -109,6 +107,9 @@ class PeerLink {
   };
   // Returns the reports that turned out not to be sendable, also those that other threads queued.
   std::vector<Refused> Flush();
+
+  // "host:port" of the connection's other end, numeric; empty: the link is not up yet.
+  std::string address() const;
 
   // Ends the link. Reports that were queued before are still written, within kPeerEndLimit.
   void Close();

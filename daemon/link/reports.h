@@ -43,10 +43,6 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToProto(const PeerReport& report,
 // Whether every header that this bucket can lead to fits into a message. RESOURCE_EXHAUSTED.
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes);
 
-// Whether the message is of a kind that this build does not know. A link skips such messages from a
-// daemon of a newer protocol version; decoding them is an error.
-bool OfUnknownKind(const v1::PeerMessage& message);
-
 // Decodes the reports of one link, in order.
 class ReportDecoder {
  public:

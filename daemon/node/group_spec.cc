@@ -99,15 +99,6 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                group, daemon, clear);
 }
 
-absl::Status CheckKnowsEncryption(const std::string& group, const GroupSpec& spec,
-                                  const std::string& daemon, Protocol protocol) {
-  if (!spec.encrypted_data || protocol >= Protocol::kV4) return absl::OkStatus();
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "spec.encrypted_data: group '{}' demands it, and daemon {} does not know it: it "
-               "speaks protocol version {}, of at least {}",
-               group, daemon, static_cast<int>(protocol), static_cast<int>(Protocol::kV4));
-}
-
 absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits) {
   if (told.slots >= 1 && told.slots <= kMaxSlots && told.slot_bytes >= 1 &&
       told.slot_bytes <= limits.max_pool_bytes) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -25,8 +26,7 @@ constexpr size_t kMaxDeviceBytes = 64;
 
 template <typename Hello>
 absl::Status CheckHello(const Hello& hello) {
-  REFITD_RETURN_IF_ERROR(
-      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
+  REFITD_RETURN_IF_ERROR(AgreeProtocol(hello.protocol(), "protocol").status());
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckLine(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckLine(hello.device().name(), kMaxDeviceBytes, "device.name"));
@@ -84,6 +84,7 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                         hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  identity.held_digest = hello.held_digest();
   if (!hello.trainer_identity().empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(hello.trainer_identity(), "trainer_identity"));
   }
@@ -95,11 +96,18 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
     return InvalidField("fill", "fill: only {} delivery takes part in fills",
                         DeliveriesWith(Fills));
   }
+  const int64_t manifest_tensors =
+      std::max<int64_t>(hello.manifest_tensors(), hello.manifest().names_size());
+  const bool too_many = manifest_tensors > kMaxTensorsPerLayout;
+  if ((hello.has_manifest() || too_many) && !DeclaresManifest(identity.delivery)) {
+    return InvalidField("manifest", "manifest: only {} delivery takes one",
+                        DeliveriesWith(DeclaresManifest));
+  }
+  if (too_many) {
+    identity.refused = TooManyTensors("manifest", manifest_tensors);
+    return identity;
+  }
   if (hello.has_manifest()) {
-    if (!DeclaresManifest(identity.delivery)) {
-      return InvalidField("manifest", "manifest: only {} delivery takes one",
-                          DeliveriesWith(DeclaresManifest));
-    }
     REFITD_ASSIGN_OR_RETURN(
         identity.manifest,
         CheckManifest(hello.manifest().names(), hello.manifest().dtypes(),
@@ -116,7 +124,7 @@ Arrival CommonArrival(const Hello& hello, const Peer& peer) {
   record.group = hello.group();
   record.peer = peer;
   record.client = hello.client();
-  record.protocol = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+  record.protocol = *AgreeProtocol(hello.protocol(), "protocol");
   record.device = hello.device().name().empty() ? "host" : hello.device().name();
   if (hello.has_spec()) arrival.spec = SpecOf(hello.spec());
   arrival.coordinator = hello.coordinator();
@@ -141,6 +149,8 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   arrival.record.instance = identity.instance;
   arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
+  arrival.record.claims = identity.held_version.has_value() && identity.held_digest != 0 &&
+                          identity.fill && NeedsLayout(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

@@ -106,7 +106,7 @@ class Extractors:
         from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
         from torch.distributed.fsdp import fully_shard
 
-        import refitd.skyrl
+        import refitd.integrations.skyrl
 
         torch.cuda.current_device = lambda: torch.device("cpu")
         self.rank = rank
@@ -118,9 +118,9 @@ class Extractors:
         self.sizes = [parameter.numel() for parameter in self.model.state_dict().values()]
         self.senders, self.ready = {}, []
         for path in ("push", "sharded"):
-            refitd.skyrl.install(path, sharded=path == "sharded", socket=socket, device="host", wait_seconds=SECONDS, first_version=1)
-            info = refitd.skyrl.InitInfo(override_existing_receiver=False, group=path, instances=ENGINES)
-            self.senders[path] = refitd.skyrl.Strategy.create_sender(info, None)
+            refitd.integrations.skyrl.install(path, sharded=path == "sharded", socket=socket, device="host", wait_seconds=SECONDS, first_version=1)
+            info = refitd.integrations.skyrl.InitInfo(override_existing_receiver=False, group=path, instances=ENGINES)
+            self.senders[path] = refitd.integrations.skyrl.Strategy.create_sender(info, None)
         # The engines come to the group of broadcasts once they are attached, for which they wait for the senders.
         self.group, self.broadcast = broadcasts(port, 0) if rank == 0 else (None, None)
 

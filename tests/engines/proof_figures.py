@@ -1,4 +1,4 @@
-"""Measures the forward proof (refitd.proof) of models of plain torch modules with random weights, on a GPU or a CPU. No engine, no daemon.
+"""Measures the forward proof (refitd.serving.proof) of models of plain torch modules with random weights, on a GPU or a CPU. No engine, no daemon.
 
 usage: PYTHONPATH=client/python python tests/engines/proof_figures.py [--layers N] [--device cuda] [--models qwen3-30b-a3b,dense-8b]
 
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from refitd import proof
-from refitd._layout import TensorSpec
+from refitd.serving import proof
+from refitd.layout.records import TensorSpec
 from torch import nn
 from torch.nn import functional as F
 
@@ -135,8 +135,8 @@ def checkpoint(model: Model) -> tuple[list[TensorSpec], list[tuple[int, str, tup
 
 
 def boxes_of(model: Model, specs: list[TensorSpec], places: list[tuple[int, str, tuple[int, ...]]]) -> list[Any]:
-    from refitd import _devices
-    from refitd._layout import Box
+    from refitd.layout import devices as _devices
+    from refitd.layout.records import Box
 
     named = dict(model.named_parameters())
     memories = {

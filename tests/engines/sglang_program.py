@@ -18,16 +18,16 @@ ON_A_CPU = dict(
 
 class Program:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import refitd.sglang
+        import refitd.integrations.sglang
         import sglang
-        from refitd.sglang.controls import Controls
+        from refitd.integrations.sglang.controls import Controls
 
         self.engine = sglang.Engine(model_path=model, **ON_A_CPU, **options["llm"])
         self.controls = Controls(self.engine.tokenizer_manager, self.engine.loop.run_until_complete, "reset")
         self.weights: Any = None
         self.adapter: Any = None
         if options["follow"] is not None:
-            self.weights = refitd.sglang.follow(self.engine, **options["follow"])
+            self.weights = refitd.integrations.sglang.follow(self.engine, **options["follow"])
 
     def between_calls(self) -> None:
         self.weights.poll(FOLLOW_SECONDS)
@@ -43,9 +43,9 @@ class Program:
         return bool(self.engine.load_lora_adapter(name, folder).success)
 
     def follow_adapter(self, folder: str, options: dict[str, Any]) -> None:
-        import refitd.sglang
+        import refitd.integrations.sglang
 
-        self.adapter = refitd.sglang.follow_adapter(self.engine, folder, **options)
+        self.adapter = refitd.integrations.sglang.follow_adapter(self.engine, folder, **options)
 
     def wait_adapter(self, version: int) -> int:
         return int(self.adapter.wait(version, 120))

@@ -65,7 +65,7 @@ def main():
     if options.role == "trainer":
         rank = refitd.Trainer(options.group, socket=options.socket)
     else:
-        from refitd.cuda import device_uuid
+        from refitd.layout.cuda import device_uuid
 
         rank = refitd.Engine(options.group, instance="engine-0", socket=options.socket, device=device_uuid(0))
     began = time.monotonic()

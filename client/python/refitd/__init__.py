@@ -16,8 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._layout import Box, Layout, PushedTensors, TensorSpec
-from .cuda import CudaMemory
+from .layout.records import Box, Layout, PushedTensors, TensorSpec
+from .layout.cuda import CudaMemory
 from .engine import Engine
 from .errors import (
     AlreadyExists,
@@ -43,34 +43,34 @@ from .errors import (
     Unknown,
     UpdateAborted,
 )
-from .events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
-from .memory import FilledMemory, HostMemory, RegionMemory
-from .regions import Region, adopt, empty, locate
-from .tls import TLS
+from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
+from .layout.memory import FilledMemory, HostMemory, RegionMemory
+from .layout.regions import Region, adopt, empty, locate
+from ._core.tls import TLS
 from .trainer import Trainer, replace_group
-from .update import InstanceOutcome, Update, UpdateResult
+from ._core.update import InstanceOutcome, Update, UpdateResult
 
 if TYPE_CHECKING:
-    from .capture import Captured, capture
-    from .loop import EngineLoop, engine_loop
-    from .shards import Shard
+    from .layout.capture import Captured, capture
+    from .serving.loop import EngineLoop, engine_loop
+    from .layout.shards import Shard
 
 
 def __getattr__(name: str) -> Any:
     # Names that need torch are imported when they are first used.
     if name in ("capture", "Captured"):
-        module = importlib.import_module(".capture", __name__)  # which can be called
+        module = importlib.import_module(".layout.capture", __name__)  # which can be called
         return module if name == "capture" else module.Captured
     if name == "Shard":
-        from .shards import Shard
+        from .layout.shards import Shard
 
         return Shard
     if name in ("engine_loop", "EngineLoop"):
-        from . import loop
+        from .serving import loop
 
         return getattr(loop, name)
     if name == "__version__":
-        from ._abi import library
+        from ._core.abi import library
 
         return library().refit_version().decode()
     raise AttributeError(f"module 'refitd' has no attribute {name!r}")

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from . import engine as _engine
 from . import trainer as _trainer
-from . import update as _update
-from ._inbox import Inbox
-from ._wait import awaited
+from ._core import update as _update
+from ._core.inbox import Inbox
+from ._core.waiting import awaited
 from .errors import Closed, DeadlineExceeded, Error
-from .events import Event, Part, Weights
+from ._core.events import Event, Part, Weights
 
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ class Update:
         """Does what refitd.Update.flush does."""
         await self._run(self.member.flush)
 
-    async def commit(self) -> _update.UpdateResult:
+    async def commit(self, tensor_count: int | None = None) -> _update.UpdateResult:
         """Does what refitd.Update.commit does."""
-        return await self._run(self.member.commit)
+        return await self._run(functools.partial(self.member.commit, tensor_count))
 
     async def refit(self) -> _update.UpdateResult:
         """Does what refitd.Update.refit does."""

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from . import _devices
-from ._finding import CALL_SECONDS, Finding, State
+from .layout import devices as _devices
+from .layout.finding import CALL_SECONDS, Finding, State
 
 MIB = 1 << 20
 REFIT_BYTES = MIB
@@ -102,7 +102,7 @@ def _look_at_machine() -> Finding:
 
 
 def _look_at_package() -> Finding:
-    from . import _binaries
+    from ._core import binaries as _binaries
 
     try:
         library = _binaries.library()
@@ -113,7 +113,7 @@ def _look_at_package() -> Finding:
 
 
 def _version() -> str:
-    from ._abi import library
+    from ._core.abi import library
 
     return str(library().refit_version().decode())
 
@@ -299,12 +299,12 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
-    from ._layout import Box, TensorSpec
+    from .layout.records import Box, TensorSpec
     from .engine import Engine
     from .errors import Closed, Error
-    from .events import Prepare
-    from .memory import RegionMemory
-    from .regions import Region
+    from ._core.events import Prepare
+    from .layout.memory import RegionMemory
+    from .layout.regions import Region
     from .trainer import Trainer
 
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"

@@ -12,17 +12,18 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from . import _abi, _places, _devices, _gc
-from ._buffers import DeviceBytes, HostBytes
-from ._dtypes import BY_CODE, DTYPES
-from ._layout import Box, TensorSpec
-from ._lists import TensorList, check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
-from ._native import Handle, check, last_failure, refuse_fork, shown, text
-from ._wait import ends_soon, interruptible
+from ._core import abi as _abi, collector as _gc
+from .layout import places as _places, devices as _devices
+from ._core.buffers import DeviceBytes, HostBytes
+from .layout.dtypes import BY_CODE, DTYPES
+from .layout.records import Box, TensorSpec
+from ._core.lists import TensorList, check_tensors
+from ._core.member import ConnectOptions, Member, Registration, checked_count, checked_version
+from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
+from ._core.waiting import ends_soon, interruptible
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
-from .events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
-from .memory import DeviceMemory
+from ._core.events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
+from .layout.memory import DeviceMemory
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
 SLICE_SECONDS = 0.1
@@ -55,6 +56,7 @@ class Engine(Member):
         manifest: Sequence[TensorSpec | tuple[str, Any, Sequence[int]]] | None = None,
         held_version: int | None = None,
         held_incarnation: int | None = None,
+        held_digest: int | None = None,
         held_owner: str | None = None,
         trainer_identity: str | None = None,
         dirty: bool = False,
@@ -71,8 +73,9 @@ class Engine(Member):
         """Attaches, and waits for daemon and group for `wait_seconds` (10).
 
         `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
-        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
-        the memory holds, complete, from an earlier attachment (Committed told both). `held_owner`: Committed's owner of the last version
+        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`,
+        `held_digest`: what the memory holds, complete, from an earlier attachment (Committed told them); with `fill`, memory of another
+        digest holds no version. `held_owner`: Committed's owner of the last version
         that was committed there, also where the memory is dirty since: a group that is made again belongs to that owner.
         `trainer_identity`: whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
         "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's. `dirty`: the memory may hold no whole version;
@@ -120,7 +123,7 @@ class Engine(Member):
         )
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)
-            options.held_origin = held_incarnation or 0
+            options.held_origin, options.held_digest = held_incarnation or 0, held_digest or 0
         if manifest is not None:
             specs = [spec_of(entry) for entry in manifest]
             check_tensors(specs, self.label)
@@ -139,7 +142,7 @@ class Engine(Member):
         """Registers the parameters of this rank, in place of those registered before; not during an update.
 
         `layout`: what refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
-        (refitd.empty, refitd.adopt) or on the GPU `device`. `options`: as of refitd.shards.collect.
+        (refitd.empty, refitd.adopt) or on the GPU `device`. `options`: as of refitd.layout.shards.collect.
 
         Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
         disagrees, or an update runs; nothing has changed then.
@@ -152,7 +155,7 @@ class Engine(Member):
         """
         module = layout if _places.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
-            from .shards import collect
+            from .layout.shards import collect
 
             layout = collect(layout, rank=self.rank, **options)
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
@@ -262,7 +265,7 @@ class Engine(Member):
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == _abi.EVENT_COMMITTED:
             self._mark_written()
-            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"))
+            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"), raw.digest)
         if kind == _abi.EVENT_ABORTED:
             return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
         if kind == _abi.EVENT_DRAINING:
@@ -308,7 +311,7 @@ class Engine(Member):
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
         # The memory is a region of its own, so it is page-aligned, and the system gets it back as soon as it is unused.
-        from .regions import Region
+        from .layout.regions import Region
 
         room = Region(max(nbytes, 1))
         return HostBytes(room.pointer, nbytes, room)
@@ -374,7 +377,7 @@ def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
     """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
-    from ._dtypes import resolve
+    from .layout.dtypes import resolve
 
     name, dtype, shape = entry
     return TensorSpec(name, resolve(dtype, f"tensor '{name}'").name, tuple(shape))

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ._dtypes import resolve
+from .layout.dtypes import resolve
 from .errors import FailedPrecondition, InvalidArgument
 
 # The most KL, in nats a token, that passes for rounding without a control, by the dtype in which the engine computes. The error of a

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from . import _binaries
+from ._core import binaries as _binaries
 from .errors import DeadlineExceeded, Unavailable
 
 # Far longer than anything takes; only what hangs reaches them.

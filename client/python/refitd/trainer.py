@@ -9,17 +9,18 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from . import _abi, _devices, _gc
-from ._buffers import DeviceBytes, HostBytes
-from ._layout import Box, Layout, PushedTensors, TensorSpec
-from ._lists import check_tensors
-from ._member import CLOSE_SECONDS, ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
-from ._native import Handle, check, refuse_fork, text
-from ._tensors import Packer
-from ._wait import ends_soon, interruptible
+from ._core import abi as _abi, collector as _gc
+from .layout import devices as _devices
+from ._core.buffers import DeviceBytes, HostBytes
+from .layout.records import Box, Layout, PushedTensors, TensorSpec
+from ._core.lists import check_tensors
+from ._core.member import CLOSE_SECONDS, ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
+from ._core.native import Handle, check, refuse_fork, text
+from ._core.tensors import Packer
+from ._core.waiting import ends_soon, interruptible
 from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
-from .tls import TLS
-from .update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
+from ._core.tls import TLS
+from ._core.update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
 
 # A trainer does one of these with a version that is not greater than its group's.
 ON_OLDER = ("refuse", "next", "replace")
@@ -149,7 +150,7 @@ class Trainer(Member):
         """Registers this rank's shards for refit, in place of those registered before; not during an update of this rank.
 
         `shards`: a dict of names to tensors (a state dict, with DTensors), a torch module, or a list of refitd.Shard. `dtype`: what
-        floating-point tensors are cast to on the way; None: as they are. `options`: as of refitd.shards.collect.
+        floating-point tensors are cast to on the way; None: as they are. `options`: as of refitd.layout.shards.collect.
 
         Host tensors in regions (`empty`, `adopt`) are moved from where they are; others are copied first at each refit, of which a
         StagingWarning tells. Names are bound to the module or dict, not to the tensors that are there now: each refit looks every name up
@@ -159,7 +160,7 @@ class Trainer(Member):
         Raises InvalidArgument, naming tensor and rank; FailedPrecondition where another rank's layout disagrees or an update runs.
         Nothing has changed then.
         """
-        from .shards import collect
+        from .layout.shards import collect
 
         with _gc.paused():
             collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
@@ -270,6 +271,8 @@ class Trainer(Member):
         with self._lock:
             registration = self._registration or registration
         self._begin_refit(registration)
+        if registration.source is not None and registration.before_refit is None:
+            return rebound  # the source compared the addresses of all memory just now
         return rebound + self._rebind(registration)
 
     @staticmethod
@@ -334,8 +337,8 @@ class Trainer(Member):
 
         `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
         `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
-        need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
-        part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
+        need the count, here or from Update.commit. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the
+        registered layout takes part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
         bytes are read in the update's refit(). `note`: text for people, such as "step 1200", shown in the update's
         status and in the daemon's log; at most 256 bytes of UTF-8 without control characters.
 

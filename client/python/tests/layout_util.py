@@ -5,10 +5,10 @@ from math import prod
 
 import torch
 
-from refitd import _dtypes
-from refitd._buffers import HostBytes
-from refitd._sources import source_of
-from refitd.memory import FilledMemory, HostMemory
+from refitd.layout import dtypes as _dtypes
+from refitd._core.buffers import HostBytes
+from refitd._core.sources import source_of
+from refitd.layout.memory import FilledMemory, HostMemory
 
 
 class Reader:

@@ -10,7 +10,8 @@ import unittest
 
 import refitd
 import refitd.aio
-from refitd import TensorSpec, _native
+from refitd import TensorSpec
+from refitd._core import native as _native
 from support import SECONDS, DaemonTest, wait_until, whole
 
 SPEC = TensorSpec("w", "uint8", (64,))

@@ -9,10 +9,10 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from refitd import _binaries
+from refitd._core import binaries as _binaries
 
 SECONDS = 60  # far longer than anything takes; only a failing test reaches it
-PACKAGE_PARENT = str(Path(_binaries.__file__).parents[1])
+PACKAGE_PARENT = str(Path(_binaries.__file__).parents[2])
 # Prints its arguments, then the signals that it ignores, then waits for the end of its input and ends with 7.
 PROGRAM = """#!/bin/sh
 echo "$$" "$@"
@@ -68,7 +68,7 @@ class BinariesTest(unittest.TestCase):
 
     def start(self, command, *arguments, **environment):
         """Starts what the console script of that name starts."""
-        code = "import sys; sys.argv[0] = %r; from refitd import _binaries; _binaries.run_%s()" % (command, command)
+        code = "import sys; sys.argv[0] = %r; from refitd._core import binaries; binaries.run_%s()" % (command, command)
         environment = {"PYTHONPATH": PACKAGE_PARENT, "PATH": os.defpath, **environment}
         return subprocess.Popen(
             [sys.executable, "-c", code, *arguments], env=environment, text=True,

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from refitd._layout import TensorSpec  # noqa: E402
-from refitd.capture import capture  # noqa: E402
+from refitd.layout.records import TensorSpec  # noqa: E402
+from refitd.layout.capture import capture  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
-from refitd.memory import HostMemory  # noqa: E402
+from refitd.layout.memory import HostMemory  # noqa: E402
 
 
 def manifest_of(weights):

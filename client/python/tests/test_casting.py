@@ -11,8 +11,8 @@ from layout_util import Pushes, Reader, assemble, pushed_by  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.memory import FilledMemory  # noqa: E402
-from refitd.shards import Shard, collect  # noqa: E402
+from refitd.layout.memory import FilledMemory  # noqa: E402
+from refitd.layout.shards import Shard, collect  # noqa: E402
 
 
 def test_casts_that_fit_are_kept_in_one_room_and_filled_at_each_refit():

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 import refitd
-import refitd.cuda
+import refitd.layout.cuda
 from support import DaemonTest, Server
 
 EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -26,7 +26,7 @@ class CudaTest(DaemonTest):
     def setUp(self):
         super().setUp()
         torch.zeros(1, device="cuda")
-        self.gpu = refitd.cuda.device_uuid(0)
+        self.gpu = refitd.layout.cuda.device_uuid(0)
 
     def served(self, tensors):
         engine = self.engine(device=self.gpu)
@@ -39,8 +39,8 @@ class CudaTest(DaemonTest):
 
     def test_memory_is_of_the_kind_that_this_run_is_about(self):
         pointer = torch.empty(1 << 20, device="cuda").data_ptr()
-        with refitd.cuda.driver().current(0):
-            self.assertEqual(refitd.cuda.driver().allocation(pointer).legacy, not EXPANDABLE)
+        with refitd.layout.cuda.driver().current(0):
+            self.assertEqual(refitd.layout.cuda.driver().allocation(pointer).legacy, not EXPANDABLE)
 
     def test_a_refit_of_tensors_small_large_and_strided(self):
         shapes = {"small": (3, 5), "large": (6000, 5000), "row": (1,), "wide": (16, 1 << 20)}

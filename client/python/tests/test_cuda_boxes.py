@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 import refitd
-from refitd import cuda
+from refitd.layout import cuda
 
 UUID = "GPU-1"
 

@@ -9,8 +9,8 @@ import unittest
 from unittest import mock
 
 import refitd
-from refitd import _devices, cuda
-from refitd.vllm import sleep_memory
+from refitd.layout import devices as _devices, cuda
+from refitd.integrations.vllm import sleep_memory
 
 SIZE = 2 << 20
 POSIX_DESCRIPTOR = 1

@@ -7,7 +7,7 @@ import unittest
 from pathlib import Path
 
 import refitd
-from refitd.vllm import delivery, manifest
+from refitd.serving import delivery, manifest
 
 PACKAGE = Path(refitd.__file__).parent
 # A formatted culprit begins with one of these. Names of arguments, options and files stand alone, as plain expressions.

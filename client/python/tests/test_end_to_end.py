@@ -104,7 +104,7 @@ class EndToEndTest(DaemonTest):
                 self.assertTrue(torch.equal(module.gate_up, other.gate_up))
 
     def test_capture_is_found_both_as_function_and_as_module(self):
-        import refitd.capture as module
+        import refitd.layout.capture as module
 
         self.assertTrue(callable(refitd.capture))
         self.assertIs(refitd.capture, module)

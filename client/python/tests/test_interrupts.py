@@ -9,7 +9,8 @@ import threading
 import unittest
 
 import refitd
-from refitd import TensorSpec, _native
+from refitd import TensorSpec
+from refitd._core import native as _native
 from support import SECONDS, DaemonTest, Server, wait_until, whole
 
 SPEC = TensorSpec("w", "uint8", (64,))

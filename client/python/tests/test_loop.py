@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd
-from refitd._places import Places
-from refitd.shards import collect
-from refitd.vllm.delivery import Delivery
-from refitd.vllm.rank import Rank
-from refitd.vllm.settings import Settings
+from refitd.layout.places import Places
+from refitd.layout.shards import collect
+from refitd.serving.delivery import Delivery
+from refitd.serving.rank import Rank
+from refitd.serving.settings import Settings
 from support import SECONDS, DaemonTest
 
 

@@ -13,15 +13,16 @@ from ranks_util import run_ranks  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import refitd  # noqa: E402
-from refitd import lora, testing  # noqa: E402
+from refitd.integrations import lora  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.shards import Shard, collect  # noqa: E402
+from refitd.layout.shards import Shard, collect  # noqa: E402
 
 SECONDS = 120
 
 
 def by_the_book(weight, terms, dtype):
-    """The full tensor, merged by the operations that refitd.lora states, in their order."""
+    """The full tensor, merged by the operations that refitd.integrations.lora states, in their order."""
     kind = torch.float64 if weight.dtype == torch.float64 else torch.float32
     total = weight.to(kind)
     for b, a, scaling in terms:

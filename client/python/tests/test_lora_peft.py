@@ -12,9 +12,10 @@ from ranks_util import run_ranks  # noqa: E402
 from test_lora import by_the_book  # noqa: E402
 
 import refitd  # noqa: E402
-from refitd import lora, testing  # noqa: E402
+from refitd.integrations import lora  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
-from refitd.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
+from refitd.integrations.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
 
 SECONDS = 600  # only what hangs reaches it
 VOCABULARY = 48
@@ -55,7 +56,7 @@ def layers_of(model):
 
 
 def expected_of(model, dtype=None):
-    """The checkpoint's tensors with the active adapters merged, by names: full tensors, by the operations that refitd.lora states."""
+    """The checkpoint's tensors with the active adapters merged, by names: full tensors, by the operations that refitd.integrations.lora states."""
     layers = layers_of(model)
     found = {}
     for name, tensor in model.get_base_model().state_dict().items():
@@ -146,7 +147,7 @@ def test_two_active_adapters_are_both_merged_in_their_order():
     assert merged == {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (0, 1) for p in "qkvo"}
     from layout_util import assemble
 
-    found = assemble([refitd.shards.collect(tensors, world_size=1)])
+    found = assemble([refitd.layout.shards.collect(tensors, world_size=1)])
     expected = expected_of(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

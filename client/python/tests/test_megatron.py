@@ -1,8 +1,9 @@
-"""Megatron's parameters as boxes, against the layouts of transport/sharding."""
+"""Megatron's parameters as boxes, against the layouts of tests/workloads/sharding."""
 
 import json
 import os
 import subprocess
+import warnings
 from collections import Counter
 from math import prod
 from types import SimpleNamespace
@@ -13,18 +14,21 @@ torch = pytest.importorskip("torch")
 
 from layout_util import pushed_by  # noqa: E402
 
-from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, shards, table_of  # noqa: E402
-from refitd.shards import Shard, collect  # noqa: E402
+import refitd  # noqa: E402
+from refitd import StagingWarning, testing  # noqa: E402
+from refitd.integrations import megatron_bridge, slime  # noqa: E402
+from refitd.errors import InvalidArgument, Unimplemented  # noqa: E402
+from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, model_shards, shards, table_of  # noqa: E402
+from refitd.layout.shards import Shard, collect  # noqa: E402
 
-ALIGNMENT = 512  # of parameters in transport/sharding's arenas
+ALIGNMENT = 512  # of parameters in tests/workloads/sharding's arenas
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
 
 
 @pytest.fixture(scope="module")
 def mappings():
-    """The layouts that transport/sharding gives each rank, by mapping. Its block-scaled layouts are left out: no training has them."""
-    assert PRINT_LAYOUTS, "REFITD_PRINT_LAYOUTS must name the program //transport/sharding:print_layouts"
+    """The layouts that tests/workloads/sharding gives each rank, by mapping. Its block-scaled layouts are left out: no training has them."""
+    assert PRINT_LAYOUTS, "REFITD_PRINT_LAYOUTS must name the program //tests/workloads/sharding:print_layouts"
     lines = subprocess.run([PRINT_LAYOUTS], check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout.splitlines()
     found = [json.loads(line) for line in lines]
     found = [m for m in found if not m["fsdp"] and not m["model"]["fp8"]]
@@ -44,7 +48,7 @@ def config_of(m):
 
 
 def parameters_of(m, place):
-    """(name, shape, dtype) of the parameters of a Megatron rank, in the order of transport/sharding's arena."""
+    """(name, shape, dtype) of the parameters of a Megatron rank, in the order of tests/workloads/sharding's arena."""
     tp, hidden = place.tp_size, m["hidden"]
     padded = -(-m["vocabulary"] // (128 * tp)) * 128
     if place.stage == 0:
@@ -116,7 +120,7 @@ def arena_of(parameters):
     return views, memory.data_ptr(), memory
 
 
-def test_every_rank_of_every_mapping_holds_what_transport_sharding_says(mappings):
+def test_every_rank_of_every_mapping_holds_what_the_layouts_say(mappings):
     compared = 0
     for mapping in mappings:
         m, p = mapping["model"], mapping["parallel"]
@@ -268,20 +272,67 @@ def test_gathers_that_megatron_leaves_to_the_next_forward_are_finished():
     assert (late.calls, whole.calls) == ([True, True], [])
 
 
-def test_slimes_updater_finishes_gathers_before_its_refit():
-    from refitd import slime
+class Late(torch.nn.Module):
+    """What Megatron wraps of a rank whose gathers have not ended: the forward pass, or start_param_sync, writes the new values."""
 
-    chunk, seen = Chunk(True), []
+    def __init__(self):
+        super().__init__()
+        self.ddp_config = SimpleNamespace(overlap_param_gather=True)
+        self.module = torch.nn.Linear(4, 8, bias=False)
+        self.gathered = 0.0
 
-    def refit(version, **_):
-        seen.append((version, list(chunk.calls)))
-        return SimpleNamespace(committed=1, seconds=0.0, bytes=0)
+    def start_param_sync(self, *, force_sync=False):
+        with torch.no_grad():
+            self.module.weight.fill_(self.gathered)
+
+
+class Bridge:
+    """An AutoBridge whose tasks have one mapping."""
+
+    def get_conversion_tasks(self, model):
+        mapping = type("DirectMapping", (), {"is_expert": False, "hf_param": "w", "tp_rank": 0, "tp_size": 1})()
+        return [SimpleNamespace(param_weight=model[0].module.weight, mapping=mapping, global_param_name="w", megatron_module=None)]
+
+
+@pytest.mark.parametrize("of", ["table", "bridge"])
+def test_a_refit_of_a_model_finishes_its_gathers_and_follows_parameters_that_were_replaced(of):
+    model = Late()
+    if of == "table":
+        shards = model_shards([model], {"weight": Replicated("w")}, Parallel(1).place(0, 1))
+    else:
+        shards = megatron_bridge.model_shards(Bridge(), [model], replica=(0, 1), expert_replica=(0, 1))
+    served = torch.nn.ParameterDict({"w": torch.zeros(8, 4)})
+    group = f"gathers-{of}"
+    with testing.daemon() as running, warnings.catch_warnings():
+        warnings.simplefilter("ignore", StagingWarning)  # the parameters are in plain memory
+        with (
+            refitd.Trainer(group, socket=running.socket, device="host") as trainer,
+            refitd.engine_loop(served, group=group, instance="engine", socket=running.socket, device="host", proof="off") as engine,
+        ):
+            trainer.register(shards)
+            for version in (1, 2):
+                model.module.weight = torch.nn.Parameter(torch.full((8, 4), -1.0))
+                model.gathered = float(version)
+                trainer.refit(version, duration_seconds=60)
+                engine.wait(version, 60)
+                assert served["w"].eq(version).all()
+
+
+def test_a_model_of_several_chunks_is_refused_by_table():
+    with pytest.raises(Unimplemented, match="2 chunks"):
+        model_shards([Late(), Late()], {}, Parallel(1).place(0, 1))
+
+
+def test_slimes_shards_finish_gathers_before_each_refit(monkeypatch):
+    chunk = Chunk(True)
+    chunk.modules = lambda: iter([])
+    common = SimpleNamespace(named_params_and_buffers=lambda args, model: [])
+    monkeypatch.setattr(slime, "importlib", SimpleNamespace(import_module=lambda _: common))
+    monkeypatch.setattr(slime, "_place", lambda rank, args: Parallel(1).place(0, 1))
 
     class Updater(slime.Updater):
-        settings = SimpleNamespace(update_seconds=1.0)
+        settings = SimpleNamespace(table={})
 
     updater = Updater(None, [chunk], None, model_name="", quantization_config=None)
-    updater._ranks = SimpleNamespace(meet=lambda: None, gather=lambda version: [version])
-    updater._trainer = SimpleNamespace(refit=refit, next_version=0)
-    updater.update_weights()
-    assert seen == [(1, [True])]
+    updater._shards(0).made_of.first()
+    assert chunk.calls == [True]

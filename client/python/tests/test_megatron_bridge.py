@@ -26,7 +26,8 @@ if not FOLDER.is_dir():
 
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd import megatron_bridge, testing  # noqa: E402
+from refitd.integrations import megatron_bridge  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import Unimplemented  # noqa: E402
 from test_megatron_core import EXPERTS, VOCABULARY, megatron_model, on_cpu  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Megatron Core's own models: the tables of refitd.megatron give a transformers model that computes what Megatron computes.
+"""Megatron Core's own models: the tables of refitd.integrations.megatron give a transformers model that computes what Megatron computes.
 
 The models run on the CPU over gloo. Megatron asks for the current CUDA device, forks CUDA's random state for dropout, which is 0
 here, and reads a name that only Transformer Engine gives it; these three are replaced, nothing else.
@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers", reason="in the environment 2.
 
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd import megatron, testing  # noqa: E402
+from refitd.integrations import megatron  # noqa: E402
+from refitd import testing  # noqa: E402
 
 SECONDS = 240
 HIDDEN, FFN, EXPERT_FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, EXPERTS = 32, 48, 24, 2, 4, 2, 8, 61, 4

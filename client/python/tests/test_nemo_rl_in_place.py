@@ -16,18 +16,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_nemo_rl import REAL, ROLLOUTS, SECONDS, Rollout, made  # noqa: E402  (first: it stands in for what refitd.nemo_rl imports)
+from test_nemo_rl import REAL, ROLLOUTS, SECONDS, Rollout, made  # noqa: E402  (first: it stands in for what refitd.integrations.nemo_rl imports)
 
 import refitd  # noqa: E402
-import refitd.nemo_rl  # noqa: E402
+import refitd.integrations.nemo_rl  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from refitd import TensorSpec, testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
-from refitd.shards import collect  # noqa: E402
-from refitd.vllm.delivery import Delivery  # noqa: E402
-from refitd.vllm.rank import Rank  # noqa: E402
-from refitd.vllm.settings import Settings  # noqa: E402
+from refitd.layout.shards import collect  # noqa: E402
+from refitd.serving.delivery import Delivery  # noqa: E402
+from refitd.serving.rank import Rank  # noqa: E402
+from refitd.serving.settings import Settings  # noqa: E402
 
 SHAPES = {"embed.weight": (37, 6), "block.up.weight": (11, 6), "block.up.bias": (11,), "block.down.weight": (6, 11), "head.weight": (5, 6)}
 EXCEPTIONS = {"*.bias": "float32"}
@@ -132,7 +132,7 @@ def policy(rank, world, socket, group, plan, options):
 
 
 class Backend:
-    """This answers what the transport asks of refitd.vllm.backend.RefitdBackend, over tensors that are no model's."""
+    """This answers what the transport asks of refitd.integrations.vllm.backend.RefitdBackend, over tensors that are no model's."""
 
     def __init__(self, ranks=1):
         self.parallel_config = types.SimpleNamespace(world_size=ranks, data_parallel_size=1)
@@ -216,7 +216,7 @@ def daemon():
 def sync(daemon, monkeypatch, group, plan, *, failing=((), ()), where="", **options):
     options = {"in_place": True, "sharded": True, "exceptions": EXCEPTIONS, **options}
     backends = threading.local()
-    monkeypatch.setattr(refitd.nemo_rl, "backend_here", lambda: getattr(backends, "backend", None))
+    monkeypatch.setattr(refitd.integrations.nemo_rl, "backend_here", lambda: getattr(backends, "backend", None))
     rollouts = [
         RolloutInPlace(backends, where, made(daemon.socket, group, **options), rank, 2, len(plan), failing[rank]) for rank in range(ROLLOUTS)
     ]
@@ -301,9 +301,9 @@ def test_models_that_the_generator_changes_are_refused():
     for name in ("state_dict_adapter", "lora_A"):
         setattr(model if name != "lora_A" else model.head, name, True if name != "lora_A" else torch.nn.Linear(1, 1))
         with pytest.raises(Unimplemented, match="adapter"):
-            refitd.nemo_rl._model_of(GENERATE(model, torch.bfloat16))
+            refitd.integrations.nemo_rl._model_of(GENERATE(model, torch.bfloat16))
         model.state_dict_adapter = None
     begun = GENERATE(Model(), torch.bfloat16)
     next(begun)
     with pytest.raises(Unimplemented, match="DTensor workers"):
-        refitd.nemo_rl._model_of(begun)
+        refitd.integrations.nemo_rl._model_of(begun)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd  # noqa: E402
-from refitd import shards  # noqa: E402
+from refitd.layout import shards  # noqa: E402
 from support import DaemonTest, Server  # noqa: E402
 from torch import nn  # noqa: E402
 

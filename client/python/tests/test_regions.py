@@ -11,7 +11,9 @@ import unittest
 from unittest import mock
 
 import refitd
-from refitd import _native, errors, regions, testing
+from refitd._core import native as _native
+from refitd import errors, testing
+from refitd.layout import regions
 
 try:
     import numpy

@@ -7,10 +7,10 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 from refitd.errors import FailedPrecondition
-from refitd.sglang.controls import OfflineControls, Released, check
-from refitd.vllm import lifecycle
-from refitd.vllm.driver import Driver
-from refitd.vllm.settings import Settings
+from refitd.integrations.sglang.controls import OfflineControls, Released, check
+from refitd.serving import lifecycle
+from refitd.serving.driver import Driver
+from refitd.serving.settings import Settings
 
 CONSTANTS = "sglang.srt.constants"
 STRUCTURES = "sglang.srt.managers.io_struct"

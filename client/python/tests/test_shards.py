@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from layout_util import Reader, assemble  # noqa: E402
 
 from refitd.errors import FailedPrecondition, InvalidArgument  # noqa: E402
-from refitd.memory import HostMemory  # noqa: E402
-from refitd.shards import Shard, collect, range_shards  # noqa: E402
+from refitd.layout.memory import HostMemory  # noqa: E402
+from refitd.layout.shards import Shard, collect, range_shards  # noqa: E402
 
 
 def random_tensor(rng, dtype=torch.float32):

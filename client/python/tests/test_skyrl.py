@@ -38,7 +38,7 @@ for name in ("flash_attn", "flash_attn.bert_padding"):
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap  # noqa: E402
 
 import refitd  # noqa: E402
-import refitd.cuda  # noqa: E402
+import refitd.layout.cuda  # noqa: E402
 from ranks_util import Ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 
@@ -120,7 +120,7 @@ class Server:
             self.device = "host"
             self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in shapes.items()}
         else:
-            self.device = refitd.cuda.device_uuid(gpu)
+            self.device = refitd.layout.cuda.device_uuid(gpu)
             self.held = {name: torch.full(shape, torch.nan, dtype=dtypes[name], device=f"cuda:{gpu}") for name, shape in shapes.items()}
         self.events, self.by_version = [], {}
         self.engine = None
@@ -251,11 +251,11 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of, 
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
-    import refitd.skyrl
+    import refitd.integrations.skyrl
 
     gpu = None if gpus is None else gpus[rank]
     mesh = mesh_of(world, gpu)
-    refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host" if gpu is None else refitd.cuda.device_uuid(gpu), **options)
+    refitd.integrations.skyrl.install(group, sharded=sharded, socket=socket, device="host" if gpu is None else refitd.layout.cuda.device_uuid(gpu), **options)
     client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
     config = InferenceEngineConfig(num_engines=len(urls), weight_sync_backend="refitd")
     model = fully_shard(model_of(1, width).to(mesh.device_type), mesh=mesh)
@@ -366,12 +366,12 @@ def join_apart(rank, world, socket, options):
     """Calls install() with other options on each rank, and returns the error that creating a sender raises. `options`: by rank."""
     from skyrl.train.config.config import InferenceEngineConfig
 
-    import refitd.skyrl
+    import refitd.integrations.skyrl
 
-    refitd.skyrl.install(**{"group": "apart", "socket": socket, "device": "host", "update_seconds": 60.0, **options[rank]})
-    info = refitd.skyrl.Strategy.create_init_info(InferenceEngineConfig(num_engines=1, weight_sync_backend="refitd"))
+    refitd.integrations.skyrl.install(**{"group": "apart", "socket": socket, "device": "host", "update_seconds": 60.0, **options[rank]})
+    info = refitd.integrations.skyrl.Strategy.create_init_info(InferenceEngineConfig(num_engines=1, weight_sync_backend="refitd"))
     try:
-        refitd.skyrl.Strategy.create_sender(info, None)
+        refitd.integrations.skyrl.Strategy.create_sender(info, None)
     except refitd.Error as error:
         return f"{type(error).__name__}: {error}"
 
@@ -555,9 +555,9 @@ def test_skyrl_does_not_resume_generation_after_a_sync_that_failed(backend, resu
     from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
     from skyrl.train.config import SkyRLTrainConfig
 
-    import refitd.skyrl
+    import refitd.integrations.skyrl
 
-    refitd.skyrl.install("resume")
+    refitd.integrations.skyrl.install("resume")
     client = RemoteInferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
     dispatch = WorkerDispatch.__new__(WorkerDispatch)
     dispatch.cfg = SkyRLTrainConfig()
@@ -588,9 +588,9 @@ def test_colocated_engines_wake_for_the_weights_and_get_their_cache_after_a_sync
     from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
     from skyrl.train.config import SkyRLTrainConfig
 
-    import refitd.skyrl
+    import refitd.integrations.skyrl
 
-    refitd.skyrl.install("colocated")
+    refitd.integrations.skyrl.install("colocated")
     client = RemoteInferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
     dispatch = WorkerDispatch.__new__(WorkerDispatch)
     dispatch.cfg = SkyRLTrainConfig()
@@ -777,9 +777,9 @@ def test_colocated_engines_that_die_in_a_sync_end_it_on_every_rank_and_those_tha
 
 
 def test_before_install_nothing_is_made(monkeypatch):
-    import refitd.skyrl
+    import refitd.integrations.skyrl
 
-    monkeypatch.setattr(refitd.skyrl, "_settings", None)
+    monkeypatch.setattr(refitd.integrations.skyrl, "_settings", None)
 
     with pytest.raises(refitd.FailedPrecondition, match="install"):
-        refitd.skyrl.Strategy.create_init_info(None)
+        refitd.integrations.skyrl.Strategy.create_init_info(None)

@@ -22,7 +22,8 @@ pytest.importorskip("transformers", reason="in the environment 2.11.0-trainers")
 
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd import miles, slime, testing  # noqa: E402
+from refitd.integrations import miles, slime  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
 from test_megatron_core import EXPERTS, LAYERS, by_checkpoint_names, config_of, megatron_model, on_cpu, transformers  # noqa: E402
 

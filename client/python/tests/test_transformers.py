@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason="in the environment 2.
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from refitd import testing  # noqa: E402
-from refitd.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
+from refitd.integrations.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
 
 VOCABULARY = 48
 SMALL = dict(

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 from refitd.errors import FailedPrecondition
-from refitd.vllm import _versions
-from refitd.vllm.driver import check_backend
-from refitd.vllm.endpoints import ServerControls, check_api_servers
+from refitd.integrations.vllm import versions as _versions
+from refitd.serving.driver import check_backend
+from refitd.integrations.vllm.endpoints import ServerControls, check_api_servers
 
 
 class Engine:

@@ -5,9 +5,9 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 import refitd
-from refitd.vllm import launched
-from refitd.vllm.driver import Driver, Follower
-from refitd.vllm.settings import Settings
+from refitd.serving import launched
+from refitd.serving.driver import Driver, Follower
+from refitd.serving.settings import Settings
 from support import SECONDS, DaemonTest
 
 WORLD = 2

@@ -128,9 +128,9 @@ class Server:
         receiver.receive_weights(load)
 
     def init_weight_transfer_engine(self, init_info):
-        from refitd.shards import collect
-        from refitd.vllm.rank import Rank
-        from refitd.vllm.settings import Settings
+        from refitd.layout.shards import collect
+        from refitd.serving.rank import Rank
+        from refitd.serving.settings import Settings
 
         self.dirty = init_info.pop("dirty")
         settings = Settings.of(init_info).checked()
@@ -163,7 +163,7 @@ class Server:
 
 
 class Layout:
-    """The part of refitd.vllm's Delivery that a Rank reads."""
+    """The part of refitd.integrations.vllm's Delivery that a Rank reads."""
 
     direct, processed, constant, arena_bytes, bindings = (), (), (), 0, None
 

@@ -1,0 +1,465 @@
+"""The parts that trainers and engines share: attaching, regions known to the daemon, layouts as C lists."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import abi as _abi
+from ..layout import regions
+from ..layout.devices import connect_fields, kind_of, on_host
+from ..layout.dtypes import DTYPES
+from ..layout.records import Box, PushedTensors, Source, TensorSpec
+from .lists import Piece, PieceList, TensorList, check_boxes, numbers
+from .native import Handle, check, text, texts
+from .tensors import Addresses
+from .waiting import ends_soon, interruptible
+from ..errors import InvalidArgument, NotFound, StagingWarning
+from ..layout.memory import DeviceMemory, FilledMemory, HostMemory, RegionMemory
+from ..layout.regions import Region, aligned
+from .tls import TLS
+
+if TYPE_CHECKING:
+    from ..layout.device import Resolver
+
+# close() waits this long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
+CLOSE_SECONDS = 10.0
+
+Self = TypeVar("Self", bound="Member")
+T = TypeVar("T")
+
+
+def milliseconds(seconds: float | None, what: str) -> int:
+    """Seconds as the library's milliseconds; None is its default, 0. At least 1 ms, so that no short time becomes the default."""
+    if seconds is None:
+        return 0
+    if not 0 < seconds < 1e12:
+        raise InvalidArgument(f"{what}: {seconds} seconds is not positive", culprit=what)
+    return max(1, round(seconds * 1000))
+
+
+def checked_version(version: int) -> int:
+    """`version`, if it is an integer from 0 to 2^63 - 1; else raises InvalidArgument."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+        raise InvalidArgument(f"version: {version!r} is no integer from 0 to 2^63 - 1", culprit="version")
+    return version
+
+
+def checked_count(value: int, what: str, least: int = 0) -> int:
+    """`value`, if it is an integer that C's int32 holds and not below `least`; else raises InvalidArgument."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise InvalidArgument(f"{what}: {value!r} is no integer from {least} to 2^31 - 1", culprit=what)
+    return value
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """How a member attaches: keyword arguments of Trainer and Engine, with their meaning there."""
+
+    group: str
+    socket: str | None = None
+    coordinator: str | None = None
+    wait_seconds: float | None = None
+    call_margin_seconds: float | None = None
+    reattach_seconds: float | None = None
+    silence_seconds: float | None = None
+    device: str | None = None
+    client: str | None = None
+    address: str | None = None
+    tls: TLS | None = None
+    insecure: bool = False
+
+    def structure(self, spec: _abi.refit_group_spec | None = None) -> _abi.refit_connect_options:
+        """The C structure. What it points to lives as long as the structure does."""
+        for name in ("group", "socket", "coordinator", "device", "client", "address"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or "\0" in value):
+                raise InvalidArgument(f"{name}: {value!r} is no text", culprit=name)
+        self._check_tcp()
+        made = _abi.sized(
+            _abi.refit_connect_options,
+            socket=text(self.socket),
+            group=text(self.group),
+            wait_ms=milliseconds(self.wait_seconds, "wait_seconds"),
+            call_margin_ms=milliseconds(self.call_margin_seconds, "call_margin_seconds"),
+            client=text(self.client),
+            coordinator=text(self.coordinator),
+            reattach_ms=milliseconds(self.reattach_seconds, "reattach_seconds"),
+            silence_ms=milliseconds(self.silence_seconds, "silence_seconds"),
+            device=text(None if on_host(self.device) else self.device),
+            address=text(self.address),
+            insecure=int(self.insecure),
+            **connect_fields(),
+            **({} if self.tls is None else self.tls.fields()),
+        )
+        if spec is not None:
+            made.spec = ctypes.pointer(spec)
+        return made
+
+    def _check_tcp(self) -> None:
+        if self.tls is not None and not isinstance(self.tls, TLS):
+            raise InvalidArgument(f"tls: {self.tls!r} is no refitd.TLS", culprit="tls")
+        if self.address is None and (self.tls is not None or self.insecure):
+            given = "insecure" if self.tls is None else "tls"
+            raise InvalidArgument(f"{given} is for a daemon over TCP, and no address is given", culprit=given)
+        if self.address is not None and self.socket is not None:
+            raise InvalidArgument(f"both socket {self.socket!r} and address {self.address!r} are given", culprit="address")
+
+
+def names_of(names: Sequence[str], what: str) -> list[str]:
+    """The names as a list; raises InvalidArgument for a single text, whose characters would be taken for names."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"{what}: {names!r} is no list of names", culprit=what)
+    return list(names)
+
+
+def group_spec(
+    trainer_ranks: int,
+    min_instances: int,
+    slot_bytes: int | None,
+    slots: int | None,
+    engine_only: Sequence[str],
+    unwanted: Sequence[str],
+    max_lag: int,
+    encrypted: bool,
+) -> _abi.refit_group_spec:
+    """The C structure of a group's spec; None is the daemon's default."""
+    engine_only, unwanted = names_of(engine_only, "engine_only_tensors"), names_of(unwanted, "unwanted_tensors")
+    return _abi.sized(
+        _abi.refit_group_spec,
+        trainer_ranks=checked_count(trainer_ranks, "world_size", 1),
+        min_instances=checked_count(min_instances, "min_instances", 1),
+        slot_bytes=0 if slot_bytes is None else slot_bytes,
+        slots=0 if slots is None else checked_count(slots, "slots", 1),
+        engine_only_count=len(engine_only),
+        engine_only_tensors=texts(engine_only),
+        unwanted_count=len(unwanted),
+        unwanted_tensors=texts(unwanted),
+        max_lag=checked_count(max_lag, "max_lag", 0),
+        encrypted_data=1 if encrypted else 0,
+    )
+
+
+@dataclass
+class Registration:
+    """The results of one register() call: the pieces, and everything that keeps their memory."""
+
+    tensors: list[TensorSpec]
+    boxes: list[Box]
+    pushed: list[int]
+    pieces: list[Piece] = field(default_factory=list)
+    staged: list[tuple[HostMemory, Region, int]] = field(default_factory=list)  # copied before each refit
+    filled: list[tuple[FilledMemory, memoryview]] = field(default_factory=list)  # filled before each refit
+    device_regions: dict[int, tuple[Any, Handle]] = field(default_factory=dict)  # on devices, by base address
+    owners: list[Region] = field(default_factory=list)
+    pushed_tensors: PushedTensors | None = None  # the tensors that every refit pushes
+    before_refit: Callable[[], None] | None = None
+    source: Source | None = None  # what the layout was made of
+    warning: str = ""  # the text of the StagingWarning; "": there is none
+
+    _addresses: Addresses | None = None  # tell where memory is that may move; made when first asked
+
+    def unresolved(self) -> Registration:
+        """The same layout, of which no memory has been made known to a daemon."""
+        return Registration(
+            self.tensors,
+            self.boxes,
+            self.pushed,
+            pushed_tensors=self.pushed_tensors,
+            before_refit=self.before_refit,
+            source=self.source,
+        )
+
+    def moved(self) -> bool:
+        """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
+        if self._addresses is None:
+            memories = {id(box.memory): box.memory for box in self.boxes}.values()
+            movable = [m for m in memories if isinstance(m, (HostMemory, DeviceMemory)) and m.pointer_now is not None]
+            self._addresses = Addresses([m.pointer_now for m in movable if m.pointer_now is not None], [m.pointer for m in movable])
+        return self._addresses.moved()
+
+    def first_moved(self) -> str:
+        """The first tensor whose memory lies elsewhere; "a tensor" where none does."""
+        return next((self.tensor_of(box) for box, _, _ in self.moved_boxes()), "a tensor")
+
+    def moved_boxes(self) -> Iterator[tuple[Box, HostMemory | DeviceMemory, int]]:
+        """Boxes whose memory lies elsewhere than when it was registered: the box, its memory, and the address now."""
+        for box in self.boxes:
+            memory = box.memory
+            if isinstance(memory, (HostMemory, DeviceMemory)) and memory.pointer_now is not None:
+                pointer = memory.pointer_now()
+                if pointer != memory.pointer:
+                    yield box, memory, pointer
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that are copied before each refit because they lie outside of regions."""
+        return sum(memory.nbytes for memory, _, _ in self.staged)
+
+    def tensor_of(self, box: Box) -> str:
+        return f"tensor '{self.tensors[box.tensor_index].name}'"
+
+    def fill(self) -> None:
+        """Brings bytes that are not in place into the regions: first by copies, then by the caller's own functions."""
+        for memory, region, at in self.staged:
+            ctypes.memmove(region.pointer + at, memory.pointer, memory.nbytes)
+        for room, view in self.filled:
+            room.fill(view)
+
+
+class Member:
+    """A trainer or engine rank that is attached to its daemon. Thread-safe where its methods do not say otherwise."""
+
+    _kind: str  # "trainer" or "engine", as in the names of C functions
+    _handle: Handle
+    label: str  # names this rank in errors, as the daemon does
+    device: str | None  # a device's name (a GPU's UUID); None or "host": host memory
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._known: weakref.WeakKeyDictionary[Region, Handle] = weakref.WeakKeyDictionary()
+        self._registration: Registration | None = None
+
+    # ---- lifetime ----
+
+    def _attach(self, options: ctypes.Structure) -> None:
+        """Attaches by the C function of this kind, and owns what it makes."""
+
+        def attach() -> Handle:
+            out = ctypes.c_void_p()
+            library = _abi.library()
+            check(getattr(library, f"refit_{self._kind}_attach")(ctypes.byref(options), ctypes.byref(out)), self.label)
+            assert out.value is not None
+            return Handle(out.value, getattr(library, f"refit_{self._kind}_free"), self.label)
+
+        self._handle = interruptible(attach, disown=Handle.close)
+
+    def _use(self, call: Callable[[int], T]) -> T:
+        """The result of a short call, which gets the member's pointer."""
+
+        def use() -> T:
+            with self._handle as handle:
+                return call(handle)
+
+        return interruptible(use, cancel=ends_soon)
+
+    def _check(self, function: str, *arguments: Any) -> None:
+        """Makes a short call of the C function refit_<kind>_<function>, and raises what it answers."""
+        called = getattr(_abi.library(), f"refit_{self._kind}_{function}")
+        self._use(lambda handle: check(called(handle, *arguments), self.label))
+
+    def _ask_version(self, function: str) -> int | None:
+        """Returns the int64 that a C function of this kind answers; None where it answers NOT_FOUND."""
+        out = ctypes.c_int64()
+        try:
+            self._check(function, ctypes.byref(out))
+        except NotFound:
+            return None
+        return out.value
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called, or this process is a forked child of the one that attached."""
+        return self._handle.closed
+
+    def close(self) -> None:
+        """Detaches from the daemon; calls that other threads have under way end first. No method works afterwards."""
+        interruptible(self._close, cancel=ends_soon)
+
+    def _close(self) -> None:
+        self._handle.close(wait_seconds=CLOSE_SECONDS)
+        with self._lock:
+            self._registration = None
+            self._known.clear()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<refitd {self.label}{', closed' if self.closed else ''}>"
+
+    @property
+    def _on_host(self) -> bool:
+        return on_host(self.device)
+
+    @property
+    def reattachments(self) -> int:
+        """How often a lost lease was followed by another (`reattach_seconds`)."""
+        return int(self._use(getattr(_abi.library(), f"refit_{self._kind}_reattachments")))
+
+    # ---- memory ----
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
+        """Makes a tensor of zeros, of `shape` elements, in memory that the daemon can map, as `refitd.empty` does."""
+        return regions.empty(shape, dtype, like=like, inherit=inherit)
+
+    def adopt(self, module: Any, *, buffers: bool = True, inherit: bool = True) -> Region | None:
+        """Moves a torch module's CPU parameters into a region that the daemon can map, as `refitd.adopt` does."""
+        return regions.adopt(module, buffers=buffers, inherit=inherit)
+
+    def locate(self, pointer: int, nbytes: int) -> Region | None:
+        """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
+        return regions.locate(pointer, nbytes)
+
+    def _known_region(self, region: Region) -> Handle:
+        """The C region that makes `region` known to this member's daemon; made at its first use."""
+        with self._lock:
+            known = self._known.get(region)
+            if known is None:
+                out = ctypes.c_void_p()
+                add = getattr(_abi.library(), f"refit_{self._kind}_add_memfd")
+                with self._handle as handle:
+                    check(add(handle, region.descriptor, region.nbytes, ctypes.byref(out)), self.label)
+                assert out.value is not None
+                known = Handle(out.value, _abi.library().refit_region_free, "a region")
+                self._known[region] = known
+            return known
+
+    # ---- layouts ----
+
+    def _register(self, registration: Registration, stage: bool) -> None:
+        """Checks, resolves and hands over a layout, which replaces the one before. On an error nothing has changed.
+
+        `stage`: whether memory outside of regions may be copied.
+        """
+        self._handle.check_open()  # before regions are made
+        check_boxes(registration.tensors, registration.boxes, self.label)
+
+        def register() -> None:
+            with self._handle:
+                self._resolve(registration, stage)
+                self._hand_over(registration)
+                # The daemon has the new layout, so a caller that is interrupted now must find that layout here as well.
+                with self._lock:
+                    self._registration = registration
+
+        interruptible(register, cancel=ends_soon)
+        if registration.warning:
+            warnings.warn(registration.warning, StagingWarning, stacklevel=4)
+
+    def _rebind(self, registration: Registration) -> int:
+        """Registers the layout anew if the memory of any of its tensors has moved. Returns how many tensors have moved."""
+        if not registration.moved():
+            return 0
+        moved: dict[int, HostMemory | DeviceMemory] = {}
+        tensors: set[int] = set()
+        for box, memory, pointer in registration.moved_boxes():
+            if id(memory) not in moved:
+                if memory.check_moved is not None:
+                    memory.check_moved()
+                moved[id(memory)] = replace(memory, pointer=pointer)
+            tensors.add(box.tensor_index)
+        if not moved:
+            return 0
+        boxes = [replace(box, memory=moved.get(id(box.memory), box.memory)) for box in registration.boxes]
+        self._register(replace(registration.unresolved(), boxes=boxes), stage=True)
+        return len(tensors)
+
+    def _resolve(self, registration: Registration, stage: bool) -> None:
+        """Finds or makes the region of each box."""
+        places: dict[int, tuple[Region, int]] = {}  # id of a memory object: the region and byte offset of its bytes
+        outside: dict[tuple[int, int], list[HostMemory]] = {}
+        rooms: dict[int, FilledMemory] = {}
+        for box in registration.boxes:
+            memory = box.memory
+            if id(memory) in places or id(memory) in rooms or isinstance(memory, DeviceMemory):
+                continue
+            if not self._on_host:
+                what = registration.tensor_of(box)
+                raise InvalidArgument(f"{what} of {self.label} is in host memory, but device is {self.device}", culprit=what)
+            if isinstance(memory, RegionMemory):
+                places[id(memory)] = memory.region, memory.byte_offset
+            elif isinstance(memory, HostMemory):
+                region = regions.locate(memory.pointer, memory.nbytes)
+                if region is not None:
+                    places[id(memory)] = region, memory.pointer - region.pointer
+                elif stage:
+                    outside.setdefault((memory.pointer, memory.nbytes), []).append(memory)
+                else:
+                    raise InvalidArgument(
+                        f"{registration.tensor_of(box)} of {self.label} lies in memory that the daemon can't map: make it with "
+                        "refitd.empty, or move it with refitd.adopt(module)",
+                        culprit=registration.tensor_of(box),
+                    )
+            elif isinstance(memory, FilledMemory):
+                if not stage:
+                    raise InvalidArgument(
+                        f"{registration.tensor_of(box)} of {self.label}: only a trainer's memory is filled before a refit",
+                        culprit=registration.tensor_of(box),
+                    )
+                rooms[id(memory)] = memory
+        self._make_staging(registration, outside, rooms, places)
+        resolver = self._resolver(registration)
+        for box in registration.boxes:
+            if resolver is not None and isinstance(box.memory, DeviceMemory):
+                registration.pieces += resolver.pieces(box, registration.tensor_of(box))
+                continue
+            region, base = places[id(box.memory)]
+            registration.pieces.append(
+                Piece(
+                    box.tensor_index, box.offset, box.extent, box.strides, self._known_region(region), base + box.byte_offset
+                )
+            )
+        registration.owners += [region for region, _ in places.values()]
+        if resolver is not None:
+            registration.device_regions = resolver.regions
+
+    def _resolver(self, registration: Registration) -> Resolver | None:
+        """The resolver for boxes on a device; None where no box is on a device."""
+        memory = next((box.memory for box in registration.boxes if isinstance(box.memory, DeviceMemory)), None)
+        if memory is None:
+            return None
+        # A member on the host has no kind: the memory's own then says that it is on another device than the member.
+        kind = kind_of(self.device) or kind_of(memory.device_uuid)
+        assert kind is not None
+        before = self._registration.device_regions if self._registration is not None else {}
+        itemsizes = [DTYPES[tensor.dtype].itemsize for tensor in registration.tensors]
+        return kind.resolver(self.label, self._kind, self._handle, self.device, itemsizes, before)
+
+    def _make_staging(
+        self,
+        registration: Registration,
+        outside: dict[tuple[int, int], list[HostMemory]],
+        rooms: dict[int, FilledMemory],
+        places: dict[int, tuple[Region, int]],
+    ) -> None:
+        """Makes one region for all bytes that are not in regions."""
+        total = sum(aligned(nbytes) for _, nbytes in outside) + sum(aligned(room.nbytes) for room in rooms.values())
+        if total == 0:
+            return
+        region, at = Region(total), 0
+        for (_, nbytes), memories in outside.items():
+            registration.staged.append((memories[0], region, at))
+            for memory in memories:
+                places[id(memory)] = region, at
+            at += aligned(nbytes)
+        for number, room in rooms.items():
+            registration.filled.append((room, memoryview(region)[at : at + room.nbytes]))
+            places[number] = region, at
+            at += aligned(room.nbytes)
+        if outside:
+            first = next((m.label for memories in outside.values() for m in memories if m.label), "a tensor")
+            registration.warning = (
+                f"{self.label}: {len(outside)} tensors ({sum(n for _, n in outside):,} bytes), {first} among them, lie outside of "
+                "refitd's regions and are copied at every refit: move them with refitd.adopt(module), or make them with refitd.empty"
+            )
+
+    def _hand_over(self, registration: Registration) -> None:
+        tensors = TensorList(registration.tensors)
+        pieces = PieceList(registration.pieces)
+        register = getattr(_abi.library(), f"refit_{self._kind}_register")
+        arguments: list[int] = [tensors.pointer, tensors.count, pieces.pointer, pieces.count]
+        if self._kind == "trainer":
+            pushed = numbers(registration.pushed)
+            arguments += [pushed.buffer_info()[0], len(pushed)]
+        with self._handle as handle:
+            check(register(handle, *arguments), self.label)

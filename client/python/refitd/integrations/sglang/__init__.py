@@ -1,0 +1,48 @@
+"""SGLang takes new weights from refitd, by hooks of SGLang's own plugin entry point (docs/sglang.md).
+
+    REFITD_GROUP=policy python -m sglang.launch_server --model-path MODEL --load-format dummy
+
+SGLang calls `register` in every process through the entry point `sglang.srt.plugins`. It adds three things by SGLang's own hooks:
+the load format "refitd" of `update_weights_from_tensor`, which takes one update in every scheduler process (`scheduler.py`); the
+evidence that tells which parameters may be written in place (`inside.py`); the driver beside the HTTP server (`server.py`).
+
+What is the same for all engines comes from `refitd.serving`, whose modules import no engine. SGLang and torch are imported
+where they are used only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...serving.driver import Follower
+    from .adapters import AdapterFollower
+
+
+def register() -> None:
+    """Registers the hooks in this process. SGLang calls it once in each, before any of the hooked functions."""
+    from . import inside
+
+    inside.register_hooks()
+
+
+def follow(engine: Any, **options: Any) -> Follower:
+    """Attaches an offline `sglang.Engine`, whose updates then happen in `Follower.poll` and `Follower.wait`, between calls of
+    `generate`. `options`: fields of refitd.serving.settings.Settings; else the environment says them. See `refitd.serving.driver.Follower`.
+    """
+    from .controls import follow as begin
+
+    return begin(engine, options)
+
+
+def follow_adapter(engine: Any, adapter: str, *, group: str, instance: str, **options: Any) -> AdapterFollower:
+    """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`.
+
+    `adapter`: a folder as PEFT writes it, for names, shapes and configuration. See `refitd.integrations.sglang.adapters.AdapterFollower`.
+    """
+    from .adapters import AdapterFollower
+
+    return AdapterFollower(engine, adapter, group=group, instance=instance, **options)
+
+
+__all__ = ["follow", "follow_adapter", "register"]

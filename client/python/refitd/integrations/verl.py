@@ -1,0 +1,249 @@
+"""verl's weight sync through refitd: the checkpoint engine `refitd`, written for verl 0.9.1.
+
+In verl's configuration, and nothing else:
+
+    actor_rollout_ref.rollout.checkpoint_engine:
+      backend: refitd
+      custom_backend_module: refitd.integrations.verl
+      engine_kwargs: {refitd: {group: policy, socket: /run/refitd/refitd.sock}}
+
+verl's manager drives it. The actor yields full tensors, and its rank 0 pushes them in packed buckets; the other ranks only gather.
+Each rollout worker takes them as one engine instance, and hands them to verl's own adapter of vLLM, SGLang or TensorRT-LLM.
+
+With `in_place: true` and vLLM as the rollout, the workers take nothing: vLLM's own processes attach by refitd's backend (refitd.integrations.vllm),
+and the daemon writes their parameters where they are. See `refitd.integrations.verl_vllm`.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from . import exports as _exports
+from .exports import CONNECT_OPTIONS
+from ..engine import Engine
+from ..errors import Error, FailedPrecondition, InvalidArgument
+from ..trainer import Trainer
+
+BACKEND = "refitd"
+# The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
+IN_PLACE = "refitd_in_place"
+
+ADAPTER_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's part in one sync. `instances`: the engine instances that must take part; `version`: the group's before, if known."""
+
+    role: str
+    rank: int
+    world_size: int
+    instances: int
+    version: int | None
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class RefitdCheckpointEngine(CheckpointEngine):
+    """A trainer rank or a rollout worker of one group; `init_process_group` tells which of the two it is.
+
+    Not thread-safe: verl calls it from one worker. A trainer rank stays attached; a rollout worker is attached during a sync only, so
+    that replicas come and go between syncs.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int = 0,
+        *,
+        is_master: bool = False,
+        in_place: bool = False,
+        **options: Any,
+    ) -> None:
+        """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
+
+        `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `in_place`: vLLM's own processes
+        take the weights. `options`: as of refitd.integrations.exports.Settings.
+
+        Raises InvalidArgument that names the option.
+        """
+        self._settings = _exports.Settings("engine_kwargs.refitd", "the actor", **options)
+        self.group = self._settings.group
+        self.in_place = in_place
+        self.wire_format = IN_PLACE if in_place else "named_tensors"
+        self._sender = self._settings.sender
+        self._place: Place | None = None
+        self._trainer: Trainer | None = None
+        self._engine: Engine | None = None
+        self._committed: int | None = None
+        # Worker processes have no name of their own that stays the same when replicas are added and removed.
+        self._instance = f"verl-{uuid.uuid4().hex[:12]}"
+        if in_place:
+            from . import verl_vllm as _verl_vllm
+
+            _verl_vllm.install()
+
+    # ---- what verl's manager calls, in this order, in each sync ----
+
+    def prepare(self) -> dict[str, Any]:
+        """Returns what `build_topology` gets of this worker. Ends what a failed sync left behind."""
+        self._leave()
+        self._place = None
+        adapter = _adapter() if self.in_place else None
+        return {
+            "group": self.group,
+            "in_place": self.in_place,
+            "version": self._known_version(),
+            "replica": None if adapter is None else adapter.replica_rank,
+        }
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Places, by argument of `init_process_group`, of the actor's workers and of the rollout's.
+
+        Raises InvalidArgument, naming the worker, where one is missing or was configured otherwise than the first.
+        """
+        count = actor_wg_world_size + rollout_world_size
+        if len(metadata) != count:
+            raise InvalidArgument(f"metadata of {len(metadata)} workers, and there are {count}", culprit="metadata")
+        for i, of_worker in enumerate(metadata):
+            who = f"actor rank {i}" if i < actor_wg_world_size else f"rollout worker {i - actor_wg_world_size}"
+            for key in ("group", "in_place"):
+                if not isinstance(of_worker, dict) or of_worker.get(key) != metadata[0][key]:
+                    raise InvalidArgument(f"{who}: {key} is not that of actor rank 0, {metadata[0][key]!r}", culprit=who)
+        rollouts = metadata[actor_wg_world_size:]
+        instances = len({of_worker["replica"] for of_worker in rollouts}) if metadata[0]["in_place"] else rollout_world_size
+        if not instances:
+            raise InvalidArgument("there is no rollout worker", culprit="rollout_world_size")
+        known = max((of_worker["version"] for of_worker in metadata if of_worker["version"] is not None), default=None)
+
+        def places(role: str, world_size: int) -> dict[str, list[Any]]:
+            return {
+                "role": [role] * world_size,
+                "rank": list(range(world_size)),
+                "world_size": [world_size] * world_size,
+                "instances": [instances] * world_size,
+                "version": [known] * world_size,
+            }
+
+        return places("trainer", actor_wg_world_size), places("engine", rollout_world_size)
+
+    def init_process_group(self, *, role: str, rank: int, world_size: int, instances: int, version: int | None = None) -> None:
+        """Attaches this worker. All workers of a sync call it at the same time: engines wait for the group, which trainers make.
+
+        Raises what attaching raises, and InvalidArgument where a trainer was given the place of another rank.
+        """
+        place = Place(role, rank, world_size, instances, version)
+        if role == "trainer":
+            self._sender.join(place.rank, place.world_size)
+            self._attach_trainer(place)
+        elif self.in_place:
+            self._attach_in_place()
+        else:
+            self._attach_engine()
+        self._place = place
+
+    def finalize(self) -> None:
+        """Detaches a rollout worker. A trainer rank stays attached."""
+        self._leave()
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Installs the tensors as the next version in every engine. Every trainer rank calls it, with the same tensors in one order.
+
+        The version is `global_steps` where that is greater than the group's version, else the number after the group's. Returns
+        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`.
+
+        A failure is raised on every rank, before verl resumes generation: InvalidArgument where a rank's tensors differ from those of
+        rank 0, naming the tensor, where there are none or a name comes twice; FailedPrecondition where engines are missing;
+        UpdateAborted and DeadlineExceeded as of Trainer.update. Where `weights` itself fails, the update is given up, and the other
+        ranks fail at the latest after `update_seconds`.
+        """
+        place, trainer = self._place, self._trainer
+        if place is None or trainer is None:
+            raise FailedPrecondition("send_weights: init_process_group did not make this worker a trainer rank")
+        known = place.version if place.version is not None else trainer.group_version
+        version = _exports.next_version(known, global_steps)
+        note = "" if global_steps is None else f"verl's global step {global_steps}"
+        result = await self._sender.send_async(trainer, place.instances, version, weights, note)
+        self._committed = version
+        return {"refitd/version": version, "refitd/seconds": result.seconds, "refitd/bytes": result.bytes}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of one sync as they come, each in memory of its own, and returns when the version is committed.
+
+        Yields nothing with `in_place`. Raises DeadlineExceeded where the actor does not begin within `begin_seconds`, UpdateAborted,
+        also after tensors were yielded: the engine's weights are then torn until the next sync. A caller that gives up fails the sync.
+        """
+        if self.in_place:
+            return
+        member = self._engine
+        if member is None:
+            raise FailedPrecondition("receive_weights: init_process_group did not make this worker an engine")
+        # verl's adapter of SGLang keeps tensors until it has a bucket full of them.
+        batches = _exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the actor", keep=True)
+        async with aclosing(_exports.one_by_one(batches)) as tensors:
+            async for name, tensor in tensors:
+                yield name, tensor
+
+    # ---- attaching ----
+
+    def _known_version(self) -> int | None:
+        """The group's version as far as this trainer rank knows; forgets a trainer whose lease ended."""
+        if self._trainer is None:
+            return None
+        try:
+            self._trainer.check_health()
+        except Error:
+            self._trainer.close()
+            self._trainer = None
+            return None
+        return _exports.known_version(self._trainer, self._committed)
+
+    def _attach_trainer(self, place: Place) -> None:
+        trainer = self._trainer
+        if trainer is not None and (trainer.rank, trainer.world_size) != (place.rank, place.world_size):
+            trainer.close()
+            trainer = self._trainer = None
+        if trainer is None:
+            self._trainer = Trainer(self.group, rank=place.rank, world_size=place.world_size, client="verl", **self._settings.options)
+
+    def _attach_engine(self) -> None:
+        options = self._settings.only(CONNECT_OPTIONS)
+        options.setdefault("device", _exports.rollout_device())
+        # This worker does not know which weights the engine behind verl's adapter holds, so it says that they are dirty.
+        self._engine = Engine(self.group, instance=self._instance, staged=True, dirty=True, client="verl", **options)
+
+    def _attach_in_place(self) -> None:
+        adapter = _adapter()
+        if adapter is None:
+            raise FailedPrecondition("in_place: this worker's rollout is not vLLM's, or was made before refitd.integrations.verl was imported")
+        adapter.attach(self.group, self._settings.begin_seconds, self._settings.only(ADAPTER_OPTIONS))
+
+    def _leave(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine is not told of it.
+_known_adapter: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def set_adapter(adapter: Any) -> None:
+    """Notes refitd's adapter of vLLM, when verl makes it."""
+    global _known_adapter
+    _known_adapter = weakref.ref(adapter)
+
+
+def _adapter() -> Any:
+    return _known_adapter()

@@ -1,0 +1,297 @@
+"""All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside, but for those by which
+a model is run alone (`running.py`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import FailedPrecondition
+
+
+def register_backend(name: str, module: str, class_name: str) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    if name not in Factory._registry:  # a second registration raises, and vLLM may load plugins more than once
+        Factory.register_engine(name, module, class_name)
+
+
+# A tag for `wake_up` of vLLM's, which then leaves the scheduler paused.
+STAY_PAUSED = "refitd:stay-paused"
+
+
+def let_wake_up_stay_paused() -> None:
+    """Teaches vLLM's engine core, in the process that runs it, the tag STAY_PAUSED: its `wake_up` resumes the scheduler by itself, also
+    over weights that sleep of level 2 discarded. A pause that is sent beside the call may come before it, or a step too late."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.wake_up
+    if hasattr(original, "__wrapped__"):  # vLLM may load plugins more than once
+        return
+
+    @functools.wraps(original)
+    def wake_up(core: Any, tags: list[str] | None = None) -> Any:
+        if tags is None or STAY_PAUSED not in tags:
+            return original(core, tags)
+        core.resume_scheduler = _do_nothing  # until the call returns, in place of the method of the class
+        try:
+            return original(core, [tag for tag in tags if tag != STAY_PAUSED] or None)
+        finally:
+            del core.resume_scheduler
+
+    EngineCore.wake_up = wake_up
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def check_awake(awake: Any) -> None:
+    """Raises FailedPrecondition unless `wake_up` with STAY_PAUSED, which returned `awake`, woke the engine. Versions whose `wake_up`
+    tells nothing return None."""
+    if awake is False:
+        raise FailedPrecondition("vLLM's engine core did not wake up: the plugin refitd is not loaded in its process (VLLM_PLUGINS)")
+
+
+def register_load_format() -> None:
+    from vllm.model_executor import model_loader
+
+    if "refitd" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        from .loader import loader_class
+
+        model_loader.register_model_loader("refitd")(loader_class())
+
+
+def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(parallel config, vLLM's config or None) of a backend's constructor: until 0.24 it got (parallel_config, model), since 0.25
+    (vllm_config, device, model)."""
+    first = arguments[0]
+    return (first, None) if len(arguments) == 2 else (first.parallel_config, first)
+
+
+def layer_info(layer: Any) -> Any:
+    """vLLM's record of a layer, with the parameters that its loader fills as tensors on device meta."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return get_layerwise_info(layer)
+
+
+class LoaderFormat:
+    """Within this block a model has the parameters that its loader fills, on device meta; then its own again."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._placed: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        from vllm.model_executor.model_loader.reload import meta, utils
+
+        for layer in self._model.modules():
+            info = layer_info(layer)
+            info.kernel_tensors = utils.get_layer_params_buffers(layer)
+            if hasattr(info, "kernel_non_persistent_buffers"):  # since 0.27
+                info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            self._placed.append((layer, info))
+            meta.restore_layer_on_meta(layer, info)
+            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                _unwrap_loader(tensor)
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for layer, info in self._placed:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def _unwrap_loader(tensor: Any) -> None:
+    """Gives a parameter its own loader back. A reload leaves vLLM's wrapper there, which loads nothing outside of a reload."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    own = loader
+    while getattr(own, "__name__", "") == "online_process_loader" and hasattr(own, "__wrapped__"):
+        own = own.__wrapped__
+    if own is not loader:
+        tensor.weight_loader = own
+
+
+def is_tied(model: Any, module: Any, name: str) -> bool:
+    """Whether the module's own parameter, before LoaderFormat, is one that another module has as well."""
+    kernel = layer_info(module).kernel_tensors[0].get(name)
+    return kernel is not None and sum(
+        1
+        for other in model.modules()
+        for tensor in layer_info(other).kernel_tensors[0].values()
+        if tensor is kernel
+    ) > 1
+
+
+def reload(
+    model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any], must: bool = True
+) -> list[str]:
+    """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
+    post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
+
+    `wanted`: by name, the layers that must be post-processed. Returns those that were not: their loader writes past what vLLM counts, so
+    that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one.
+    """
+    import torch
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    if device.type == "cpu":
+        kernels = _let_experts_prepack(wanted.values())
+    with torch.device(device):
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(iter(tensors))
+            missed = [name for name, layer in wanted.items() if layer_info(layer).can_load() and layer_info(layer).load_numel <= 0]
+        finally:
+            finalize_layerwise_reload(model, model_config)
+    if device.type == "cpu":
+        for method, kernel in kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+    if missed and must:
+        raise FailedPrecondition(
+            f"vLLM's reload passes over {len(missed)} modules that are changed after loading, such as '{missed[0]}' "
+            f"({type(wanted[missed[0]]).__name__}): new weights do not get there",
+            culprit=f"module '{missed[0]}'",
+        )
+    return missed
+
+
+def _let_experts_prepack(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Makes mixtures of experts on a CPU prepack again: vLLM's prepack only while they have no kernel, which is on the first load.
+    Returns the kernels that were there."""
+    kernels = []
+    for layer in layers:
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            kernels.append((method, method.moe_kernel))
+            method.moe_kernel = None
+    return kernels
+
+
+def only_prepacks(layer: Any) -> bool:
+    """Whether post-processing on a CPU makes a copy of the layer's parameters for its kernel, and changes nothing else that matters."""
+    return type(getattr(layer, "quant_method", None)).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+@contextmanager
+def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """Post-processes layers that only prepack, as after they were loaded: their kernels then read a new copy of the parameters, which
+    are given in the loader's format. Within the block the layers have what post-processing left of these, for attention layers that
+    read them; afterwards, also after an exception, the parameters that they had before.
+
+    An embedding whose output layer is another module has a packed copy that nobody reads; where the output layer is the embedding
+    itself, it is read. So embeddings are prepacked when their copy is first read.
+    """
+    before = []
+    try:
+        for layer, filled in layers:
+            own = dict(layer._parameters)
+            if type(layer).__name__ == "VocabParallelEmbedding" and all(own[name] is filled[name] for name in filled):
+                layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
+                continue
+            before.append((layer, own))
+            layer._parameters.update(filled)
+            layer.quant_method.process_weights_after_loading(layer)
+        yield
+    finally:
+        for layer, own in before:
+            layer._parameters.update(own)
+
+
+def _prepack_at_first_use(layer: Any, *arguments: Any) -> Any:
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.cpu_linear(*arguments)
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether vLLM post-processes the layer after all others, with values of other layers."""
+    from vllm.model_executor.layers import attention
+
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(layer))
+    kinds = tuple(
+        getattr(attention, name) for name in ("Attention", "MLAAttention", "MMEncoderAttention") if hasattr(attention, name)
+    )
+    return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
+
+
+def is_made_later(layer: Any, name: str) -> bool:
+    """Whether the attention layer has the parameter only since it was post-processed."""
+    return is_attention(layer) and name.rpartition(".")[2] not in layer_info(layer).restore_metadata[0]
+
+
+def is_vocabulary(layer: Any) -> bool:
+    """Whether the layer's rows are padded beyond the vocabulary."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(layer, VocabParallelEmbedding)
+
+
+def weights_of_sleep_mode() -> list[tuple[int, int, int, int]]:
+    """The allocations of weights that vLLM's allocator of sleep mode has mapped on NVIDIA's GPUs: of each the device's number, bytes, address,
+    and where the driver's handle is kept, a CUmemGenericAllocationHandle. [] without sleep mode."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = None if module is None else module.CuMemAllocator.instance
+    if allocator is None:
+        return []
+    found = (data for data in allocator.pointer_to_data.values() if data.tag == "weights" and not getattr(data, "is_asleep", False))
+    return [data.handle for data in found if isinstance(data.handle[3], int)]  # a list on AMD's GPUs
+
+
+def current_config(vllm_config: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(vllm_config)
+
+
+def start_arguments(start: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments of `start_weight_update` that keep vLLM from reloading by itself: until 0.24 it did so outside of the backend."""
+    return {"is_checkpoint_format": False} if "is_checkpoint_format" in inspect.signature(start).parameters else {}
+
+
+def finish_arguments(finish: Callable[..., Any], version: int) -> tuple[Any, ...]:
+    """Arguments of `finish_weight_update`: since 0.27 it takes the version, as text."""
+    return (str(version),) if inspect.signature(finish).parameters else ()
+
+
+def check_experts_stay(parallel: Any) -> None:
+    """Raises FailedPrecondition, which names the setting of a parallel config, where vLLM balances the load of experts: it moves them after
+    they are registered, so that new weights would get into other experts (P11)."""
+    redundant = getattr(getattr(parallel, "eplb_config", None), "num_redundant_experts", 0) or getattr(parallel, "num_redundant_experts", 0)
+    setting = "enable_eplb" if getattr(parallel, "enable_eplb", False) else "num_redundant_experts" if redundant else None
+    if setting is not None:
+        raise FailedPrecondition(
+            f"vLLM was started with {setting}: it moves experts between ranks while it runs, so that new weights would get into other experts",
+            culprit=setting,
+        )
+
+
+def draft_of(vllm_config: Any) -> str | None:
+    """The method of speculative decoding, where it has weights of its own."""
+    method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    return None if method in (None, "ngram", "ngram_gpu", "suffix") else str(method)
+
+
+def finish(engine: Any, version: int) -> list[Coroutine[Any, Any, Any]]:
+    """The calls to an asynchronous engine that end an update. Where vLLM labels tokens (since 0.27), the label is a call of its own
+    here: `finish_weight_update(version)` sends it only when its first call was answered."""
+    if hasattr(engine, "update_weight_version"):
+        return [engine.finish_weight_update(), engine.update_weight_version(str(version))]
+    return [engine.finish_weight_update(*finish_arguments(engine.finish_weight_update, version))]
+
+
+async def pause(engine: Any, mode: str) -> None:
+    """Does what `pause_generation` of an asynchronous engine does, without the 20 ms that vLLM sleeps afterwards. vLLM's source says that no
+    caller needs this sleep to be right."""
+    core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    if core is None:
+        await engine.pause_generation(mode=mode, clear_cache=False)
+    else:
+        await core(mode=mode, clear_cache=False)

@@ -1,0 +1,582 @@
+"""Lets a vLLM engine take new weights when the trainer refits, with no call to the engine from outside.
+
+The driver is one more rank of the engine's instance, after the workers', with no weights. So it hears Prepare itself, pauses the engine,
+lets the workers' ranks answer, and is ready last; the daemon writes nothing before. Under an external launcher each process has a driver,
+which is a rank of its own. What to do when is decided by `lifecycle.py`; this module carries it out through calls that vLLM has for everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ..layout import devices as _devices
+from ..engine import Engine
+from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
+from .._core.events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
+from . import launched, lifecycle
+from .lifecycle import Lifecycle
+from .settings import Settings
+
+logger = logging.getLogger("vllm.refitd")
+
+# How long a try to attach waits for the daemon and the group, so that close() is noticed.
+ATTACH_SECONDS = 2.0
+# How much later than to the driver Prepare may come to a worker.
+PREPARE_SECONDS = 30.0
+# Between two tries to attach after an error, at first and at most.
+RETRY_SECONDS = (1.0, 30.0)
+
+
+class Controls(Protocol):
+    """The calls to vLLM, each of which returns when it has taken effect."""
+
+    def pause(self, mode: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def register(self, init_info: dict[str, Any]) -> None: ...
+
+    def unregister(self) -> None: ...
+
+    def write(self, version: int, reset_caches: bool) -> None:
+        """Drops the caches if asked for, then starts and makes a weight update on all ranks. Returns when the version is in place on
+        all of them; what is left to finish is done by the next call at the latest. Raises where the caches stay, before any rank is
+        ready, or where a rank could not take the version."""
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self) -> None:
+        """Wakes the engine up, and leaves it paused (P2): the driver resumes it when its weights are whole."""
+
+
+class Driver:
+    """Drives one engine. Thread-safe; `step` does the work, on a thread that only does that or on the caller's."""
+
+    def __init__(
+        self,
+        controls: Controls,
+        settings: Settings,
+        *,
+        world_size: int,
+        clean: bool,
+        device: str,
+        patient: bool = True,
+        index: int = 0,
+        drivers: int = 1,
+    ) -> None:
+        """`world_size`: of the workers' ranks. `index`: of this driver among the instance's `drivers`. `clean`: whether the engine started
+        from a checkpoint. `device`: the type in torch of the device with the engine's weights. `patient`: whether attaching is tried again
+        after any error, which `status` then tells; else it is for as long as daemon and group are not there, and at most for
+        settings.wait_seconds. Attaches nothing yet."""
+        self.settings = settings.checked()
+        self.machine = Lifecycle(pause=settings.pause, reset_caches=settings.cache == "reset", clean=clean)
+        self.last_pause_seconds: float | None = None
+        self.updates = 0
+        self._controls = controls
+        self._patient = patient
+        self._world_size = world_size
+        self._index = index
+        self._drivers = drivers
+        self._device = device
+        self._lock = threading.RLock()  # guards the machine, and is held while its actions are carried out
+        self._closed = threading.Event()
+        self._member: Engine | None = None
+        self._prepare: Prepare | None = None
+        self._paused_at = 0.0
+        self._incarnation: int | None = None
+        self._owner: str | None = None
+
+    # ---- what is asked ----
+
+    def ready(self, max_behind: int | None = None) -> bool:
+        """Whether the engine may get requests; as of Lifecycle.ready. Does not wait."""
+        return self.machine.ready(max_behind)
+
+    @property
+    def version(self) -> int | None:
+        return self.machine.version
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def status(self) -> dict[str, Any]:
+        machine = self.machine
+        return {
+            "group": self.settings.group,
+            "instance": self.settings.instance,
+            "state": machine.state.value,
+            "ready": machine.ready(),
+            "attached": machine.attached,
+            "version": machine.version,
+            "behind": machine.behind,
+            "updates": self.updates,
+            "last_pause_seconds": self.last_pause_seconds,
+            "reason": machine.reason,
+        }
+
+    # ---- what is done ----
+
+    def start(self) -> None:
+        """Attaches all ranks, however long it takes; an engine with random weights is paused before."""
+        with self._lock:
+            self._do(self.machine.start())
+
+    def begins(self, seconds: float) -> bool:
+        """Takes events until an update begins, which is left to `step`; returns whether one began within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            member = self._member
+            event = self._next(member, max(0.0, deadline - time.monotonic()))
+            if member is None or event is None:
+                return False
+            if isinstance(event, Prepare):
+                member._put_back(event)
+                return True
+            self._take(member, event)
+
+    def step(self, seconds: float) -> bool:
+        """Takes the next event and does what it calls for; returns whether there was one within `seconds`."""
+        member = self._member
+        event = self._next(member, seconds)
+        if member is None or event is None:
+            return False
+        self._take(member, event)
+        return True
+
+    def _next(self, member: Engine | None, seconds: float) -> Event | Error | None:
+        """The next event, or the error that ended the lease; None where there was none within `seconds`, or soon where nothing is attached."""
+        if member is None:
+            self._closed.wait(min(seconds, 0.05))
+            return None
+        try:
+            return member._next_unless(self._closed, seconds)
+        except Closed:
+            return None
+        except Error as error:
+            return error
+
+    def _take(self, member: Engine, event: Event | Error) -> None:
+        with self._lock:
+            if isinstance(event, Error):
+                self._do(self.machine.write_failed(f"the lease ended: {event}"))
+            elif self._member is member:
+                self._do(self._told(event))
+
+    def sleep(self, level: int) -> None:
+        """Puts the engine to sleep, after an update that runs."""
+        with self._lock:
+            self._do(self.machine.sleep(level))
+
+    def weights_went(self) -> None:
+        """Says that a sleeping engine no longer has its weights: after it wakes up, it waits for the next version."""
+        with self._lock:
+            self._do(self.machine.weights_went())
+
+    def wake(self) -> None:
+        """Wakes the engine up, and attaches it anew."""
+        with self._lock:
+            self._do(self.machine.wake())
+
+    def close(self) -> None:
+        """Detaches the driver, without which the instance takes no update. The workers' ranks end with their processes."""
+        self._closed.set()
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    def serve(self) -> None:
+        """Starts, and steps until close(): for a thread of its own. What fails is logged, and tried again."""
+        started = False
+        while not self._closed.is_set():
+            try:
+                if not started:
+                    self.start()
+                    started = True
+                self.step(0.5)
+            except Exception:
+                logger.exception("refitd: the driver goes on after an error")
+                self._closed.wait(RETRY_SECONDS[0])
+
+    # ---- inside ----
+
+    def _told(self, event: Event) -> list[lifecycle.Action]:
+        if isinstance(event, Prepare):
+            self._prepare = event
+            return self.machine.prepare(event.version)
+        if isinstance(event, Aborted):
+            return self.machine.aborted(event.version, event.dirty, event.reason)
+        if isinstance(event, Lost):
+            return self.machine.lost(event.weights is Weights.GOOD, event.reason)
+        if isinstance(event, Reattached):
+            return self.machine.reattached(event.weights is Weights.GOOD)
+        return []
+
+    def _do(self, actions: Iterable[lifecycle.Action]) -> None:
+        queue = deque(actions)
+        while queue and not self._closed.is_set():
+            queue.extend(self._act(queue.popleft()))
+
+    def _act(self, action: lifecycle.Action) -> list[lifecycle.Action]:
+        machine, controls = self.machine, self._controls
+        if isinstance(action, lifecycle.Pause):
+            self._paused_at = time.monotonic()
+            try:
+                controls.pause(action.mode)
+            except Exception as error:
+                logger.exception("refitd: vLLM could not be paused")
+                return machine.pause_failed(f"vLLM could not be paused: {error}")
+            return machine.paused()
+        if isinstance(action, lifecycle.Write):
+            return self._write(action.version, action.reset_caches)
+        if isinstance(action, lifecycle.Refuse):
+            self._fail(action.version, action.reason)
+        elif isinstance(action, lifecycle.SetVersion):
+            self.updates += 1
+        elif isinstance(action, lifecycle.Resume):
+            controls.resume()
+            self.last_pause_seconds = time.monotonic() - self._paused_at
+            return machine.resumed()
+        elif isinstance(action, lifecycle.Register):
+            return self._register(action.dirty)
+        elif isinstance(action, lifecycle.Unregister):
+            self._detach()
+            controls.unregister()
+        elif isinstance(action, lifecycle.Sleep):
+            controls.sleep(action.level)
+        elif isinstance(action, lifecycle.Wake):
+            controls.wake()
+        return []
+
+    def _register(self, dirty: bool) -> list[lifecycle.Action]:
+        pause = RETRY_SECONDS[0]
+        deadline = time.monotonic() + self.settings.wait_seconds
+        while not self._closed.is_set():
+            try:
+                self._attach(dirty)
+                return self.machine.registered()
+            except Exception as error:
+                self._detach()
+                self.machine.reason = f"not attached: {error}"
+                absent = isinstance(error, (DeadlineExceeded, Unavailable, NotFound))
+                if not self._patient and (not absent or time.monotonic() > deadline):
+                    raise
+                if not isinstance(error, TimeoutError):
+                    logger.warning("refitd: %s", self.machine.reason)
+                self._closed.wait(pause)
+                pause = min(2 * pause, RETRY_SECONDS[1])
+        return []
+
+    def _attach(self, dirty: bool) -> None:
+        """Attaches the driver's rank first: it waits for the group here, where nobody else waits."""
+        settings, machine = self.settings, self.machine
+        held: dict[str, Any] = {}
+        if not dirty and machine.version is not None:
+            held = {"held_version": machine.version, "held_incarnation": self._incarnation}
+        member = Engine(
+            settings.group,
+            instance=settings.instance,
+            rank=self._world_size + self._index,
+            world_size=self._world_size + self._drivers,
+            socket=settings.socket,
+            coordinator=settings.coordinator,
+            held_owner=self._owner,
+            trainer_identity=settings.trainer_identity,
+            # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
+            device=_devices.any_of(self._device),
+            dirty=dirty,
+            fill=False,  # like the workers' ranks
+            wait_seconds=ATTACH_SECONDS,
+            reattach_seconds=settings.reattach_seconds,
+            client="vllm driver",
+            **held,
+        )
+        self._member = member
+        member.register_layout([], [])
+        self._controls.register(
+            {
+                "group": settings.group,
+                "instance": settings.instance,
+                "socket": settings.socket or "",
+                "coordinator": settings.coordinator or "",
+                "trainer_identity": settings.trainer_identity or "",
+                "manifest": settings.manifest or "",
+                "arena_bytes": settings.arena_bytes,
+                "proof": settings.proof,
+                "logits": settings.logits or "",
+                "wait_seconds": settings.wait_seconds,
+                "reattach_seconds": settings.reattach_seconds,
+                "drivers": self._drivers,
+                "workers": self._world_size,
+                "dirty": dirty,
+            }
+        )
+        if machine.clean:
+            machine.reason = ""
+
+    def _detach(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    def _fail(self, version: int, reason: str) -> None:
+        member = self._member
+        try:
+            if member is not None:
+                member.fail(version, reason)
+        except Error as error:
+            logger.info("refitd: version %d ended before it was refused: %s", version, error)
+
+    def _write(self, version: int, reset_caches: bool) -> list[lifecycle.Action]:
+        """Lets the workers take the version, while this rank answers and hears the outcome."""
+        member = self._member
+        assert member is not None
+        heard: list[Event | Exception] = []
+        hears = threading.Thread(target=self._hear_outcome, args=(member, version, heard), name="refitd-outcome", daemon=True)
+        hears.start()
+        failure: Exception | None = None
+        try:
+            self._controls.write(version, reset_caches)
+        except Exception as error:
+            failure = error
+            self._fail(version, f"vLLM could not take it: {error}")
+        hears.join()
+        outcome = heard[0]
+        if isinstance(outcome, Committed):
+            if failure is None:
+                self._incarnation, self._owner = outcome.incarnation, outcome.owner
+                return self.machine.written(version)
+            return self.machine.write_failed(f"version {version} was committed, and vLLM could not take it: {failure}")
+        if isinstance(outcome, Aborted):
+            return self.machine.aborted(version, outcome.dirty, outcome.reason)
+        if isinstance(outcome, Lost):
+            return self.machine.lost(outcome.weights is Weights.GOOD, outcome.reason)
+        return self.machine.write_failed(f"the outcome of version {version} is not known: {outcome}")
+
+    def _hear_outcome(self, member: Engine, version: int, heard: list[Event | Exception]) -> None:
+        try:
+            try:
+                member.ready(version)
+            except FailedPrecondition:
+                pass  # it ended before; its outcome comes all the same
+            while not heard:
+                event = member._next_unless(self._closed, None)
+                if event is None:
+                    raise Closed("the driver was closed")
+                if isinstance(event, (Committed, Aborted, Lost)):
+                    heard.append(event)
+        except Exception as error:
+            heard.append(error)
+
+
+class Follower:
+    """An offline `vllm.LLM` that takes new versions in `poll` and `wait`, between calls of `generate`.
+
+        llm = vllm.LLM(model, load_format="refitd", weight_transfer_config={"backend": "refitd"})
+        weights = refitd.integrations.vllm.follow(llm, group="policy", instance="vllm-0")
+        weights.wait(1)
+        outputs = llm.generate(prompts)
+
+    Not thread-safe: call it where you call the LLM. With vLLM's external launcher make one in every process, and call its methods alike
+    in all of them, as those of the LLM: each version is then in all of them between the same two calls of `generate`.
+    """
+
+    def __init__(self, llm: Any, **options: Any) -> None:
+        """`options`: fields of refitd.serving.settings.Settings; else the environment says them. Waits for daemon and group.
+
+        Raises what attaching raises: FailedPrecondition, naming the parameter that can't be delivered, Unavailable, ...
+        From now on `llm.generate` raises FailedPrecondition while the weights are not one whole version, and `llm.sleep` and
+        `llm.wake_up` detach and attach.
+        An engine that generates for another thread meanwhile would read weights that change: don't let it.
+        """
+        config = llm.llm_engine.vllm_config
+        check_backend(config)
+        processes = launched.Launched() if launched.by_external_launcher(config.parallel_config) else launched.Alone()
+        controls = OfflineControls(llm, processes)
+        driver = Driver(
+            controls,
+            Settings.of(options),
+            world_size=world_size_of(config),
+            clean=starts_clean(config),
+            device=device_of(config),
+            patient=False,
+            index=processes.index,
+            drivers=processes.count,
+        )
+        controls.stand_before_sleep(driver)
+        self._begin(driver, processes)
+
+    @classmethod
+    def of(cls, driver: Driver) -> Follower:
+        """Makes a Follower of an offline engine that is no vllm.LLM, by its driver."""
+        made = cls.__new__(cls)
+        made._begin(driver, launched.Alone())
+        return made
+
+    def _begin(self, driver: Driver, processes: launched.Alone) -> None:
+        self.driver = driver
+        self._processes = processes
+        failure: Exception | None = None
+        try:
+            driver.start()
+        except Exception as error:
+            failure = error
+        failures = processes.all(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for index, said in enumerate(failures):
+            if said is not None:
+                driver.close()
+                raise FailedPrecondition(f"process {index} did not attach: {said}", culprit=f"process {index}")
+
+    def poll(self, seconds: float = 0.0) -> int | None:
+        """Takes updates that are due, waiting up to `seconds` for the first to begin; returns the version here."""
+        while self._take_update(seconds):
+            seconds = 0.0
+        return self.driver.version
+
+    def wait(self, version: int, timeout_seconds: float = 600.0) -> int:
+        """Takes updates until `version` or a newer one is here, and whole; returns it. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            here = self.driver.version if self.driver.ready() else None
+            remaining = deadline - time.monotonic()
+            said = self._processes.all((here, remaining < 0))
+            if here is not None and all(theirs is not None and theirs >= version for theirs, _ in said):
+                return here
+            if any(late for _, late in said):
+                raise TimeoutError(f"version {version} did not come within {timeout_seconds} s: {self.driver.status()}")
+            self._take_update(min(1.0, max(0.0, remaining)))
+
+    def _take_update(self, seconds: float) -> bool:
+        """Takes the update that begins within `seconds`, in all processes where any has heard of it; returns whether there was one."""
+        begun = any(self._processes.all(self.driver.begins(seconds)))
+        if begun and self.driver.begins(PREPARE_SECONDS):
+            self.driver.step(0.0)
+        self._processes.compare(self.driver.machine.state is lifecycle.State.SERVING, self.driver.version)
+        return begun
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+class OfflineControls:
+    """The calls to a vllm.LLM, which generates only while `generate` runs: so pausing it means that it takes no request (P2)."""
+
+    def __init__(self, llm: Any, processes: launched.Alone) -> None:
+        self._llm = llm
+        self._paused = False
+        self._sleep, self._wake_up = llm.sleep, llm.wake_up
+        add_request = llm.llm_engine.add_request
+
+        def add_request_unless_paused(*arguments: Any, **options: Any) -> Any:
+            if self._paused or processes.apart:
+                raise FailedPrecondition("the engine's weights are not one whole version: call Follower.wait before generate")
+            return add_request(*arguments, **options)
+
+        llm.llm_engine.add_request = add_request_unless_paused
+
+    def stand_before_sleep(self, driver: Driver) -> None:
+        """From now on `sleep` and `wake_up` of the LLM tell the driver, which detaches before and attaches anew afterwards."""
+
+        def sleep(level: int = 1, *arguments: Any, **options: Any) -> None:
+            if driver.closed or level < 1:  # level 0 keeps all memory
+                self._sleep(level, *arguments, **options)
+            else:
+                driver.sleep(level)
+
+        def wake_up(tags: list[str] | None = None) -> Any:
+            if driver.closed or driver.machine.state is not lifecycle.State.ASLEEP:
+                return self._wake_up(tags)
+            if tags is not None:
+                raise FailedPrecondition("the engine sleeps and wakes as a whole, without tags")
+            driver.wake()
+            return True
+
+        self._llm.sleep, self._llm.wake_up = sleep, wake_up
+
+    def pause(self, mode: str) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def _reset_caches(self) -> None:
+        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
+    def register(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def unregister(self) -> None:
+        from ..integrations.vllm import versions as _versions
+
+        llm = self._llm
+        if hasattr(llm, "shutdown_weight_transfer_engine"):
+            llm.shutdown_weight_transfer_engine()
+            return
+        llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
+        llm.update_weights({"update_info": LEAVE})
+        llm.finish_weight_update()
+
+    def write(self, version: int, reset_caches: bool) -> None:
+        from ..integrations.vllm import versions as _versions
+
+        if reset_caches:
+            self._reset_caches()
+        llm = self._llm
+        llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
+        llm.update_weights({"update_info": update_info(version)})
+        llm.finish_weight_update(*_versions.finish_arguments(llm.finish_weight_update, version))
+
+    def sleep(self, level: int) -> None:
+        self._sleep(level)
+
+    def wake(self) -> None:
+        self._wake_up()
+
+
+# This update tells the workers only to detach.
+LEAVE = {"leave": True}
+
+
+def update_info(version: int) -> dict[str, Any]:
+    """For the workers, to whom Prepare comes when it comes to the driver."""
+    return {"version": version, "wait_seconds": PREPARE_SECONDS}
+
+
+def world_size_of(config: Any) -> int:
+    """How many workers' ranks the instance has; the same rule as backend.place."""
+    parallel = config.parallel_config
+    if launched.by_external_launcher(parallel):
+        return int(parallel.world_size)
+    if getattr(parallel, "data_parallel_external_lb", False) or getattr(parallel, "data_parallel_hybrid_lb", False):
+        return int(parallel.world_size)
+    return int(parallel.data_parallel_size * parallel.world_size)
+
+
+def device_of(config: Any) -> str:
+    """The type in torch of the device that vLLM runs on."""
+    return str(config.device_config.device_type)
+
+
+def starts_clean(config: Any) -> bool:
+    """Whether vLLM loaded a checkpoint, and no random weights."""
+    return str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) not in ("dummy", "refitd")
+
+
+def check_backend(config: Any) -> None:
+    """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
+    from ..integrations.vllm import versions as _versions
+
+    _versions.check_experts_stay(config.parallel_config)
+    transfer = config.weight_transfer_config
+    if transfer is None or transfer.backend != "refitd":
+        raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
