@@ -930,7 +930,7 @@ TEST_CASE(
     wrong.set_version(6);
     wrong.set_bucket_count(1);
     for (const auto& [count, code] : {std::pair{int64_t{-1}, StatusCode::INVALID_ARGUMENT},
-                                      {kMax, StatusCode::RESOURCE_EXHAUSTED}}) {
+                                      std::pair{kMax, StatusCode::RESOURCE_EXHAUSTED}}) {
       wrong.set_tensor_count(count);
       CheckRefused(s.trainer.Commit(wrong).status, code, {"tensor_count", std::to_string(count)});
     }
