@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
@@ -62,25 +63,29 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
                                            int index) {
   const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
   const auto type = DTypeFromProto(dtype);
+  const auto about = [&](const absl::Status& status, std::string_view list) {
+    return AboutTensor(AboutField(status, fmt::format("{}.{}", field, list)), name);
+  };
   if (!type.ok()) {
-    return AboutTensor(Annotate(type.status(), fmt::format("{}.dtypes[{}] = {} of {}", field, index,
-                                                           dtype, tensor())),
-                       name);
+    return about(Annotate(type.status(),
+                          fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor())),
+                 "dtypes");
   }
   if (!dims.ok()) {
-    return AboutTensor(
-        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())), name);
+    return about(
+        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())),
+        "shapes");
   }
   REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(*dims));
   if (count > kMaxTensorBytes / ElementBytes(*type)) {
-    return AboutTensor(
-        Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes", field,
-              index, tensor(), ToString(*type, *dims), kMaxTensorBytes),
-        name);
+    return about(Invalid("{}.shapes[{}] of {}: {} is more than {} bytes", field, index, tensor(),
+                         ToString(*type, *dims), kMaxTensorBytes),
+                 "shapes");
   }
   TensorSpec spec{std::move(name), *type, *dims};
   if (absl::Status status = ValidateTensor(spec); !status.ok()) {
-    return Annotate(status, fmt::format("{}.names[{}]", field, index));
+    return AboutField(Annotate(status, fmt::format("{}.names[{}]", field, index)),
+                      fmt::format("{}.names", field));
   }
   return spec;
 }
@@ -88,8 +93,8 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
 absl::Status CheckLength(std::string_view field, std::string_view list, int got,
                          std::string_view other, int want) {
   if (got == want) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "{}.{} has {} entries where {} has {}", field, list,
-               got, other, want);
+  return InvalidField(fmt::format("{}.{}", field, list), "{}.{} has {} entries where {} has {}",
+                      field, list, got, other, want);
 }
 
 int64_t VarintBytes(uint64_t value) {
@@ -454,8 +459,8 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
   REFITD_RETURN_IF_ERROR(CheckLength(field, "dtypes", dtypes.size(), "names", names.size()));
   REFITD_RETURN_IF_ERROR(CheckLength(field, "shapes", shapes.size(), "names", names.size()));
   if (names.size() > max_tensors) {
-    return Error(StatusCode::kInvalidArgument, "{}.names has {} entries, more than {}", field,
-                 names.size(), max_tensors);
+    return InvalidField(fmt::format("{}.names", field), "{}.names has {} entries, more than {}",
+                        field, names.size(), max_tensors);
   }
   std::vector<TensorSpec> tensors;
   tensors.reserve(static_cast<size_t>(names.size()));
@@ -465,8 +470,8 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor, TensorFromProto(names[i], dtypes[i],
                                                                DimsFromProto(shapes[i]), field, i));
     if (!seen.insert(names[i]).second) {
-      return Error(StatusCode::kInvalidArgument, "{}.names[{}] is {}, which came before", field, i,
-                   Quoted(names[i]));
+      return InvalidField(fmt::format("{}.names", field), "{}.names[{}] is {}, which came before",
+                          field, i, Quoted(names[i]));
     }
     tensors.push_back(std::move(tensor));
   }
