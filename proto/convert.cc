@@ -62,24 +62,25 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
                                            const absl::StatusOr<Dims>& dims, std::string_view field,
                                            int index) {
   const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
-  const auto about = [&](std::string_view list, const absl::Status& status) {
+  const auto type = DTypeFromProto(dtype);
+  const auto about = [&](const absl::Status& status, std::string_view list) {
     return AboutTensor(AboutField(status, fmt::format("{}.{}", field, list)), name);
   };
-  const auto type = DTypeFromProto(dtype);
   if (!type.ok()) {
-    return about("dtypes", Annotate(type.status(), fmt::format("{}.dtypes[{}] = {} of {}", field,
-                                                               index, dtype, tensor())));
+    return about(Annotate(type.status(),
+                          fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor())),
+                 "dtypes");
   }
   if (!dims.ok()) {
-    return about("shapes", Annotate(dims.status(),
-                                    fmt::format("{}.shapes[{}] of {}", field, index, tensor())));
+    return about(
+        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())),
+        "shapes");
   }
   REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(*dims));
   if (count > kMaxTensorBytes / ElementBytes(*type)) {
-    return AboutTensor(InvalidField(fmt::format("{}.shapes", field),
-                                    "{}.shapes[{}] of {}: {} is more than {} bytes", field, index,
-                                    tensor(), ToString(*type, *dims), kMaxTensorBytes),
-                       name);
+    return about(Invalid("{}.shapes[{}] of {}: {} is more than {} bytes", field, index, tensor(),
+                         ToString(*type, *dims), kMaxTensorBytes),
+                 "shapes");
   }
   TensorSpec spec{std::move(name), *type, *dims};
   if (absl::Status status = ValidateTensor(spec); !status.ok()) {
