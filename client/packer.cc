@@ -1,8 +1,10 @@
 #include "client/packer.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
@@ -26,7 +28,7 @@ bool KnownTensor::Matches(const DlpackTensor& shown) const {
 }
 
 absl::StatusOr<int64_t> KnownTensors::Learn(TensorSpec spec) {
-  REFITD_RETURN_IF_ERROR(ValidateTensor(spec));
+  REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(spec), "tensor"));
   REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(spec.shape));
   auto known = std::make_unique<KnownTensor>();
   known->elements = elements;
@@ -72,11 +74,10 @@ void Packer::Begin(char* data, int64_t bytes) {
   data_ = data;
   bytes_ = bytes;
   end_ = 0;
+  used_ = 0;
   ++bucket_;
   entries_.clear();
   entries_.reserve(known_->count());
-  tensors_.clear();
-  offsets_.clear();
 }
 
 int64_t Packer::room() const {
@@ -99,9 +100,8 @@ std::optional<int64_t> Packer::Reserve(int64_t number, int64_t bytes) {
 absl::Status Packer::Add(int64_t number, int64_t start, int64_t count, int64_t offset) {
   const KnownTensor* tensor = &known_->At(number);
   if (start < 0 || count < 0 || start > tensor->elements || count > tensor->elements - start) {
-    return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
-                             "tensor '{}': elements from {}, {} of them, of {}", tensor->spec.name,
-                             start, count, tensor->elements),
+    return AboutTensor(InvalidField("tensor", "tensor '{}': elements from {}, {} of them, of {}",
+                                    tensor->spec.name, start, count, tensor->elements),
                        tensor->spec.name);
   }
   const int64_t bytes = count * ElementBytes(tensor->spec.dtype);
@@ -113,6 +113,7 @@ absl::Status Packer::Add(int64_t number, int64_t start, int64_t count, int64_t o
   }
   if (number >= static_cast<int64_t>(listed_.size())) listed_.resize(number + 1);
   entries_.push_back({tensor, start, count, offset});
+  used_ = std::max(used_, offset + bytes);
   listed_[number] = bucket_;
   return absl::OkStatus();
 }
@@ -124,23 +125,6 @@ bool Packer::Put(int64_t number, const void* source) {
   if (!offset.has_value()) return false;
   if (tensor.bytes > 0) std::memcpy(data_ + *offset, source, static_cast<size_t>(tensor.bytes));
   return Add(number, 0, tensor.elements, *offset).ok();
-}
-
-void Packer::End() {
-  open_ = false;
-  data_ = nullptr;
-  tensors_.clear();
-  offsets_.clear();
-  tensors_.reserve(entries_.size());
-  offsets_.reserve(entries_.size());
-  for (const Entry& entry : entries_) {
-    const TensorSpec& spec = entry.tensor->spec;
-    const bool whole = entry.count == entry.tensor->elements;
-    tensors_.push_back({spec.name.c_str(), static_cast<int32_t>(spec.dtype),
-                        static_cast<int32_t>(spec.shape.size()), spec.shape.data(), entry.start,
-                        whole ? REFIT_WHOLE : entry.count});
-    offsets_.push_back(entry.offset);
-  }
 }
 
 }  // namespace refitd::client

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,7 +23,6 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "client/dlpack.h"
-#include "client/refit.h"
 #include "transport/plan/layout.h"
 
 namespace refitd::client {
@@ -90,19 +90,20 @@ class Packer {
   // Copies a whole tensor and lists it. False: the tensor does not fit, or the bucket has it
   // already; then nothing has changed.
   bool Put(int64_t number, const void* source);
-  // Ends the bucket. The lists stay until the next bucket begins.
-  void End();
-  const std::vector<refit_tensor>& tensors() const { return tensors_; }
-  const std::vector<int64_t>& offsets() const { return offsets_; }
-
- private:
+  // Ends the bucket. What it has stays until the next bucket begins.
+  void End() { open_ = false; }
+  // Elements [start, start + count) of a tensor, which are at `offset` of the bucket's memory.
   struct Entry {
     const KnownTensor* tensor = nullptr;
     int64_t start = 0;
     int64_t count = 0;
     int64_t offset = 0;
   };
+  const std::vector<Entry>& entries() const { return entries_; }
+  // The bucket's memory up to the end of its last tensor.
+  std::span<const char> bytes() const { return {data_, static_cast<size_t>(used_)}; }
 
+ private:
   const std::shared_ptr<KnownTensors> known_;
   bool holds_ = false;  // whether this packer holds known_ (KnownTensors::Hold)
   bool open_ = false;
@@ -110,12 +111,11 @@ class Packer {
   int64_t bytes_ = 0;
   // The place for the next tensor: a multiple of kAlignment, which may lie beyond the bucket's end.
   int64_t end_ = 0;
+  int64_t used_ = 0;  // the greatest end of an entry
   std::vector<Entry> entries_;
   // listed_[number] is the last bucket that listed the tensor of that number.
   std::vector<int64_t> listed_;
   int64_t bucket_ = 0;
-  std::vector<refit_tensor> tensors_;
-  std::vector<int64_t> offsets_;
 };
 
 }  // namespace refitd::client

@@ -42,16 +42,19 @@ TEST_CASE("tensors are copied one after the other, aligned, and listed") {
   REQUIRE(f.packer.Put(a, of_a.data()));
   REQUIRE(f.packer.Put(b, of_b.data()));
   f.packer.End();
-  REQUIRE(f.packer.offsets() == std::vector<int64_t>{0, 64});
+  REQUIRE(f.packer.entries().size() == 2);
+  CHECK(f.packer.entries()[0].offset == 0);
   CHECK(std::string(f.memory.data(), 20) == of_a);
   CHECK(std::string(f.memory.data() + 64, 6) == of_b);
-  const refit_tensor& second = f.packer.tensors()[1];
-  CHECK(std::string(second.name) == "b");
-  CHECK(second.dtype == REFIT_UINT8);
-  REQUIRE(second.dim_count == 2);
-  CHECK(second.dims[1] == 3);
+  const Packer::Entry& second = f.packer.entries()[1];
+  CHECK(second.tensor->spec.name == "b");
+  CHECK(second.tensor->spec.dtype == DType::kUint8);
+  CHECK(second.tensor->spec.shape == Dims{2, 3});
   CHECK(second.start == 0);
-  CHECK(second.count == REFIT_WHOLE);
+  CHECK(second.count == 6);
+  CHECK(second.offset == 64);
+  CHECK(f.packer.bytes().data() == f.memory.data());
+  CHECK(f.packer.bytes().size() == 70);
 }
 
 TEST_CASE("a tensor that does not fit, or is in the bucket, is not put") {
@@ -83,7 +86,8 @@ TEST_CASE("a bucket that is full to its last byte has room for tensors without e
   CHECK(f.packer.RoomFor(empty) == 0);
   REQUIRE(f.packer.Put(empty, nullptr));
   f.packer.End();
-  CHECK(f.packer.offsets() == std::vector<int64_t>{0, 100});
+  CHECK(f.packer.entries()[1].offset == 100);
+  CHECK(f.packer.bytes().size() == 100);
 }
 
 TEST_CASE("a part is listed only when it is added, and must lie where room was reserved") {
@@ -101,8 +105,8 @@ TEST_CASE("a part is listed only when it is added, and must lie where room was r
   CHECK_FALSE(f.packer.Add(a, 0, 20, 200).ok());
   REQUIRE(f.packer.Add(a, 80, 20, *offset).ok());
   f.packer.End();
-  CHECK(f.packer.tensors()[0].start == 80);
-  CHECK(f.packer.tensors()[0].count == 20);
+  CHECK(f.packer.entries()[0].start == 80);
+  CHECK(f.packer.entries()[0].count == 20);
 }
 
 TEST_CASE("a tensor that is learned anew leaves what is listed as it was") {
@@ -112,8 +116,8 @@ TEST_CASE("a tensor that is learned anew leaves what is listed as it was") {
   REQUIRE(f.packer.Put(a, "1234"));
   CHECK(f.Learn("a", DType::kFloat32, {7, 1}) == a);
   f.packer.End();
-  CHECK(f.packer.tensors()[0].dtype == REFIT_UINT8);
-  CHECK(f.packer.tensors()[0].dims[0] == 4);
+  CHECK(f.packer.entries()[0].tensor->spec.dtype == DType::kUint8);
+  CHECK(f.packer.entries()[0].tensor->spec.shape == Dims{4});
 }
 
 TEST_CASE("names are found in the order of numbers and in any other") {

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "client/packer.h"
-#include "client/refit.h"
+#include "client/refit_python.h"
 
 namespace refitd::client {
 

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <new>
 #include <optional>
@@ -20,8 +21,10 @@
 #include "client/events.h"
 #include "client/packer.h"
 #include "client/python.h"
+#include "client/refit_python.h"
 #include "client/trainer.h"
 #include "proto/delivery.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -38,6 +41,7 @@ using client::SpecOf;
 using client::SpecsOf;
 using client::Write;
 using refitd::Error;
+using refitd::InvalidField;
 using refitd::Version;
 
 struct refit_update {
@@ -137,11 +141,36 @@ refit_status Guarded(Body body) {
   }
 }
 
+std::function<void(absl::Status)> DoneOf(refit_done done, void* argument) {
+  return [done, argument](const absl::Status& status) {
+    if (done == nullptr) return;
+    const refit_status code = Report(status);
+    done(argument, code, refitd::Message(status).c_str());
+  };
+}
+
+// Gives the bucket what the packer packed; its bytes too, unless they are in a slot.
+absl::Status AddPacked(const client::Packer& packer, client::Bucket* bucket) {
+  if (packer.room() >= 0) {
+    return Error(absl::StatusCode::kFailedPrecondition, "the packer's bucket was not ended");
+  }
+  if (bucket->slot == nullptr) bucket->bytes.push_back(packer.bytes());
+  bool whole = true;
+  for (const client::Packer::Entry& entry : packer.entries()) {
+    bucket->ranges.push_back(
+        {static_cast<uint32_t>(bucket->tensors.size()), entry.start, entry.count});
+    bucket->tensors.push_back(entry.tensor->spec);
+    bucket->byte_offsets.push_back(entry.offset);
+    whole = whole && entry.count == entry.tensor->elements;
+  }
+  if (whole) bucket->ranges.clear();
+  return absl::OkStatus();
+}
+
 absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
   if (packer == nullptr) return Null("packer");
   if (packer->packer->known()->Has(number)) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "number is {}: the packer knows no such tensor",
-               number);
+  return InvalidField("number", "number is {}: the packer knows no such tensor", number);
 }
 
 std::string Text(const char* text) { return text == nullptr ? std::string() : std::string(text); }
@@ -221,8 +250,7 @@ absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
 absl::StatusOr<refitd::UniqueFd> Duplicate(int descriptor) {
   refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
   if (own.valid()) return own;
-  return Error(absl::StatusCode::kInvalidArgument, "descriptor is {}: {}", descriptor,
-               std::strerror(errno));
+  return InvalidField("descriptor", "descriptor is {}: {}", descriptor, std::strerror(errno));
 }
 
 template <typename Member>
@@ -241,8 +269,8 @@ absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t 
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
                                       const std::vector<refitd::TensorSpec>& tensors) {
   if (given.tensor < 0 || given.tensor >= static_cast<int64_t>(tensors.size())) {
-    return Error(absl::StatusCode::kInvalidArgument, "piece.tensor is {} of {} tensors",
-                 given.tensor, tensors.size());
+    return InvalidField("piece.tensor", "piece.tensor is {} of {} tensors", given.tensor,
+                        tensors.size());
   }
   if (given.region == nullptr) return Null("piece.region");
   const refitd::Dims& shape = tensors[given.tensor].shape;
@@ -277,8 +305,7 @@ absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* lay
   const auto tensors = static_cast<int64_t>(layout->tensors.size());
   for (int64_t i = 0; i < count; ++i) {
     if (pushed[i] < 0 || pushed[i] >= tensors) {
-      return Error(absl::StatusCode::kInvalidArgument, "pushed[{}] is {} of {} tensors", i,
-                   pushed[i], tensors);
+      return InvalidField("pushed", "pushed[{}] is {} of {} tensors", i, pushed[i], tensors);
     }
     layout->pushed_tensors.push_back(static_cast<uint32_t>(pushed[i]));
   }
@@ -288,7 +315,7 @@ absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* lay
 
 absl::StatusOr<std::optional<refitd::Verification>> VerificationOf(int32_t given) {
   if (given < REFIT_VERIFICATION_DEFAULT || given > REFIT_VERIFICATION_READBACK) {
-    return Error(absl::StatusCode::kInvalidArgument, "verification is {}", given);
+    return InvalidField("verification", "verification is {}", given);
   }
   if (given == REFIT_VERIFICATION_DEFAULT) return std::nullopt;
   return static_cast<refitd::Verification>(given);
@@ -365,7 +392,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   const std::optional<refitd::DeliveryMode> delivery =
       refitd::DeliveryOf(int64_t{given.delivery} + 1);
   if (!delivery.has_value()) {
-    return Error(absl::StatusCode::kInvalidArgument, "delivery is {}", given.delivery);
+    return InvalidField("delivery", "delivery is {}", given.delivery);
   }
   options.delivery = *delivery;
   if (given.has_manifest != 0) {
@@ -374,12 +401,13 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   if (given.has_held_version != 0) {
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
+    options.held_digest = given.held_digest;
   }
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
   if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
-    return Error(absl::StatusCode::kInvalidArgument, "fill is {}", given.fill);
+    return InvalidField("fill", "fill is {}", given.fill);
   }
   // Callers that were compiled before the field `fill` existed take no part in fills.
   constexpr size_t kWithFill = offsetof(refit_engine_options, fill) + sizeof(given.fill);
@@ -389,7 +417,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
 
 absl::StatusOr<refitd::BroadcastMethod> BroadcastOf(int32_t given) {
   if (given < REFIT_BROADCAST_AUTO || given > REFIT_BROADCAST_NCCL) {
-    return Error(absl::StatusCode::kInvalidArgument, "broadcast is {}", given);
+    return InvalidField("broadcast", "broadcast is {}", given);
   }
   return static_cast<refitd::BroadcastMethod>(given);
 }
@@ -614,11 +642,7 @@ refit_status refit_update_push_async(refit_update* update, const refit_bucket* b
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
     REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
-    update->update->PushAsync(std::move(wanted), [done, argument](const absl::Status& status) {
-      if (done == nullptr) return;
-      const refit_status code = Report(status);
-      done(argument, code, refitd::Message(status).c_str());
-    });
+    update->update->PushAsync(std::move(wanted), DoneOf(done, argument));
     return absl::OkStatus();
   });
 }
@@ -627,11 +651,12 @@ refit_status refit_update_flush(refit_update* update) {
   return Guarded([&] { return update == nullptr ? Null("update") : update->update->Flush(); });
 }
 
-refit_status refit_update_commit(refit_update* update, refit_commit_result* result) {
+refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
+                                 refit_commit_result* result) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
     REFITD_RETURN_IF_ERROR(CheckResult(result));
-    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit(tensor_count));
     const absl::Status shown = Show(committed, result);
     update->result = std::move(committed);
     return shown;
@@ -932,7 +957,7 @@ refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes)
   return Guarded([&]() -> absl::Status {
     if (packer == nullptr) return Null("packer");
     if (bytes < 0) {
-      return Error(absl::StatusCode::kInvalidArgument, "bytes is {}: it is negative", bytes);
+      return InvalidField("bytes", "bytes is {}: it is negative", bytes);
     }
     packer->packer->Begin(static_cast<char*>(data), bytes);
     return absl::OkStatus();
@@ -953,7 +978,7 @@ refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t 
     REFITD_RETURN_IF_ERROR(CheckNumber(packer, number));
     if (byte_offset == nullptr) return Null("byte_offset");
     if (bytes < 0) {
-      return Error(absl::StatusCode::kInvalidArgument, "bytes is {}: it is negative", bytes);
+      return InvalidField("bytes", "bytes is {}: it is negative", bytes);
     }
     const std::optional<int64_t> offset = packer->packer->Reserve(number, bytes);
     if (!offset.has_value()) {
@@ -976,16 +1001,17 @@ refit_status refit_packer_add(refit_packer* packer, int64_t number, int64_t star
   });
 }
 
-refit_status refit_packer_end(refit_packer* packer, const refit_tensor** tensors,
-                              const int64_t** byte_offsets, int64_t* count) {
+void refit_packer_end(refit_packer* packer) {
+  if (packer != nullptr) packer->packer->End();
+}
+
+refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
+                               const refit_bucket* bucket, refit_done done, void* argument) {
   return Guarded([&]() -> absl::Status {
-    if (packer == nullptr || tensors == nullptr || byte_offsets == nullptr || count == nullptr) {
-      return Null("packer, tensors, byte_offsets or count");
-    }
-    packer->packer->End();
-    *tensors = packer->packer->tensors().data();
-    *byte_offsets = packer->packer->offsets().data();
-    *count = packer->packer->count();
+    if (packer == nullptr || update == nullptr) return Null("packer or update");
+    REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
+    REFITD_RETURN_IF_ERROR(AddPacked(*packer->packer, &wanted));
+    update->update->PushAsync(std::move(wanted), DoneOf(done, argument));
     return absl::OkStatus();
   });
 }

@@ -375,7 +375,7 @@ typedef struct refit_begin_options {
   int64_t duration_ms; /* of the whole update; 0: the daemon's default */
   int32_t verification;
   int32_t evict_late;   /* not 0: evict late or failing instances instead of aborting */
-  int64_t tensor_count; /* of all ranks together; 0: not told */
+  int64_t tensor_count; /* of all ranks together; 0: not told, the commit may tell it */
   int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
   int32_t broadcast;    /* the same on every rank that begins */
   /* Not 0: the registered layout has no part in this update, and the rank ends the update by
@@ -479,8 +479,10 @@ typedef struct refit_commit_result {
   { .struct_size = sizeof(refit_commit_result) }
 
 /* Waits for every push of this rank, then commits. REFIT_OK: every rank of every instance listed as
- * committed holds the version. `result` may be NULL. */
-refit_status refit_update_commit(refit_update* update, refit_commit_result* result);
+ * committed holds the version. `tensor_count`: as in refit_begin_options, for a caller that learns
+ * it only by pushing; 0: not told. `result` may be NULL. */
+refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
+                                 refit_commit_result* result);
 /* Tells the outcome of instance `index` after a successful commit or refit. Strings live as long as
  * the update. REFIT_OUT_OF_RANGE: no such instance. */
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
@@ -576,6 +578,10 @@ typedef struct refit_engine_options {
    * a star for its last element, "dns:NAME" or "dns:*.DOMAIN". A group that another identity owns
    * refuses the rank (REFIT_PERMISSION_DENIED). NULL: any owner's. */
   const char* trainer_identity;
+  /* With held_version: the refit_event.digest that came with that version; 0: not known. Without
+   * REFIT_FILL_NEVER the daemon compares the registered memory with it; a difference means that no
+   * version is held. */
+  uint64_t held_digest;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -651,6 +657,8 @@ typedef struct refit_event {
   uint64_t incarnation;
   const char*
       owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
+  /* COMMITTED: of this rank's registered memory, told in the same way; 0: it was not read back. */
+  uint64_t digest;
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }
@@ -718,103 +726,6 @@ int32_t refit_engine_weights(const refit_engine* engine);
 int32_t refit_engine_reattachments(const refit_engine* engine);
 /* The version installed here. REFIT_NOT_FOUND: none, or the weights are not good. */
 refit_status refit_engine_version(const refit_engine* engine, int64_t* version);
-
-/* ---- packing many tensors, for bindings of other languages ---- */
-
-/* A packer copies tensors one after the other into the memory of a bucket, and keeps the bucket's
- * lists. It knows tensors by numbers, since most are the same in every update. Packers that share
- * what they know are used by one thread at a time, or under one lock. */
-typedef struct refit_packer refit_packer;
-/* Makes a packer without a bucket, which knows what `like` knows now and later; NULL: nothing. */
-refit_status refit_packer_new(const refit_packer* like, refit_packer** packer);
-void refit_packer_free(refit_packer* packer);
-/* Makes a tensor known, in place of the tensor of this name, and tells its number, which the name
- * keeps. Start and count are ignored. */
-refit_status refit_packer_learn(refit_packer* packer, const refit_tensor* tensor, int64_t* number);
-/* Begins an empty bucket in `bytes` bytes at `data`, which is NULL where only the caller can copy
- * to the memory (on a GPU). A bucket that was begun before is dropped. */
-refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes);
-/* The number of tensors, or parts of tensors, in the bucket. */
-int64_t refit_packer_count(const refit_packer* packer);
-/* The bytes that are left in the bucket for a tensor. -1: there is no bucket or no such tensor, or
- * the bucket has the tensor already (a second part of it belongs into another bucket). */
-int64_t refit_packer_room(const refit_packer* packer, int64_t number);
-/* Reserves `bytes` of the room, which the caller copies to, and then adds elements [start, start +
- * count) of the tensor there. REFIT_RESOURCE_EXHAUSTED: the room is smaller. */
-refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t bytes,
-                                  int64_t* byte_offset);
-refit_status refit_packer_add(refit_packer* packer, int64_t number, int64_t start, int64_t count,
-                              int64_t byte_offset);
-/* Ends the bucket. *tensors and *byte_offsets, of *count entries, are what refit_bucket takes, and
- * stay until the next bucket begins or the packer is freed. */
-refit_status refit_packer_end(refit_packer* packer, const refit_tensor** tensors,
-                              const int64_t** byte_offsets, int64_t* count);
-
-/* ---- tensors as Python objects ---- */
-
-/* These functions are called with Python's interpreter lock held (ctypes.PyDLL), which guards what
- * they share. Objects are PyObject*. They use Python's stable ABI, which they look up in the
- * process: nothing of Python is linked. Interpreters without such a lock are not supported. */
-typedef struct refit_python {
-  size_t struct_size;
-  const void* exchange; /* the table of the capsule "dlpack_exchange_api" of the tensors' type */
-  /* Methods of the type, which are called with the tensor, or the tensor's storage. */
-  void* is_negated;     /* whether the elements are the negation of what memory has */
-  void* storage;        /* the object of the tensor's storage */
-  void* storage_bytes;  /* of a storage: its bytes */
-  void* storage_offset; /* elements from the storage's begin to the tensor's first */
-  /* Two byte offsets, by which tensors are read ahead: that of the pointer to the implementation
-   * in the tensor's object, and that of the pointer to the storage in the implementation. 0: not
-   * known. */
-  int64_t implementation_at;
-  int64_t storage_at;
-  /* With implementation_at: functions that take the place of that pointer, tell the storage's
-   * bytes, the tensor's first element in the storage, and the address of that element, and return 0
-   * (torch's aoti_torch_get_storage_size, aoti_torch_get_storage_offset, aoti_torch_get_data_ptr).
-   * NULL: the methods and the table are used, which takes longer. */
-  int32_t (*get_storage_bytes)(void* implementation, int64_t* bytes);
-  int32_t (*get_storage_offset)(void* implementation, int64_t* offset);
-  int32_t (*get_address)(void* implementation, void** address);
-  /* The same for the element type's number, the number of dimensions, and the lists of sizes and
-   * strides, which stay the tensor's (aoti_torch_get_dtype, aoti_torch_get_dim,
-   * aoti_torch_get_sizes, aoti_torch_get_strides). All four or NULL. */
-  int32_t (*get_dtype)(void* implementation, int32_t* dtype);
-  int32_t (*get_dim)(void* implementation, int64_t* dim_count);
-  int32_t (*get_sizes)(void* implementation, int64_t** sizes);
-  int32_t (*get_strides)(void* implementation, int64_t** strides);
-} refit_python;
-#define REFIT_PYTHON_INIT \
-  { .struct_size = sizeof(refit_python) }
-
-/* Sets how tensors are read, once a process. REFIT_FAILED_PRECONDITION: Python or the table is of
- * no known kind, and the functions below do nothing. */
-refit_status refit_python_use(const refit_python* python);
-/* Names a type (PyTypeObject*) whose tensors have memory of their own, unlike other subclasses. */
-void refit_python_add_type(void* type);
-/* Makes a built-in function push(name, tensor) of the packer. It copies the tensor into the bucket
- * and returns True if the tensor is of one of these types, is the known tensor of that name, and is
- * whole, contiguous and on the host; else it returns False and has done nothing. The result is a
- * new reference, which keeps the packer; NULL: refit_python_use() was not successful, or a Python
- * exception is set. */
-void* refit_python_pusher(const refit_packer* packer);
-/* Returns the index of the first of `count` tensors, objects of the type or its subclasses, whose
- * memory does not begin at its address; `count`: there is none. */
-int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count);
-/* Writes for each of `count` tensors a mark of its address, element type, shape and strides; 0: the
- * tensor can't be read. */
-void refit_python_marks(void* const* tensors, uint64_t* marks, int64_t count);
-/* Returns the index of the first tensor that has another mark now, or can't be read; `count`: there
- * is none. */
-int64_t refit_python_first_changed(void* const* tensors, const uint64_t* marks, int64_t count);
-/* Returns the index of the first dict that has another value, or none, under its key, a text;
- * `count`: there is none. */
-int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* const* values,
-                                   int64_t count);
-/* Returns the index of the first dict that has other entries than before, or in another order;
- * `count`: there is none. Dict i had sizes[i] entries; `entries` has the key and the value of each,
- * of one dict after the other. */
-int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
-                                   int64_t count);
 
 #ifdef __cplusplus
 }

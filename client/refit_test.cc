@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "client/refit_python.h"
 #include "client/refit_test_util.h"
 #include "proto/delivery.h"
 
@@ -70,7 +71,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_update_push(nullptr, nullptr),
       refit_update_push_async(nullptr, nullptr, nullptr, nullptr),
       refit_update_flush(nullptr),
-      refit_update_commit(nullptr, nullptr),
+      refit_update_commit(nullptr, 0, nullptr),
       refit_update_outcome(nullptr, 0, nullptr, nullptr, nullptr),
       refit_update_left_out(nullptr, 0, nullptr),
       refit_trainer_left_out(nullptr, 0, nullptr),
@@ -92,7 +93,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_packer_begin(nullptr, nullptr, 1),
       refit_packer_reserve(nullptr, 0, 1, &number),
       refit_packer_add(nullptr, 0, 0, 1, 0),
-      refit_packer_end(nullptr, nullptr, nullptr, &number),
+      refit_packer_push(nullptr, nullptr, nullptr, nullptr, nullptr),
       refit_python_use(nullptr),
       refit_engine_version(nullptr, &number),
   };
@@ -114,6 +115,7 @@ TEST_CASE("null handles can be freed and asked for their values") {
   refit_joiner_reset(nullptr);
   CHECK(refit_joiner_unfinished(nullptr) == 0);
   refit_packer_free(nullptr);
+  refit_packer_end(nullptr);
   CHECK(refit_packer_count(nullptr) == 0);
   CHECK(refit_packer_room(nullptr, 0) == -1);
   CHECK(refit_python_pusher(nullptr) == nullptr);

@@ -318,6 +318,9 @@ struct Job {
   bool active = false;
   bool final = false;
   Version version;
+  // Whether trainers tell the number of tensors with Begin; else those that push tell it with
+  // Commit.
+  bool TellsCountAtBegin() const { return version.value() % 2 == 0; }
   Verification verification = Verification::kReadback;
   bool evict_late = false;
   bool slots_on_devices = false;
@@ -644,7 +647,9 @@ class World {
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
   void On(int d, int g, const PlanRefit& a);
-  void On(int, int, const StartCompare&) {}  // the coordinator handles it
+  void On(int, int, const MovePart&) {}  // the coordinator handles it, and the next three
+  void On(int, int, const VerifyUpdate&) {}
+  void On(int, int, const StartCompare&) {}
   void On(int, int, const StartRefit&) {}
   void On(int d, int g, const BuildProgram& a);
   void On(int d, int g, const StartMoves& a);

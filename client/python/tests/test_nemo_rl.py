@@ -79,7 +79,7 @@ def daemon():
 
 def made(socket, group, **options):
     """The engine as NeMo-RL's create_checkpoint_engine makes it of the transport's name and its part of refit_cfg."""
-    options = {"group": group, "socket": socket, "device": "host", "release_after_refit": False, "tensor_count": 64, **options}
+    options = {"group": group, "socket": socket, "device": "host", "release_after_refit": False, **options}
     options = {"begin_seconds": SECONDS, "update_seconds": SECONDS, **options}
     if REAL:
         create = importlib.import_module(BASE).create_checkpoint_engine
@@ -243,7 +243,7 @@ def test_the_base_class_is_that_of_the_facts():
 
 
 def test_each_sync_brings_the_policys_tensors_to_every_rollout_worker(daemon):
-    errors, rollouts = sync(daemon, "good", [good, good, good], slot_bytes=1 << 20)  # the large tensor comes in parts
+    errors, rollouts = sync(daemon, "good", [good, good, good], spec={"slot_bytes": 1 << 20})  # the large tensor comes in parts
     assert errors == [[None] * 3] * 2
     for rollout in rollouts:
         assert rollout.errors == []
@@ -272,7 +272,7 @@ def test_failures_of_the_policy_end_the_sync_on_every_worker_and_the_next_works(
 
 
 def test_a_first_tensor_larger_than_a_slot_and_a_float32_bias_among_bfloat16_arrive_as_they_are(daemon):
-    errors, rollouts = sync(daemon, "mixed", [mixed, mixed], slot_bytes=1 << 20)
+    errors, rollouts = sync(daemon, "mixed", [mixed, mixed], spec={"slot_bytes": 1 << 20})
     assert errors == [[None] * 2] * 2
     for rollout in rollouts:
         for version, held in enumerate(rollout.held, 1):
@@ -281,7 +281,7 @@ def test_a_first_tensor_larger_than_a_slot_and_a_float32_bias_among_bfloat16_arr
 
 
 def test_a_policy_rank_that_does_not_come_is_named_in_bounded_time(daemon):
-    errors, rollouts = sync(daemon, "missing", [missing], update_seconds=5.0, begin_seconds=20.0, wait_seconds=SECONDS)
+    errors, rollouts = sync(daemon, "missing", [missing], update_seconds=5.0, begin_seconds=20.0, connect={"wait_seconds": SECONDS})
     assert errors[0][0][0] == "DeadlineExceeded" and errors[0][0][2] == "trainer rank 1", errors
     assert errors[1] == [None]
     assert all([type(error) for error in rollout.errors] == [DeadlineExceeded] for rollout in rollouts)
@@ -320,7 +320,7 @@ def test_a_rollout_worker_that_does_not_come_is_named(daemon):
     engine.finalize()
 
 
-@pytest.mark.parametrize("options, message", [({"group": ""}, "group is missing"), ({"sockett": "x"}, "sockett: there is no such option")])
+@pytest.mark.parametrize("options, message", [({"group": ""}, "group is missing"), ({"sockett": "x"}, "sockett: there is no such option"), ({"spec": {"slot": 1}}, "spec.slot: there is no such option")])
 def test_options_that_are_wrong_are_refused_by_name(options, message):
     with pytest.raises(InvalidArgument, match=message):
         Transport(**{"group": "g", **options})
@@ -408,7 +408,7 @@ def test_nemo_rls_own_synchronizer_and_configuration_drive_it(daemon, tmp_path, 
     configured = importlib.import_module("nemo_rl.weight_sync.checkpoint_engine_config").checkpoint_engine_refit_config
     theirs = importlib.import_module("nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer").CheckpointEngineWeightSynchronizer
     name = "refitd.integrations.nemo_rl:Transport"
-    options = {"group": f"ray-{release}", "socket": daemon.socket, "device": "host", "tensor_count": 64, "release_after_refit": release}
+    options = {"group": f"ray-{release}", "socket": daemon.socket, "device": "host", "release_after_refit": release}
     config = configured({"refit_transport": name, "refit_cfg": {name: options}})
     assert config["backend"] == name and config["engine_kwargs"][name]["group"] == f"ray-{release}"
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])

@@ -9,8 +9,8 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
-from refitd._core.buffers import HostBytes
 from refitd.layout.cuda import CudaBytes
+from refitd.layout.memory import HostBytes
 
 try:
     import numpy
@@ -60,6 +60,19 @@ class PushTest(DaemonTest):
         got = self.pushed(*((name, value, {}) for name, value in tensors.items()))
         self.assertEqual({name: value[2] for name, value in got.items()}, tensors)
         self.assertEqual(got["t0"][:2], ("uint8", (len(tensors["t0"]),)))
+
+    def test_a_count_that_the_commit_tells_is_the_number_of_tensors_that_came(self):
+        trainer, server, collector = self.staged()
+        with trainer.update(1) as update:
+            update.push("a", b"1234")
+            with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor_count: 0"):
+                update.commit()
+            update.push("b", b"5678")
+            with self.assertRaisesRegex(refitd.FailedPrecondition, "2 tensors came, but tensor_count is 3"):
+                update.commit(tensor_count=3)
+            self.assertEqual(update.commit(tensor_count=2).committed, 1)
+        server.wait_for(refitd.Committed)
+        self.assertEqual(sorted(collector.tensors), ["a", "b"])
 
     def test_a_note_is_shown_in_the_status_and_a_wrong_note_opens_no_update(self):
         trainer, server, _ = self.staged()
@@ -337,7 +350,7 @@ class PushTest(DaemonTest):
 
     @unittest.skipIf(numpy is None, "needs numpy")
     def test_unwanted_and_engine_only_tensors_are_patterns_of_one_syntax_for_pushes_and_refits(self):
-        trainer = self.trainer(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"])
+        trainer = self.trainer(spec=refitd.GroupSpec(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"]))
         engine = self.engine()
         held = {name: refitd.empty((4,), "uint8", like="numpy") for name in ("w", "a.inv_freq", "rope.1")}
         engine.register(held)
@@ -506,7 +519,7 @@ class PushTest(DaemonTest):
 
 class JoinerTest(unittest.TestCase):
     def test_parts_that_overlap_or_disagree_are_refused_by_name(self):
-        from refitd._core.buffers import HostBytes
+        from refitd.layout.memory import HostBytes
 
         class Engine:
             def _new_bytes(self, nbytes):
