@@ -5,14 +5,15 @@
 
 #include "client/c_structures.h"
 #include "proto/convert.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
 namespace {
 
 absl::Status WrongLength(std::string_view field, size_t length, size_t expected) {
-  return Error(absl::StatusCode::kInvalidArgument, "bucket.{} has {} entries, not {}", field,
-               length, expected);
+  return InvalidField(fmt::format("bucket.{}", field), "bucket.{} has {} entries, not {}", field,
+                      length, expected);
 }
 
 // Checks that the bucket has exactly one of the three sources; a bucket of empty tensors may have
@@ -21,13 +22,13 @@ absl::Status CheckOneSource(const Bucket& bucket) {
   const int sources = (bucket.region != nullptr ? 1 : 0) + (bucket.slot != nullptr ? 1 : 0) +
                       (bucket.bytes.empty() ? 0 : 1);
   if (sources == 1) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument,
-               "bucket has {} sources: exactly one of region, slot, bytes", sources);
+  return InvalidField("bucket", "bucket has {} sources: exactly one of region, slot, bytes",
+                      sources);
 }
 
 absl::Status CheckTensors(const Bucket& bucket) {
   if (bucket.tensors.empty()) {
-    return Error(absl::StatusCode::kInvalidArgument, "bucket.tensors is empty");
+    return InvalidField("bucket.tensors", "bucket.tensors is empty");
   }
   if (!bucket.ranges.empty() && bucket.ranges.size() != bucket.tensors.size()) {
     return WrongLength("ranges", bucket.ranges.size(), bucket.tensors.size());
@@ -39,10 +40,11 @@ absl::Status CheckTensors(const Bucket& bucket) {
     REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(bucket.tensors[i].shape));
     if (range.tensor != i || range.start < 0 || range.count < 0 || range.start > count ||
         range.count > count - range.start) {
-      return Error(absl::StatusCode::kInvalidArgument,
-                   "bucket.ranges[{}]: tensor {}, start {}, count {} is not a range of \"{}\" of {}"
-                   " elements",
-                   i, range.tensor, range.start, range.count, bucket.tensors[i].name, count);
+      return InvalidField(
+          "bucket.ranges",
+          "bucket.ranges[{}]: tensor {}, start {}, count {} is not a range of \"{}\" of {}"
+          " elements",
+          i, range.tensor, range.start, range.count, bucket.tensors[i].name, count);
     }
   }
   return absl::OkStatus();
@@ -50,14 +52,13 @@ absl::Status CheckTensors(const Bucket& bucket) {
 
 absl::Status CheckLists(const Bucket& bucket) {
   if (!bucket.packed && !bucket.byte_offsets.empty()) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "bucket.byte_offsets are for packed buckets only");
+    return InvalidField("bucket.byte_offsets", "bucket.byte_offsets are for packed buckets only");
   }
   if (!bucket.byte_offsets.empty() && bucket.byte_offsets.size() != bucket.tensors.size()) {
     return WrongLength("byte_offsets", bucket.byte_offsets.size(), bucket.tensors.size());
   }
   if (bucket.slot != nullptr && !bucket.packed) {
-    return Error(absl::StatusCode::kInvalidArgument, "a bucket in a slot must be packed");
+    return InvalidField("bucket.packed", "a bucket in a slot must be packed");
   }
   const size_t references = bucket.packed ? 1 : bucket.tensors.size();
   if (bucket.region != nullptr && bucket.region_offsets.size() != references) {

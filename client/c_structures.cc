@@ -3,17 +3,15 @@
 #include <utility>
 
 #include "proto/convert.h"
+#include "transport/base/errors.h"
 
 namespace refitd::client {
 
-absl::Status Null(const char* what) {
-  return Error(absl::StatusCode::kInvalidArgument, "{} is NULL", what);
-}
+absl::Status Null(const char* what) { return InvalidField(what, "{} is NULL", what); }
 
 absl::Status CheckList(const void* list, int64_t count, const char* what) {
   if (count >= 0 && (count == 0 || list != nullptr)) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "{}: {} entries{}", what, count,
-               list == nullptr ? " at NULL" : "");
+  return InvalidField(what, "{}: {} entries{}", what, count, list == nullptr ? " at NULL" : "");
 }
 
 Dims DimsOf(const int64_t* dims, int32_t count) { return Dims(dims, dims + count); }
@@ -25,8 +23,9 @@ absl::StatusOr<TensorSpec> SpecOf(const refit_tensor& tensor) {
   REFITD_ASSIGN_OR_RETURN(spec.dtype, DTypeFromProto(tensor.dtype));
   if (tensor.dim_count < 0 || tensor.dim_count > kMaxDims ||
       (tensor.dim_count > 0 && tensor.dims == nullptr)) {
-    return Error(absl::StatusCode::kInvalidArgument, "\"{}\": dim_count is {}{}; 0 to {} are known",
-                 spec.name, tensor.dim_count, tensor.dims == nullptr ? " at NULL" : "", kMaxDims);
+    return InvalidField("tensor.dim_count", "\"{}\": dim_count is {}{}; 0 to {} are known",
+                        spec.name, tensor.dim_count, tensor.dims == nullptr ? " at NULL" : "",
+                        kMaxDims);
   }
   if (tensor.dim_count > 0) spec.shape = DimsOf(tensor.dims, tensor.dim_count);
   return spec;

@@ -14,6 +14,7 @@
 #include "client/refit.h"
 #include "client/trainer.h"
 #include "client/types.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/layout.h"
 
@@ -37,15 +38,15 @@ absl::StatusOr<T> Read(const T* given, const char* what) {
   if (given == nullptr) return Null(what);
   const size_t size = given->struct_size;
   if (size < sizeof(given->struct_size)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro", what, size);
+    return InvalidField(what, "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro",
+                        what, size);
   }
   const char* bytes = reinterpret_cast<const char*>(given);
   if (size > sizeof(T) &&
       std::any_of(bytes + sizeof(T), bytes + size, [](char c) { return c != 0; })) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}.struct_size is {}: it asks for what this library ({} bytes) does not know",
-                 what, size, sizeof(T));
+    return InvalidField(
+        what, "{}.struct_size is {}: it asks for what this library ({} bytes) does not know", what,
+        size, sizeof(T));
   }
   T known{};
   std::memcpy(&known, given, std::min(size, sizeof(T)));
@@ -57,8 +58,8 @@ template <typename T>
 absl::Status Write(T value, T* taken, const char* what) {
   const size_t size = taken->struct_size;
   if (size < sizeof(taken->struct_size)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro", what, size);
+    return InvalidField(what, "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro",
+                        what, size);
   }
   value.struct_size = size;
   std::memcpy(taken, &value, std::min(size, sizeof(T)));

@@ -18,6 +18,7 @@
 #include "proto/protocol.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 
@@ -160,53 +161,50 @@ absl::Status CheckIdentifier(std::string_view value, std::string_view field) {
   if (!value.empty() && value.size() <= kMaxIdentifierBytes && Printable(value)) {
     return absl::OkStatus();
   }
-  return Error(absl::StatusCode::kInvalidArgument,
-               "{} must be 1 to {} printable characters, not {} bytes \"{}\"", field,
-               kMaxIdentifierBytes, value.size(), CleanText(value, kMaxIdentifierBytes));
+  return InvalidField(field, "{} must be 1 to {} printable characters, not {} bytes \"{}\"", field,
+                      kMaxIdentifierBytes, value.size(), CleanText(value, kMaxIdentifierBytes));
 }
 
 absl::Status CheckRank(int rank, int world_size) {
   if (world_size >= 1 && rank >= 0 && rank < world_size) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "rank {} of world_size {}", rank, world_size);
+  return InvalidField("rank", "rank {} of world_size {}", rank, world_size);
 }
 
 absl::Status CheckConnectOptions(const ConnectOptions& options) {
   REFITD_RETURN_IF_ERROR(TargetOf(options).status());
   REFITD_RETURN_IF_ERROR(CheckIdentifier(options.group, "group"));
   if (options.wait.count() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", options.wait.count());
+    return InvalidField("wait", "wait of {} ms", options.wait.count());
   }
   if (options.call_margin.count() <= 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "call_margin of {} ms must be greater than 0",
-                 options.call_margin.count());
+    return InvalidField("call_margin", "call_margin of {} ms must be greater than 0",
+                        options.call_margin.count());
   }
   // The daemon checks the rest of the address.
   if (options.coordinator.size() > kMaxCoordinatorBytes || !Printable(options.coordinator)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "coordinator must be at most {} printable characters, not {} bytes \"{}\"",
-                 kMaxCoordinatorBytes, options.coordinator.size(),
-                 CleanText(options.coordinator, kMaxCoordinatorBytes));
+    return InvalidField("coordinator",
+                        "coordinator must be at most {} printable characters, not {} bytes \"{}\"",
+                        kMaxCoordinatorBytes, options.coordinator.size(),
+                        CleanText(options.coordinator, kMaxCoordinatorBytes));
   }
   if (options.device.size() > kMaxDeviceBytes || !Printable(options.device)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "device must be at most {} printable characters, not {} bytes \"{}\"",
-                 kMaxDeviceBytes, options.device.size(),
-                 CleanText(options.device, kMaxDeviceBytes));
+    return InvalidField(
+        "device", "device must be at most {} printable characters, not {} bytes \"{}\"",
+        kMaxDeviceBytes, options.device.size(), CleanText(options.device, kMaxDeviceBytes));
   }
   if (options.reattach.count() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "reattach of {} ms", options.reattach.count());
+    return InvalidField("reattach", "reattach of {} ms", options.reattach.count());
   }
   if (options.silence.count() != 0 && options.silence < kMinSilence) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "silence of {} ms: 0, or at least {}, which daemons allow",
-                 options.silence.count(), kMinSilence.count());
+    return InvalidField("silence", "silence of {} ms: 0, or at least {}, which daemons allow",
+                        options.silence.count(), kMinSilence.count());
   }
   if (!options.spec) return absl::OkStatus();
   const auto check = [](const std::vector<std::string>& names, std::string_view field) {
     for (const std::string& name : names) {
       if (CleanText(name, name.size()) == name) continue;
-      return Error(absl::StatusCode::kInvalidArgument, "spec.{}: \"{}\" is not UTF-8", field,
-                   CleanText(name, name.size()));
+      return InvalidField(fmt::format("spec.{}", field), "spec.{}: \"{}\" is not UTF-8", field,
+                          CleanText(name, name.size()));
     }
     return absl::OkStatus();
   };
@@ -233,7 +231,6 @@ Connection::Connection(const ConnectOptions& options, const Target& target,
       tcp_(target.tcp),
       channel_(std::move(channel)),
       call_margin_(options.call_margin),
-      encrypted_data_(options.spec.has_value() && options.spec->encrypted_data),
       device_(options.device),
       device_library_(options.cuda_library) {}
 
@@ -267,18 +264,10 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
 }
 
 absl::Status Connection::Adopt(const v1::Welcome& welcome) {
-  REFITD_RETURN_IF_ERROR(ProtocolOf(welcome.lease().protocol(), "lease.protocol").status());
+  REFITD_RETURN_IF_ERROR(AgreedProtocol(welcome.lease().protocol(), "lease.protocol").status());
   if (welcome.lease().token().size() != kTokenBytes) {
     return Error(absl::StatusCode::kInternal, "the daemon's lease token has {} bytes, not {}",
                  welcome.lease().token().size(), kTokenBytes);
-  }
-  // An older daemon does not know the demand for encryption, and would ignore it.
-  if (encrypted_data_ && welcome.lease().protocol() < static_cast<int>(Protocol::kV4)) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "spec.encrypted_data: the daemon at {} does not know it: it speaks protocol "
-                 "version {}, of at least {}",
-                 socket_, static_cast<int>(welcome.lease().protocol()),
-                 static_cast<int>(Protocol::kV4));
   }
   welcome_ = welcome;
   descriptors_ =
@@ -461,7 +450,7 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::New(int64_t bytes) {
 
 absl::StatusOr<std::shared_ptr<Region>> Regions::AddMemfd(UniqueFd memfd, int64_t bytes) {
   if (!memfd.valid()) {
-    return Error(absl::StatusCode::kInvalidArgument, "the memfd's descriptor is {}", memfd.get());
+    return InvalidField("memfd", "the memfd's descriptor is {}", memfd.get());
   }
   RegionSource source;
   source.bytes = bytes;
@@ -475,9 +464,9 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddMemfd(UniqueFd memfd, int64_
 absl::StatusOr<std::shared_ptr<Region>> Regions::AddBlock(const std::string& handle,
                                                           int64_t bytes) {
   if (handle.size() != kCudaIpcHandleBytes || bytes <= 0) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "a block of {} bytes with a handle of {}: they must be positive, and {}", bytes,
-                 handle.size(), kCudaIpcHandleBytes);
+    return InvalidField("handle",
+                        "a block of {} bytes with a handle of {}: they must be positive, and {}",
+                        bytes, handle.size(), kCudaIpcHandleBytes);
   }
   RegionSource source;
   source.handle = handle;
@@ -488,8 +477,8 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::AddBlock(const std::string& han
 absl::StatusOr<std::shared_ptr<Region>> Regions::AddExported(UniqueFd exported, int64_t bytes,
                                                              uint64_t address) {
   if (!exported.valid() || bytes <= 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "device memory of {} bytes with descriptor {}",
-                 bytes, exported.get());
+    return InvalidField("descriptor", "device memory of {} bytes with descriptor {}", bytes,
+                        exported.get());
   }
   RegionSource source;
   source.kind = RegionKind::kDevice;

@@ -86,7 +86,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
                                                              const std::stop_token& stop);
 
   // Takes the lease over. FAILED_PRECONDITION: the daemon answered with a protocol version that
-  // this client does not speak, or that has no GroupSpec.encrypted_data, which the spec demands.
+  // this client does not speak.
   absl::Status Adopt(const v1::Welcome& welcome);
 
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
@@ -130,7 +130,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const bool tcp_;
   const std::shared_ptr<grpc::Channel> channel_;
   const Duration call_margin_;
-  const bool encrypted_data_;  // the spec demands it
   const std::string device_;
   const std::string device_library_;  // the driver
   v1::Welcome welcome_;

@@ -25,6 +25,7 @@
 #include "client/trainer.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/temp_folder.h"
 
@@ -697,7 +698,10 @@ TEST_CASE("the first lease is tried for again where reattach is on, and else not
 
 TEST_CASE("options that can't be meant are refused before anything is connected") {
   const auto code = [](const TrainerOptions& options) {
-    return Trainer::Attach(options).status().code();
+    const absl::Status status = Trainer::Attach(options).status();
+    INFO(status);
+    CHECK_FALSE(FailureOf(status).field.empty());
+    return status.code();
   };
   const auto invalid = absl::StatusCode::kInvalidArgument;
   CHECK(code({.connect = {.group = ""}}) == invalid);

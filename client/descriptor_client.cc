@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "client/call.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -86,9 +87,8 @@ absl::Status DescriptorClient::Connect(TimePoint deadline, const std::stop_token
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path_.empty() || path_.size() >= sizeof(address.sun_path)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "descriptor socket path of {} bytes: 1 to {} fit", path_.size(),
-                 sizeof(address.sun_path) - 1);
+    return InvalidField("descriptor_socket", "descriptor socket path of {} bytes: 1 to {} fit",
+                        path_.size(), sizeof(address.sun_path) - 1);
   }
   std::memcpy(address.sun_path, path_.data(), path_.size());
   socket_.Reset(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

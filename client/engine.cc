@@ -13,6 +13,7 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "refitd/v1/engine.grpc.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/identity.h"
 #include "transport/base/mutex.h"
@@ -47,7 +48,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
         options_(options),
         state_(options.held_version, options.dirty),
         origin_(options.held_origin),
-        owner_(options.held_owner) {}
+        owner_(options.held_owner),
+        digest_(options.held_digest) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -107,6 +109,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
+  uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -122,7 +125,11 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   SayHello(options.connect, options.rank, options.world_size, deadline, hello);
   hello->set_instance(options.instance);
   hello->set_delivery(static_cast<v1::Delivery>(options.delivery));
-  if (options.manifest) {
+  const auto manifest_tensors = options.manifest ? std::ssize(*options.manifest) : 0;
+  if (manifest_tensors > kMaxTensorsPerLayout) {
+    // The daemon refuses so many; those who wait for this engine hear that from it.
+    hello->set_manifest_tensors(manifest_tensors);
+  } else if (options.manifest) {
     v1::Manifest* manifest = hello->mutable_manifest();
     for (const TensorSpec& tensor : *options.manifest) {
       manifest->add_names(tensor.name);
@@ -133,6 +140,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   if (options.held_version) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
+    hello->set_held_digest(options.held_digest);
   }
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
@@ -146,20 +154,21 @@ absl::Status CheckOptions(const EngineOptions& options) {
   REFITD_RETURN_IF_ERROR(CheckIdentifier(options.instance, "instance"));
   REFITD_RETURN_IF_ERROR(CheckRank(options.rank, options.world_size));
   if (options.held_version && options.held_version->value() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "held_version is {}", *options.held_version);
+    return InvalidField("held_version", "held_version is {}", *options.held_version);
   }
   if (options.held_version && options.dirty) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "held_version is {} and dirty is set: weights that hold a version are not dirty",
-                 *options.held_version);
+    return InvalidField(
+        "held_version",
+        "held_version is {} and dirty is set: weights that hold a version are not dirty",
+        *options.held_version);
   }
   if (!options.trainer_identity.empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(options.trainer_identity, "trainer_identity"));
   }
   if (!options.manifest) return absl::OkStatus();
   if (!DeclaresManifest(options.delivery)) {
-    return Error(absl::StatusCode::kInvalidArgument, "a manifest is for {} delivery only",
-                 DeliveriesWith(DeclaresManifest));
+    return InvalidField("manifest", "a manifest is for {} delivery only",
+                        DeliveriesWith(DeclaresManifest));
   }
   for (const TensorSpec& tensor : *options.manifest) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
   return absl::OkStatus();
@@ -184,6 +193,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_version = state_.version();
       options.held_origin = origin_;
       options.held_owner = owner_;
+      options.held_digest = digest_;
       options.dirty = state_.weights() != Weights::kGood;
     }
   }
@@ -288,12 +298,9 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
   } else if (auto* committed = std::get_if<Committed>(&event)) {
     if (!state_.OnCommitted(committed->version)) return Nothing{};
-    // A daemon of an earlier release does not tell the incarnation here; the incarnation is then
-    // the lease's.
-    origin_ = committed->incarnation != 0 ? committed->incarnation
-                                          : session.connection->lease().incarnation();
-    committed->incarnation = origin_;
+    origin_ = committed->incarnation;
     owner_ = committed->owner;
+    digest_ = committed->digest;
     if (state_.weights() == Weights::kGood) return event;
     Failure failure;
     failure.version = committed->version.value();

@@ -86,6 +86,9 @@ struct EngineOptions {
   std::optional<Version> held_version{};
   // With held_version: the Committed::incarnation that came with that version. 0: not known.
   uint64_t held_origin = 0;
+  // With held_version: the Committed::digest that came with that version. 0: not known. With `fill`
+  // the daemon compares the registered memory with it; a difference means that no version is held.
+  uint64_t held_digest = 0;
   // The Committed::owner that came with the last version that was committed into this memory, also
   // if it is dirty since. Empty: not known. A group that is made again belongs to that owner; a
   // group that another identity owns refuses the rank (PERMISSION_DENIED).
@@ -137,6 +140,8 @@ struct Committed {
   // can't be compared. An engine that comes back in another process tells both (EngineOptions).
   uint64_t incarnation = 0;
   std::string owner{};  // the identity that owns the group; told in the same way
+  // Of this rank's registered memory, told in the same way; 0: it was not read back.
+  uint64_t digest = 0;
 };
 
 struct Aborted {

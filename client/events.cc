@@ -65,6 +65,7 @@ void ShowOne(const Committed& committed, std::vector<refit_view>*, refit_event* 
   shown->version = committed.version.value();
   shown->incarnation = committed.incarnation;
   shown->owner = committed.owner.c_str();
+  shown->digest = committed.digest;
 }
 
 void ShowOne(const Aborted& aborted, std::vector<refit_view>*, refit_event* shown) {
@@ -100,7 +101,7 @@ Event DecodeEvent(const v1::EngineEvent& event) {
   }
   if (event.has_committed()) {
     return Committed{Version(event.committed().version()), event.committed().incarnation(),
-                     event.committed().owner()};
+                     event.committed().owner(), event.committed().digest()};
   }
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();

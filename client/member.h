@@ -31,7 +31,7 @@ namespace refitd::client {
 template <typename Hello>
 void SayHello(const ConnectOptions& connect, int rank, int world_size, TimePoint deadline,
               Hello* hello) {
-  SayProtocol(hello);
+  hello->set_protocol(static_cast<v1::ProtocolVersion>(kProtocol));
   hello->set_group(connect.group);
   if (connect.spec) *hello->mutable_spec() = SpecToProto(*connect.spec);
   hello->set_coordinator(connect.coordinator);

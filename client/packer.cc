@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
@@ -99,9 +100,8 @@ std::optional<int64_t> Packer::Reserve(int64_t number, int64_t bytes) {
 absl::Status Packer::Add(int64_t number, int64_t start, int64_t count, int64_t offset) {
   const KnownTensor* tensor = &known_->At(number);
   if (start < 0 || count < 0 || start > tensor->elements || count > tensor->elements - start) {
-    return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
-                             "tensor '{}': elements from {}, {} of them, of {}", tensor->spec.name,
-                             start, count, tensor->elements),
+    return AboutTensor(InvalidField("tensor", "tensor '{}': elements from {}, {} of them, of {}",
+                                    tensor->spec.name, start, count, tensor->elements),
                        tensor->spec.name);
   }
   const int64_t bytes = count * ElementBytes(tensor->spec.dtype);

@@ -32,9 +32,11 @@ absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t e
   const auto known = open.find(view.tensor.name);
   if (known != open.end()) {
     if (known->second.tensor == view.tensor) return &known->second;
-    return Error(absl::StatusCode::kInvalidArgument, "\"{}\" is {} in this part, was {} before",
-                 view.tensor.name, ToString(view.tensor.dtype, view.tensor.shape),
-                 ToString(known->second.tensor.dtype, known->second.tensor.shape));
+    return AboutTensor(
+        Error(absl::StatusCode::kInvalidArgument, "\"{}\" is {} in this part, was {} before",
+              view.tensor.name, ToString(view.tensor.dtype, view.tensor.shape),
+              ToString(known->second.tensor.dtype, known->second.tensor.shape)),
+        view.tensor.name);
   }
   const int64_t bytes = elements * ElementBytes(view.tensor.dtype);
   Joined joined;
@@ -51,9 +53,10 @@ absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t e
 
 absl::Status PartJoiner::Impl::Store(const TensorView& view, Joined* joined) const {
   if (!joined->covered.Add(view.start, view.start + view.count)) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "\"{}\": elements [{}, {}) overlap what came before", view.tensor.name, view.start,
-                 view.start + view.count);
+    return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
+                             "\"{}\": elements [{}, {}) overlap what came before", view.tensor.name,
+                             view.start, view.start + view.count),
+                       view.tensor.name);
   }
   const int64_t element = ElementBytes(view.tensor.dtype);
   return joined->buffer->Store(view.start * element, view.data, view.count * element);
@@ -69,9 +72,10 @@ absl::StatusOr<std::vector<TensorView>> PartJoiner::Add(const Part& part) {
     REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(view.tensor.shape));
     if (view.start < 0 || view.count < 0 || view.start > elements ||
         view.count > elements - view.start) {
-      return Error(absl::StatusCode::kInvalidArgument,
-                   "\"{}\" of {} elements: start {}, count {} is outside", view.tensor.name,
-                   elements, view.start, view.count);
+      return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
+                               "\"{}\" of {} elements: start {}, count {} is outside",
+                               view.tensor.name, elements, view.start, view.count),
+                         view.tensor.name);
     }
     if (view.count == elements && !impl_->open.contains(view.tensor.name)) {
       whole.push_back(view);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "client/dlpack.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -349,7 +350,7 @@ absl::Status UsePython(const refit_python& python) {
   for (void* method :
        {python.is_negated, python.storage, python.storage_bytes, python.storage_offset}) {
     if (method == nullptr) {
-      return Error(absl::StatusCode::kInvalidArgument, "a method of the tensors is NULL");
+      return InvalidField("tensors", "a method of the tensors is NULL");
     }
     state.py.inc_ref(method);  // for good
   }

@@ -24,6 +24,7 @@
 #include "client/refit_python.h"
 #include "client/trainer.h"
 #include "proto/delivery.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -40,6 +41,7 @@ using client::SpecOf;
 using client::SpecsOf;
 using client::Write;
 using refitd::Error;
+using refitd::InvalidField;
 using refitd::Version;
 
 struct refit_update {
@@ -168,8 +170,7 @@ absl::Status AddPacked(const client::Packer& packer, client::Bucket* bucket) {
 absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
   if (packer == nullptr) return Null("packer");
   if (packer->packer->known()->Has(number)) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "number is {}: the packer knows no such tensor",
-               number);
+  return InvalidField("number", "number is {}: the packer knows no such tensor", number);
 }
 
 std::string Text(const char* text) { return text == nullptr ? std::string() : std::string(text); }
@@ -249,8 +250,7 @@ absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
 absl::StatusOr<refitd::UniqueFd> Duplicate(int descriptor) {
   refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
   if (own.valid()) return own;
-  return Error(absl::StatusCode::kInvalidArgument, "descriptor is {}: {}", descriptor,
-               std::strerror(errno));
+  return InvalidField("descriptor", "descriptor is {}: {}", descriptor, std::strerror(errno));
 }
 
 template <typename Member>
@@ -269,8 +269,8 @@ absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t 
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
                                       const std::vector<refitd::TensorSpec>& tensors) {
   if (given.tensor < 0 || given.tensor >= static_cast<int64_t>(tensors.size())) {
-    return Error(absl::StatusCode::kInvalidArgument, "piece.tensor is {} of {} tensors",
-                 given.tensor, tensors.size());
+    return InvalidField("piece.tensor", "piece.tensor is {} of {} tensors", given.tensor,
+                        tensors.size());
   }
   if (given.region == nullptr) return Null("piece.region");
   const refitd::Dims& shape = tensors[given.tensor].shape;
@@ -305,8 +305,7 @@ absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* lay
   const auto tensors = static_cast<int64_t>(layout->tensors.size());
   for (int64_t i = 0; i < count; ++i) {
     if (pushed[i] < 0 || pushed[i] >= tensors) {
-      return Error(absl::StatusCode::kInvalidArgument, "pushed[{}] is {} of {} tensors", i,
-                   pushed[i], tensors);
+      return InvalidField("pushed", "pushed[{}] is {} of {} tensors", i, pushed[i], tensors);
     }
     layout->pushed_tensors.push_back(static_cast<uint32_t>(pushed[i]));
   }
@@ -316,7 +315,7 @@ absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* lay
 
 absl::StatusOr<std::optional<refitd::Verification>> VerificationOf(int32_t given) {
   if (given < REFIT_VERIFICATION_DEFAULT || given > REFIT_VERIFICATION_READBACK) {
-    return Error(absl::StatusCode::kInvalidArgument, "verification is {}", given);
+    return InvalidField("verification", "verification is {}", given);
   }
   if (given == REFIT_VERIFICATION_DEFAULT) return std::nullopt;
   return static_cast<refitd::Verification>(given);
@@ -393,7 +392,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   const std::optional<refitd::DeliveryMode> delivery =
       refitd::DeliveryOf(int64_t{given.delivery} + 1);
   if (!delivery.has_value()) {
-    return Error(absl::StatusCode::kInvalidArgument, "delivery is {}", given.delivery);
+    return InvalidField("delivery", "delivery is {}", given.delivery);
   }
   options.delivery = *delivery;
   if (given.has_manifest != 0) {
@@ -402,12 +401,13 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   if (given.has_held_version != 0) {
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
+    options.held_digest = given.held_digest;
   }
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
   if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
-    return Error(absl::StatusCode::kInvalidArgument, "fill is {}", given.fill);
+    return InvalidField("fill", "fill is {}", given.fill);
   }
   // Callers that were compiled before the field `fill` existed take no part in fills.
   constexpr size_t kWithFill = offsetof(refit_engine_options, fill) + sizeof(given.fill);
@@ -417,7 +417,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
 
 absl::StatusOr<refitd::BroadcastMethod> BroadcastOf(int32_t given) {
   if (given < REFIT_BROADCAST_AUTO || given > REFIT_BROADCAST_NCCL) {
-    return Error(absl::StatusCode::kInvalidArgument, "broadcast is {}", given);
+    return InvalidField("broadcast", "broadcast is {}", given);
   }
   return static_cast<refitd::BroadcastMethod>(given);
 }
@@ -651,11 +651,12 @@ refit_status refit_update_flush(refit_update* update) {
   return Guarded([&] { return update == nullptr ? Null("update") : update->update->Flush(); });
 }
 
-refit_status refit_update_commit(refit_update* update, refit_commit_result* result) {
+refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
+                                 refit_commit_result* result) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
     REFITD_RETURN_IF_ERROR(CheckResult(result));
-    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit(tensor_count));
     const absl::Status shown = Show(committed, result);
     update->result = std::move(committed);
     return shown;
@@ -956,7 +957,7 @@ refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes)
   return Guarded([&]() -> absl::Status {
     if (packer == nullptr) return Null("packer");
     if (bytes < 0) {
-      return Error(absl::StatusCode::kInvalidArgument, "bytes is {}: it is negative", bytes);
+      return InvalidField("bytes", "bytes is {}: it is negative", bytes);
     }
     packer->packer->Begin(static_cast<char*>(data), bytes);
     return absl::OkStatus();
@@ -977,7 +978,7 @@ refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t 
     REFITD_RETURN_IF_ERROR(CheckNumber(packer, number));
     if (byte_offset == nullptr) return Null("byte_offset");
     if (bytes < 0) {
-      return Error(absl::StatusCode::kInvalidArgument, "bytes is {}: it is negative", bytes);
+      return InvalidField("bytes", "bytes is {}: it is negative", bytes);
     }
     const std::optional<int64_t> offset = packer->packer->Reserve(number, bytes);
     if (!offset.has_value()) {

@@ -375,7 +375,7 @@ typedef struct refit_begin_options {
   int64_t duration_ms; /* of the whole update; 0: the daemon's default */
   int32_t verification;
   int32_t evict_late;   /* not 0: evict late or failing instances instead of aborting */
-  int64_t tensor_count; /* of all ranks together; 0: not told */
+  int64_t tensor_count; /* of all ranks together; 0: not told, the commit may tell it */
   int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
   int32_t broadcast;    /* the same on every rank that begins */
   /* Not 0: the registered layout has no part in this update, and the rank ends the update by
@@ -479,8 +479,10 @@ typedef struct refit_commit_result {
   { .struct_size = sizeof(refit_commit_result) }
 
 /* Waits for every push of this rank, then commits. REFIT_OK: every rank of every instance listed as
- * committed holds the version. `result` may be NULL. */
-refit_status refit_update_commit(refit_update* update, refit_commit_result* result);
+ * committed holds the version. `tensor_count`: as in refit_begin_options, for a caller that learns
+ * it only by pushing; 0: not told. `result` may be NULL. */
+refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
+                                 refit_commit_result* result);
 /* Tells the outcome of instance `index` after a successful commit or refit. Strings live as long as
  * the update. REFIT_OUT_OF_RANGE: no such instance. */
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
@@ -576,6 +578,10 @@ typedef struct refit_engine_options {
    * a star for its last element, "dns:NAME" or "dns:*.DOMAIN". A group that another identity owns
    * refuses the rank (REFIT_PERMISSION_DENIED). NULL: any owner's. */
   const char* trainer_identity;
+  /* With held_version: the refit_event.digest that came with that version; 0: not known. Without
+   * REFIT_FILL_NEVER the daemon compares the registered memory with it; a difference means that no
+   * version is held. */
+  uint64_t held_digest;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -651,6 +657,8 @@ typedef struct refit_event {
   uint64_t incarnation;
   const char*
       owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
+  /* COMMITTED: of this rank's registered memory, told in the same way; 0: it was not read back. */
+  uint64_t digest;
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

@@ -71,7 +71,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_update_push(nullptr, nullptr),
       refit_update_push_async(nullptr, nullptr, nullptr, nullptr),
       refit_update_flush(nullptr),
-      refit_update_commit(nullptr, nullptr),
+      refit_update_commit(nullptr, 0, nullptr),
       refit_update_outcome(nullptr, 0, nullptr, nullptr, nullptr),
       refit_update_left_out(nullptr, 0, nullptr),
       refit_trainer_left_out(nullptr, 0, nullptr),

@@ -2,14 +2,14 @@
 #include "client/connection.h"
 #include "client/trainer.h"
 #include "refitd/v1/operator.grpc.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
 
 absl::StatusOr<uint64_t> ReplaceGroup(const ConnectOptions& connect) {
   REFITD_RETURN_IF_ERROR(CheckConnectOptions(connect));
-  if (!connect.spec)
-    return absl::InvalidArgumentError("spec is missing: replacing a group needs it");
+  if (!connect.spec) return InvalidField("spec", "spec is missing: replacing a group needs it");
   const TimePoint deadline = After(connect.wait);
   REFITD_ASSIGN_OR_RETURN(const auto connection, Connection::Open(connect, deadline));
   const std::unique_ptr<v1::Operator::StubInterface> stub =

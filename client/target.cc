@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/tls/grpc_credentials.h"
@@ -13,8 +14,6 @@
 
 namespace refitd::client {
 namespace {
-
-constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 
 std::string Either(const std::string& given, const char* variable) {
   if (!given.empty()) return given;
@@ -27,8 +26,8 @@ absl::Status CheckSocketPath(const std::string& path) {
   if (!path.empty() && path.size() <= kLimit && path.find('\0') == std::string::npos) {
     return absl::OkStatus();
   }
-  return Error(kInvalid, "socket: a path of {} bytes; a unix socket's has 1 to {}", path.size(),
-               kLimit);
+  return InvalidField("socket", "socket: a path of {} bytes; a unix socket's has 1 to {}",
+                      path.size(), kLimit);
 }
 
 absl::Status CheckAddress(const std::string& address) {
@@ -39,8 +38,8 @@ absl::Status CheckAddress(const std::string& address) {
       address.find_first_of(std::string_view("/ \t\n\0", 5)) == std::string::npos) {
     return absl::OkStatus();
   }
-  return Error(kInvalid, "address: \"{}\" is not HOST:PORT",
-               address.substr(0, kMaxCoordinatorBytes));
+  return InvalidField("address", "address: \"{}\" is not HOST:PORT",
+                      address.substr(0, kMaxCoordinatorBytes));
 }
 
 absl::StatusOr<Target> TcpTarget(const ConnectOptions& options, std::string address) {
@@ -55,10 +54,11 @@ absl::StatusOr<Target> TcpTarget(const ConnectOptions& options, std::string addr
     REFITD_RETURN_IF_ERROR(CheckIdentityPattern(target.server, "tls_server"));
   }
   if (target.tls.empty() && !options.insecure) {
-    return Error(kInvalid,
-                 "address: {} is reached over TCP, which takes certificates (tls_certificate, "
-                 "tls_key, tls_roots), or insecure in so many words",
-                 target.name);
+    return InvalidField(
+        "address",
+        "address: {} is reached over TCP, which takes certificates (tls_certificate, "
+        "tls_key, tls_roots), or insecure in so many words",
+        target.name);
   }
   return target;
 }

@@ -14,6 +14,7 @@
 #include "proto/convert.h"
 #include "proto/failure.h"
 #include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -26,8 +27,9 @@ using Stub = v1::Trainer::StubInterface::async_interface;
 constexpr std::chrono::seconds kDefaultDuration{120};  // for daemons that do not tell their default
 constexpr std::chrono::seconds kGetUpdateLimit{10};
 constexpr size_t kMaxReasonBytes = 512;  // AbortRequest.reason
-// Bounds the memory of PushBucket calls that carry their bytes; the window only counts calls.
-constexpr int64_t kMaxInlineBytesInFlight = int64_t{64} << 20;
+// Bounds PushBucket calls that carry their bytes; the window only counts calls. A daemon takes 32
+// MiB of unfinished messages of all clients of an identity together.
+constexpr int64_t kMaxInlineBytesInFlight = int64_t{4} << 20;
 
 // Runs `run` on a gRPC thread, as if a call had ended, so that a caller that holds a lock is not
 // called back on its own thread.
@@ -254,7 +256,7 @@ absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request
   if (bucket.slot == nullptr) return absl::OkStatus();
   const auto* slot = dynamic_cast<const SlotImpl*>(bucket.slot.get());
   if (slot == nullptr || slot->core() != core_.get()) {
-    return Error(absl::StatusCode::kInvalidArgument, "bucket.slot was not leased by this trainer");
+    return InvalidField("bucket.slot", "bucket.slot was not leased by this trainer");
   }
   slot->Describe(request->mutable_bucket()->mutable_slot());
   return absl::OkStatus();
@@ -389,7 +391,7 @@ class UpdateImpl final : public Update {
   void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) override;
   absl::Status Flush() override;
   absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(std::chrono::milliseconds wait) override;
-  absl::StatusOr<CommitResult> Commit() override;
+  absl::StatusOr<CommitResult> Commit(int64_t tensor_count) override;
   absl::StatusOr<CommitResult> Refit() override;
   absl::Status Abort(const std::string& reason) override {
     REFITD_RETURN_IF_ERROR(CheckOpen());
@@ -477,7 +479,7 @@ absl::Status UpdateImpl::Flush() {
 absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::milliseconds wait) {
   REFITD_RETURN_IF_ERROR(CheckOpen());
   if (wait.count() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", wait.count());
+    return InvalidField("wait", "wait of {} ms", wait.count());
   }
   const auto mapped = core_->connection->Pool(Access::kReadWrite);
   if (!mapped.ok()) {
@@ -526,7 +528,7 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   return result;
 }
 
-absl::StatusOr<CommitResult> UpdateImpl::Commit() {
+absl::StatusOr<CommitResult> UpdateImpl::Commit(int64_t tensor_count) {
   REFITD_RETURN_IF_ERROR(CheckOpen());
   // Commit need not wait for the answers of pushes: a refused push ends the update, and with it
   // this call.
@@ -537,6 +539,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   request.set_bucket_count(progress.bucket_count);
   request.set_pushes_under_way(progress.under_way);
   request.set_update_id(begun_.update_id());
+  request.set_tensor_count(tensor_count);
   auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {
@@ -686,8 +689,7 @@ class TrainerImpl final : public Member<Trainer, Core> {
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
   const auto negative = [](std::string_view field, int64_t value) {
-    return Error(absl::StatusCode::kInvalidArgument, "{} is {}: it must not be negative", field,
-                 value);
+    return InvalidField(field, "{} is {}: it must not be negative", field, value);
   };
   if (options.version.value() < 0) return negative("version", options.version.value());
   if (options.duration.count() < 0) return negative("duration", options.duration.count());
@@ -696,7 +698,7 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   // Protocol Buffers can't carry text that is not UTF-8; the daemon checks the rest.
   if (const std::string clean = CleanText(options.note, options.note.size());
       clean != options.note) {
-    return Error(absl::StatusCode::kInvalidArgument, "note: \"{}\" is not UTF-8", clean);
+    return InvalidField("note", "note: \"{}\" is not UTF-8", clean);
   }
   return absl::OkStatus();
 }

@@ -60,7 +60,7 @@ struct BeginOptions {
   std::chrono::milliseconds duration{0};       // of the whole update; 0: the daemon's default
   std::optional<Verification> verification{};  // absent: the daemon's default
   bool evict_late = false;   // evict late or failing instances instead of aborting
-  int64_t tensor_count = 0;  // of all ranks together; 0: not told
+  int64_t tensor_count = 0;  // of all ranks together; 0: not told, Commit may tell it
   int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
   // The way in which pushed buckets reach engines on several GPUs; the same on every rank that
   // begins. Methods other than kAuto and kDirect are refused unless trainer and engines are on GPUs
@@ -181,8 +181,9 @@ class Update {
       std::chrono::milliseconds wait = {}) = 0;
 
   // Waits for every push of this rank, then commits. OK means that every rank of every instance
-  // listed as committed holds the version (P1).
-  virtual absl::StatusOr<CommitResult> Commit() = 0;
+  // listed as committed holds the version (P1). `tensor_count`: as BeginOptions::tensor_count, for
+  // a caller that learns it only by pushing; 0: not told.
+  virtual absl::StatusOr<CommitResult> Commit(int64_t tensor_count = 0) = 0;
   // Takes the place of Commit if this rank registered its layout: waits for the pushes of the
   // layout's pushed_tensors, then moves all other tensors as Trainer::Refit does. It ends this
   // update and opens no other: if this update was lost meanwhile, the call ends with ABORTED,

@@ -118,13 +118,6 @@ TEST_CASE("An unknown field is refused with its line, column and name") {
   CHECK_THAT(Message(loaded.status()), Catch::Contains("unix_pth") && Catch::Contains(file));
 }
 
-TEST_CASE("A file that chooses the data plane's wire, as older versions let it, is refused") {
-  const TempFolder folder;
-  for (const char* text : {"data { wire: GLOO }", "data { wire: SOCKETS }"}) {
-    RequireInvalid(Load({"--config", WriteFile(folder, text)}), "no field named \"wire\"");
-  }
-}
-
 TEST_CASE("A malformed file is refused with its line") {
   const TempFolder folder;
   RequireInvalid(Load({"--config", WriteFile(folder, "log { format: YAML }")}), "\"YAML\"");

@@ -49,6 +49,7 @@
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
+#include "daemon/sockets/tls_guard.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -322,6 +323,7 @@ struct TcpServer {
     TcpAcceptor::NewConnectionParameters connection;
     connection.fd = fd.Release();
     MutexLock lock(&beginning);
+    const TlsBeginning tls(connection.fd);
     tcp->HandleNewConnection(&connection);
   }
 };
@@ -671,6 +673,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   const NcclEnvironment nccl = CleanNcclEnvironment(config.peers.interface);
   RequireTls13();
   TurnOffTlsResumption();
+  GuardTls();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
   if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
@@ -704,9 +707,12 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
                 MakeDialer(config, certificates->get()));
 
   PeerTable peers;
-  ConnectionGuard guard([](const std::string& source, const std::string& why) {
-    LogOfStrangers(fmt::format("a connection of {} is ended: {}", source, why));
-  });
+  ConnectionGuard guard({.tls = *certificates != nullptr,
+                         .message_bytes = config.limits.message_bytes,
+                         .ended = [](const std::string& source, const std::string& why) {
+                           LogOfStrangers(
+                               fmt::format("a connection of {} is ended: {}", source, why));
+                         }});
   Identities& identities = daemon.identities();
   const Door door(
       {.peers = &peers,

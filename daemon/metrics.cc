@@ -261,10 +261,11 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
   constexpr std::string_view kLeasesHelp = "Attached ranks.";
   families->Gauge(kLeases, kLeasesHelp, {name, {"role", "trainer"}}, int64_t{group.trainers()});
   families->Gauge(kLeases, kLeasesHelp, {name, {"role", "engine"}}, engines);
-  for (const auto& [state, count] : instances) {
-    families->Gauge("refitd_instances", "Instances by state.", {name, {"state", state}}, count);
-  }
+  // The coordinator's daemon alone shows instances, so that sums over daemons count each once.
   if (group.coordinator().empty()) {
+    for (const auto& [state, count] : instances) {
+      families->Gauge("refitd_instances", "Instances by state.", {name, {"state", state}}, count);
+    }
     ShowInstances(group, families);
     families->Gauge("refitd_chain_daemons",
                     "Daemons of the longest chain of the last compiled refit; 0: no chain.", {name},

@@ -283,8 +283,8 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
                                        "shape_back's zeros", static_cast<int>(taken)));
   }
   if (names > kMaxTensorsPerLayout - static_cast<int64_t>(layout_.tensors.size())) {
-    return Error(StatusCode::kResourceExhausted, "layout.{}: {} tensors, more than {}", names_field,
-                 layout_.tensors.size() + names, kMaxTensorsPerLayout);
+    return TooManyTensors(fmt::format("layout.{}", names_field),
+                          static_cast<int64_t>(layout_.tensors.size()) + names);
   }
   int next_shape = 0;
   for (int i = 0; i < names; ++i) {

@@ -72,7 +72,7 @@ struct PartContent {
     return carried;
   }
 
-  // Adds what all daemons of the part must agree on before it moves (P5). Daemons of other releases
+  // Adds what all daemons of the part must agree on before it moves (P5): all daemons
   // add the same numbers in the same order.
   void AddTo(HashChain* chain) const {
     const auto add = [chain](auto number) { chain->Add(static_cast<uint64_t>(number)); };

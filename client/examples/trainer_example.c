@@ -61,7 +61,7 @@ static int install(refit_trainer* trainer, refit_region* region, int64_t version
   if (status != REFIT_OK) return failed("begin", status);
   status = push(update, region, version);
   refit_commit_result result = REFIT_COMMIT_RESULT_INIT;
-  if (status == REFIT_OK) status = refit_update_commit(update, &result);
+  if (status == REFIT_OK) status = refit_update_commit(update, 0, &result);
   const int code = status == REFIT_OK ? 0 : failed("update", status);
   refit_update_free(update); /* aborts what was not committed */
   if (code != 0) return code;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/device_memory.h"
@@ -48,9 +49,10 @@ absl::Status Placer::operator()(const std::vector<std::string_view>& chunks) {
     const std::string_view chunk = chunks[0];
     // Bytes after the last tensor are ignored, as they are in a region: packers pad their buffers.
     if (chunk.size() < static_cast<size_t>(received.packing->bytes)) {
-      return Error(StatusCode::kInvalidArgument,
-                   "bucket.inline_bytes.chunks[0] has {} bytes where the packed tensors end at {}",
-                   chunk.size(), received.packing->bytes);
+      return InvalidField(
+          "bucket.inline_bytes.chunks",
+          "bucket.inline_bytes.chunks[0] has {} bytes where the packed tensors end at {}",
+          chunk.size(), received.packing->bytes);
     }
     for (const int64_t offset : received.packing->offsets) {
       places->push_back({.inline_data = chunk.data() + offset});
@@ -59,10 +61,11 @@ absl::Status Placer::operator()(const std::vector<std::string_view>& chunks) {
   }
   for (size_t i = 0; i < count(); ++i) {
     if (chunks[i].size() != static_cast<size_t>(BytesOf(i))) {
-      return AboutTensor(Error(StatusCode::kInvalidArgument, "{} has {} bytes where {} are carried",
-                               BucketEntry("inline_bytes.chunks", i, bucket().tensors[i]),
-                               chunks[i].size(), BytesOf(i)),
-                         bucket().tensors[i].name);
+      return AboutTensor(
+          InvalidField("bucket.inline_bytes.chunks", "{} has {} bytes where {} are carried",
+                       BucketEntry("inline_bytes.chunks", i, bucket().tensors[i]), chunks[i].size(),
+                       BytesOf(i)),
+          bucket().tensors[i].name);
     }
     places->push_back({.inline_data = chunks[i].data()});
   }
@@ -79,16 +82,18 @@ absl::Status CheckRef(const RegionRef& ref, int64_t bytes, size_t index,
                  index, ref.region.value());
   }
   if (ref.byte_offset < 0 || ref.byte_offset > *size) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.regions.refs[{}].byte_offset is {}: outside of region {}, which has {} "
-                 "bytes",
-                 index, ref.byte_offset, ref.region.value(), *size);
+    return InvalidField(
+        "bucket.regions.refs.byte_offset",
+        "bucket.regions.refs[{}].byte_offset is {}: outside of region {}, which has {} "
+        "bytes",
+        index, ref.byte_offset, ref.region.value(), *size);
   }
   if (bytes > *size - ref.byte_offset) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.regions.refs[{}]: region {} is too small: {} bytes at byte_offset {} "
-                 "where it has {}",
-                 index, ref.region.value(), bytes, ref.byte_offset, *size);
+    return InvalidField(
+        "bucket.regions.refs",
+        "bucket.regions.refs[{}]: region {} is too small: {} bytes at byte_offset {} "
+        "where it has {}",
+        index, ref.region.value(), bytes, ref.byte_offset, *size);
   }
   return absl::OkStatus();
 }
@@ -97,10 +102,11 @@ absl::Status CheckAlignment(std::string_view list, size_t index, int64_t byte_of
                             const TensorSpec& tensor) {
   if (byte_offset % ElementBytes(tensor.dtype) == 0) return absl::OkStatus();
   return AboutTensor(
-      Error(StatusCode::kInvalidArgument,
-            "bucket.{}[{}].byte_offset is {}: unaligned for tensor \"{}\", not a multiple of {} "
-            "bytes",
-            list, index, byte_offset, tensor.name, ElementBytes(tensor.dtype)),
+      InvalidField(
+          fmt::format("bucket.{}.byte_offset", list),
+          "bucket.{}[{}].byte_offset is {}: unaligned for tensor \"{}\", not a multiple of {} "
+          "bytes",
+          list, index, byte_offset, tensor.name, ElementBytes(tensor.dtype)),
       tensor.name);
 }
 
@@ -127,23 +133,25 @@ absl::Status Placer::operator()(const std::vector<RegionRef>& refs) {
 
 absl::Status Placer::operator()(const SlotGrant& slot) {
   if (!packed()) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.packed is false where bucket.slot names slot {}: a leased slot carries "
-                 "packed buckets",
-                 slot.slot.value());
+    return InvalidField(
+        "bucket.packed",
+        "bucket.packed is false where bucket.slot names slot {}: a leased slot carries "
+        "packed buckets",
+        slot.slot.value());
   }
   if (received.packing->bytes > limits.slot_bytes) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.slot: the packed tensors end at {} where a slot has {} bytes",
-                 received.packing->bytes, limits.slot_bytes);
+    return InvalidField("bucket.slot",
+                        "bucket.slot: the packed tensors end at {} where a slot has {} bytes",
+                        received.packing->bytes, limits.slot_bytes);
   }
   for (size_t i = 0; i < count(); ++i) {
     const TensorSpec& tensor = bucket().tensors[i];
     const int64_t offset = received.packing->offsets[i];
     if (offset % ElementBytes(tensor.dtype) != 0) {
-      return Error(StatusCode::kInvalidArgument,
-                   "{} would be {} where none is given: unaligned, not a multiple of {} bytes",
-                   BucketEntry("byte_offsets", i, tensor), offset, ElementBytes(tensor.dtype));
+      return InvalidField(
+          "bucket.byte_offsets",
+          "{} would be {} where none is given: unaligned, not a multiple of {} bytes",
+          BucketEntry("byte_offsets", i, tensor), offset, ElementBytes(tensor.dtype));
     }
     places->push_back({.byte_offset = offset});
   }
@@ -154,22 +162,25 @@ absl::Status Placer::operator()(const SlotGrant& slot) {
 // states.
 absl::Status CheckHandle(const DeviceRef& handle, int index, int64_t bytes, int64_t block_bytes) {
   if (handle.byte_offset < 0 || handle.byte_offset > block_bytes) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.cuda_ipc.handles[{}].byte_offset is {}: outside of the block, which has "
-                 "{} bytes",
-                 index, handle.byte_offset, block_bytes);
+    return InvalidField(
+        "bucket.cuda_ipc.handles.byte_offset",
+        "bucket.cuda_ipc.handles[{}].byte_offset is {}: outside of the block, which has "
+        "{} bytes",
+        index, handle.byte_offset, block_bytes);
   }
   const int64_t room = block_bytes - handle.byte_offset;
   if (handle.bytes < 0 || handle.bytes > room) {
-    return Error(StatusCode::kInvalidArgument,
-                 "bucket.cuda_ipc.handles[{}].bytes is {}: the block has {} from byte_offset {} on",
-                 index, handle.bytes, room, handle.byte_offset);
+    return InvalidField(
+        "bucket.cuda_ipc.handles.bytes",
+        "bucket.cuda_ipc.handles[{}].bytes is {}: the block has {} from byte_offset {} on", index,
+        handle.bytes, room, handle.byte_offset);
   }
   const int64_t has = handle.bytes == 0 ? room : handle.bytes;
   if (bytes <= has) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument,
-               "bucket.cuda_ipc.handles[{}]: {} bytes are too few for the {} that are carried",
-               index, has, bytes);
+  return InvalidField(
+      "bucket.cuda_ipc.handles",
+      "bucket.cuda_ipc.handles[{}]: {} bytes are too few for the {} that are carried", index, has,
+      bytes);
 }
 
 absl::Status Placer::operator()(const std::vector<DeviceRef>& handles) {
@@ -220,8 +231,9 @@ std::string BucketEntry(std::string_view list, size_t index, const TensorSpec& t
 absl::Status CheckRefCount(std::string_view field, size_t got, bool packed, size_t tensors) {
   const size_t want = packed ? 1 : tensors;
   if (got == want) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "bucket.{} has {} entries where {} needs {}", field,
-               got, packed ? "a packed bucket" : "an unpacked bucket of so many tensors", want);
+  return InvalidField(fmt::format("bucket.{}", field), "bucket.{} has {} entries where {} needs {}",
+                      field, got,
+                      packed ? "a packed bucket" : "an unpacked bucket of so many tensors", want);
 }
 
 absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::string_view uuid) {
@@ -236,9 +248,9 @@ absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::
     const DeviceRef& handle = handles[static_cast<size_t>(i)];
     if (handle.device == uuid) {
       if (handle.handle.size() != kBlockHandleBytes) {
-        return Error(StatusCode::kInvalidArgument,
-                     "bucket.cuda_ipc.handles[{}].handle has {} bytes, a CUDA IPC handle {}", i,
-                     handle.handle.size(), kBlockHandleBytes);
+        return InvalidField("bucket.cuda_ipc.handles.handle",
+                            "bucket.cuda_ipc.handles[{}].handle has {} bytes, a CUDA IPC handle {}",
+                            i, handle.handle.size(), kBlockHandleBytes);
       }
       indices.push_back(i);
     } else if (!packed) {
@@ -255,9 +267,10 @@ absl::StatusOr<std::vector<int>> HandlesOn(const ReceivedBucket& received, std::
         "of \"{}\"",
         handles.size(), uuid, Shorten(handles[0].device, kMaxUuidInMessage));
   }
-  return Error(StatusCode::kInvalidArgument,
-               "bucket.cuda_ipc.handles has {} of device \"{}\" where a packed bucket needs 1",
-               indices.size(), uuid);
+  return InvalidField(
+      "bucket.cuda_ipc.handles",
+      "bucket.cuda_ipc.handles has {} of device \"{}\" where a packed bucket needs 1",
+      indices.size(), uuid);
 }
 
 absl::StatusOr<std::vector<CheckedBucket::Place>> PlacesOf(const ReceivedBucket& received,
@@ -273,25 +286,19 @@ absl::StatusOr<std::vector<CheckedBucket::Place>> PlacesOf(const ReceivedBucket&
 
 absl::Status CheckName(std::string_view name, std::string_view field) {
   if (name.empty() || name.size() > kMaxGroupNameBytes) {
-    return AboutField(
-        Error(StatusCode::kInvalidArgument, "{} has {} characters, outside of 1 to {}", field,
-              name.size(), kMaxGroupNameBytes),
-        field);
+    return InvalidField(field, "{} has {} characters, outside of 1 to {}", field, name.size(),
+                        kMaxGroupNameBytes);
   }
   const auto bad = std::find_if_not(name.begin(), name.end(), IsNameCharacter);
   if (bad != name.end()) {
-    return AboutField(
-        Error(StatusCode::kInvalidArgument,
-              "{} has byte 0x{:02x} at {}: only letters, digits, '.', '_' and '-' are allowed",
-              field, static_cast<unsigned char>(*bad), bad - name.begin()),
-        field);
+    return InvalidField(
+        field, "{} has byte 0x{:02x} at {}: only letters, digits, '.', '_' and '-' are allowed",
+        field, static_cast<unsigned char>(*bad), bad - name.begin());
   }
   if (name == "." || name == ".." || name.front() == '-') {
-    return AboutField(
-        Error(StatusCode::kInvalidArgument,
-              "{} is \"{}\": a name is neither \".\" nor \"..\", and does not begin with '-'",
-              field, name),
-        field);
+    return InvalidField(
+        field, "{} is \"{}\": a name is neither \".\" nor \"..\", and does not begin with '-'",
+        field, name);
   }
   return absl::OkStatus();
 }

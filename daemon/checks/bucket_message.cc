@@ -29,22 +29,26 @@ absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& 
 
   range.count = bucket.sizes(i);
   if (range.count < 0) {
-    return Invalid("{} is {}, less than 0", BucketEntry("sizes", index, tensor), range.count);
+    return InvalidField("bucket.sizes", "{} is {}, less than 0",
+                        BucketEntry("sizes", index, tensor), range.count);
   }
   if (bucket.starts_size() == 0) {
     if (range.count == whole) return range;
-    return Invalid("{} is {} where {} has {} elements (a part needs bucket.starts)",
-                   BucketEntry("sizes", index, tensor), range.count,
-                   ToString(tensor.dtype, tensor.shape), whole);
+    return InvalidField("bucket.sizes",
+                        "{} is {} where {} has {} elements (a part needs bucket.starts)",
+                        BucketEntry("sizes", index, tensor), range.count,
+                        ToString(tensor.dtype, tensor.shape), whole);
   }
   range.start = bucket.starts(i);
   if (range.start < 0) {
-    return Invalid("{} is {}, less than 0", BucketEntry("starts", index, tensor), range.start);
+    return InvalidField("bucket.starts", "{} is {}, less than 0",
+                        BucketEntry("starts", index, tensor), range.start);
   }
   if (range.start > whole || range.count > whole - range.start) {
-    return Invalid("{} is {} with start {}: outside of {}, which has {} elements",
-                   BucketEntry("sizes", index, tensor), range.count, range.start,
-                   ToString(tensor.dtype, tensor.shape), whole);
+    return InvalidField("bucket.sizes",
+                        "{} is {} with start {}: outside of {}, which has {} elements",
+                        BucketEntry("sizes", index, tensor), range.count, range.start,
+                        ToString(tensor.dtype, tensor.shape), whole);
   }
   return range;
 }
@@ -57,8 +61,9 @@ absl::StatusOr<std::vector<int64_t>> CheckRanges(const v1::Bucket& bucket, Check
   if (bucket.starts_size() != 0) {
     REFITD_RETURN_IF_ERROR(SameLength(bucket.starts_size(), out->tensors.size(), "bucket.starts"));
     if (bucket.sizes_size() == 0) {
-      return Invalid("bucket.starts has {} entries where bucket.sizes has none",
-                     bucket.starts_size());
+      return InvalidField("bucket.starts",
+                          "bucket.starts has {} entries where bucket.sizes has none",
+                          bucket.starts_size());
     }
   }
   std::vector<int64_t> bytes;
@@ -70,9 +75,9 @@ absl::StatusOr<std::vector<int64_t>> CheckRanges(const v1::Bucket& bucket, Check
     out->ranges.push_back(range);
     bytes.push_back(range.count * ElementBytes(tensor.dtype));  // at most kMaxTensorBytes
     if (bytes.back() > kMaxBucketBytes - out->bytes) {
-      return Invalid("{} ({}): the bucket is larger than {} bytes",
-                     BucketEntry("shapes", i, tensor), ToString(tensor.dtype, tensor.shape),
-                     kMaxBucketBytes);
+      return InvalidField("bucket.shapes", "{} ({}): the bucket is larger than {} bytes",
+                          BucketEntry("shapes", i, tensor), ToString(tensor.dtype, tensor.shape),
+                          kMaxBucketBytes);
     }
     out->bytes += bytes.back();
   }
@@ -113,13 +118,13 @@ absl::StatusOr<Packing> PackingOf(const v1::Bucket& bucket, const std::vector<Te
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t offset = bucket.byte_offsets(static_cast<int>(i));
     if (offset < 0 || offset > kMaxBucketBytes) {
-      return Invalid("{} is {}, outside of 0 to {}", BucketEntry("byte_offsets", i, tensors[i]),
-                     offset, kMaxBucketBytes);
+      return InvalidField("bucket.byte_offsets", "{} is {}, outside of 0 to {}",
+                          BucketEntry("byte_offsets", i, tensors[i]), offset, kMaxBucketBytes);
     }
     if (offset % ElementBytes(tensors[i].dtype) != 0) {
-      return Invalid("{} is {}: unaligned, not a multiple of {} bytes",
-                     BucketEntry("byte_offsets", i, tensors[i]), offset,
-                     ElementBytes(tensors[i].dtype));
+      return InvalidField("bucket.byte_offsets", "{} is {}: unaligned, not a multiple of {} bytes",
+                          BucketEntry("byte_offsets", i, tensors[i]), offset,
+                          ElementBytes(tensors[i].dtype));
     }
     packing.offsets.push_back(offset);
     packing.bytes = std::max(packing.bytes, offset + bytes[i]);
@@ -127,10 +132,10 @@ absl::StatusOr<Packing> PackingOf(const v1::Bucket& bucket, const std::vector<Te
   const auto overlap = Overlap(packing.offsets, bytes);
   if (!overlap.has_value()) return packing;
   const auto [before, i] = *overlap;
-  return Invalid("{} is {}: overlaps \"{}\", which has bytes {} to {}",
-                 BucketEntry("byte_offsets", i, tensors[i]), packing.offsets[i],
-                 tensors[before].name, packing.offsets[before],
-                 packing.offsets[before] + bytes[before]);
+  return InvalidField("bucket.byte_offsets", "{} is {}: overlaps \"{}\", which has bytes {} to {}",
+                      BucketEntry("byte_offsets", i, tensors[i]), packing.offsets[i],
+                      tensors[before].name, packing.offsets[before],
+                      packing.offsets[before] + bytes[before]);
 }
 
 DeviceRef RefOf(const v1::CudaIpcHandle& handle) {
@@ -178,7 +183,8 @@ absl::Status ReadSource(const v1::Bucket& message, ReceivedBucket* out) {
     case v1::Bucket::SOURCE_NOT_SET:
       break;
   }
-  return Invalid("bucket.source is missing: one of inline_bytes, regions, slot, cuda_ipc");
+  return InvalidField("bucket.source",
+                      "bucket.source is missing: one of inline_bytes, regions, slot, cuda_ipc");
 }
 
 // ---- between daemons ----
@@ -201,8 +207,9 @@ absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& message
     REFITD_RETURN_IF_ERROR(InRange(count, 0, whole - start, fmt::format("{}.sizes[{}]", field, i)));
     const int64_t carried = count * ElementBytes(tensors[i].dtype);
     if (carried > kMaxBucketBytes - bytes) {
-      return Invalid("{}.sizes[{}] is {}: more than {} bytes together", field, i, count,
-                     kMaxBucketBytes);
+      return InvalidField(fmt::format("{}.sizes", field),
+                          "{}.sizes[{}] is {}: more than {} bytes together", field, i, count,
+                          kMaxBucketBytes);
     }
     bytes += carried;
     ranges.push_back({static_cast<uint32_t>(i), start, count});
@@ -227,13 +234,13 @@ absl::Status CheckOffsets(const v1::PeerTensors& message, const CheckedBucket& b
         InRange(offsets[i], 0, slot_bytes - bytes[i], fmt::format("{}[{}]", field, i)));
     const int64_t element = ElementBytes(bucket.tensors[i].dtype);
     if (offsets[i] % element == 0) continue;
-    return Invalid("{}[{}] is {}: unaligned, not a multiple of {} bytes", field, i, offsets[i],
-                   element);
+    return InvalidField(field, "{}[{}] is {}: unaligned, not a multiple of {} bytes", field, i,
+                        offsets[i], element);
   }
   const auto overlap = Overlap(offsets, bytes);
   if (!overlap.has_value()) return absl::OkStatus();
-  return Invalid("{}[{}] is {}: overlaps entry {}", field, overlap->second,
-                 offsets[overlap->second], overlap->first);
+  return InvalidField(field, "{}[{}] is {}: overlaps entry {}", field, overlap->second,
+                      offsets[overlap->second], overlap->first);
 }
 
 absl::StatusOr<CheckedBucket> ReadTensors(const v1::PeerTensors& tensors,
@@ -281,10 +288,10 @@ absl::StatusOr<ReceivedBucket> ReadBucket(const v1::Bucket& message) {
   CheckedBucket& bucket = *out.bucket;
   bucket.seq = message.seq();
   if (bucket.seq < 0) {
-    return Invalid("bucket.seq is {}, less than 0", bucket.seq);
+    return InvalidField("bucket.seq", "bucket.seq is {}, less than 0", bucket.seq);
   }
   if (message.names_size() == 0) {
-    return Invalid("bucket.names is empty: nothing is carried");
+    return InvalidField("bucket.names", "bucket.names is empty: nothing is carried");
   }
   REFITD_ASSIGN_OR_RETURN(
       bucket.tensors, CheckManifest(message.names(), message.dtypes(), message.shapes(), "bucket",
@@ -293,8 +300,9 @@ absl::StatusOr<ReceivedBucket> ReadBucket(const v1::Bucket& message) {
   if (message.packed()) {
     REFITD_ASSIGN_OR_RETURN(out.packing, PackingOf(message, bucket.tensors, bytes));
   } else if (message.byte_offsets_size() != 0) {
-    return Invalid("bucket.byte_offsets has {} entries where bucket.packed is false",
-                   message.byte_offsets_size());
+    return InvalidField("bucket.byte_offsets",
+                        "bucket.byte_offsets has {} entries where bucket.packed is false",
+                        message.byte_offsets_size());
   }
   REFITD_RETURN_IF_ERROR(ReadSource(message, &out));
   return out;

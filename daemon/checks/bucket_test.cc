@@ -16,6 +16,7 @@ namespace {
 
 using absl::StatusCode;
 using Catch::Matchers::Contains;
+using Catch::Matchers::StartsWith;
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
@@ -93,6 +94,9 @@ void CheckRefused(const std::vector<BadCase>& cases) {
     const auto checked = CheckBucket(c.bucket, kLimits, Regions);
     INFO(checked.status().ToString());
     CHECK(checked.status().code() == c.code);
+    if (c.code == StatusCode::kInvalidArgument) {
+      CHECK_THAT(FailureOf(checked.status()).field, StartsWith("bucket"));
+    }
     for (const std::string& word : c.said) {
       CHECK_THAT(Message(checked.status()), Contains(word));
     }

@@ -10,7 +10,6 @@
 
 #include "absl/status/statusor.h"
 #include "transport/base/errors.h"
-#include "transport/base/failure.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
 
@@ -23,14 +22,14 @@ inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
 inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
   constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
   if (ms < 0 || ms > kMaxMillis) {
-    return AboutField(Invalid("{}: {} is not in 0..{}", field, ms, kMaxMillis), field);
+    return InvalidField(field, "{}: {} is not in 0..{}", field, ms, kMaxMillis);
   }
   return Millis(ms);
 }
 
 inline absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
   if (value >= low && value <= high) return absl::OkStatus();
-  return AboutField(Invalid("{} is {}, outside of {} to {}", field, value, low, high), field);
+  return InvalidField(field, "{} is {}, outside of {} to {}", field, value, low, high);
 }
 
 inline absl::Status NotNegative(int64_t value, std::string_view field) {
@@ -39,18 +38,18 @@ inline absl::Status NotNegative(int64_t value, std::string_view field) {
 
 inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view field) {
   if (entries <= limit) return absl::OkStatus();
-  return AboutField(Invalid("{} has {} entries, more than {}", field, entries, limit), field);
+  return InvalidField(field, "{} has {} entries, more than {}", field, entries, limit);
 }
 
 // OK: a list has as many entries as the list `names` beside it.
 inline absl::Status SameLength(int got, size_t want, std::string_view field) {
   if (static_cast<size_t>(got) == want) return absl::OkStatus();
-  return AboutField(Invalid("{} has {} entries where names has {}", field, got, want), field);
+  return InvalidField(field, "{} has {} entries where names has {}", field, got, want);
 }
 
 inline absl::Status CheckText(std::string_view text, size_t limit, std::string_view field) {
   if (text.size() <= limit) return absl::OkStatus();
-  return AboutField(Invalid("{}: {} bytes are more than {}", field, text.size(), limit), field);
+  return InvalidField(field, "{}: {} bytes are more than {}", field, text.size(), limit);
 }
 
 // A text for people, which terminals show: CheckText, and no control characters.
@@ -63,7 +62,7 @@ inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_v
     const bool c1 =
         byte == 0xc2 && next < 0xa0;  // UTF-8 encodes U+0080 to U+009F as C2 80 to C2 9F
     if (!c0 && !c1) continue;
-    return AboutField(Invalid("{}: a control character at byte {}", field, i), field);
+    return InvalidField(field, "{}: a control character at byte {}", field, i);
   }
   return absl::OkStatus();
 }
@@ -76,7 +75,8 @@ inline absl::Status CheckCoordinator(std::string_view text, std::string_view fie
   if (text.empty()) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(CheckLine(text, kMaxCoordinatorBytes, field));
   if (text.find(',') != std::string_view::npos) {
-    return Invalid(
+    return InvalidField(
+        field,
         "{}: '{}' names several daemons: name one HOST:PORT, which is resolved anew whenever a "
         "daemon joins",
         field, text);
@@ -87,7 +87,7 @@ inline absl::Status CheckCoordinator(std::string_view text, std::string_view fie
                       port.find_first_not_of("0123456789") == std::string_view::npos;
   const bool plain = text.find_first_of("/ ") == std::string_view::npos;
   if (colon != std::string_view::npos && colon > 0 && digits && plain) return absl::OkStatus();
-  return Invalid("{}: '{}' is not HOST:PORT", field, text);
+  return InvalidField(field, "{}: '{}' is not HOST:PORT", field, text);
 }
 
 }  // namespace refitd

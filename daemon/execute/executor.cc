@@ -15,6 +15,10 @@
 namespace refitd {
 namespace {
 
+// How many witnessed pieces of pushes are kept for one set of destinations: more than a model's
+// tensors (8 bytes each); when there are more, all are looked at again.
+constexpr size_t kMaxWitnessed = size_t{1} << 20;
+
 // The pieces of a part, as the planner reads them and bound to their memory. Piece i of both is the
 // same box. Its byte offset for the planner is 0, so that a move's source offset is relative to the
 // piece.
@@ -24,6 +28,7 @@ struct BoundSource {
   std::vector<BoundPiece> pieces;
   std::vector<uint32_t> range_of_piece;  // index into the part's ranges
   std::vector<MemoryOrigin> origins;     // of the pieces
+  std::vector<std::shared_ptr<const void>> keep_alive;
 };
 
 // Whether another daemon sent the part into this daemon's slot.
@@ -72,8 +77,7 @@ absl::StatusOr<MemorySpan> SourceOf(const StartTransfer& start, size_t i,
   return absl::InternalError("unknown source kind");
 }
 
-absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryResolver& memory,
-                                       std::vector<std::shared_ptr<const void>>* keep_alive) {
+absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryResolver& memory) {
   BoundSource source;
   const PartContent& content = *start.content;
   if (content.ranges.empty()) return source;
@@ -90,7 +94,7 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryR
     REFITD_ASSIGN_OR_RETURN(MemorySpan span, SourceOf(start, i, memory));
     if (span.keep_alive != nullptr && span.keep_alive != last_kept) {
       last_kept = span.keep_alive;
-      keep_alive->push_back(span.keep_alive);
+      source.keep_alive.push_back(span.keep_alive);
     }
     const int64_t element_bytes = ElementBytes(tensor.dtype);
     const Dims strides = RowMajorStrides(tensor.shape);
@@ -107,16 +111,71 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryR
   return source;
 }
 
-// Whether the part's bytes lie in memory of which a destination has other bytes (P11).
-absl::Status CheckPlaces(const StartTransfer& start, const BoundSource& source,
-                         const DestinationPlaces& places, const MemoryResolver& memory) {
+// The pieces of which nothing tells whether they lie in a destination's memory, and a key of each,
+// equal for the same elements at the same place.
+struct Unrecognised {
+  std::vector<BoundPiece> pieces;
+  std::vector<uint64_t> keys;
+};
+
+Unrecognised UnrecognisedOf(const StartTransfer& start, const BoundSource& source,
+                            const DestinationPlaces& places,
+                            const absl::flat_hash_set<uint64_t>& witnessed) {
+  Unrecognised found;
   for (size_t p = 0; p < source.pieces.size(); ++p) {
-    if (!places.Shares(source.origins[p])) continue;
-    const TensorSpec& tensor = source.tensors[source.planned[p].tensor];
-    REFITD_RETURN_IF_ERROR(places.Check(tensor, source.pieces[p].box, source.origins[p],
-                                        memory.LabelOf(start.trainer)));
+    const BoundPiece& piece = source.pieces[p];
+    if (!places.IsUnknown(source.origins[p])) continue;
+    const uint32_t tensor = start.content->ranges[source.range_of_piece[p]].tensor;
+    HashChain key(TensorHash(start.content->bucket->tensors[tensor]));
+    key.Add(piece.box.offset);
+    key.Add(piece.box.extent);
+    key.Add(start.trainer.value());
+    key.Add(start.content->bucket->places[tensor].region.value());
+    key.Add(reinterpret_cast<uintptr_t>(piece.data));
+    if (witnessed.contains(key.hash())) continue;
+    found.pieces.push_back(piece);
+    found.keys.push_back(key.hash());
   }
-  return absl::OkStatus();
+  return found;
+}
+
+absl::Status Changed(std::string_view tensor) {
+  return Error(absl::StatusCode::kDataLoss,
+               "tensor {}: its bytes changed while they were being moved: it shares memory with an "
+               "engine's tensor at another place, or the trainer wrote to it",
+               tensor);
+}
+
+// P11: runs the transfer between two readings of these sources. DATA_LOSS: their bytes changed.
+void SubmitBetween(Transport* transport, Transfer sources, Transfer transfer,
+                   std::function<void(TransferResult)> done) {
+  Transfer again = sources;
+  auto compare = [transport, again = std::move(again), done](TransferResult moved,
+                                                             std::vector<uint64_t> before) mutable {
+    if (!moved.status.ok()) return done(std::move(moved));
+    std::vector<std::string> names;
+    for (const BoundPiece& piece : again.source) names.push_back(piece.name);
+    transport->Submit(std::move(again), [moved = std::move(moved), before = std::move(before),
+                                         names = std::move(names),
+                                         done = std::move(done)](TransferResult after) mutable {
+      moved.status = std::move(after.status);
+      for (size_t i = 0; i < names.size() && moved.status.ok(); ++i) {
+        if (before[i] != after.source_digests[i]) moved.status = Changed(names[i]);
+      }
+      done(std::move(moved));
+    });
+  };
+  transport->Submit(
+      std::move(sources), [transport, transfer = std::move(transfer), compare = std::move(compare),
+                           done = std::move(done)](TransferResult before) mutable {
+        TransferResult failed;
+        failed.status = std::move(before.status);
+        if (!failed.status.ok()) return done(std::move(failed));
+        transport->Submit(
+            std::move(transfer),
+            [compare = std::move(compare), digests = std::move(before.source_digests)](
+                TransferResult moved) mutable { compare(std::move(moved), std::move(digests)); });
+      });
 }
 
 void AddUnique(MemorySpan slot, std::vector<MemorySpan>* slots) {
@@ -291,18 +350,15 @@ absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMetho
   return broadcast;
 }
 
-absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryResolver& memory,
-                                      const Transport& transport, const DestinationPlaces* places,
+absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource source,
+                                      const MemoryResolver& memory, const Transport& transport,
                                       std::vector<std::vector<uint32_t>>* originals,
                                       std::vector<uint32_t>* range_of_piece) {
   Transfer transfer;
   transfer.want_source_digests = start.want_source_digests;
   transfer.verification = start.verification;
   transfer.label = fmt::format("version {}, part {}", start.version, start.part);
-  REFITD_ASSIGN_OR_RETURN(BoundSource source, BindSource(start, memory, &transfer.keep_alive));
-  if (places != nullptr) {
-    REFITD_RETURN_IF_ERROR(CheckPlaces(start, source, *places, memory));
-  }
+  transfer.keep_alive = std::move(source.keep_alive);
   if (start.index != nullptr && !start.index->destinations().empty()) {
     PlanOptions options;
     options.skip_destination = start.skip_destination;
@@ -346,11 +402,21 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
   const size_t destinations = start.index == nullptr ? 0 : start.index->destinations().size();
   std::vector<std::vector<uint32_t>> originals;
   std::vector<uint32_t> range_of_piece;
-  REFITD_ASSIGN_OR_RETURN(Transfer transfer,
-                          MakeTransfer(start, memory, *transport_, PlacesFor(start, memory).get(),
-                                       &originals, &range_of_piece));
-  const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
+  REFITD_ASSIGN_OR_RETURN(BoundSource source, BindSource(start, memory));
+  Transfer sources;
   Done base;
+  if (const KeptPlaces* const kept = PlacesFor(start, memory); kept != nullptr) {
+    Unrecognised unrecognised = UnrecognisedOf(start, source, *kept->places, kept->witnessed);
+    sources.source = std::move(unrecognised.pieces);
+    sources.want_source_digests = true;
+    sources.keep_alive = source.keep_alive;
+    base.witnessed = {kept->places, std::move(unrecognised.keys)};
+  }
+  REFITD_ASSIGN_OR_RETURN(
+      Transfer transfer,
+      MakeTransfer(start, std::move(source), memory, *transport_, &originals, &range_of_piece));
+  sources.label = transfer.label;
+  const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
   base.update = start.update;
   base.part = start.part;
   size_t slots = transfer.destinations.size() - destinations;
@@ -366,40 +432,42 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
       if (!originals[d].empty()) sums[d].resize(start.index->destinations()[d]->pieces.size());
     }
   }
-  transport_->Submit(
-      std::move(transfer), [result_base = std::move(base), originals = std::move(originals),
-                            range_of_piece = std::move(range_of_piece), ranges, destinations,
-                            done = std::move(done)](TransferResult result) mutable {
-        result_base.status = std::move(result.status);
-        result_base.bytes_written = std::move(result.bytes_written);
-        result_base.bytes_written.resize(destinations);  // slots, if any, come last
-        const bool in_layout = result.failed_destination < static_cast<int>(destinations);
-        result_base.failed_destination = in_layout ? result.failed_destination : -1;
-        result_base.source_digests.resize(ranges);
-        for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
-          result_base.source_digests[range_of_piece[p]] += result.source_digests[p];
-        }
-        result_base.sums.reserve(result.expected.size());
-        for (const PieceDigest& e : result.expected) {
-          if (e.destination >= destinations) continue;
-          result_base.sums.push_back({e.destination, originals[e.destination][e.piece], e.digest});
-        }
-        done(std::move(result_base));
-      });
+  auto finish = [result_base = std::move(base), originals = std::move(originals),
+                 range_of_piece = std::move(range_of_piece), ranges, destinations,
+                 done = std::move(done)](TransferResult result) mutable {
+    result_base.status = std::move(result.status);
+    result_base.bytes_written = std::move(result.bytes_written);
+    result_base.bytes_written.resize(destinations);  // slots, if any, come last
+    const bool in_layout = result.failed_destination < static_cast<int>(destinations);
+    result_base.failed_destination = in_layout ? result.failed_destination : -1;
+    result_base.source_digests.resize(ranges);
+    for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
+      result_base.source_digests[range_of_piece[p]] += result.source_digests[p];
+    }
+    result_base.sums.reserve(result.expected.size());
+    for (const PieceDigest& e : result.expected) {
+      if (e.destination >= destinations) continue;
+      result_base.sums.push_back({e.destination, originals[e.destination][e.piece], e.digest});
+    }
+    done(std::move(result_base));
+  };
+  if (sources.source.empty()) {
+    transport_->Submit(std::move(transfer), std::move(finish));
+  } else {
+    SubmitBetween(transport_, std::move(sources), std::move(transfer), std::move(finish));
+  }
   return absl::OkStatus();
 }
 
 // Only members' memory can be an engine's, so buckets in slots and in requests cost nothing here.
-std::shared_ptr<const DestinationPlaces> Executor::PlacesFor(const StartTransfer& start,
-                                                             const MemoryResolver& memory) {
+Executor::KeptPlaces* Executor::PlacesFor(const StartTransfer& start,
+                                          const MemoryResolver& memory) {
   const CheckedBucket::Source source = start.content->bucket->source;
   const bool members =
       source == CheckedBucket::Source::kRegions || source == CheckedBucket::Source::kDevice;
   if (!members || CameOverTheWire(start) || start.index == nullptr) return nullptr;
-  for (const KeptPlaces& kept : kept_places_) {
-    if (kept.index.lock() == start.index && kept.destinations == start.destinations) {
-      return kept.places;
-    }
+  for (KeptPlaces& kept : kept_places_) {
+    if (kept.index.lock() == start.index && kept.destinations == start.destinations) return &kept;
   }
   std::vector<PlacedLayout> placed;
   for (size_t d = 0; d < start.index->destinations().size(); ++d) {
@@ -408,8 +476,7 @@ std::shared_ptr<const DestinationPlaces> Executor::PlacesFor(const StartTransfer
   }
   auto places = std::make_shared<const DestinationPlaces>(std::move(placed));
   std::erase_if(kept_places_, [](const KeptPlaces& kept) { return kept.index.expired(); });
-  kept_places_.push_back({start.index, start.destinations, places});
-  return places;
+  return &kept_places_.emplace_back(KeptPlaces{start.index, start.destinations, places, {}});
 }
 
 void Executor::UpdateSums::Add(uint32_t destination, uint32_t piece, uint64_t digest) {
@@ -430,7 +497,17 @@ void Executor::UpdateSums::AddUp() {
   digests.clear();
 }
 
+// The same bytes at the same place are not looked at again.
+void Executor::Keep(const Witnessed& witnessed) {
+  for (KeptPlaces& kept : kept_places_) {
+    if (kept.places != witnessed.places.lock()) continue;
+    if (kept.witnessed.size() > kMaxWitnessed) kept.witnessed.clear();
+    kept.witnessed.insert(witnessed.keys.begin(), witnessed.keys.end());
+  }
+}
+
 void Executor::Finished(const Done& done) {
+  if (done.status.ok() && !done.witnessed.keys.empty()) Keep(done.witnessed);
   const auto it = sums_.find(done.update);
   if (it == sums_.end()) return;
   it->second.AddUp();
@@ -467,11 +544,7 @@ absl::Status Executor::Witness(const Moved& moved) {
   known->updates.insert(moved.done.update);
   for (size_t i = 0; i < std::min(digests.size(), known->digests.size()); ++i) {
     if (digests[i] == known->digests[i]) continue;
-    return Error(
-        absl::StatusCode::kDataLoss,
-        "tensor {}: its bytes changed while they were being moved: it shares memory with an "
-        "engine's tensor at another place, or the trainer wrote to it",
-        (*moved.names)[i]);
+    return Changed((*moved.names)[i]);
   }
   std::erase_if(unwitnessed_,
                 [&moved](const auto& bound) { return bound.lock() == moved.witnessed; });
@@ -725,13 +798,46 @@ Executor::Written Executor::WrittenIn(const StartVerify& verify) {
   return written;
 }
 
-absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadback(
+std::vector<uint64_t> Executor::FactorsOf(const StartVerify& verify, const Pieces& pieces) {
+  const auto& layouts = verify.index->destinations();
+  std::vector<size_t> count(layouts.size());
+  for (const auto& [d, p] : pieces) ++count[d];
+  std::vector<uint64_t> factors;
+  factors.reserve(pieces.size());
+  std::vector<uint64_t> of_tensor;  // of the destination that the last piece was of
+  uint32_t last = UINT32_MAX;
+  for (const auto& [d, p] : pieces) {
+    const Layout& layout = *layouts[d];
+    if (d != last) of_tensor.assign(layout.tensors.size(), 0);
+    last = d;
+    uint64_t& factor = of_tensor[layout.pieces[p].tensor];
+    const bool whole = count[d] == layout.pieces.size();
+    if (factor == 0 && whole) factor = ContentFactor(layout.tensors[layout.pieces[p].tensor]);
+    factors.push_back(factor);
+  }
+  return factors;
+}
+
+std::vector<uint64_t> Executor::ContentOf(const KeptReadback& kept,
+                                          const std::vector<uint64_t>& digests) {
+  std::vector<uint64_t> sums(kept.destinations.size());
+  std::vector<bool> whole(kept.destinations.size());
+  for (size_t i = 0; i < digests.size(); ++i) {
+    const uint32_t d = (*kept.pieces)[i].first;
+    whole[d] = kept.factors[i] != 0;
+    sums[d] += kept.factors[i] * digests[i];
+  }
+  for (size_t d = 0; d < sums.size(); ++d) sums[d] = whole[d] ? ContentDigest(sums[d]) : 0;
+  return sums;
+}
+
+absl::StatusOr<const Executor::KeptReadback*> Executor::PrepareReadback(
     const StartVerify& verify, std::shared_ptr<const Pieces> pieces, const MemoryResolver& memory) {
   // Regions that a layout names live as long as the layout, and the layout as long as the index.
   for (const KeptReadback& kept : kept_readbacks_) {
     if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
         (kept.pieces == pieces || *kept.pieces == *pieces)) {
-      return kept.readback;
+      return &kept;
     }
   }
   ReadbackJob job;
@@ -756,23 +862,61 @@ absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadbac
   auto readback = transport_->Prepare(std::move(job));
   std::erase_if(kept_readbacks_,
                 [&](const KeptReadback& kept) { return kept.index.lock() == verify.index; });
-  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces), readback});
-  return readback;
+  std::vector<uint64_t> factors = FactorsOf(verify, *pieces);
+  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces),
+                             std::move(readback), std::move(factors)});
+  return &kept_readbacks_.back();
 }
 
 absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,
                              std::function<void(VerifyDone)> done) {
   DropUnused();
   Written written = WrittenIn(verify);
-  REFITD_ASSIGN_OR_RETURN(const auto readback,
+  REFITD_ASSIGN_OR_RETURN(const KeptReadback* const kept,
                           PrepareReadback(verify, std::move(written.pieces), memory));
-  transport_->Replay(readback, std::move(written.expected),
-                     [result = VerifyDone{verify.update, absl::OkStatus(), {}},
-                      done = std::move(done)](ReadbackResult found) mutable {
-                       result.status = std::move(found.status);
-                       result.failed_destinations = std::move(found.failed_destinations);
-                       done(std::move(result));
-                     });
+  VerifyDone verified{verify.update, absl::OkStatus(), {}, ContentOf(*kept, written.expected)};
+  transport_->Replay(
+      kept->readback, std::move(written.expected),
+      [result = std::move(verified), done = std::move(done)](ReadbackResult found) mutable {
+        result.status = std::move(found.status);
+        result.failed_destinations = std::move(found.failed_destinations);
+        done(std::move(result));
+      });
+  return absl::OkStatus();
+}
+
+// The digests of whole source pieces, of a transfer that moves nothing.
+absl::Status Executor::Digest(MemberId member, const std::shared_ptr<const Layout>& layout,
+                              const MemoryResolver& memory,
+                              std::function<void(absl::StatusOr<uint64_t>)> done) {
+  Transfer transfer;
+  transfer.want_source_digests = true;
+  transfer.label = fmt::format("the memory of {}", memory.LabelOf(member));
+  transfer.source.reserve(layout->pieces.size());
+  std::map<RegionId, MemorySpan> spans;
+  for (const Piece& piece : layout->pieces) {
+    auto span = spans.find(piece.region);
+    if (span == spans.end()) {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan region, memory.Region(member, piece.region));
+      transfer.keep_alive.push_back(region.keep_alive);
+      span = spans.emplace(piece.region, std::move(region)).first;
+    }
+    const TensorSpec& tensor = layout->tensors[piece.tensor];
+    transfer.source.push_back({tensor.dtype, tensor.shape, piece.box, piece.strides,
+                               span->second.data + piece.byte_offset, tensor.name});
+  }
+  transport_->Submit(std::move(transfer), [layout, done = std::move(done)](TransferResult result) {
+    if (!result.status.ok()) return done(std::move(result.status));
+    std::vector<uint64_t> of_tensor(layout->tensors.size());
+    for (size_t p = 0; p < result.source_digests.size(); ++p) {
+      of_tensor[layout->pieces[p].tensor] += result.source_digests[p];
+    }
+    uint64_t sum = 0;
+    for (size_t t = 0; t < of_tensor.size(); ++t) {
+      if (of_tensor[t] != 0) sum += ContentFactor(layout->tensors[t]) * of_tensor[t];
+    }
+    done(ContentDigest(sum));
+  });
   return absl::OkStatus();
 }
 

@@ -24,10 +24,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/statusor.h"
 #include "daemon/execute/program_executor.h"
 #include "daemon/group/group.h"
 #include "daemon/group/program.h"
+#include "transport/plan/overlap.h"
 #include "transport/transport.h"
 
 namespace refitd {
@@ -36,6 +38,13 @@ class Executor {
  public:
   // `transport` must outlive the executor.
   explicit Executor(Transport* transport) : transport_(transport) {}
+
+  // Pieces of a part in memory that can't be recognised, which were read before and after the
+  // transfer.
+  struct Witnessed {
+    std::weak_ptr<const DestinationPlaces> places;
+    std::vector<uint64_t> keys;
+  };
 
   // The result of one transfer. Give it to Finished() under the node's mutex, then its base to the
   // group.
@@ -48,6 +57,7 @@ class Executor {
       uint64_t digest;
     };
     std::vector<Sum> sums;
+    Witnessed witnessed{};  // For Finished()
   };
 
   // Not OK: no job was started, and `done` is not called.
@@ -105,6 +115,12 @@ class Executor {
   absl::Status Start(const StartVerify& verify, const MemoryResolver& memory,
                      std::function<void(VerifyDone)> done);
 
+  // Reads the memory that a member's layout names, and calls `done` with its ContentDigest. Not OK:
+  // no job was started, and `done` is not called.
+  absl::Status Digest(MemberId member, const std::shared_ptr<const Layout>& layout,
+                      const MemoryResolver& memory,
+                      std::function<void(absl::StatusOr<uint64_t>)> done);
+
   // The update ended: drops its digests.
   void Forget(UpdateId update);
 
@@ -149,6 +165,9 @@ class Executor {
     std::vector<MemberId> destinations;
     std::shared_ptr<const Pieces> pieces;
     std::shared_ptr<const PreparedReadback> readback;
+    // By entry of `pieces`: the ContentFactor of its tensor; 0: of a destination of which not all
+    // pieces are there.
+    std::vector<uint64_t> factors;
   };
   // The pieces that a verification reads, and the digests that they must have.
   struct Written {
@@ -156,13 +175,26 @@ class Executor {
     std::vector<uint64_t> expected;
   };
   Written WrittenIn(const StartVerify& verify);
-  absl::StatusOr<std::shared_ptr<const PreparedReadback>> PrepareReadback(
-      const StartVerify& verify, std::shared_ptr<const Pieces> pieces,
-      const MemoryResolver& memory);
+  // Valid until the next call.
+  absl::StatusOr<const KeptReadback*> PrepareReadback(const StartVerify& verify,
+                                                      std::shared_ptr<const Pieces> pieces,
+                                                      const MemoryResolver& memory);
+  static std::vector<uint64_t> FactorsOf(const StartVerify& verify, const Pieces& pieces);
+  static std::vector<uint64_t> ContentOf(const KeptReadback& kept,
+                                         const std::vector<uint64_t>& digests);
 
-  // Null: nothing of the part can lie in an engine's memory.
-  std::shared_ptr<const DestinationPlaces> PlacesFor(const StartTransfer& start,
-                                                     const MemoryResolver& memory);
+  // Where the destinations of pushes lie, for the next part with the same destinations.
+  struct KeptPlaces {
+    std::weak_ptr<const DestinationIndex> index;
+    std::vector<MemberId> destinations;
+    std::shared_ptr<const DestinationPlaces> places;
+    // Keys of the pieces of which a transfer showed that they don't lie in a destination's memory
+    // at another place.
+    absl::flat_hash_set<uint64_t> witnessed;
+  };
+  // Null: nothing of the part can lie in an engine's memory. Valid until the next call.
+  KeptPlaces* PlacesFor(const StartTransfer& start, const MemoryResolver& memory);
+  void Keep(const Witnessed& witnessed);
   void DropUnused();
   // Takes the digests of a witness step: notes them, or compares them with those noted before.
   absl::Status Witness(const Moved& moved);
@@ -173,12 +205,6 @@ class Executor {
   std::vector<Kept> kept_;
   std::vector<KeptReadback> kept_readbacks_;  // one for each group
   std::map<UpdateId, UpdateSums> sums_;
-  // Where the destinations of pushes lie, for the next part with the same destinations.
-  struct KeptPlaces {
-    std::weak_ptr<const DestinationIndex> index;
-    std::vector<MemberId> destinations;
-    std::shared_ptr<const DestinationPlaces> places;
-  };
   std::vector<KeptPlaces> kept_places_;
   // Bound programs whose members' memory was found not to overlap.
   std::vector<std::weak_ptr<const BoundProgram>> checked_;

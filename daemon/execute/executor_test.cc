@@ -78,12 +78,14 @@ class WrongOffset : public UnpreparedTransport {
  public:
   explicit WrongOffset(Transport* transport) : transport_(transport) {}
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    ++submitted;
     if (planted_bytes != 0) transfer.plan.moves.at(move).source_byte_offset += planted_bytes;
     transport_->Submit(std::move(transfer), std::move(done));
   }
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
     transport_->Submit(std::move(job), std::move(done));
   }
+  int submitted = 0;
   size_t move = 1;  // moves the right half of the matrix
   int64_t planted_bytes = 0;
 
@@ -204,6 +206,24 @@ class Bench {
     return done.get();
   }
 
+  // The digest of what the engine's memory holds, read with the tensors in either order.
+  uint64_t Digest(size_t engine, bool reversed = false) {
+    auto layout = std::make_shared<Layout>(*layouts_[engine]);
+    if (reversed) {
+      std::swap(layout->tensors[0], layout->tensors[1]);
+      for (Piece& piece : layout->pieces) piece.tensor = 1 - piece.tensor;
+      std::swap(layout->pieces[0], layout->pieces[1]);
+    }
+    std::promise<uint64_t> promise;
+    auto done = promise.get_future();
+    const absl::Status started = executor_.Digest(
+        engines_[engine], layout, memory,
+        [&promise](const absl::StatusOr<uint64_t>& d) { promise.set_value(d.value_or(0)); });
+    REQUIRE(started.ok());
+    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
+    return done.get();
+  }
+
   void NextUpdate() { executor_.Forget(UpdateId(1)); }
   void Release(size_t engine) { executor_.Release(engines_[engine]); }
   // Waits until `holders` references hold the engine's memory, its owner included, which happens
@@ -301,21 +321,36 @@ TEST_CASE("a transfer writes every destination and the slot, and reads back as w
   CHECK(verified.failed_destinations.empty());
 }
 
-TEST_CASE("a push whose bytes lie in an engine's memory at another place is refused by name") {
-  Bench bench;
-  MemoryOrigin origin{MemoryOrigin::Kind::kFile, 1, 7, 0};
-  bench.memory.origins[kTrainer] = origin;
-  const MemberId engine(10);  // its tensors begin at byte 64
-  bench.memory.origins[engine] = origin;
-  const absl::Status refused = bench.Refused();
-  CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(std::string(refused.message()), Catch::Contains("tensor matrix of member"));
-  for (const int64_t begin : {int64_t{-64}, int64_t{1} << 20}) {  // the same place; apart
-    Bench other;
-    origin.begin = begin;
-    other.memory.origins = {{kTrainer, bench.memory.origins[kTrainer]}, {engine, origin}};
-    CHECK(other.Transfer(Verification::kReadback).status.ok());
+TEST_CASE(
+    "a push from memory that can't be recognised is read before and after it moves, the first "
+    "time") {
+  const MemoryOrigin exported{MemoryOrigin::Kind::kExported, 0, 77, 1 << 20};
+  const auto elsewhere = [&](Bench* bench) {
+    bench->memory.origins = {{kTrainer, {MemoryOrigin::Kind::kUnknown, 0, 0, 0}},
+                             {MemberId(10), exported}};
+  };
+  Bench shifted;  // the engine's matrix begins 64 bytes behind the trainer's, in the same memory
+  elsewhere(&shifted);
+  shifted.memory.regions[{MemberId(10), RegionId(10)}] =
+      shifted.memory.regions[{kTrainer, RegionId(1)}];
+  shifted.source().resize(512, 'x');
+  for (int update = 0; update < 2; ++update) {  // what changed is looked at again
+    std::string& source = shifted.source();
+    for (size_t b = 0; b < source.size(); ++b) source[b] = static_cast<char>(b * 7 + b / 64 * 31);
+    const absl::Status changed = shifted.Transfer(Verification::kOff).status;
+    CHECK(changed.code() == absl::StatusCode::kDataLoss);
+    CHECK_THAT(std::string(changed.message()), Catch::Contains("tensor matrix: its bytes changed"));
+    shifted.NextUpdate();
   }
+  Bench apart;
+  elsewhere(&apart);
+  CHECK(apart.Transfer(Verification::kReadback).status.ok());
+  apart.RequireInstalled();
+  CHECK(apart.Verify().status.ok());
+  CHECK(apart.transport.submitted == 3);
+  apart.NextUpdate();
+  CHECK(apart.Transfer(Verification::kOff).status.ok());
+  CHECK(apart.transport.submitted == 4);
 }
 
 TEST_CASE("a wrong source offset planted in a program is caught by transfer") {
@@ -340,6 +375,26 @@ TEST_CASE("a wrong source offset planted in a program is caught by readback too"
   CHECK(verified.status.code() == absl::StatusCode::kDataLoss);
   CHECK_THAT(std::string(verified.status.message()), Catch::Contains("matrix"));
   CHECK(verified.failed_destinations == std::vector<uint32_t>{1});
+}
+
+TEST_CASE("memory that was read back has the digest that came with its version, while it is so") {
+  Bench bench;
+  REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+  const VerifyDone verified = bench.Verify();
+  REQUIRE(verified.content.size() == 2);
+  CHECK(verified.content[0] != verified.content[1]);
+  for (const size_t engine : {size_t{0}, size_t{1}}) {
+    CHECK(verified.content[engine] != 0);
+    CHECK(bench.Digest(engine) == verified.content[engine]);
+    CHECK(bench.Digest(engine, /*reversed=*/true) == verified.content[engine]);
+  }
+  // The digests are kept with what was prepared, and are the same for the same bytes.
+  bench.NextUpdate();
+  REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+  CHECK(bench.Verify().content == verified.content);
+  bench.engine(1)[64] ^= 1;  // one bit of the first element
+  CHECK(bench.Digest(1) != verified.content[1]);
+  CHECK(bench.Digest(0) == verified.content[0]);
 }
 
 TEST_CASE("a byte flipped in a destination after the copy is caught by readback, and only by it") {

@@ -3,16 +3,14 @@
 #include <set>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 #include "transport/broadcast_method.h"
 
 namespace refitd {
-namespace {
 
-// Checks a number that a rank tells of the update: it must be in 0..max, and not differ from what
-// the ranks before told. 0: not told.
-absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
-  if (told < 0 || told > max) {
-    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
+absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before) {
+  if (told < 0) {
+    return InvalidField(field, "{}: {} is negative", field, told);
   }
   if (told != 0 && before != 0 && told != before) {
     return Precondition("{}: {} differs from the {} of the ranks before", field, told, before);
@@ -20,7 +18,10 @@ absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int
   return absl::OkStatus();
 }
 
-}  // namespace
+absl::Status group::CheckTensorsTold(int64_t told, int64_t before) {
+  if (told > kMaxTensorsPerLayout) return TooManyTensors("tensor_count", told);
+  return CheckTold("tensor_count", told, before);
+}
 
 // Versions grow within an incarnation (P3).
 absl::Status Group::Impl::CheckGreater(Version wanted) const {
@@ -38,19 +39,18 @@ absl::Status Group::Impl::CheckGreater(Version wanted) const {
 
 absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) const {
   if (e.version.value() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", e.version);
+    return InvalidField("version", "version: {} is negative", e.version);
   }
   if (e.duration < Duration(0) || e.duration > limits.max_duration) {
-    return Error(absl::StatusCode::kInvalidArgument, "duration: {} is not in 0..{}",
-                 group::Seconds(e.duration), group::Seconds(limits.max_duration));
+    return InvalidField("duration", "duration: {} is not in 0..{}", group::Seconds(e.duration),
+                        group::Seconds(limits.max_duration));
   }
   // A fill gives way, so the call is checked as if none ran.
   const bool free = update == nullptr || FillRuns();
   const Update none;
   const Update& u = free ? none : *update;
-  REFITD_RETURN_IF_ERROR(
-      CheckTold("tensor_count", e.tensor_count, u.tensor_count, kMaxTensorsPerLayout));
-  REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
+  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, u.TensorsTold()));
+  REFITD_RETURN_IF_ERROR(group::CheckTold("total_bytes", e.total_bytes, u.total_bytes));
   if (free) {
     if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
@@ -229,8 +229,10 @@ std::string Group::Impl::WaitedForToAssemble() const {
     }
   }
   if (complete < spec.min_instances) {
-    missing.push_back(fmt::format("{} of {} instances complete{}{}", complete, spec.min_instances,
-                                  incomplete.empty() ? "" : ", missing ", group::Few(incomplete)));
+    missing.push_back(fmt::format("{} of {} instances complete{}{}{}{}", complete,
+                                  spec.min_instances, incomplete.empty() ? "" : ", missing ",
+                                  group::Few(incomplete), last_refusal.ok() ? "" : ", and ",
+                                  Message(last_refusal)));
   }
   if (missing.empty() && compiling != nullptr) missing.emplace_back("the program to be compiled");
   return group::Few(missing);
@@ -240,10 +242,13 @@ std::string Group::Impl::WaitedForToAssemble() const {
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
   if (FillRuns()) return AssembleFill();
+  if (!last_refusal.ok()) FailIfRefused(absl::OkStatus());
+  if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
   const auto complete = std::count_if(instances.begin(), instances.end(),
                                       [this](const auto& i) { return Available(i.second); });
   if (complete < std::max(spec.min_instances, 1)) return;
+  last_refusal = absl::OkStatus();
   Assemble();
 }
 
@@ -293,7 +298,7 @@ void Group::Impl::AnnounceAssembled() {
   update->ready_deadline = now + std::min(limits.ready_limit, remaining);
   Do(UpdateAssembled{update->id, update->version, remaining, update->tensor_count,
                      update->verification, update->nodes, update->catalog->destinations(),
-                     update->program});
+                     OnThisDaemon() ? update->catalog->index() : nullptr, update->program});
   for (const Participant& participant : update->participants) {
     Step(&instances.at(participant.instance).state, InstanceTrigger::kPrepare);
     NoteStanding(participant.instance);
@@ -335,13 +340,6 @@ absl::Status Group::Impl::MakeParticipants() {
     update->catalog = catalog;
   }
   const Catalog& known = *update->catalog;
-  if (const Catalog::Rank* open = known.OpenRank(evicted);
-      open != nullptr && update->tensor_count == 0) {
-    return Precondition(
-        "tensor_count: 0, but {} takes {} delivery without a manifest: how many tensors it must "
-        "get has to be told",
-        open->label, Name(open->delivery));
-  }
   // Space is reserved before any bucket comes: growing the map later would hold up other calls of
   // the group.
   if (update->broadcast.has_value()) update->pushed.reserve(known.tensor_count());

@@ -169,9 +169,9 @@ void Coordinator::Impl::Handle(MachineEvent& event) {
 
 void Coordinator::Impl::On(GroupEvent& event) {
   if (const auto* done = std::get_if<TransferDone>(&event)) {
-    if (worker.Handle(*done, now, Out())) return;
+    return worker.Handle(*done, now, Out());
   } else if (const auto* verified = std::get_if<VerifyDone>(&event)) {
-    if (worker.Handle(*verified, now, Out())) return;
+    return worker.Handle(*verified, now, Out());
   } else if (const auto* lost = std::get_if<MemberLost>(&event)) {
     layouts.erase(lost->member);
   } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
@@ -181,7 +181,7 @@ void Coordinator::Impl::On(GroupEvent& event) {
     return Feed(std::move(told));
   } else if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
     // The bucket as the trainer described it: this daemon compares the header with it (P5).
-    if (spread.has_value()) buckets.emplace(bucket->call, bucket->bucket);
+    buckets.emplace(bucket->call, bucket->bucket);
   } else if (std::holds_alternative<refitd::Tick>(event)) {
     Tick();
   }
@@ -346,16 +346,8 @@ void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason, co
 
 bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
   if (group.SendsFrom(id)) return false;
-  const auto all_speak = [this](Protocol version) {
-    return std::all_of(spread->nodes.begin(), spread->nodes.end(),
-                       [&](NodeId n) { return Speaks(n, version); });
-  };
-  // Daemons with an older protocol take each part only once.
-  if (AnyWired() && !all_speak(Protocol::kV6)) return false;
-  if (!ProgramRuns()) return true;
-  // A second run would drop the digests of buckets that were pushed before it, and daemons with an
-  // older protocol run a program only once.
-  return !spread->pushed && all_speak(Protocol::kV3);
+  // A second run of a program would drop the digests of buckets that were pushed before it.
+  return !ProgramRuns() || !spread->pushed;
 }
 
 bool Coordinator::Impl::NeedsWire() const {
@@ -480,6 +472,10 @@ void Coordinator::Impl::FeedOf(Node* node, MemberEvent event) {
 
 void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   if (node->members.contains(r.member)) return;
+  if (!r.room.ok()) {
+    Send(node->id, RefuseMember{r.member, r.room});
+    return;
+  }
   if (options.admit_remote != nullptr) {
     if (absl::Status status = options.admit_remote(); !status.ok()) {
       Send(node->id, RefuseMember{r.member, std::move(status)});
@@ -498,7 +494,6 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
     EngineAttached attached{ours, std::get<EngineIdentity>(r.identity)};
     attached.identity.node = id;
     attached.identity.daemon = daemon;
-    attached.identity.relays = Speaks(id, Protocol::kV3);
     Feed(std::move(attached));
   } else {
     TrainerAttached attached{ours, std::get<TrainerIdentity>(r.identity)};
@@ -508,7 +503,6 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
                                       options.owner_rule(who.identity) != OwnerRule::kOther);
     attached.identity.node = id;
     attached.identity.daemon = daemon;
-    attached.identity.relays = Speaks(id, Protocol::kV3);
     Feed(std::move(attached));
   }
 }
@@ -526,6 +520,10 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const auto it = node->members.find(r.member);
   if (it == node->members.end()) {
     Send(node->id, Reply{r.call, absl::UnauthenticatedError("the member is not attached"), {}});
+    return;
+  }
+  if (!r.room.ok()) {
+    Send(node->id, Reply{r.call, r.room, {}});
     return;
   }
   const MemberId ours = it->second;
@@ -546,7 +544,7 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const std::shared_ptr<const Layout> layout =
       remotes.at(ours).engine ? Shared(r.layout, digest) : r.layout;
   layouts[ours] = {layout, digest};
-  Feed(LayoutRegistered{ours, layout, call, digest});
+  Feed(LayoutRegistered{ours, layout, call, digest, r.content});
 }
 
 // Only the structure of other daemons' layouts counts here, and many engines have equal ones, so
@@ -624,10 +622,10 @@ void Coordinator::Impl::Route(GroupAction action) {
   if (RouteToNode(&action)) return;
   if (auto* a = std::get_if<UpdateAssembled>(&action)) {
     Assemble(*a);
-  } else if (auto* a = std::get_if<StartTransfer>(&action)) {
-    if (spread.has_value()) return StartPart(*a);
-  } else if (auto* a = std::get_if<StartVerify>(&action)) {
-    if (spread.has_value()) return StartReadback(*a);
+  } else if (auto* a = std::get_if<MovePart>(&action)) {
+    return StartPart(*a);
+  } else if (auto* a = std::get_if<VerifyUpdate>(&action)) {
+    return StartReadback(*a);
   } else if (auto* a = std::get_if<StartCompare>(&action)) {
     spread->program->compare = true;
     spread->program->compare_part = a->part;
@@ -713,8 +711,6 @@ bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
 }
 
 void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
-  // A program runs in the same way on one daemon as on many, so it needs `spread` even for one.
-  if (a.nodes.size() == 1 && a.nodes[0] == kCoordinatorNode && !a.program.has_value()) return;
   spread.emplace();
   if (a.program.has_value()) {
     spread->program.emplace();
@@ -726,7 +722,6 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
   spread->verification = a.verification;
   spread->deadline = now + a.remaining;
   spread->nodes.insert(a.nodes.begin(), a.nodes.end());
-  spread->destination_count = a.destinations.size();
   for (const NodeId node : a.nodes) {
     PeerPrepare& prepare = spread->prepares[node];
     prepare.update = a.update;
@@ -735,6 +730,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
     prepare.tensor_count = a.tensor_count;
     prepare.verification = a.verification;
     prepare.trainer_ranks = group.spec().trainer_ranks;
+    prepare.index = a.index;
   }
   for (uint32_t d = 0; d < a.destinations.size(); ++d) {
     const MemberId member = a.destinations[d];
@@ -745,6 +741,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
     const auto layout = layouts.find(member);
     prepare.layout_digests.push_back(layout == layouts.end() ? 0 : layout->second.digest);
     spread->destinations[node].push_back(d);
+    spread->node_of.push_back(node);
   }
 }
 
@@ -768,7 +765,7 @@ void Coordinator::Impl::Announce() {
   if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
 }
 
-void Coordinator::Impl::StartPart(const StartTransfer& a) {
+void Coordinator::Impl::StartPart(const MovePart& a) {
   spread->data_began = spread->pushed = true;
   StagedByNode staged;
   PartJob part = MakePartJob(a, &staged);
@@ -811,8 +808,7 @@ void Coordinator::Impl::PlaceOnWire(const std::set<NodeId>& receivers, PartJob* 
 
 // The part without its place on the wire. `staged` gets the staged ranks that read it, by node and
 // with the ids that the node gave them.
-coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
-                                                    StagedByNode* staged) const {
+coordinator::PartJob Coordinator::Impl::MakePartJob(const MovePart& a, StagedByNode* staged) const {
   PartJob part;
   part.root = NodeOf(a.trainer);
   for (const MemberId member : a.staged) {
@@ -824,7 +820,7 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
   // The members of a node that is being lost are evicted one by one, so such a node may still have
   // members among the destinations.
   for (const uint32_t d : a.touched) {
-    const NodeId node = NodeOf(a.destinations[d]);
+    const NodeId node = spread->node_of[d];
     if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
   }
   PeerHeader& h = part.header;
@@ -834,22 +830,22 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
   h.header.group_seq = a.group_seq;
   h.header.root = part.root;
   h.header.content = a.content;
-  h.header.slot = a.source_slot.has_value() ? a.source_slot : a.fill_slot;
-  h.header.leased = a.source_slot.has_value();
+  h.header.slot = a.slot;
+  h.header.leased = a.leased;
   h.header.verification = a.verification;
-  h.digest = HeaderDigest(h.header);
   h.wired = !part.sinks.empty();
+  if (h.wired) h.digest = HeaderDigest(h.header);
   const bool broadcasts = a.broadcast != BroadcastMethod::kDirect;
   h.fill_slot = h.header.slot.has_value() && (h.wired || staged->contains(part.root) || broadcasts);
-  part.bytes_written.resize(spread->destination_count);
-  part.unacknowledged = part.sinks;
-  part.unacknowledged.insert(part.root);
-  part.running = part.unacknowledged;
+  part.bytes_written.resize(spread->node_of.size());
+  part.running = part.sinks;
+  part.running.insert(part.root);
+  if (h.wired) part.unacknowledged = part.running;
   return part;
 }
 
 // The part's header as the node gets it.
-PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const StartTransfer& a, const PartJob& part,
+PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const MovePart& a, const PartJob& part,
                                         std::vector<MemberId> staged) const {
   PeerHeader header = part.header;
   if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
@@ -867,7 +863,9 @@ PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const StartTransfer& a, con
   header.bucket_call = call == remote_calls.end() ? a.bucket_call : call->second.id;
   const auto trainer = remotes.find(a.trainer);
   header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
-  for (const TensorRange& range : a.content->ranges) header.bucket_ranges.push_back(range.tensor);
+  if (part.header.wired || node != kCoordinatorNode) {
+    for (const TensorRange& range : a.content->ranges) header.bucket_ranges.push_back(range.tensor);
+  }
   header.broadcast = a.broadcast;
   header.digests = a.want_source_digests;
   return header;
@@ -1272,7 +1270,7 @@ void Coordinator::Impl::LoseNodeInParts(NodeId node, const absl::Status& why) {
 
 // ---- verification ----
 
-void Coordinator::Impl::StartReadback(const StartVerify& a) {
+void Coordinator::Impl::StartReadback(const VerifyUpdate& a) {
   if (spread->program.has_value() && !spread->program->sent) {
     // A node reads back when all shares that it was told of have ended, so it must be told of the
     // program first.
@@ -1283,6 +1281,7 @@ void Coordinator::Impl::StartReadback(const StartVerify& a) {
   spread->verify_owed = true;
   spread->verify_status = absl::OkStatus();
   spread->verify_failed.clear();
+  spread->verify_content.assign(spread->node_of.size(), 0);
   std::map<NodeId, PeerVerify> commands;
   for (const auto& [node, index] : spread->destinations) {
     if (!spread->nodes.contains(node)) continue;
@@ -1325,6 +1324,10 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
     for (const uint32_t d : r.failed_destinations) {
       if (d < index->second.size()) spread->verify_failed.push_back(index->second[d]);
     }
+    for (size_t i = 0; i < std::min(r.content.size(), index->second.size()); ++i) {
+      const uint32_t d = index->second[i];
+      if (d < spread->verify_content.size()) spread->verify_content[d] = r.content[i];
+    }
     // The node read nothing back, so all its destinations count as failed.
     if (!status.ok() && r.failed_destinations.empty()) {
       spread->verify_failed.insert(spread->verify_failed.end(), index->second.begin(),
@@ -1339,7 +1342,8 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
   // While the program runs, a node may still be lost, and then all are read back once more.
   if (!spread->verifying.empty() || !spread->verify_owed || ProgramRuns()) return;
   spread->verify_owed = false;
-  VerifyDone done{spread->update, spread->verify_status, spread->verify_failed};
+  VerifyDone done{spread->update, spread->verify_status, spread->verify_failed,
+                  spread->verify_content};
   Feed(done);
 }
 
@@ -1786,9 +1790,11 @@ void Coordinator::Impl::TellReadiness() {
   if (std::exchange(joined_anew, false)) TellJoined();
 }
 
+// Readiness is the example of what a version of the protocol adds: only daemons that agreed to that
+// version get it.
 void Coordinator::Impl::TellJoined() {
   for (auto& [id, node] : nodes) {
-    if (node.told_readiness || !Speaks(id, Protocol::kV4)) continue;
+    if (node.told_readiness || !Speaks(id, Protocol::kV1)) continue;
     node.told_readiness = true;
     for (PeerReadiness& each : book.All()) Send(id, std::move(each));
   }
@@ -1796,7 +1802,7 @@ void Coordinator::Impl::TellJoined() {
 
 void Coordinator::Impl::TellOwner() {
   for (auto& [id, node] : nodes) {
-    if (node.told_owner == group.owner() || !Speaks(id, Protocol::kV6)) continue;
+    if (node.told_owner == group.owner()) continue;
     node.told_owner = group.owner();
     Send(id, PeerOwner{node.told_owner});
   }

@@ -89,7 +89,7 @@ struct ProgramJob {
   absl::Status compared;
   std::vector<std::vector<uint64_t>> digests;  // by node of the plan
   std::optional<StartRefit> run;
-  std::optional<StartVerify> readback;  // came before the program was sent
+  std::optional<VerifyUpdate> readback;  // came before the program was sent
   uint32_t attempt = 0;
   // A node was lost while the program ran. The other nodes run the program again when all of them
   // have ended this attempt and its read-back.
@@ -135,7 +135,7 @@ struct WireVerdict {
   std::string what;         // what was on the wire
   TimePoint due;
 };
-// An update with members on other daemons, or with a program.
+// The update that runs, as it is spread over nodes.
 struct Spread {
   UpdateId update;
   Version version;
@@ -145,11 +145,11 @@ struct Spread {
   std::set<NodeId> left;
   std::map<NodeId, PeerPrepare> prepares;
   std::map<NodeId, std::vector<uint32_t>> destinations;  // the node's index -> the group's
-  size_t destination_count = 0;
-  TimePoint deadline;            // of the update
-  bool fill = false;             // the update's sources are engine ranks
-  bool data_plane_up = true;     // what the group was told last
-  std::set<NodeId> unreachable;  // nodes that the next epoch leaves out
+  std::vector<NodeId> node_of;                           // by destination
+  TimePoint deadline;                                    // of the update
+  bool fill = false;                                     // the update's sources are engine ranks
+  bool data_plane_up = true;                             // what the group was told last
+  std::set<NodeId> unreachable;                          // nodes that the next epoch leaves out
   bool announced = false;
   bool data_began = false;
   bool pushed = false;  // a part was started
@@ -162,9 +162,10 @@ struct Spread {
   std::optional<std::pair<NodeId, std::string>> to_drop;
   bool verify_owed = false;  // the group waits for the read-back
   std::set<NodeId> verifying;
-  std::optional<StartVerify> verify;  // the request that the nodes were sent
+  std::optional<VerifyUpdate> verify;  // the request that the nodes were sent
   absl::Status verify_status;
   std::vector<uint32_t> verify_failed;
+  std::vector<uint64_t> verify_content;
   // The wire lock of each node, taken in daemon-id order.
   std::vector<NodeId> lock_order;
   size_t locks_held = 0;
@@ -271,12 +272,12 @@ struct Coordinator::Impl {
   bool RefuseOnNode(RefuseMember* refusal);
   void Assemble(const UpdateAssembled& a);
   void Announce();
-  void StartPart(const StartTransfer& a);
+  void StartPart(const MovePart& a);
   using StagedByNode = std::map<NodeId, std::vector<MemberId>>;
-  PartJob MakePartJob(const StartTransfer& a, StagedByNode* staged) const;
-  PeerHeader HeaderFor(NodeId node, const StartTransfer& a, const PartJob& part,
+  PartJob MakePartJob(const MovePart& a, StagedByNode* staged) const;
+  PeerHeader HeaderFor(NodeId node, const MovePart& a, const PartJob& part,
                        std::vector<MemberId> staged) const;
-  void StartReadback(const StartVerify& a);
+  void StartReadback(const VerifyUpdate& a);
 
   // ---- the program (coordinator_program.cc) ----
   void AnnounceProgram();

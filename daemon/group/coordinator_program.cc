@@ -190,7 +190,7 @@ void Coordinator::Impl::RunIfAgreed() {
   job.sent = true;
   job.started = now;
   job.took.clear();
-  job.bytes_written.resize(spread->destination_count);
+  job.bytes_written.resize(spread->node_of.size());
   PeerRun run;
   run.update = spread->update;
   run.part = job.run->part;
@@ -334,8 +334,7 @@ std::optional<int64_t> Coordinator::Impl::FirstLacked() const {
   for (const auto& [node, command] : job.commands) {
     if (!spread->nodes.contains(node)) continue;
     const auto lacks = job.lacks.find(node);
-    const bool told = lacks != job.lacks.end() && lacks->second.has_value();
-    if (!told || !Speaks(node, Protocol::kV5)) return std::nullopt;
+    if (lacks == job.lacks.end() || !lacks->second.has_value()) return std::nullopt;
     first = std::min(first.value_or(*lacks->second), *lacks->second);
   }
   return first;

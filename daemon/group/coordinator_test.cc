@@ -54,10 +54,8 @@ class Fixture {
     Do(NodeJoined{kThird, "c", "elsewhere"});
     nodes_.push_back(kThird);
   }
-  void JoinFourth(Protocol protocol) {
-    NodeJoined joined{kFourth, "d", "elsewhere"};
-    joined.protocol = protocol;
-    Do(joined);
+  void JoinFourth() {
+    Do(NodeJoined{kFourth, "d", "elsewhere"});
     nodes_.push_back(kFourth);
   }
 
@@ -312,7 +310,8 @@ TEST_CASE("two groups handed the wire to each other without end: it is given bac
 }
 
 TEST_CASE(
-    "a layout of a joined daemon is answered: taken, or refused while its rank is in an update") {
+    "a layout of a joined daemon is answered: taken, or refused while its rank is in an update, or "
+    "without room for it") {
   Fixture f;
   const auto layout = LayoutOf({Bytes("t", 100), Bytes("u", 100)});
   const auto last = [&f] { return f.Sent<Reply>().back(); };
@@ -333,6 +332,10 @@ TEST_CASE(
   f.Report(PeerLayout{kRemoteEngine, layout, CallId(53), absl::InvalidArgumentError("overlap")});
   CHECK(last().call == CallId(53));
   CHECK(last().status == absl::InvalidArgumentError("overlap"));
+  const absl::Status room = absl::ResourceExhaustedError("limits.held_bytes");
+  f.Report(PeerLayout{kRemoteEngine, nullptr, CallId(54), {}, {}, 0, room});
+  CHECK(last().call == CallId(54));
+  CHECK(last().status == room);
 }
 
 TEST_CASE("an epoch that was up is closed everywhere when a rank gives its end of it back") {
@@ -951,6 +954,9 @@ TEST_CASE("A member of another daemon for which there is no room is refused with
   REQUIRE(f.Sent<RefuseMember>().size() == 1);
   CHECK(f.Sent<RefuseMember>()[0].member == MemberId(2));
   CHECK(f.Sent<RefuseMember>()[0].status == room);
+  room = absl::OkStatus();
+  f.Report(PeerAttach{MemberId(3), engine, absl::ResourceExhaustedError("limits.held_bytes")});
+  REQUIRE(f.Sent<RefuseMember>().size() == 2);
   CHECK(f.coordinator().remote_members() == 1);
 }
 
@@ -984,10 +990,11 @@ TEST_CASE("a daemon that joins is told the readiness of all instances, and then 
   CHECK_FALSE(BookOf(f.Sent<PeerReadiness>()).Of("i", 0).has_value());
 }
 
-TEST_CASE("a daemon that speaks protocol version 3 is told no readiness") {
+// The example of what a version of the protocol adds (proto/protocol.h).
+TEST_CASE("a daemon of the protocol version before gets no message that the version added") {
   Fixture f;
   f.Forget();
-  f.Do(NodeJoined{kThird, "c", "elsewhere", Protocol::kV3});
+  f.Do(NodeJoined{kThird, "c", "elsewhere", Protocol::kV0});
   CHECK(f.Sent<PeerReadiness>().empty());
 }
 
@@ -1015,9 +1022,9 @@ TEST_CASE("an instance is ready until its first byte is written, and again from 
 
 // A push to the instances of daemons a, c and d, of 100 bytes a bucket.
 struct RunningPush : Fixture {
-  explicit RunningPush(Protocol of_fourth = kProtocol) {
+  RunningPush() {
     JoinThird();
-    JoinFourth(of_fourth);
+    JoinFourth();
     OpenUpdate();
   }
   // The daemon's share of a part has ended: it has the part, or the closing of the epoch cut it.
@@ -1283,19 +1290,6 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   CHECK(f.Sent<PeerUpdateEnded>().empty());
 }
 
-TEST_CASE("a push that loses a daemon is given up where a daemon takes each part only once") {
-  RunningPush f(Protocol::kV5);
-  f.Push(0, "t");
-  f.GrantWire();
-  f.Do(NodeLost{kThird, "it died"});
-  CHECK(f.Sent<PeerAbandon>().size() == 2);
-  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
-  f.End(kNode, 0, false);
-  f.End(kFourth, 0, false);
-  REQUIRE(f.Sent<PeerUpdateEnded>().size() == 2);
-  CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
-}
-
 TEST_CASE("a push that is given up while a part waits to be sent again ends at once") {
   RunningPush f;
   f.Push(0, "t");
@@ -1352,13 +1346,11 @@ TEST_CASE("a bucket that waits for the data plane when the last other daemon die
 struct RunningRefit : Fixture {
   const std::vector<NodeId> daemons = {kNode, kThird, kFourth};
 
-  explicit RunningRefit(Protocol of_fourth = kProtocol, Duration slow = {}, bool fill = true)
+  explicit RunningRefit(Duration slow = {}, bool fill = true)
       : Fixture(nullptr, TestGroup::DefaultSpec(), slow) {
     const std::vector<TensorSpec> model = {Bytes("t", 100)};
     Do(NodeJoined{kThird, "c", "elsewhere"});
-    NodeJoined fourth{kFourth, "d", "elsewhere"};
-    fourth.protocol = of_fourth;
-    Do(fourth);
+    Do(NodeJoined{kFourth, "d", "elsewhere"});
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(model)}));
     for (const NodeId node : daemons) {
@@ -1432,11 +1424,10 @@ TEST_CASE("a refit goes on from the first step that a survivor lacks") {
 }
 
 TEST_CASE("a refit runs from its beginning where a survivor can't say what it lacks") {
-  const bool old = GENERATE(false, true);
-  RunningRefit f(old ? Protocol::kV4 : kProtocol);
+  RunningRefit f;
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
-  f.Cut(kFourth, old ? std::optional<int64_t>(4) : std::nullopt);
+  f.Cut(kFourth, std::nullopt);
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
@@ -1571,7 +1562,7 @@ TEST_CASE("a daemon that held a refit back is left out of the next, and its inst
   const bool slow = GENERATE(true, false);
   // Without fills nothing would bring the slow daemon the version.
   const bool fill = GENERATE(true, false);
-  RunningRefit f(kProtocol, std::chrono::seconds(2), fill);
+  RunningRefit f(std::chrono::seconds(2), fill);
   EndRefit(&f, f.daemons, slow);
   if (!slow || !fill) {
     CHECK(WhySlow(f).empty());
@@ -1600,7 +1591,7 @@ TEST_CASE("a daemon that held a refit back is left out of the next, and its inst
 }
 
 TEST_CASE("the only instance of a refit is not left out, however slow its daemon is") {
-  RunningRefit f(kProtocol, std::chrono::seconds(2));
+  RunningRefit f(std::chrono::seconds(2));
   EndRefit(&f, f.daemons, true);
   f.Do(NodeLost{kNode, "it died"});
   f.Do(NodeLost{kFourth, "it died"});

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 
 namespace refitd {
@@ -81,8 +82,7 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   Member* member = Trainer(e.member, e.call);
   if (member == nullptr) return;
   if (e.wait < Duration(0)) {
-    Refuse(e.call, Error(absl::StatusCode::kInvalidArgument, "wait: {} is negative",
-                         group::Seconds(e.wait)));
+    Refuse(e.call, InvalidField("wait", "wait: {} is negative", group::Seconds(e.wait)));
     return;
   }
   const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
@@ -152,7 +152,7 @@ void Group::Impl::On(const ReleaseSlotEvent& e) {
 absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const {
   const CheckedBucket& bucket = *e.bucket;
   if (bucket.seq < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "seq: {} is negative", bucket.seq);
+    return InvalidField("seq", "seq: {} is negative", bucket.seq);
   }
   if (bucket.seq < progress.next_seq || progress.early.contains(bucket.seq)) {
     return Error(absl::StatusCode::kAlreadyExists, "seq: {} was pushed before", bucket.seq);
@@ -297,12 +297,12 @@ absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken
     }
   }
   const auto tensors = static_cast<int64_t>(update->pushed.size());
-  const int64_t most = update->tensor_count == 0 ? kMaxTensorsPerLayout : update->tensor_count;
-  if (tensors <= most) return absl::OkStatus();
-  return Precondition("seq {} would make {} tensors pushed; {}", bucket.seq, tensors,
-                      update->tensor_count == 0
-                          ? fmt::format("an update has at most {} (the tensors of a layout)", most)
-                          : fmt::format("Begin's tensor_count was {}", most));
+  if (tensors > kMaxTensorsPerLayout) {
+    return TooManyTensors(fmt::format("buckets up to seq {}", bucket.seq), tensors);
+  }
+  if (update->tensor_count == 0 || tensors <= update->tensor_count) return absl::OkStatus();
+  return Precondition("seq {} would make {} tensors pushed; Begin's tensor_count is {}", bucket.seq,
+                      tensors, update->tensor_count);
 }
 
 void Group::Impl::On(const BucketEvent& e) {
@@ -467,7 +467,7 @@ void Group::Impl::StartPart(Part* part) {
   Touch(part->bucket->trainer, 1);
   part->started = true;
   ++update->in_flight;
-  StartTransfer start;
+  MovePart start;
   start.update = update->id;
   start.version = update->version;
   start.part = part->seq;
@@ -475,9 +475,8 @@ void Group::Impl::StartPart(Part* part) {
   start.bucket_call = part->bucket->request->first_call;
   start.trainer = part->bucket->trainer;
   start.content = part->content;
-  (part->bucket->content->slot.has_value() ? start.source_slot : start.fill_slot) = part->slot;
-  if (OnThisDaemon()) start.index = known.index();
-  start.destinations = known.destinations();
+  start.slot = part->slot;
+  start.leased = part->bucket->content->slot.has_value();
   start.skip_destination = update->skip_destination;
   start.verification = update->verification;
   start.touched = part->touched;
@@ -518,9 +517,8 @@ absl::Status Group::Impl::CheckTies() const {
     if (tensor == update->pushed.end() || same_as == update->pushed.end()) continue;
     if (!tensor->second.digested || !same_as->second.digested) {
       return Precondition(
-          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer, "
-          "which "
-          "is of an earlier release, can't compare them: push only '{}'",
+          "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer "
+          "sent no digests to compare: push only '{}'",
           tie.tensor, tie.same_as, tie.rank, tie.same_as);
     }
     if (tensor->second.digest == same_as->second.digest) continue;

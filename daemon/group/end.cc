@@ -32,6 +32,8 @@ Failure ThenThose(std::vector<Suspect> first, Failure failure) {
 // ---- commit ----
 
 absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const {
+  const int64_t before = update->TensorsTold();
+  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, before));
   if (progress.committed) {
     if (e.bucket_count == progress.bucket_count) return absl::OkStatus();
     return Precondition("bucket_count: {}, but the rank has committed with {} already",
@@ -45,7 +47,9 @@ absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const Com
   if (pushed > e.bucket_count) {
     return Precondition("bucket_count: {}, but {} buckets were pushed", e.bucket_count, pushed);
   }
-  if (progress.next_seq == e.bucket_count) return CheckCoverageIfLast(progress);
+  if (progress.next_seq == e.bucket_count) {
+    return CheckCoverageIfLast(progress, std::max(before, e.tensor_count));
+  }
   if (!e.pushes_under_way) {
     return Precondition("bucket_count: {}, but seq {} was never pushed", e.bucket_count,
                         progress.next_seq);
@@ -62,16 +66,16 @@ absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const Com
   return absl::OkStatus();
 }
 
-absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress) const {
+absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress, int64_t told) const {
   const bool last = std::all_of(
       update->trainers.begin(), update->trainers.end(),
       [&progress](const auto& t) { return t.second.committed || &t.second == &progress; });
-  return last ? CheckCoverage() : absl::OkStatus();
+  return last ? CheckCoverage(told) : absl::OkStatus();
 }
 
 // Whether every element of every tensor that came, or that an instance still in the update knows,
 // came once (P1).
-absl::Status Group::Impl::CheckCoverage() const {
+absl::Status Group::Impl::CheckCoverage(int64_t told) const {
   if (update->pushed_incomplete > 0) {
     const std::string* partial = nullptr;
     for (const auto& [tensor_name, tensor] : update->pushed) {
@@ -86,13 +90,22 @@ absl::Status Group::Impl::CheckCoverage() const {
         *partial);
   }
   REFITD_RETURN_IF_ERROR(CheckAllPushed());
+  return CheckTensorCount(told);
+}
+
+absl::Status Group::Impl::CheckTensorCount(int64_t told) const {
+  const Catalog::Rank* const open = update->catalog->OpenRank(update->evicted);
+  if (told == 0 && open != nullptr) {
+    return Precondition(
+        "tensor_count: 0, but {} takes {} delivery without a manifest: Begin or Commit has to tell "
+        "how many tensors it must get",
+        open->label, Name(open->delivery));
+  }
   const int64_t moved = update->program.has_value() ? update->program->plan->content.tensors : 0;
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
   // Trainers may count tensors that no instance wants, or leave them out of the count.
-  const int64_t told = update->tensor_count;
   if (told != 0 && (pushed > told || (pushed < told && pushed + UnwantedAndNotPushed() < told))) {
-    return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
-                        update->tensor_count);
+    return Precondition("{} tensors came, but tensor_count is {}", pushed, told);
   }
   return absl::OkStatus();
 }
@@ -153,6 +166,7 @@ void Group::Impl::On(const CommitEvent& e) {
   TrainerProgress& progress = **found;
   progress.commits.push_back(Track(member, CallKind::kCommit, e.request_id, what, e.call));
   if (progress.committed) return;
+  progress.tensor_count = std::max(progress.tensor_count, e.tensor_count);
   if (progress.next_seq < e.bucket_count) {
     progress.announced = e.bucket_count;
   } else {
@@ -163,7 +177,8 @@ void Group::Impl::On(const CommitEvent& e) {
 // A bucket was taken: if it is the last that a Commit waits for, the Commit takes effect.
 void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
   if (progress->announced != progress->next_seq) return;
-  if (const absl::Status covered = CheckCoverageIfLast(*progress); !covered.ok()) {
+  if (const absl::Status covered = CheckCoverageIfLast(*progress, update->TensorsTold());
+      !covered.ok()) {
     if (progress->one_call) {
       GiveUp why{Message(covered), GiveUpClass::kOther, FailureOf(covered)};
       why.commit_code = covered.code();
@@ -178,6 +193,7 @@ void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
 // Refuses the waiting Commit. The update stays open, as after any refused Commit.
 void Group::Impl::WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why) {
   progress->announced.reset();
+  progress->tensor_count = 0;
   for (const auto& request : std::exchange(progress->commits, {})) {
     Finish(request, why, EmptyReply{});
   }
@@ -232,8 +248,7 @@ void Group::Impl::ReadBackIfLast() {
   TouchDestinations(update->verified_destinations, 1);
   if (update->verified_destinations.empty()) return;
   update->readback = Readback::kRunning;
-  Do(StartVerify{update->id, update->version, OnThisDaemon() ? known.index() : nullptr,
-                 known.destinations(), update->skip_destination});
+  Do(VerifyUpdate{update->id, update->skip_destination});
   Changed();
 }
 
@@ -271,6 +286,7 @@ void Group::Impl::On(const VerifyDone& e) {
         return d < update->skip_destination.size() && update->skip_destination[d];
       });
   if (e.status.ok() || only_evicted) {
+    update->content = e.content;
     if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
@@ -301,8 +317,9 @@ std::optional<uint32_t> Group::Impl::ParticipantOf(MemberId member) const {
 }
 
 void Group::Impl::On(const EngineFailed& e) {
-  const Member* member = Find(e.member);
+  Member* member = Find(e.member);
   if (member == nullptr || member->state == MemberState::kLeaving) return;
+  if (!e.refused.ok()) return RefuseDeclared(member, e.refused);
   if (update == nullptr || update->id != e.update) return FailInstalled(*member, e);
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;
@@ -559,8 +576,19 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
   return outcomes;
 }
 
+// The digests of what was read back of each engine rank.
+std::map<MemberId, uint64_t> Group::Impl::ReadBack() const {
+  std::map<MemberId, uint64_t> digests;
+  const std::vector<MemberId>& destinations = update->catalog->destinations();
+  for (size_t d = 0; d < std::min(destinations.size(), update->content.size()); ++d) {
+    digests[destinations[d]] = update->content[d];
+  }
+  return digests;
+}
+
 void Group::Impl::InstallVersion() {
   version = update->version;
+  const std::map<MemberId, uint64_t> read_back = ReadBack();
   if (FillRuns()) {
     failed_fills = 0;
   } else {
@@ -580,10 +608,12 @@ void Group::Impl::InstallVersion() {
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
+      const auto digest = read_back.find(id);
+      member->held_digest = digest == read_back.end() ? 0 : digest->second;
       NoteInstalled(*member);
       member->updated = member->verified = true;
       Step(&member->state, MemberTrigger::kOutcome);
-      Do(SendCommitted{id, update->version});
+      Do(SendCommitted{id, update->version, 0, "", member->held_digest});
     }
   }
 }

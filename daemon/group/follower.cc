@@ -18,10 +18,8 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
-    // An engine rank that reads slots on its own GPU, which are filled apart from the wire's slots.
-    bool own_slots = false;
-    bool awaits_slots =
-        false;  // waits for those slots; the coordinator has not heard of the member
+    // Waits for the slots on its GPU; the coordinator has not heard of the member.
+    bool awaits_slots = false;
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
   };
@@ -49,7 +47,7 @@ struct Follower::Impl {
   void On(const CompareDone&) {}
   void On(const RefitDone&) {}
   void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
-  void On(const EngineFailed& e) { Report(EngineFailed{e.member, e.update, e.reason}); }
+  void On(const EngineFailed& e) { Report(e); }
   void On(const AckEvent& e) { Report(AckEvent{e.member, e.update, e.part}); }
   void On(const CallGone& e);
   void On(const OperatorAbort& e) { RefuseHere(e.call); }
@@ -124,9 +122,9 @@ struct Follower::Impl {
   GroupSpec spec;
   std::optional<Version> version;
   std::string coordinator_id;
-  std::string owner;                 // of the group
-  Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
-  bool entered = false;              // a member has attached
+  std::string owner;              // of the group
+  Protocol protocol = kProtocol;  // agreed with the coordinator, once joined
+  bool entered = false;           // a member has attached
   std::map<MemberId, Member> members;
   std::map<CallId, SentCall> calls;                                // unanswered
   std::map<CallId, std::shared_ptr<const CheckedBucket>> buckets;  // until their reply
@@ -180,7 +178,6 @@ void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity, 
   Member member;
   member.engine = engine;
   member.identity = identity;
-  member.own_slots = awaits_slots;
   member.awaits_slots = awaits_slots;
   entered = true;
   Announce(id, members.emplace(id, std::move(member)).first->second);
@@ -233,7 +230,7 @@ void Follower::Impl::On(const LayoutRegistered& e) {
   }
   const uint64_t digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   layouts[e.call] = {e.member, e.layout, digest};
-  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest});
+  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest, e.content});
 }
 
 // Commands come in order: an update that counts on the layout is prepared after this answer.
@@ -406,7 +403,7 @@ void Follower::Impl::Take(const PeerWelcome& c) {
   if (it == members.end()) return;
   it->second.welcomed = true;
   version = c.group_version;
-  if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
+  spec.trainer_ranks = c.trainer_ranks;
   Do(GroupAction(WelcomeMember{c.member}));
   Do(GroupAction(StateChanged{}));
 }
@@ -435,7 +432,7 @@ void Follower::Impl::Take(const Reply& c) {
 }
 
 void Follower::Impl::Take(const PeerPrepare& c) {
-  if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
+  spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
   // The ranks are paused until they hear how the update ended, so a coordinator that goes on to
   // ping and never tells the end counts as lost (P4).
@@ -452,7 +449,7 @@ void Follower::Impl::Take(const PeerPrepare& c) {
 void Follower::Impl::Take(const PeerSendPart& c) {
   const auto it = members.find(c.member);
   if (it == members.end()) return;
-  absl::StatusOr<SendPart> part = worker.PartFor(c.member, it->second.own_slots, c.update, c.part);
+  absl::StatusOr<SendPart> part = worker.PartFor(c.member, c.update, c.part);
   if (part.ok()) {
     Do(GroupAction(*std::move(part)));
   } else {
@@ -559,7 +556,7 @@ void Follower::Impl::CheckInvariants() const {
     REFITD_CHECK(member.engine == std::holds_alternative<EngineIdentity>(member.identity));
     // The coordinator has not heard of a rank that waits for its slots, so it has sent nothing to
     // that rank.
-    REFITD_CHECK(!member.awaits_slots || (member.own_slots && !member.welcomed));
+    REFITD_CHECK(!member.awaits_slots || !member.welcomed);
     REFITD_CHECK(!member.prepared.has_value() || member.engine);
   }
   for (const auto& [call, sent] : layouts) {
@@ -684,6 +681,16 @@ MachineView Follower::View(TimePoint now) const {
       v.rank = who.rank;
       v.world_size = who.world_size;
       v.pid = who.pid;
+    }
+  }
+  if (f.book.has_value()) {
+    for (const auto& [name, known] : f.book->instances()) {
+      InstanceView& v = view.group.instances.emplace_back();
+      v.name = name;
+      v.state = Name(known.standing);
+      v.version = known.version;
+      if (known.version.has_value()) v.origin = f.incarnation;
+      v.readiness = f.book->Of(name, f.spec.max_lag).value_or(Readiness());
     }
   }
   NodeView coordinator;

@@ -120,10 +120,6 @@ TEST_CASE("a joined daemon takes up how many trainer ranks there are now") {
   prepare.trainer_ranks = 4;
   f.Command(prepare);
   CHECK(f.follower().spec().trainer_ranks == 4);
-  prepare.update = UpdateId(6);
-  prepare.trainer_ranks = 0;  // a coordinator of an earlier release
-  f.Command(prepare);
-  CHECK(f.follower().spec().trainer_ranks == 4);
 }
 
 TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
@@ -322,13 +318,13 @@ TEST_CASE(
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-  CHECK(f.Own<StartTransfer>().empty());
+  CHECK(f.Peers<StartTransfer>().empty());
   if (dies) f.Do(GroupEvent(MemberLost{kOther, "its process died"}));
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
 
   // The part is copied even if nothing is verified.
-  REQUIRE(f.Own<StartTransfer>().size() == 1);
-  const StartTransfer start = f.Own<StartTransfer>()[0];
+  REQUIRE(f.Peers<StartTransfer>().size() == 1);
+  const StartTransfer start = f.Peers<StartTransfer>()[0];
   CHECK(start.staged == std::vector{kStaged});
   REQUIRE(start.source_slot.has_value());
   CHECK(start.source_slot->slot == SlotIndex(2));
@@ -353,38 +349,6 @@ TEST_CASE(
   CHECK(f.Sent<EngineFailed>()[0].member == (dies ? kStaged : kOther));
   CHECK_THAT(f.Sent<EngineFailed>()[0].reason,
              Contains(dies ? "no slot of it is known" : "header did not say"));
-}
-
-TEST_CASE("a staged rank in host memory was not handed parts whose headers name nobody") {
-  Fixture f;
-  EngineAttached attached{kOther, {}};
-  attached.identity.instance = "host";
-  attached.identity.delivery = DeliveryMode::kStaged;
-  f.Do(GroupEvent(attached));
-  f.Command(PeerWelcome{kOther, std::nullopt});
-  f.AttachStaged(kStaged);
-  f.Do(SlotsMade{kStaged, absl::OkStatus()});
-  f.Command(PeerWelcome{kStaged, std::nullopt});
-  PeerPrepare prepare;
-  prepare.update = UpdateId(1);
-  prepare.version = Version(1);
-  prepare.engines = {kOther, kStaged};
-  f.Command(prepare);
-  f.Command(OpenEpoch{EpochId(1), 1, 2});
-  // A coordinator that does not know the field sends no staged ranks.
-  f.Command(Crossing(Verification::kOff, {}));
-  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
-  f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
-  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(0)});
-  REQUIRE(f.Own<SendPart>().size() == 1);
-  CHECK(f.Own<SendPart>()[0].member == kOther);
-  CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
-  REQUIRE(f.Sent<EngineFailed>().size() == 1);
-  CHECK(f.Sent<EngineFailed>()[0].member == kStaged);
-  CHECK_THAT(f.Sent<EngineFailed>()[0].reason, Contains("header did not say"));
 }
 
 // A program of update 1 without moves, whose one destination is this rank.
@@ -602,7 +566,7 @@ TEST_CASE("a daemon whose move failed runs a program from its beginning only") {
 TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes on has ended") {
   CutRun f;
   f.Command(PeerVerify{UpdateId(1), {false}});
-  CHECK(f.Own<StartVerify>().empty());
+  CHECK(f.Peers<StartVerify>().empty());
   REQUIRE(f.Sent<VerifyDone>().size() == 1);
   CHECK(absl::IsCancelled(f.Sent<VerifyDone>()[0].status));
   f.Forget();
@@ -610,7 +574,7 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   f.Run(EpochId(2), 1, 1);
   f.Command(PeerVerify{UpdateId(1), {false}});
   for (const int64_t round : {1, 2, 3}) {
-    CHECK(f.Own<StartVerify>().empty());
+    CHECK(f.Peers<StartVerify>().empty());
     f.Do(WireDone{EpochId(2), WireSeq(static_cast<uint64_t>(round - 1)), absl::OkStatus()});
     MovesDone moved;
     moved.update = f.Peers<StartMoves>().back().update;
@@ -621,7 +585,7 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   }
   REQUIRE(f.Sent<PeerRunDone>().size() == 1);
   CHECK(f.Sent<PeerRunDone>()[0].status.ok());
-  CHECK(f.Own<StartVerify>().size() == 1);
+  CHECK(f.Peers<StartVerify>().size() == 1);
   CHECK(f.Sent<VerifyDone>().empty());
 }
 
@@ -676,7 +640,7 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});
   // P1: nothing is read back while a part is owed.
   f.Command(PeerVerify{UpdateId(1), {false}});
-  CHECK(f.Own<StartVerify>().empty());
+  CHECK(f.Peers<StartVerify>().empty());
   CHECK(f.Sent<VerifyDone>().empty());
 
   f.Again();
@@ -685,13 +649,13 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   CHECK(f.Peers<StartWire>().size() == 1);
   f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
-  REQUIRE(f.Own<StartTransfer>().size() == 1);
-  CHECK(f.Own<StartVerify>().empty());
-  f.EndTransfer(f.Own<StartTransfer>()[0]);
+  REQUIRE(f.Peers<StartTransfer>().size() == 1);
+  CHECK(f.Peers<StartVerify>().empty());
+  f.EndTransfer(f.Peers<StartTransfer>()[0]);
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].status.ok());
   CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{100});
-  CHECK(f.Own<StartVerify>().size() == 1);
+  CHECK(f.Peers<StartVerify>().size() == 1);
 
   f.Again();
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
@@ -708,7 +672,7 @@ TEST_CASE("a part that is being stored when its epoch is closed is stored") {
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
   f.Command(CloseEpoch{EpochId(1)});
   CHECK(f.Sent<PeerPartDone>().empty());
-  f.EndTransfer(f.Own<StartTransfer>().at(0));
+  f.EndTransfer(f.Peers<StartTransfer>().at(0));
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].status.ok());
 }
@@ -742,8 +706,8 @@ TEST_CASE("a part comes again only with the header that it had, and after its sh
 
 TEST_CASE("the root of a part that was cut sends what it has packed, and packs nothing again") {
   CutPart f(true);
-  REQUIRE(f.Own<StartTransfer>().size() == 1);
-  const StartTransfer pack = f.Own<StartTransfer>()[0];
+  REQUIRE(f.Peers<StartTransfer>().size() == 1);
+  const StartTransfer pack = f.Peers<StartTransfer>()[0];
   // The part is being packed, waits for Issue, or is on the wire.
   const int when = GENERATE(0, 1, 2);
   if (when == 0) {
@@ -763,7 +727,7 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   CHECK(f.Sent<PeerPartDone>()[0].digests == std::vector<uint64_t>{42});
 
   f.Again();
-  CHECK(f.Own<StartTransfer>().empty());
+  CHECK(f.Peers<StartTransfer>().empty());
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
   CHECK(f.Peers<StartWire>().empty());
@@ -893,6 +857,12 @@ TEST_CASE("a joined daemon knows the readiness that the coordinator told, and no
   TellClean(&f);
   REQUIRE(f.follower().readiness() != nullptr);
   CHECK(f.follower().readiness()->Of("i", 0)->ready);
+  f.Command(PeerReadiness{.version = Version(3), .instances = {{"far", Standing::kForming, {}}}});
+  const std::vector<InstanceView> shown = f.follower().View(f.now()).group.instances;
+  REQUIRE(shown.size() == 2);  // this daemon's, and another's
+  CHECK((shown[0].name == "far" && shown[0].state == "forming" && !shown[0].readiness.ready));
+  CHECK((shown[1].name == "i" && shown[1].state == "clean" && shown[1].readiness.ready));
+  CHECK(shown[1].version == Version(3));
   f.Command(PeerReadiness{.version = Version(4), .instances = {}});
   CHECK_FALSE(f.follower().readiness()->Of("i", 0)->ready);
   CHECK(f.follower().readiness()->Of("i", 1)->ready);

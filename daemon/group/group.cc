@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 
 namespace refitd {
 
@@ -91,9 +92,8 @@ bool Group::Impl::Repeated(Member* member, CallKind kind, const std::string& id,
   const std::shared_ptr<Request> first = member->requests.Find(id);
   if (first == nullptr) return false;
   if (first->kind != kind || first->what != what) {
-    Refuse(call,
-           Error(absl::StatusCode::kInvalidArgument,
-                 "request_id '{}' was used for {} before, now for {}", id, first->what, what));
+    Refuse(call, InvalidField("request_id", "request_id '{}' was used for {} before, now for {}",
+                              id, first->what, what));
   } else if (first->finished) {
     Do(Reply{call, first->status, first->payload});
   } else {

@@ -150,7 +150,6 @@ struct TrainerIdentity {
   int pid = 0;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
-  bool relays = true;    // that daemon agreed to a protocol version with chains
   // Who it is, as the daemon that it is attached to found out; empty: not known.
   std::string identity{};
   // A rule of that daemon lets it in, whoever owns the group.
@@ -169,7 +168,6 @@ struct EngineIdentity {
   std::optional<std::vector<TensorSpec>> manifest;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
-  bool relays = true;    // that daemon agreed to a protocol version with chains
   // The rank's weights are dirty or in doubt since an earlier lease. Never set beside held_version.
   bool dirty = false;
   // The incarnation in which held_version was committed; 0: the rank did not tell. Status shows it;
@@ -187,6 +185,13 @@ struct EngineIdentity {
   // The identity that owned the group when held_version, or the version before its weights became
   // dirty, was committed; empty: the rank does not say.
   std::string held_owner{};
+  // Not OK: a limit refuses what the rank declares. The group does not take the rank in, and calls
+  // that wait for its instance fail with this status.
+  absl::Status refused{};
+  // SendCommitted::digest as it came with held_version; 0: the rank does not say.
+  uint64_t held_digest = 0;
+  // Counts the manifest among its sender's bytes while it lives; null: nobody counts.
+  std::shared_ptr<const void> counted{};
 };
 
 // ---- how an update ends ----
@@ -314,6 +319,9 @@ struct LayoutRegistered {
   // The layout's digest, if the caller knows it. Otherwise it is computed here, which takes
   // milliseconds.
   std::optional<uint64_t> digest{};
+  // The ContentDigest of the memory that an engine rank registers; 0: its daemon has not read it.
+  // Daemons read the memory of ranks that claim a version with its digest, and take part in fills.
+  uint64_t content = 0;
 };
 
 struct BeginEvent {
@@ -346,6 +354,9 @@ struct EngineFailed {
   MemberId member;
   UpdateId update;
   std::string reason;
+  // Not OK: outside of any update, a limit refused the layout that the rank registered. Calls that
+  // wait for its instance fail with this status.
+  absl::Status refused{};
 };
 
 struct LeaseSlotEvent {
@@ -375,12 +386,13 @@ struct BucketEvent {
   UpdateId update{};
 };
 
-// The transfer that StartTransfer asked for has ended: it reads and writes nothing any more.
+// A part was moved: its transfers read and write nothing any more. Also the answer to
+// StartTransfer, of one daemon.
 struct TransferDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;  // not OK: verification failed, or the program could not be made
-  std::vector<int64_t> bytes_written;      // per destination of StartTransfer::index
+  std::vector<int64_t> bytes_written;      // per destination
   int failed_destination = -1;             // the destination at fault, if not OK and known
   std::vector<uint64_t> source_digests{};  // by range, if they were asked for
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // the method that moved the bytes
@@ -400,7 +412,8 @@ struct CommitEvent {
   int64_t bucket_count = 0;
   // Some of these buckets may still be on their way: the commit waits for them.
   bool pushes_under_way = false;
-  UpdateId update{};  // as BucketEvent::update
+  UpdateId update{};         // as BucketEvent::update
+  int64_t tensor_count = 0;  // of all ranks together; 0: not told
 };
 // Begin, the compiled moves and Commit in one call. The rank has a layout, and the caller has
 // compared its binding generation. The rank may have begun the update before and pushed buckets of
@@ -433,11 +446,14 @@ struct AbortEvent {
 using TrainerCall = std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                                  CommitEvent, RefitEvent, AbortEvent>;
 
-// The read-back that StartVerify asked for has ended.
+// The read-back has ended.
 struct VerifyDone {
   UpdateId update;
   absl::Status status;
   std::vector<uint32_t> failed_destinations;
+  // By destination: the ContentDigest of what was read back; 0, or no entry: not all that the
+  // destination's layout names was read back.
+  std::vector<uint64_t> content{};
 };
 
 // The answer to PlanRefit.
@@ -551,7 +567,9 @@ struct UpdateAssembled {
   int64_t tensor_count = 0;
   Verification verification = Verification::kOff;
   std::vector<NodeId> nodes;  // nodes with a trainer or engine rank in the update; ascending
-  std::vector<MemberId> destinations;  // registered ranks, in the order of StartTransfer
+  std::vector<MemberId> destinations;  // registered ranks
+  // Of the destinations, if all ranks of the update are on this daemon; else null.
+  std::shared_ptr<const DestinationIndex> index;
   std::optional<ProgramUse> program{};
 };
 struct SendPrepare {
@@ -576,6 +594,8 @@ struct SendCommitted {
   // The group's incarnation and owner. The member's own daemon sets them when it tells the member.
   uint64_t incarnation = 0;
   std::string owner{};
+  // Engines: the ContentDigest of the rank's registered memory; 0: not all of it was read back.
+  uint64_t digest = 0;
 };
 struct SendAborted {
   MemberId member;
@@ -590,32 +610,23 @@ struct SendDraining {
 // Actions that a member of another daemon hears of in the same words: its daemon performs them.
 using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
 
-// Copy one part of a bucket: into the slot to fill, if there is one (packed as `content` says), and
-// into every destination of `index` that is not skipped. Destinations are pairs of a member and its
-// layout, in index order.
-struct StartTransfer {
+// Move one part of a bucket to every rank that wants elements of it. Answered by TransferDone.
+struct MovePart {
   UpdateId update;
   Version version;
   PartSeq part;
   int64_t group_seq = 0;  // of the bucket
-  // The call that brought content->bucket: its source bytes stay valid until the call's Reply. 0:
-  // another daemon sent the part, which lies in `source_slot` as `content` says.
-  CallId bucket_call;
+  CallId bucket_call;     // that brought content->bucket
   MemberId trainer;
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
-  // The slot to fill: for staged engines, or, with a method other than kDirect, to broadcast
-  // through.
-  std::optional<SlotGrant> fill_slot;
-  std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
-  std::vector<MemberId> destinations;             // in index order
-  std::vector<bool> skip_destination;             // true: evicted since
-  std::vector<uint32_t> touched;                  // destinations that the part has elements for
-  std::vector<MemberId> staged;                   // ranks that will be handed the slot
-  // True: the wire then sends the slot to other daemons, so the executor fills the place of the
-  // slot that the wire reads.
-  bool wired = false;
-  // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
+  // The slot that the trainer leased and packed, or else the slot to fill, if there is one.
+  std::optional<SlotGrant> slot;
+  bool leased = false;
+  std::vector<bool> skip_destination;  // by destination of UpdateAssembled; true: evicted since
+  std::vector<uint32_t> touched;       // destinations that the part has elements for
+  std::vector<MemberId> staged;        // ranks that will be handed the slot
+  // With a slot, kAuto leaves the choice to the root's executor. Without a slot every method is
+  // kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   Verification verification = Verification::kOff;
   // Whether the result must carry digests of the source, by range of `content`.
@@ -641,13 +652,10 @@ struct StartRefit {
   Verification verification = Verification::kOff;
 };
 
-// Read every written piece of every destination again and compare it with the digests that the
-// update's transfers left. Asked for only with kReadback.
-struct StartVerify {
+// Read every written piece of every destination that is not skipped again. Answered by VerifyDone.
+// Asked for only with kReadback.
+struct VerifyUpdate {
   UpdateId update;
-  Version version;
-  std::shared_ptr<const DestinationIndex> index;
-  std::vector<MemberId> destinations;
   std::vector<bool> skip_destination;
 };
 
@@ -713,10 +721,10 @@ struct LogLine {
 };
 
 using GroupAction =
-    std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
-                 StartTransfer, StartVerify, PlanRefit, StartCompare, StartRefit, ReleaseMember,
-                 UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded,
-                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
+    std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining, MovePart,
+                 VerifyUpdate, PlanRefit, StartCompare, StartRefit, ReleaseMember, UpdateAssembled,
+                 NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded, RefuseMember,
+                 WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

@@ -55,7 +55,6 @@ struct Member {
   int world_size = 0;
   int pid = 0;
   NodeId node;             // of the daemon that it is attached to
-  bool relays = true;      // that daemon can forward along chains
   std::string label;       // for messages
   std::string daemon;      // that daemon's id; empty: the coordinator's
   std::string identity;    // trainers
@@ -65,14 +64,17 @@ struct Member {
   std::string takes_of;  // engines: the pattern of owners whose weights they take; empty: any
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
+  std::shared_ptr<const void> manifest_counted;  // EngineIdentity::counted
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
   uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
+  uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
   bool on_device = false;           // engines: memory is on a GPU
   bool fill = false;                // engines: may give, and be filled
   bool updated = false;             // engines: an update was committed to it in this lease
   bool verified = false;            // engines: the same, into the rank's present layout
+  absl::Status refused;             // engines: not OK: a limit refused the rank's last layout
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
   std::map<std::pair<UpdateId, PartSeq>, SlotGrant>
@@ -142,6 +144,11 @@ bool MayPass(GiveUpClass kind);
 std::string Seconds(Duration duration);
 // Formats a list that may be long, as in "a, b, c and 4 more".
 std::string Few(const std::vector<std::string>& names);
+// Checks a number that a rank tells of the update: it must not be negative, and not differ from
+// what the ranks before told. 0: not told.
+absl::Status CheckTold(std::string_view field, int64_t told, int64_t before);
+// The same of tensor_count, which has a limit (RESOURCE_EXHAUSTED).
+absl::Status CheckTensorsTold(int64_t told, int64_t before);
 
 }  // namespace group
 
@@ -259,6 +266,9 @@ struct Group::Impl {
   absl::Status CheckTrainer(const TrainerIdentity& who) const;
   absl::Status CheckEnginesTake(const std::string& identity) const;
   std::string ClaimOf(const EngineIdentity& who) const;
+  void RefuseDeclared(Member* member, const absl::Status& why);
+  const Member* RefusedRank(const Instance& instance) const;
+  void FailIfRefused(absl::Status why);
   void FindUnwelcome();
   absl::Status WhyUnwelcome(const Member& member) const;
   void ExpelUnwelcome();
@@ -269,10 +279,20 @@ struct Group::Impl {
   InstanceStanding StandingOf(const std::string& instance_name) const;
   // Called where the instance's state, ranks or version change.
   void NoteStanding(const std::string& instance_name) { restood.insert(instance_name); }
+  struct Claim {
+    group::HeldVersion held;
+    uint64_t layouts = 0;  // a digest of the ranks' layouts
+    uint64_t content = 0;  // a digest of the digests that the ranks brought
+  };
+  std::optional<Claim> ClaimOf(const Instance& instance) const;
+  using Contents = std::map<std::pair<group::HeldVersion, uint64_t>, uint64_t>;
+  Contents FindContents() const;
   void FindLineage();
   void NoteInstalled(const Member& member);
   bool Believed(const EngineIdentity& who) const;
-  bool OfLineage(const group::HeldVersion& held) const;
+  void CheckContent(Member* member, uint64_t content);
+  std::map<MemberId, uint64_t> ReadBack() const;
+  bool OfLineage(const Instance& instance, const group::HeldVersion& held) const;
   // Called when a rank brings a version that an earlier incarnation of the group committed.
   void NoteEarlierVersion();
   absl::Status CheckHeld(const EngineIdentity& who) const;
@@ -366,7 +386,7 @@ struct Group::Impl {
   static bool HasShardsIn(const Member& member, const TrainerProgress& progress) {
     return HasShards(member) && !progress.without_layout;
   }
-  uint32_t RelayLag(const std::vector<MemberId>& sources) const;
+  uint32_t RelayLag() const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
   group::ProgramKey KeyOf(const std::vector<MemberId>& sources) const;
@@ -428,11 +448,13 @@ struct Group::Impl {
 
   // ---- end.cc ----
   absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
-  absl::Status CheckCoverageIfLast(const TrainerProgress& progress) const;
+  absl::Status CheckCoverageIfLast(const TrainerProgress& progress, int64_t told) const;
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
   void TakeAnnounced(Member* member, TrainerProgress* progress);
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
-  absl::Status CheckCoverage() const;
+  // `told`: how many tensors the update brings; 0: nobody told it.
+  absl::Status CheckCoverage(int64_t told) const;
+  absl::Status CheckTensorCount(int64_t told) const;
   int64_t UnwantedAndNotPushed() const;
   static LeftOut LeftOutOf(const Update& u);
   absl::Status CheckAllPushed() const;
@@ -489,6 +511,9 @@ struct Group::Impl {
   bool any_unwelcome = false;
   GroupState state = GroupState::kIdle;
   std::optional<Version> version;  // last committed in this incarnation
+  // The last refusal, by a limit, of what an engine rank declares; OK: none since an update was
+  // assembled.
+  absl::Status last_refusal;
   // A version was committed in an earlier incarnation: a rank brought it, or the group was
   // replaced.
   bool had_version = false;
@@ -501,10 +526,13 @@ struct Group::Impl {
   // Of the versions of earlier incarnations that clean instances brought, the one that most of them
   // hold; nullopt: there is none, or the group has committed a version itself.
   std::optional<group::HeldVersion> lineage;
-  // The last version of this incarnation that was committed to each rank, also of instances that
-  // are gone, by instance and rank: what a rank that comes back says is compared with it. At most
-  // kMaxEngineRanks.
-  std::map<std::pair<std::string, int>, Version> committed_to;
+  // Of the same instances: by version and the digest of an instance's layouts, the content that
+  // most of them brought.
+  Contents contents;
+  // The last version of this incarnation that was committed to each rank, with the digest of what
+  // was read back, also of instances that are gone, by instance and rank: what a rank that comes
+  // back says is compared with it. At most kMaxEngineRanks.
+  std::map<std::pair<std::string, int>, std::pair<Version, uint64_t>> committed_to;
   // Incarnations of this group before it was replaced: what they committed is not to be served.
   std::set<uint64_t> replaced;  // at most kRememberedIncarnations
   // Nodes with members that are kept out of updates, and why.

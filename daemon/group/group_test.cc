@@ -74,7 +74,7 @@ TEST_CASE("an update of one trainer and one registered engine commits") {
   CHECK(begun.remaining == seconds(120));
   const CallId push = g.Push(g.trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == std::nullopt);
   CHECK(g.Answer(push) == nullptr);
   CHECK(g.Instance("r").state == "dirty_ready");
   g.FinishAll();
@@ -395,7 +395,7 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   AttachHolding(&g, "d", 0, 2, 9, 0x55);
   AttachHolding(&g, "d", 1, 2, 9, 0x66);  // the same number, of another incarnation
   CHECK(g.Instance("d").version == std::nullopt);
-  AttachHolding(&g, "c", 0, 2, 6, 0);  // an older client
+  AttachHolding(&g, "c", 0, 2, 6, 0);  // tells no origin
   const MemberId c1 = AttachHolding(&g, "c", 1, 2, 6, 0);
   CHECK(g.Instance("c").version == Version(6));
   CHECK(g.Instance("c").origin == 0);
@@ -415,7 +415,7 @@ TEST_CASE("members that attach during an update take part from the next one") {
   g.Registered("late", kModel);
   CHECK(g.prepares.size() == 1);
   g.Push(g.trainer, 1, 0, kModel);
-  CHECK(g.running[0].transfer.destinations.size() == 1);
+  CHECK(g.assembled->destinations.size() == 1);
   g.Settle();
   const CallId commit = g.Commit(g.trainer, 1, 1);
   g.Settle();
@@ -468,6 +468,8 @@ TEST_CASE("Begin refuses bad versions, durations and counts and changes nothing"
   e.duration = {};
   e.tensor_count = -1;
   CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.tensor_count = kMaxTensorsPerLayout + 1;
+  CHECK(g.Code(g.Begin(e)) == kExhausted);
   e.tensor_count = 0;
   e.total_bytes = -1;
   CHECK(g.Code(g.Begin(e)) == kInvalid);
@@ -540,6 +542,84 @@ TEST_CASE("Begin that waits for another trainer rank ends at the deadline and na
   CHECK_THAT(g.Text(begin), Contains("trainer rank 1 to begin"));
 }
 
+absl::Status TooLarge() { return TooManyTensors("layout.names", kMaxTensorsPerLayout + 1); }
+
+// Checks that the call failed for the limit, and that its failure names the engine.
+void CheckTooLarge(const TestGroup& g, CallId call, const std::string& instance) {
+  CHECK(g.Code(call) == kExhausted);
+  CHECK_THAT(g.Text(call), Contains("engine " + instance + " rank 0") && Contains("262145") &&
+                               Contains("262144 (kMaxTensorsPerLayout)"));
+  const Failure failure = FailureOf(g.Answer(call)->status);
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].instance == instance);
+  CHECK(failure.weights == WeightsLeft::kClean);
+}
+
+TEST_CASE("a Begin that waited for an engine whose layout is too large waited out its deadline") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const CallId waits = g.Begin(t, 1);
+  CHECK(g.Answer(waits) == nullptr);
+  g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
+  CheckTooLarge(g, waits, "a");
+  // The next call fails as well, until the engine has registered what it can.
+  CheckTooLarge(g, g.Begin(t, 2), "a");
+  g.Shards(t, kModel);
+  CheckTooLarge(g, g.Refit(t, 3), "a");
+  g.Register(a, LayoutOf(kModel));
+  const CallId begin = g.Begin(t, 4);
+  g.FinishCompile();  // the trainer has shards
+  g.ReadyAll();
+  CHECK(g.Code(begin) == absl::StatusCode::kOk);
+}
+
+TEST_CASE("a Begin waits for other instances where one is refused for its size") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const MemberId b = g.AttachEngine({"b", 0, 1, DeliveryMode::kRegistered, 8, {}, {}});
+  const CallId begin = g.Begin(t, 1);
+  g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
+  CHECK(g.Answer(begin) == nullptr);
+  SECTION("one that registers") {
+    g.Register(b, LayoutOf(kModel));
+    g.ReadyAll();
+    CHECK(g.Code(begin) == absl::StatusCode::kOk);
+  }
+  SECTION("one that leaves") {
+    g.Lose(b);
+    CheckTooLarge(g, begin, "a");
+  }
+  SECTION("one that is refused, too") {
+    g.Do(EngineFailed{b, UpdateId(), "", TooLarge()});
+    CheckTooLarge(g, begin, "b");
+  }
+  SECTION("none, after all have left") {
+    g.Lose(a);
+    g.Expire();
+    CHECK(g.Code(begin) == kDeadline);
+    CHECK_THAT(g.Text(begin), Contains("0 of 1 instances complete") && Contains("262145"));
+  }
+}
+
+TEST_CASE("a Begin that waited for an engine whose manifest is too large waited out its deadline") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const CallId waits = g.Begin(t, 1);
+  EngineIdentity who{"a", 0, 1, DeliveryMode::kStaged, 7, {}, {}};
+  who.refused = TooLarge();
+  const MemberId a = g.AttachEngine(who);
+  CHECK(g.refused.at(a).code() == kExhausted);
+  CheckTooLarge(g, waits, "a");
+  // The engine is gone, and another may come in its place.
+  const CallId begin = g.Begin(t, 2);
+  CHECK(g.Answer(begin) == nullptr);
+  g.Registered("a", kModel);
+  g.ReadyAll();
+  CHECK(g.Code(begin) == absl::StatusCode::kOk);
+}
+
 TEST_CASE("an engine that never answers Ready is named, and its instance stays clean") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
@@ -597,26 +677,63 @@ TEST_CASE("with evict_late and nobody ready the update aborts") {
   CHECK_THAT(g.Text(begin), Contains("no instance is left") && Contains("slow rank 0"));
 }
 
-TEST_CASE("staged engines without a manifest need Begin's tensor count") {
+TEST_CASE("staged engines without a manifest need a tensor count, of Begin or of Commit (P1)") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
   g.Staged("s");
-  const CallId untold = g.Begin(t, 1);
-  CHECK(g.Code(untold) == kPrecondition);
-  CHECK_THAT(g.Text(untold), Contains("tensor_count"));
-  g.tensor_count = 2;
+  const bool at_begin = GENERATE(true, false);
+  g.tensor_count = at_begin ? 2 : 0;
   g.Open(t, 1);
   g.Push(t, 1, 0, {kModel[0]});
   g.Settle();
-  const CallId early = g.Commit(t, 1, 1);
+  if (!at_begin) {
+    const CallId untold = g.Commit(t, 1, 1);
+    CHECK(g.Code(untold) == kPrecondition);
+    CHECK_THAT(g.Text(untold), Contains("tensor_count: 0") && Contains("engine s rank 0"));
+  }
+  const CallId early = g.CommitTold(t, 1, 1, 2);
   CHECK(g.Code(early) == kPrecondition);
-  CHECK_THAT(g.Text(early), Contains("1 tensors") && Contains("was 2"));
+  CHECK_THAT(g.Text(early), Contains("1 tensors") && Contains("is 2"));
   g.Push(t, 1, 1, {kModel[1]});
-  const CallId third = g.Push(t, 1, 2, {Bytes("c", 1)});
-  CHECK(g.Code(third) == kPrecondition);
+  if (at_begin) CHECK(g.Code(g.Push(t, 1, 2, {Bytes("c", 1)})) == kPrecondition);
   g.Settle();
-  const CallId commit = g.Commit(t, 1, 2);
-  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Code(g.CommitTold(t, 1, 2, 1)) == kPrecondition);
+  CHECK(g.Code(g.CommitTold(t, 1, 2, 2)) == kOk);
+}
+
+TEST_CASE("a tensor count that Commit tells is of all ranks, and the same on each that tells it") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = 2;
+  TestGroup g(spec);
+  const MemberId first = g.AttachTrainer(0, 2);
+  const MemberId second = g.AttachTrainer(1, 2);
+  g.Staged("s");
+  g.Begin(first, 1);
+  g.Open(second, 1);
+  g.Push(first, 1, 0, {kModel[0]});
+  g.Push(second, 1, 0, {kModel[1]});
+  g.Settle();
+  const CallId told = g.CommitTold(first, 1, 1, 2);
+  CHECK(g.Answer(told) == nullptr);
+  CHECK(g.group.ViewUpdate(g.now)->tensor_count == 2);
+  const CallId other = g.CommitTold(second, 1, 1, 3);
+  CHECK(g.Code(other) == kPrecondition);
+  CHECK_THAT(g.Text(other), Contains("tensor_count: 3 differs from the 2"));
+  CHECK(g.Code(g.Commit(second, 1, 1)) == kOk);
+  CHECK(g.Code(told) == kOk);
+}
+
+TEST_CASE("a tensor count goes with the waiting commit that told it") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Staged("s");
+  g.Open(t, 1);
+  const CallId ahead = g.CommitTold(t, 1, 1, 3, true);
+  g.Push(t, 1, 0, {kModel[0]});
+  CHECK(g.Code(ahead) == kPrecondition);
+  CHECK_THAT(g.Text(ahead), Contains("1 tensors") && Contains("is 3"));
+  g.Settle();
+  CHECK(g.Code(g.CommitTold(t, 1, 1, 1)) == kOk);
 }
 
 TEST_CASE("instances that disagree about a tensor are both named at Begin") {
@@ -858,8 +975,8 @@ TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot"
   b.LieIn(lease.grant, {0, 1024});
   const CallId push = g.Push(b);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.source_slot == lease.grant);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == lease.grant);
+  CHECK(g.running[0].transfer.leased);
   CHECK(g.parts.empty());
   g.FinishAll();
   CHECK(g.Code(push) == kOk);
@@ -919,7 +1036,7 @@ TEST_CASE("a broadcast goes through a slot, in parts of a slot's size, and gives
   const CallId push = g.Push(g.trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == method);
-  CHECK(g.running[0].transfer.fill_slot.has_value());
+  CHECK(g.running[0].transfer.slot.has_value());
   CHECK(g.running[0].transfer.staged.empty());
   CHECK(g.running[0].transfer.touched.size() == 2);
   CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
@@ -943,7 +1060,7 @@ TEST_CASE("with kDirect, and with kAuto where GPUs lack slots, nothing passes th
   g.Push(g.trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kDirect);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == std::nullopt);
   CHECK(g.FreeSlots() == 4);
 }
 
@@ -984,8 +1101,8 @@ TEST_CASE("a bucket of a leased slot is broadcast from it") {
   g.Push(b);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kChain);
-  CHECK(g.running[0].transfer.source_slot == lease.grant);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == lease.grant);
+  CHECK(g.running[0].transfer.leased);
   g.FinishAll();
   CHECK(g.FreeSlots() == 4);
 }
@@ -1032,7 +1149,7 @@ TEST_CASE("ranks agree about the method, and all of them need slots for kAuto to
   g.Open(e);
   g.Push(t1, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.fill_slot.has_value() == e.slots_on_devices);
+  CHECK(g.running[0].transfer.slot.has_value() == e.slots_on_devices);
 }
 
 TEST_CASE("a method that needs slots is refused where there are none") {
@@ -1069,7 +1186,7 @@ TEST_CASE("an engine that comes while an update is opened, on a GPU without slot
   CHECK(g.Code(begin) == kOk);
   g.Push(trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[0].transfer.slot == std::nullopt);
 }
 
 TEST_CASE("an abort gives the slots of a broadcast back when its copies have ended") {
@@ -1120,7 +1237,7 @@ TEST_CASE(
     "a big bucket that goes directly is cut between tensors; its answer waits for all parts") {
   InParts g;
   for (uint32_t p = 0; p < 4; ++p) {
-    const StartTransfer& part = g.running[p].transfer;
+    const MovePart& part = g.running[p].transfer;
     CHECK(part.part == PartSeq(p));
     CHECK(part.content->bytes == 1000);
     REQUIRE(part.content->ranges.size() == 2);
@@ -1128,7 +1245,7 @@ TEST_CASE(
     CHECK(part.content->ranges[1] == TensorRange{2 * p + 1, 0, 500});
     CHECK(part.content->ranges[0].tensor == 2 * p);
     CHECK(part.touched == std::vector<uint32_t>{0, 1, 2});
-    CHECK(part.fill_slot == std::nullopt);
+    CHECK(part.slot == std::nullopt);
   }
   const CallId commit = g.Commit(g.trainer, 1, 1);
   for (const size_t index : {3, 1, 0}) {
@@ -1270,7 +1387,7 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
   g.Open(t, 1);
   g.Push(t, 1, 0, model);
   REQUIRE(g.running.size() == 2);
-  CHECK(g.running[0].transfer.fill_slot.has_value());
+  CHECK(g.running[0].transfer.slot.has_value());
   CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
   g.FinishAll();
   CHECK(g.running.empty());  // no reader acknowledges
@@ -1278,7 +1395,7 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
   REQUIRE(g.running.size() > 1);
   for (const auto& running : g.running) {
     const PartContent& content = *running.transfer.content;
-    CHECK_FALSE(running.transfer.fill_slot.has_value());
+    CHECK_FALSE(running.transfer.slot.has_value());
     CHECK(content.byte_offsets.empty());
     int64_t carried = 0;  // one byte for each element
     for (const TensorRange& range : content.ranges) carried += range.count;
@@ -1331,7 +1448,7 @@ TEST_CASE("what one part wrote too little, no other makes up for") {
   InParts g;
   const CallId commit = g.Commit(g.trainer, 1, 1);
   for (int64_t p = 0; p < 4; ++p) {
-    const StartTransfer t = g.running[0].transfer;
+    const MovePart t = g.running[0].transfer;
     g.running.erase(g.running.begin());
     // In part 1 one rank got 499 bytes instead of 500, and the other got 501.
     std::vector<int64_t> bytes = {1000, 500, 500};
@@ -1560,7 +1677,7 @@ TEST_CASE("parts without staged engines left need no slots any more") {
   CHECK(g.running.size() == 2);
   g.Lose(s);
   CHECK(g.running.size() == 5);
-  CHECK(g.running[4].transfer.fill_slot == std::nullopt);
+  CHECK(g.running[4].transfer.slot == std::nullopt);
   g.FinishAll();
   CHECK(g.Code(push) == kOk);
   CHECK(g.FreeSlots() == 2);
@@ -1809,7 +1926,7 @@ TEST_CASE("a failed readback aborts and names the rank") {
 TEST_CASE("a program that wrote too little does not commit") {
   OneToOne g;
   g.Push(g.trainer, 1, 0, kModel);
-  const StartTransfer t = g.running[0].transfer;
+  const MovePart t = g.running[0].transfer;
   g.running.clear();
   g.Do(TransferDone{t.update, t.part, absl::OkStatus(), {1499}, -1, {}});
   const CallId commit = g.Commit(g.trainer, 1, 1);
@@ -1994,6 +2111,84 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   for (const char* const name : {"first", "second", "late"}) {
     CAPTURE(name);
     CHECK(standing(name) == Standing::kClean);
+  }
+}
+
+// Attaches an engine that claims version 4 of another incarnation, or of the group's, with
+// `digest`. Its daemon then finds `content` in its memory.
+MemberId Claiming(TestGroup* g, const std::string& instance, uint64_t digest, uint64_t content,
+                  uint64_t origin = 0x55, int64_t held = 4) {
+  EngineIdentity who{instance, 0, 1, DeliveryMode::kRegistered, 0, Version(held), {}};
+  who.held_origin = origin;
+  who.held_digest = digest;
+  who.fill = true;
+  const MemberId id = g->AttachEngine(std::move(who));
+  g->engines[id].layout = LayoutOf(kModel);
+  g->Do(LayoutRegistered{id, LayoutOf(kModel), CallId(), std::nullopt, content});
+  return id;
+}
+
+std::map<std::string, Standing> StandingsOf(TestGroup* g) {
+  g->group.TakeStandings();
+  std::map<std::string, Standing> all;
+  for (const InstanceStanding& each : g->group.Standings()) all[each.instance] = each.standing;
+  return all;
+}
+
+TEST_CASE("an engine was ready whose memory does not hold the version that it claims") {
+  TestGroup g(SpecOf(1, 1));
+  Claiming(&g, "unknown", 0, 0);  // an older daemon, or a version that was not read back
+  Claiming(&g, "same", 7, 7);     // its daemon found what the engine was given
+  Claiming(&g, "changed", 7, 8);  // its memory was written to since
+  CHECK(StandingsOf(&g).at("unknown") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("same") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("changed") == Standing::kEmpty);
+  CHECK(g.Instance("changed").version == std::nullopt);
+  const MemberId trainer = g.AttachTrainer();
+  g.Install(trainer, 1, kModel);
+  CHECK(StandingsOf(&g).at("changed") == Standing::kClean);
+}
+
+TEST_CASE("of engines with equal layouts and different bytes of one version, most are ready") {
+  TestGroup g(SpecOf(1, 1));
+  Claiming(&g, "b", 9, 9);
+  CHECK(StandingsOf(&g).at("b") == Standing::kClean);
+  Claiming(&g, "a", 7, 7);
+  Claiming(&g, "c", 7, 7);
+  Claiming(&g, "told", 0, 0);
+  CHECK(StandingsOf(&g).at("a") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("b") == Standing::kStray);
+  CHECK(StandingsOf(&g).at("c") == Standing::kClean);
+  CHECK(StandingsOf(&g).at("told") == Standing::kClean);
+}
+
+TEST_CASE("an engine that comes back with other bytes than were read back is not ready") {
+  TestGroup g(SpecOf(1, 1));
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId a = g.Fillable("a", kModel);
+  g.Open(trainer, 4);
+  g.Push(trainer, 4, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(trainer, 4, 1);
+  g.FinishVerify(absl::OkStatus(), {}, {42});
+  REQUIRE(g.Code(commit) == absl::StatusCode::kOk);
+  const auto told = std::find_if(g.committed.begin(), g.committed.end(),
+                                 [a](const SendCommitted& c) { return c.member == a; });
+  REQUIRE(told != g.committed.end());
+  CHECK(told->digest == 42);
+  g.Lose(a);
+  SECTION("the bytes that it was given") {
+    Claiming(&g, "a", 42, 42, g.group.incarnation());
+    CHECK(StandingsOf(&g).at("a") == Standing::kClean);
+    CHECK(g.Instance("a").version == Version(4));
+  }
+  SECTION("other bytes, with the digest that it was given") {
+    Claiming(&g, "a", 42, 43, g.group.incarnation());
+    CHECK(g.Instance("a").version == std::nullopt);
+  }
+  SECTION("other bytes, with their digest") {
+    Claiming(&g, "a", 43, 43, g.group.incarnation());
+    CHECK(g.Instance("a").version == std::nullopt);
   }
 }
 

@@ -57,7 +57,7 @@ class TestGroup {
     std::shared_ptr<const Layout> layout;
   };
   struct Running {
-    StartTransfer transfer;
+    MovePart transfer;
     std::set<MemberId> touches;
   };
   struct Handed {
@@ -187,6 +187,13 @@ class TestGroup {
     Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets, false});
     return call;
   }
+  // Commits, and tells that the update brings so many tensors. `ahead`: buckets are on their way.
+  CallId CommitTold(MemberId member, int64_t version, int64_t buckets, int64_t tensors,
+                    bool ahead = false) {
+    const CallId call = NewCall();
+    Do(CommitEvent{call, member, "", Version(version), buckets, ahead, {}, tensors});
+    return call;
+  }
   // Pushes the whole model in one bucket to the open update and commits it.
   void PushAndCommit(MemberId member, int64_t version, const std::vector<TensorSpec>& model) {
     Push(member, version, 0, model);
@@ -272,7 +279,7 @@ class TestGroup {
     Do(EngineFailed{member, update, std::move(reason)});
   }
   // The method that an executor might choose with kAuto: every other part goes by the chain.
-  static BroadcastMethod MethodOf(const StartTransfer& t) {
+  static BroadcastMethod MethodOf(const MovePart& t) {
     if (t.broadcast != BroadcastMethod::kAuto) return t.broadcast;
     return t.part.value() % 2 == 0 ? BroadcastMethod::kChain : BroadcastMethod::kDirect;
   }
@@ -340,12 +347,13 @@ class TestGroup {
     refitting.reset();
     Do(std::move(done));
   }
-  void FinishVerify(absl::Status status = absl::OkStatus(), std::vector<uint32_t> failed = {}) {
+  void FinishVerify(absl::Status status = absl::OkStatus(), std::vector<uint32_t> failed = {},
+                    std::vector<uint64_t> content = {}) {
     REQUIRE(verifying.has_value());
     const UpdateId update = verifying->update;
     verifying.reset();
     verify_touches.clear();
-    Do(VerifyDone{update, std::move(status), std::move(failed)});
+    Do(VerifyDone{update, std::move(status), std::move(failed), std::move(content)});
   }
   // Answers until nothing is left to answer.
   void Settle() {
@@ -453,7 +461,7 @@ class TestGroup {
   bool puts_out =
       false;  // trainers that were welcome may be refused: another identity owns the group now
   std::optional<StartRefit> refitting;
-  std::optional<StartVerify> verifying;
+  std::optional<VerifyUpdate> verifying;
   std::set<MemberId> verify_touches;
   std::vector<SendCommitted> committed;
   std::vector<SendAborted> aborted;
@@ -471,8 +479,8 @@ class TestGroup {
  private:
   using Written = std::map<std::string, IntervalSet>;
 
-  static std::vector<int64_t> BytesInto(const StartTransfer& t) {
-    std::vector<int64_t> bytes(t.destinations.size());
+  std::vector<int64_t> BytesInto(const MovePart& t) const {
+    std::vector<int64_t> bytes(assembled->destinations.size());
     for (size_t d = 0; d < bytes.size(); ++d) {
       if (t.skip_destination[d]) continue;
       ForEachCommon(t, d, [&](const TensorSpec& tensor, const Box& box) {
@@ -482,8 +490,8 @@ class TestGroup {
     return bytes;
   }
   template <typename F>
-  static void ForEachCommon(const StartTransfer& t, size_t d, F f) {
-    const Layout& layout = *t.index->destinations()[d];
+  void ForEachCommon(const MovePart& t, size_t d, F f) const {
+    const Layout& layout = *assembled->index->destinations()[d];
     for (const TensorRange& range : t.content->ranges) {
       const TensorSpec& tensor = t.content->bucket->tensors[range.tensor];
       for (const Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
@@ -495,12 +503,13 @@ class TestGroup {
       }
     }
   }
-  void RecordWritten(const StartTransfer& t) {
-    for (size_t d = 0; d < t.destinations.size(); ++d) {
+  void RecordWritten(const MovePart& t) {
+    for (size_t d = 0; d < assembled->destinations.size(); ++d) {
       if (t.skip_destination[d]) continue;
       for (const TensorRange& range : t.content->ranges) {
         const std::string& name = t.content->bucket->tensors[range.tensor].name;
-        CHECK(written_[t.destinations[d]][name].Add(range.start, range.start + range.count));
+        CHECK(
+            written_[assembled->destinations[d]][name].Add(range.start, range.start + range.count));
       }
     }
   }
@@ -602,7 +611,7 @@ class TestGroup {
     CheckAlive(a.member);
     draining.push_back(a);
   }
-  void On(const StartTransfer& a) {
+  void On(const MovePart& a) {
     CHECK(a.update == UpdateId(updates_));
     CHECK(bucket_of.contains(a.bucket_call));
     // The call is unanswered, so the bucket's source is still there.
@@ -610,31 +619,29 @@ class TestGroup {
     // The bucket that was checked is moved itself: no list of tensors was copied on the way.
     CHECK(a.content->bucket == pushed[a.bucket_call]);
     CheckAlive(a.trainer);
-    const bool slot = a.source_slot.has_value() || a.fill_slot.has_value();
-    CHECK((slot || a.broadcast == BroadcastMethod::kDirect));
+    CHECK((a.slot.has_value() || a.broadcast == BroadcastMethod::kDirect));
     for (const Running& other : running) {
       // A slot serves one part at a time.
-      for (const auto& theirs : {other.transfer.source_slot, other.transfer.fill_slot}) {
-        CHECK((!theirs.has_value() || (theirs != a.source_slot && theirs != a.fill_slot)));
-      }
+      CHECK((!a.slot.has_value() || other.transfer.slot != a.slot));
     }
     Running r{a, {a.trainer}};
-    for (size_t d = 0; d < a.destinations.size(); ++d) {
+    for (size_t d = 0; d < assembled->destinations.size(); ++d) {
       if (a.skip_destination[d]) continue;
+      const MemberId to = assembled->destinations[d];
       bool any = false;
       ForEachCommon(a, d, [&](const TensorSpec&, const Box&) { any = true; });
       if (!any) continue;
-      CheckAlive(a.destinations[d]);
-      r.touches.insert(a.destinations[d]);
-      if (engines.contains(a.destinations[d])) dirty.insert(engines[a.destinations[d]].instance);
+      CheckAlive(to);
+      r.touches.insert(to);
+      if (engines.contains(to)) dirty.insert(engines[to].instance);
     }
     running.push_back(std::move(r));
   }
-  void On(const StartVerify& a) {
+  void On(const VerifyUpdate& a) {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());
-    for (size_t d = 0; d < a.destinations.size(); ++d) {
-      if (!a.skip_destination[d]) verify_touches.insert(a.destinations[d]);
+    for (size_t d = 0; d < assembled->destinations.size(); ++d) {
+      if (!a.skip_destination[d]) verify_touches.insert(assembled->destinations[d]);
     }
     verifying = a;
   }

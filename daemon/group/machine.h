@@ -153,7 +153,7 @@ struct ReleaseWire {};
 
 using PeerAction = std::variant<SendCommand, DropNode, SendReport, CloseLink, MakeSlots, OpenEpoch,
                                 ConnectEpoch, CloseEpoch, StartWire, StartExchange, BuildProgram,
-                                StartMoves, AcquireWire, ReleaseWire>;
+                                StartMoves, StartTransfer, StartVerify, AcquireWire, ReleaseWire>;
 using MachineAction = std::variant<GroupAction, PeerAction>;
 using MachineActions = std::vector<MachineAction>;
 

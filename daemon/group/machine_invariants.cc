@@ -38,7 +38,8 @@ void Worker::CheckInvariants() const {
 
 void Worker::CheckParts(const Update& update) {
   for (const auto& [seq, part] : update.parts) {
-    REFITD_CHECK(part.header.header.part == seq && update.handouts.contains(seq));
+    REFITD_CHECK(part.header.header.part == seq);
+    REFITD_CHECK(!part.header.wired || update.handouts.contains(seq));
     REFITD_CHECK(part.result.bytes_written.size() == update.destinations.size());
     // P5: nothing goes over the wire before it was issued, and the root sends what it has packed.
     if (part.on_wire) REFITD_CHECK(part.issued && part.header.wired);
@@ -140,7 +141,7 @@ void Coordinator::Impl::CheckSpread() const {
     REFITD_CHECK(!part.cut || (part.header.wired && !s.abandoned));
     REFITD_CHECK(
         std::includes(part.sinks.begin(), part.sinks.end(), part.lack.begin(), part.lack.end()));
-    REFITD_CHECK(part.bytes_written.size() == s.destination_count);
+    REFITD_CHECK(part.bytes_written.size() == s.node_of.size());
     // P4: a part that no node runs is answered at once, or waits to be sent again.
     REFITD_CHECK(!part.running.empty() || (part.cut && !part.lack.empty()));
     REFITD_CHECK(std::includes(part.running.begin(), part.running.end(),

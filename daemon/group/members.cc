@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 #include "transport/base/identity.h"
 
 namespace refitd {
@@ -21,12 +22,10 @@ std::string WithPlace(std::string label, const Identity& who) {
 
 absl::Status CheckRank(int rank, int world_size, int max_world_size) {
   if (world_size < 1 || world_size > max_world_size) {
-    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}", world_size,
-                 max_world_size);
+    return InvalidField("world_size", "world_size: {} is not in 1..{}", world_size, max_world_size);
   }
   if (rank < 0 || rank >= world_size) {
-    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", rank,
-                 world_size - 1);
+    return InvalidField("rank", "rank: {} is not in 0..{}", rank, world_size - 1);
   }
   return absl::OkStatus();
 }
@@ -181,7 +180,6 @@ void Group::Impl::On(const TrainerAttached& e) {
   member.world_size = who.world_size;
   member.pid = who.pid;
   member.node = who.node;
-  member.relays = who.relays;
   member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("trainer rank {}", who.rank), who);
   member.identity = who.identity;
@@ -207,16 +205,17 @@ void Group::Impl::Admit(Member member) {
 absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
   if (!who.held_version.has_value() || who.held_origin != incarnation) return absl::OkStatus();
   if (version.has_value() && *who.held_version <= *version) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument,
-               "held_version: {} of held_origin {:x}, but {} in that incarnation of group {}",
-               *who.held_version, who.held_origin,
-               version.has_value() ? fmt::format("no version above {} was committed", *version)
-                                   : std::string("no version was committed"),
-               name);
+  return InvalidField(
+      "held_version",
+      "held_version: {} of held_origin {:x}, but {} in that incarnation of group {}",
+      *who.held_version, who.held_origin,
+      version.has_value() ? fmt::format("no version above {} was committed", *version)
+                          : std::string("no version was committed"),
+      name);
 }
 
 void Group::Impl::NoteInstalled(const Member& member) {
-  committed_to[{member.instance, member.rank}] = update->version;
+  committed_to[{member.instance, member.rank}] = {update->version, member.held_digest};
   if (committed_to.size() > static_cast<size_t>(kMaxEngineRanks))
     committed_to.erase(committed_to.begin());
 }
@@ -227,7 +226,20 @@ bool Group::Impl::Believed(const EngineIdentity& who) const {
   if (replaced.contains(who.held_origin)) return false;
   if (who.held_origin != incarnation) return true;
   const auto it = committed_to.find({who.instance, who.rank});
-  return it != committed_to.end() && it->second >= *who.held_version;
+  if (it == committed_to.end() || it->second.first < *who.held_version) return false;
+  const auto& [last, digest] = it->second;
+  const bool known = last == *who.held_version && digest != 0 && who.held_digest != 0;
+  return !known || digest == who.held_digest;
+}
+
+// The rank's daemon has read the memory that the rank registers: the version that the rank claims
+// must be there (P11).
+void Group::Impl::CheckContent(Member* member, uint64_t content) {
+  if (content == 0 || !member->held.has_value() || content == member->held_digest) return;
+  Log(LogLine::kWarning,
+      fmt::format("{} claims version {}, but its memory holds something else: it holds no version",
+                  member->label, member->held->version));
+  member->held.reset();
 }
 
 absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
@@ -253,12 +265,45 @@ absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
   return absl::OkStatus();
 }
 
+// A limit refuses what the rank declares: its layout, or a manifest, with which it was not taken
+// in. Whoever waits for its instance hears that at once, since waiting does not help (P4).
+void Group::Impl::RefuseDeclared(Member* member, const absl::Status& why) {
+  member->refused =
+      AboutSuspect(Prefixed(why, "{} is refused", member->label), group::SuspectOf(*member));
+  last_refusal = member->refused;
+  Log(LogLine::kWarning, Message(last_refusal));
+  FailIfRefused(last_refusal);
+  Changed();
+}
+
+// The first rank whose layout was refused, if the instance takes part in no update for that.
+const group::Member* Group::Impl::RefusedRank(const Instance& instance) const {
+  if (Available(instance)) return nullptr;
+  for (const auto& [rank, id] : instance.ranks) {
+    const Member* member = Find(id);
+    if (!member->refused.ok()) return member;
+  }
+  return nullptr;
+}
+
+// Gives an update up that waits for instances, if too few are attached that were not refused.
+// `why` OK: for the reason of which an attached rank was refused, if one was.
+void Group::Impl::FailIfRefused(absl::Status why) {
+  if (update == nullptr || update->state != UpdateState::kOpening || FillRuns()) return;
+  int left = 0;
+  for (const auto& [instance_name, instance] : instances) {
+    const Member* refused = RefusedRank(instance);
+    if (refused == nullptr) ++left;
+    if (refused != nullptr && why.ok()) why = refused->refused;
+  }
+  if (why.ok() || left >= std::max(spec.min_instances, 1)) return;
+  GiveUp give_up{Message(why), GiveUpClass::kOther, FailureOf(why)};
+  give_up.begin_code = why.code();
+  Abandon(std::move(give_up));
+}
+
 void Group::Impl::On(const EngineAttached& e) {
   const EngineIdentity& who = e.identity;
-  if (absl::Status status = CheckEngine(who); !status.ok()) {
-    Do(RefuseMember{e.member, std::move(status)});
-    return;
-  }
   Member member;
   member.id = e.member;
   member.engine = true;
@@ -267,9 +312,17 @@ void Group::Impl::On(const EngineAttached& e) {
   member.world_size = who.world_size;
   member.pid = who.pid;
   member.node = who.node;
-  member.relays = who.relays;
   member.daemon = who.daemon;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
+  absl::Status status = CheckEngine(who);
+  if (status.ok() && !who.refused.ok()) {
+    RefuseDeclared(&member, who.refused);
+    status = who.refused;
+  }
+  if (!status.ok()) {
+    Do(RefuseMember{e.member, std::move(status)});
+    return;
+  }
   member.delivery = who.delivery;
   member.on_device = who.on_device;
   member.fill = who.fill;
@@ -277,9 +330,11 @@ void Group::Impl::On(const EngineAttached& e) {
   if (who.manifest.has_value()) {
     member.manifest = declared->Shared(*who.manifest);
     declared->Add(member.manifest);
+    member.manifest_counted = who.counted;
   }
   if (who.held_version.has_value()) {
     if (Believed(who)) member.held = {*who.held_version, who.held_origin};
+    member.held_digest = who.held_digest;
     if (who.held_origin != incarnation) NoteEarlierVersion();
   }
   Instance& instance = instances[who.instance];
@@ -314,10 +369,12 @@ void Group::Impl::On(const LayoutRegistered& e) {
   }
   // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
+  CheckContent(member, e.content);
   if (member->engine) look_for_fill = true;
   member->layout = e.layout;
   ++member->registrations;
   member->verified = false;
+  member->refused = absl::OkStatus();
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
   Changed();
@@ -390,9 +447,42 @@ std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instanc
   return common;
 }
 
-// Versions of two incarnations can't be compared, so the number of instances decides: a rank's word
-// about a version can't be checked, and one that says too much does not make the others unready. Of
-// equal numbers what was chosen before stays, and then the greater version counts.
+// What the instance claims to hold; nullopt: no version, or a rank brought no digest with it.
+std::optional<Group::Impl::Claim> Group::Impl::ClaimOf(const Instance& instance) const {
+  const std::optional<group::HeldVersion> held = VersionOf(instance);
+  if (!held.has_value()) return std::nullopt;
+  HashChain layouts(0);
+  HashChain content(0);
+  for (const auto& [rank, id] : instance.ranks) {
+    const Member& member = *Find(id);
+    if (member.held_digest == 0) return std::nullopt;
+    layouts.Add(member.layout_digest);
+    content.Add(member.held_digest);
+  }
+  return Claim{*held, layouts.hash(), content.hash()};
+}
+
+// Ranks with equal layouts hold equal bytes of one version. Where claims of one version differ,
+// most of them decide; of equal numbers the smaller digest, so that the choice does not change with
+// the order of events.
+Group::Impl::Contents Group::Impl::FindContents() const {
+  std::map<Contents::key_type, std::map<uint64_t, int>> claims;
+  for (const auto& [instance_name, instance] : instances) {
+    const std::optional<Claim> claim = ClaimOf(instance);
+    if (claim.has_value()) ++claims[{claim->held, claim->layouts}][claim->content];
+  }
+  Contents most;
+  for (const auto& [of, counts] : claims) {
+    most[of] = std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
+                 return a.second < b.second;
+               })->first;
+  }
+  return most;
+}
+
+// Versions of two incarnations can't be compared, so the number of instances decides: one that says
+// too much does not make the others unready. Of equal numbers what was chosen before stays, and
+// then the greater version counts.
 void Group::Impl::FindLineage() {
   std::map<group::HeldVersion, int> holders;
   if (!version.has_value()) {
@@ -409,13 +499,21 @@ void Group::Impl::FindLineage() {
       count = instances_of_it;
     }
   }
-  if (std::exchange(lineage, most) == most) return;
+  Contents brought = version.has_value() ? Contents() : FindContents();
+  const bool same = lineage == most && contents == brought;
+  lineage = most;
+  contents = std::move(brought);
+  if (same) return;
   for (const auto& [instance_name, instance] : instances) NoteStanding(instance_name);
 }
 
 // Whether the version, of an earlier incarnation, may be served beside what the others hold.
-bool Group::Impl::OfLineage(const group::HeldVersion& held) const {
+bool Group::Impl::OfLineage(const Instance& instance, const group::HeldVersion& held) const {
   if (held.origin == incarnation || version.has_value() || !lineage.has_value()) return true;
+  if (const std::optional<Claim> claim = ClaimOf(instance); claim.has_value()) {
+    const auto most = contents.find({claim->held, claim->layouts});
+    if (most != contents.end() && most->second != claim->content) return false;
+  }
   if (held.origin != lineage->origin || held.version > lineage->version) return false;
   return lineage->version.value() - held.version.value() <= spec.max_lag;
 }
@@ -425,10 +523,10 @@ InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const
   const auto it = instances.find(instance_name);
   if (it == instances.end()) return standing;
   const Instance& instance = it->second;
-  if (group::IsDirty(instance.state)) {
-    standing.standing = Standing::kDirty;
-  } else if (instance.state == InstanceState::kForming) {
+  if (instance.state == InstanceState::kForming || instance.state == InstanceState::kFormingDirty) {
     standing.standing = Standing::kForming;
+  } else if (group::IsDirty(instance.state)) {
+    standing.standing = Standing::kDirty;
   } else {
     standing.standing =
         instance.state == InstanceState::kClean ? Standing::kClean : Standing::kUpdating;
@@ -438,7 +536,8 @@ InstanceStanding Group::Impl::StandingOf(const std::string& instance_name) const
   const bool whole =
       standing.standing == Standing::kClean || standing.standing == Standing::kUpdating;
   if (whole && had_version && !held.has_value()) standing.standing = Standing::kEmpty;
-  if (whole && held.has_value() && !OfLineage(*held)) standing.standing = Standing::kStray;
+  if (whole && held.has_value() && !OfLineage(instance, *held))
+    standing.standing = Standing::kStray;
   if (held.has_value() && held->origin == incarnation) standing.version = held->version;
   return standing;
 }

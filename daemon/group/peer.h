@@ -70,6 +70,8 @@ struct EpochUp {
 struct PeerAttach {
   MemberId member;
   std::variant<TrainerIdentity, EngineIdentity> identity;
+  // Set on receipt. Not OK: why the coordinator has no room for the manifest, which is left out.
+  absl::Status room{};
 };
 // A member's layout, structure only: regions and offsets stay with the joined daemon. Answered by
 // Reply, which is OK once updates that begin later count the member as registered.
@@ -82,6 +84,9 @@ struct PeerLayout {
   absl::Status destination{};
   // The layout's digest, if it was computed on receipt; not sent.
   std::optional<uint64_t> digest{};
+  uint64_t content = 0;  // LayoutRegistered::content
+  // Set on receipt. Not OK: why the coordinator has no room for the layout, which is null.
+  absl::Status room{};
 };
 // A trainer rank's call. The event's `call` and `member` are the joined daemon's.
 struct PeerCall {
@@ -186,7 +191,7 @@ using PeerReport =
 struct PeerWelcome {
   MemberId member;
   std::optional<Version> group_version;
-  int trainer_ranks = 0;  // of the group's spec as it is now; 0: unknown
+  int trainer_ranks = 1;  // of the group's spec as it is now
 };
 // An update in which this node takes part is assembled.
 struct PeerPrepare {
@@ -199,7 +204,7 @@ struct PeerPrepare {
   // This node's registered ranks, in the order of bytes_written, skip and failed_destinations.
   std::vector<MemberId> destinations;
   std::vector<uint64_t> layout_digests;  // of `destinations`, as the coordinator knows them
-  int trainer_ranks = 0;                 // of the group's spec as it is now; 0: unknown
+  int trainer_ranks = 1;                 // of the group's spec as it is now
   // Set on receipt, so that it is made without the daemon's mutex; not sent. Null, or of other
   // layouts than the destinations have when the command is handled: the worker makes its own.
   std::shared_ptr<const DestinationIndex> index{};
@@ -283,7 +288,7 @@ PeerProgram WithItsPart(PeerProgram command);
 // PeerCompared.
 struct PeerCompare {
   UpdateId update;
-  ReplicaFraction part = {};  // the share asked for; others may be answered, too
+  ReplicaFraction part = {};  // the share asked for
 };
 inline constexpr uint32_t kNoRank = UINT32_MAX;
 // Run the program: the moves within this node at once, the rounds over the wire once PeerIssue of

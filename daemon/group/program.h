@@ -1,5 +1,8 @@
-// A compiled refit on one daemon: the values that its worker and the executor exchange.
+// What a daemon's worker asks of the executor, and the answers.
 //
+//   PeerHeader  -> StartTransfer -> TransferDone          a part of a bucket
+//   PeerVerify  -> StartVerify -> VerifyDone              the read-back
+// A compiled refit:
 //   PeerProgram -> BuildProgram -> ProgramBuilt           structure: once for a set of layouts
 //   PeerCompare -> StartMoves(kCompare)                   replicas' digests, before data moves
 //   PeerRun     -> StartMoves(kLocal)                     within the daemon
@@ -14,17 +17,62 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "transport/base/ids.h"
+#include "transport/bucket.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/node_program.h"
+#include "transport/plan/plan.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/pool.h"
 #include "transport/transport.h"
 
 namespace refitd {
+
+// Copy one part of a bucket on this daemon: into the slot to fill, if there is one (packed as
+// `content` says), and into every destination of `index` that is not skipped. Destinations are
+// pairs of a member and its layout, in index order.
+struct StartTransfer {
+  UpdateId update;
+  Version version;
+  PartSeq part;
+  int64_t group_seq = 0;  // of the bucket
+  // The call that brought content->bucket: its source bytes stay valid until the call's Reply. 0:
+  // another daemon sent the part, which lies in `source_slot` as `content` says.
+  CallId bucket_call;
+  MemberId trainer;
+  std::shared_ptr<const PartContent> content;
+  std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
+  // The slot to fill: for staged engines, or, with a method other than kDirect, to broadcast
+  // through.
+  std::optional<SlotGrant> fill_slot;
+  std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
+  std::vector<MemberId> destinations;             // in index order
+  std::vector<bool> skip_destination;             // true: evicted since
+  std::vector<uint32_t> touched;                  // destinations that the part has elements for
+  std::vector<MemberId> staged;                   // ranks that will be handed the slot
+  // True: the wire then sends the slot to other daemons, so the executor fills the place of the
+  // slot that the wire reads.
+  bool wired = false;
+  // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;
+  Verification verification = Verification::kOff;
+  // Whether the result must carry digests of the source, by range of `content`.
+  bool want_source_digests = false;
+};
+
+// Read every written piece of every destination again and compare it with the digests that the
+// update's transfers left. Asked for only with kReadback.
+struct StartVerify {
+  UpdateId update;
+  Version version;
+  std::shared_ptr<const DestinationIndex> index;
+  std::vector<MemberId> destinations;
+  std::vector<bool> skip_destination;
+};
 
 // Compile this daemon's part. That takes up to seconds, so it must not run on the caller's thread.
 // Answered by ProgramBuilt.

@@ -42,9 +42,6 @@ enum class Standing : uint8_t {
   kStray = 6,     // clean, but its version is not of the lineage that the group's instances hold
 };
 inline constexpr int kStandings = 7;
-// Messages name the standings below this number by their numbers. kEmpty and kStray are told as
-// kForming, which joined daemons of every release know and do not count as ready.
-inline constexpr int kWireStandings = 5;
 std::string_view Name(Standing standing);
 
 struct InstanceStanding {
@@ -55,7 +52,7 @@ struct InstanceStanding {
   bool operator==(const InstanceStanding&) const = default;
 };
 
-// Tells a joined daemon that agreed to protocol version 4, or a later one, what has changed.
+// Tells a joined daemon what has changed.
 struct PeerReadiness {
   // True for the first message on a link: what was known before is void.
   bool anew = false;

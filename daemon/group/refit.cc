@@ -158,7 +158,7 @@ group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const
   }
   key.pushed.assign(pushed.begin(), pushed.end());
   key.nodes = static_cast<uint32_t>(nodes.size());
-  key.relay_lag = RelayLag(sources);
+  key.relay_lag = RelayLag();
   return key;
 }
 
@@ -191,17 +191,10 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
   Changed();
 }
 
-// The lag of chains in the update's program; 0: a daemon of its members knows no chains, and all
-// must derive the same streams (P5). The lag is the number of pairs of slots that TakeProgramSlots
+// The lag of chains in the update's program is the number of pairs of slots that TakeProgramSlots
 // takes. Only free slots count: a slot that is taken is kept by its holder beyond an earlier
 // update, and the wait for it could last until the deadline (P4).
-uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
-  const auto relays = [this](MemberId member) { return Find(member)->relays; };
-  const std::vector<MemberId>& destinations = update->catalog->destinations();
-  if (!std::all_of(sources.begin(), sources.end(), relays) ||
-      !std::all_of(destinations.begin(), destinations.end(), relays)) {
-    return 0;
-  }
+uint32_t Group::Impl::RelayLag() const {
   return static_cast<uint32_t>(std::min<int64_t>(ledger.free() / 2, kMaxRelayLag));
 }
 

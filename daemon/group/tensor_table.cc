@@ -21,6 +21,14 @@ void Move(std::set<std::string_view>* names, std::string_view to) {
 
 }  // namespace
 
+int64_t MemoryOf(const Manifest& manifest) {
+  size_t bytes = 0;
+  for (const TensorSpec& tensor : manifest) {
+    bytes += sizeof(tensor) + tensor.name.capacity() + tensor.shape.capacity() * sizeof(int64_t);
+  }
+  return static_cast<int64_t>(bytes);
+}
+
 TensorTable::TensorTable(const std::vector<std::string>& engine_only,
                          std::vector<std::string> unwanted)
     : unwanted_(std::move(unwanted)) {

@@ -29,6 +29,9 @@ namespace refitd::group {
 
 using Manifest = std::vector<TensorSpec>;
 
+// About how much memory the manifest takes.
+int64_t MemoryOf(const Manifest& manifest);
+
 class TensorTable {
  public:
   // `engine_only`: patterns of tensors whose bytes no update writes. `unwanted`: patterns of

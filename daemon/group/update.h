@@ -60,6 +60,7 @@ struct TrainerProgress {
   // Set if Commit came before all of the rank's buckets: the count of buckets at which it takes
   // effect.
   std::optional<int64_t> announced;
+  int64_t tensor_count = 0;  // that its Commit told; 0: none
   bool committed = false;
   int64_t bucket_count = 0;
   std::vector<std::shared_ptr<Request>> commits;  // unanswered; those of Refit, too
@@ -177,7 +178,7 @@ struct Update {
   TimePoint data_began;  // when every rank had answered Ready
   TimePoint data_ended;  // when the last Commit came
   TimePoint deadline;
-  int64_t tensor_count = 0;
+  int64_t tensor_count = 0;  // as Begin told it; 0: it did not
   int64_t total_bytes = 0;
   std::string note;
   UpdateState state = UpdateState::kOpening;
@@ -226,6 +227,7 @@ struct Update {
   std::vector<SlotGrant> program_slots;
   std::vector<uint32_t> program_destinations;
   std::vector<uint32_t> verified_destinations;
+  std::vector<uint64_t> content;  // VerifyDone::content
 
   // Set in Draining.
   GiveUp give_up;
@@ -233,6 +235,12 @@ struct Update {
   bool cleanup_logged = false;
   std::vector<CallId> operator_calls;
 
+  // How many tensors the update brings, as Begin told it or a Commit that was taken; 0: none did.
+  int64_t TensorsTold() const {
+    int64_t told = tensor_count;
+    for (const auto& [rank, progress] : trainers) told = std::max(told, progress.tensor_count);
+    return told;
+  }
   int64_t end_part() const { return first_part + static_cast<int64_t>(parts.size()); }
   Part& part(int64_t seq) { return parts[static_cast<size_t>(seq - first_part)]; }
   bool has_part(int64_t seq) const { return seq >= first_part && seq < end_part(); }

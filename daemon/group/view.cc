@@ -18,7 +18,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   view.total_bytes = u.total_bytes;
   view.tensors = static_cast<int64_t>(u.pushed.size());
   if (u.refit == group::RefitPhase::kDone) view.tensors += u.program->plan->content.tensors;
-  view.tensor_count = u.tensor_count;
+  view.tensor_count = u.TensorsTold();
   view.buckets = u.buckets;
   view.note = u.note;
   if (u.fill.has_value()) {

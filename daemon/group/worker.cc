@@ -154,6 +154,9 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
 
 // Not OK: the first tensor of the header that differs from what this daemon knows by itself (P5).
 absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) const {
+  // The group cut the part from this daemon's bucket, and no other daemon takes part.
+  const bool own = command.header.content->bucket == callbacks_.bucket(command.bucket_call);
+  if (own && !command.wired) return absl::OkStatus();
   if (command.is_root) REFITD_RETURN_IF_ERROR(AgreesWithBucket(command));
   const PartContent& content = *command.header.content;
   for (size_t i = 0; i < content.ranges.size(); ++i) {
@@ -229,31 +232,37 @@ bool Worker::AnyTouched(const Update& update, const PartContent& content,
 void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   const BucketHeader& header = command.header;
   Update* update = Find(header.update);
-  PeerHeaderAck ack{header.update, header.part, HeaderDigest(header), ""};
   if (update == nullptr) {
-    ack.mismatch = "this daemon was not told of the update";
-    out.reports->push_back(std::move(ack));
+    const absl::Status unknown = Precondition("this daemon was not told of the update");
+    if (command.wired) Acknowledge(command, unknown, out).IgnoreError();
     PeerPartDone done;
     done.update = header.update;
     done.part = header.part;
-    done.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    done.status = unknown;
     out.reports->push_back(std::move(done));
     return;
   }
   if (update->parts.contains(header.part)) {
-    ack.mismatch = "this daemon's share of the part has not ended";
-    out.reports->push_back(std::move(ack));
+    Acknowledge(command, Precondition("this daemon's share of the part has not ended"), out)
+        .IgnoreError();
     return;
   }
   absl::Status agreed = Agrees(*update, command);
   if (agreed.ok() && command.again) agreed = MayComeAgain(*update, command);
-  ack.mismatch = Message(agreed);
-  ack.mismatch_tensor = FailureOf(agreed).tensor;
-  if (agreed.ok() && ack.digest != command.digest) {
-    agreed = Precondition("the header's digest differs");
-  }
-  out.reports->push_back(std::move(ack));
+  if (command.wired) agreed = Acknowledge(command, agreed, out);
   Announce(update, command, agreed, out);
+}
+
+// Tells the coordinator what this daemon read of the header, and whether it agrees. Returns
+// `agreed`, or that the digest differs.
+absl::Status Worker::Acknowledge(const PeerHeader& command, const absl::Status& agreed,
+                                 const Output& out) {
+  PeerHeaderAck ack{command.header.update, command.header.part, HeaderDigest(command.header),
+                    Message(agreed)};
+  ack.mismatch_tensor = FailureOf(agreed).tensor;
+  const bool same = ack.digest == command.digest;
+  out.reports->push_back(std::move(ack));
+  return agreed.ok() && !same ? Precondition("the header's digest differs") : agreed;
 }
 
 // P1: what a daemon has stored is not stored once more, and a root sends what it has packed. The
@@ -275,8 +284,9 @@ void Worker::Announce(Update* update, const PeerHeader& command, const absl::Sta
                       const Output& out) {
   const PartSeq seq = command.header.part;
   update->cut.erase(seq);
-  Handout& handout = update->handouts[seq];
-  if (!command.again) handout = {command.header, command.staged, false, {}};
+  // Parts that nobody is handed, and that are never sent again, are not kept.
+  const bool kept = command.wired || !command.staged.empty();
+  if (kept && !command.again) update->handouts[seq] = {command.header, command.staged, false, {}};
   Part& part = update->parts[seq];
   part.header = command;
   part.result.update = command.header.update;
@@ -288,7 +298,7 @@ void Worker::Announce(Update* update, const PeerHeader& command, const absl::Sta
     Finish(update, seq, absl::CancelledError("the update was given up"), out);
   } else if (command.is_root && command.again) {
     part.transferred = true;
-    part.result.digests = handout.digests;
+    part.result.digests = update->handouts.at(seq).digests;
   } else if (command.is_root) {
     Transfer(update, &part, out);
   }
@@ -324,7 +334,10 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
       fills || !start.staged.empty() || (command.is_root && command.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
     part->transferred = true;
-    update->handouts.at(header.part).held = true;
+    if (const auto handout = update->handouts.find(header.part);
+        handout != update->handouts.end()) {
+      handout->second.held = true;
+    }
     if (!command.is_root || !command.wired) Finish(update, header.part, absl::OkStatus(), out);
     return;
   }
@@ -347,14 +360,14 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
     start.source_slot = header.slot;
   }
   part->transferring = true;
-  out.actions->push_back(GroupAction(std::move(start)));
+  out.actions->push_back(PeerAction(std::move(start)));
 }
 
-bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) {
+void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) {
   Update* update = FindLocal(done.update);
-  if (update == nullptr) return false;
+  if (update == nullptr) return;
   const auto it = update->parts.find(done.part);
-  if (it == update->parts.end() || !it->second.transferring) return true;
+  if (it == update->parts.end() || !it->second.transferring) return;
   Part& part = it->second;
   part.transferring = false;
   part.transferred = true;
@@ -363,10 +376,10 @@ bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   part.result.failed_destination = done.failed_destination;
   part.result.digests = done.source_digests;
   part.result.broadcast = done.broadcast;
-  if (done.status.ok()) {
-    Handout& handout = update->handouts.at(done.part);
-    handout.held = true;
-    if (part.header.is_root) handout.digests = done.source_digests;
+  const auto handout = update->handouts.find(done.part);
+  if (done.status.ok() && handout != update->handouts.end()) {
+    handout->second.held = true;
+    if (part.header.is_root) handout->second.digests = done.source_digests;
   }
   const bool to_send = done.status.ok() && part.header.is_root && part.header.wired;
   const UpdateId id = update->id;
@@ -379,7 +392,6 @@ bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   }
   PumpWire(update, now, out);
   DropIfOver(id, out);
-  return true;
 }
 
 void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, const Output& out) {
@@ -620,16 +632,16 @@ void Worker::VerifyIfWritten(Update* update, const Output& out) {
     return;
   }
   update->verifying = true;
-  out.actions->push_back(GroupAction(std::move(start)));
+  out.actions->push_back(PeerAction(std::move(start)));
 }
 
-bool Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
+void Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
   Update* update = FindLocal(done.update);
-  if (update == nullptr) return false;
+  if (update == nullptr) return;
   update->verifying = false;
-  out.reports->push_back(VerifyDone{update->id, done.status, done.failed_destinations});
+  out.reports->push_back(
+      VerifyDone{update->id, done.status, done.failed_destinations, done.content});
   DropIfOver(update->id, out);
-  return true;
 }
 
 // ---- giving up ----
@@ -668,8 +680,7 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
 
 // ---- questions of the machine ----
 
-absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, UpdateId update,
-                                         PartSeq part) const {
+absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartSeq part) const {
   const auto it = updates_.find(update);
   if (it == updates_.end()) {
     return absl::FailedPreconditionError("this daemon was not told of the update");
@@ -681,9 +692,7 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, Update
   }
   const BucketHeader& header = handout->second.header;
   const std::vector<MemberId>& staged = handout->second.staged;
-  // Coordinators of older versions name no staged ranks. Ranks without slots of their own read the
-  // slot in host memory, so they can be handed the part all the same.
-  if (own_slots && std::find(staged.begin(), staged.end(), member) == staged.end()) {
+  if (std::find(staged.begin(), staged.end(), member) == staged.end()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "part {}: its header did not say that the rank is handed it", part);
   }

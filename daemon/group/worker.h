@@ -152,9 +152,8 @@ class Worker {
   void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 
-  // Returns false if this worker did not ask for the transfer or read-back.
-  bool Handle(const TransferDone& done, TimePoint now, const Output& out);
-  bool Handle(const VerifyDone& done, TimePoint now, const Output& out);
+  void Handle(const TransferDone& done, TimePoint now, const Output& out);
+  void Handle(const VerifyDone& done, TimePoint now, const Output& out);
   void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
   void Handle(const MovesDone& done, TimePoint now, const Output& out);
   void Handle(const WireDone& done, TimePoint now, const Output& out);
@@ -184,12 +183,10 @@ class Worker {
   // released.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // The part that a staged rank of this daemon is handed. `own_slots`: the rank reads slots that
-  // are filled for it, apart from the slots that parts cross the wire in. FAILED_PRECONDITION: the
-  // update is over, the part's header never came, or the header did not name a rank with slots of
-  // its own, so that no slot was filled for it (P1).
-  absl::StatusOr<SendPart> PartFor(MemberId member, bool own_slots, UpdateId update,
-                                   PartSeq part) const;
+  // The part that a staged rank of this daemon is handed. FAILED_PRECONDITION: the update is over,
+  // the part's header never came, or the header did not name the rank, so that no slot was filled
+  // for it (P1).
+  absl::StatusOr<SendPart> PartFor(MemberId member, UpdateId update, PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
   // Whether no transfer, collective or read-back of this worker runs.
   bool quiet() const;
@@ -210,7 +207,7 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
-  // A part's header and the staged ranks that the part may be handed to.
+  // The header of a part that crosses the wire or is handed to staged ranks, and these ranks.
   struct Handout {
     BucketHeader header;
     std::vector<MemberId> staged;
@@ -249,6 +246,8 @@ class Worker {
   Update* FindLocal(UpdateId local);
   absl::Status Agrees(const Update& update, const PeerHeader& command) const;
   absl::Status AgreesWithBucket(const PeerHeader& command) const;
+  static absl::Status Acknowledge(const PeerHeader& command, const absl::Status& agreed,
+                                  const Output& out);
   static absl::Status MayComeAgain(const Update& update, const PeerHeader& command);
   void Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                 const Output& out);

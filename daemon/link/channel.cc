@@ -3,6 +3,8 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/grpcpp.h>
 
+#include <utility>
+
 #include "daemon/link/peer_link.h"
 #include "refitd/v1/peer.grpc.pb.h"
 #include "transport/base/ids.h"
@@ -20,6 +22,17 @@ constexpr int kResolveMs = 1000;
 constexpr int kKeepaliveMs = 600'000;
 
 }  // namespace
+
+std::string TcpAddress(const std::string& peer) {
+  if (peer.rfind("ipv4:", 0) != 0 && peer.rfind("ipv6:", 0) != 0) return "";
+  std::string address = peer.substr(5);
+  for (const auto& [escaped, plain] : {std::pair{"%5B", "["}, std::pair{"%5D", "]"}}) {
+    if (const size_t at = address.find(escaped); at != std::string::npos) {
+      address.replace(at, 3, plain);
+    }
+  }
+  return address;
+}
 
 std::shared_ptr<grpc::Channel> MakePeerChannel(
     const std::string& address, const std::shared_ptr<grpc::ChannelCredentials>& credentials,

@@ -17,6 +17,10 @@ std::shared_ptr<grpc::Channel> MakePeerChannel(
     const std::string& address, const std::shared_ptr<grpc::ChannelCredentials>& credentials,
     int64_t message_bytes = 64 << 10);
 
+// Converts what gRPC calls a peer, "ipv4:10.0.0.1:4000" to "10.0.0.1:4000" and
+// "ipv6:%5B::1%5D:4000" to "[::1]:4000"; empty: not TCP.
+std::string TcpAddress(const std::string& peer);
+
 // gRPC joins its callback threads when the last channel that used them is destroyed, even on one of
 // these threads: a callback that drops the last reference would bring the process down. After this
 // call the threads live as long as the process.

@@ -10,6 +10,7 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/link/member_actions.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "transport/base/identity.h"
@@ -23,6 +24,7 @@ using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckIncarnation;
 using peer::CheckSize;
+using peer::CheckSlot;
 using peer::FailureOfMessage;
 using peer::FlagsOf;
 using peer::IndicesOf;
@@ -63,46 +65,12 @@ void Put(const RefuseMember& v, v1::PeerAnswer* message) {
 
 void PutPayload(const EmptyReply&, v1::PeerReply*) {}
 
-void PutPayload(const BeginReply& r, v1::PeerReply* message) {
-  v1::PeerBegun* out = message->mutable_begun();
-  out->set_update(r.update.value());
-  out->set_remaining_ms(MillisToProto(r.remaining));
-  out->set_instances(r.instances);
-  out->set_leasable_slots(r.leasable_slots);
-}
-
+void PutPayload(const BeginReply& r, v1::PeerReply* message) { Fill(r, message->mutable_begun()); }
 void PutPayload(const LeaseSlotReply& r, v1::PeerReply* message) {
-  v1::PeerSlotLeased* out = message->mutable_leased();
-  SetSlot(r.grant, out->mutable_slot());
-  out->set_expires_ms(MillisToProto(r.expires));
-  out->set_slot_bytes(r.slot_bytes);
+  Fill(r, message->mutable_leased());
 }
-
-void PutPayload(const BucketReply& r, v1::PeerReply* message) {
-  message->mutable_taken()->set_group_seq(r.group_seq);
-  message->mutable_taken()->set_bytes(r.bytes);
-}
-
-void PutPayload(const CommitReply& r, v1::PeerReply* message) {
-  v1::PeerCommitDone* out = message->mutable_done();
-  out->set_version(r.version.value());
-  for (const InstanceOutcome& outcome : r.instances) {
-    v1::InstanceResult* result = out->add_instances();
-    result->set_instance(outcome.instance);
-    result->set_committed(outcome.committed);
-    result->set_reason(TextToProto(outcome.reason));
-    SetFailure(outcome.failure, result);
-  }
-  out->set_bytes(r.bytes);
-  out->set_elapsed_us(
-      std::chrono::ceil<std::chrono::microseconds>(std::max(r.elapsed, Duration(0))).count());
-  for (const BroadcastTotals& totals : r.pushed) {
-    *out->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
-  }
-  out->set_left_out_tensors(r.left_out.tensors);
-  out->set_left_out_bytes(r.left_out.bytes);
-  for (const std::string& name : r.left_out.names) out->add_left_out(name);
-}
+void PutPayload(const BucketReply& r, v1::PeerReply* message) { Fill(r, message->mutable_taken()); }
+void PutPayload(const CommitReply& r, v1::PeerReply* message) { Fill(r, message->mutable_done()); }
 
 void Put(const Reply& v, v1::PeerAnswer* message) {
   v1::PeerReply* out = message->mutable_reply();
@@ -172,12 +140,8 @@ void Put(const PeerVerify& v, v1::PeerAnswer* message) {
 void Put(const PeerCompare& v, v1::PeerAnswer* message) {
   message->mutable_compare()->set_update(v.update.value());
   v1::PeerCompare* out = message->mutable_compare();
-  if (v.part.parts != 1) {
-    out->set_part(v.part.part);
-    out->set_parts(v.part.parts);
-  }
-  if (v.part.first != 0) out->set_first_hash(v.part.first);
-  if (v.part.last != UINT64_MAX) out->set_last_hash(v.part.last);
+  out->set_first_hash(v.part.first);
+  out->set_last_hash(v.part.last);
 }
 
 void Put(const PeerRun& v, v1::PeerAnswer* message) {
@@ -194,9 +158,7 @@ void Put(const PeerRun& v, v1::PeerAnswer* message) {
   if (v.resume.has_value()) out->set_resume(*v.resume);
 }
 
-void Put(const PeerAbandon& v, v1::PeerAnswer* message) {
-  message->mutable_abandon()->set_update(v.update.value());
-}
+void Put(const PeerAbandon& v, v1::PeerAnswer* message) { message->set_abandon(v.update.value()); }
 
 void Put(const PeerUpdateEnded& v, v1::PeerAnswer* message) {
   v1::PeerUpdateEnded* out = message->mutable_update_ended();
@@ -226,20 +188,18 @@ void Put(const PeerEpochConnect& v, v1::PeerAnswer* message) {
 }
 
 void Put(const CloseEpoch& v, v1::PeerAnswer* message) {
-  message->mutable_epoch_close()->set_epoch(v.epoch.value());
+  message->set_epoch_close(v.epoch.value());
 }
 
 void Put(const PeerWireLock& v, v1::PeerAnswer* message) {
-  message->mutable_wire_lock()->set_update(v.update.value());
+  message->set_wire_lock(v.update.value());
 }
 
 void Put(const PeerWireUnlock& v, v1::PeerAnswer* message) {
-  message->mutable_wire_unlock()->set_update(v.update.value());
+  message->set_wire_unlock(v.update.value());
 }
 
-void Put(const PeerPing& v, v1::PeerAnswer* message) {
-  message->mutable_ping()->set_number(v.number);
-}
+void Put(const PeerPing& v, v1::PeerAnswer* message) { message->set_ping(v.number); }
 
 void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
   v1::PeerReadiness* out = message->mutable_readiness();
@@ -247,19 +207,17 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
   if (v.version.has_value()) out->set_version(v.version->value());
   for (const InstanceStanding& standing : v.instances) {
     out->add_instances(standing.instance);
-    const bool known = static_cast<int>(standing.standing) < kWireStandings;
-    const Standing told = known ? standing.standing : Standing::kForming;
-    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(told) + 1));
+    out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(standing.standing) + 1));
     out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
   }
 }
 
 void Put(const PeerIncarnation& v, v1::PeerAnswer* message) {
-  message->mutable_new_incarnation()->set_incarnation(v.incarnation);
+  message->set_new_incarnation(v.incarnation);
 }
 
 void Put(const PeerOwner& v, v1::PeerAnswer* message) {
-  message->mutable_owner()->set_owner(TextToProto(v.owner, kMaxIdentityBytes));
+  message->set_owner(TextToProto(v.owner, kMaxIdentityBytes));
 }
 
 // ---- commands: from the wire ----
@@ -272,7 +230,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& message, const Peer
                             VersionOf(message.group_version(), "welcome.group_version"));
   }
   REFITD_RETURN_IF_ERROR(
-      InRange(message.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
+      InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "welcome.trainer_ranks"));
   out.trainer_ranks = message.trainer_ranks();
   return out;
 }
@@ -285,9 +243,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRefuse& message, const PeerB
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBegun& message) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::BeginResponse& message) {
   BeginReply out;
-  out.update = UpdateId(message.update());
+  out.update = UpdateId(message.update_id());
   REFITD_ASSIGN_OR_RETURN(out.remaining,
                           MillisOf(message.remaining_ms(), "reply.begun.remaining_ms"));
   REFITD_RETURN_IF_ERROR(InRange(message.instances(), 0, kMaxEngineRanks, "reply.begun.instances"));
@@ -298,20 +256,20 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBegun& message) {
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerSlotLeased& message,
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::LeaseSlotResponse& message,
                                        const PeerBounds& bounds) {
   LeaseSlotReply out;
-  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(message.slot(), bounds, "reply.leased.slot"));
+  REFITD_RETURN_IF_ERROR(CheckSlot(message.slot(), bounds, "reply.leased.slot"));
+  out.grant = {SlotIndex(message.slot()), GrantId(message.grant())};
   REFITD_ASSIGN_OR_RETURN(out.expires, MillisOf(message.expires_ms(), "reply.leased.expires_ms"));
   // The joined daemon's own slots have the spec's size, so the coordinator may not claim a larger
   // one.
-  REFITD_RETURN_IF_ERROR(
-      InRange(message.slot_bytes(), 1, bounds.slot_bytes, "reply.leased.slot_bytes"));
-  out.slot_bytes = message.slot_bytes();
+  REFITD_RETURN_IF_ERROR(InRange(message.bytes(), 1, bounds.slot_bytes, "reply.leased.bytes"));
+  out.slot_bytes = message.bytes();
   return out;
 }
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& message) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PushBucketResponse& message) {
   REFITD_RETURN_IF_ERROR(NotNegative(message.group_seq(), "reply.taken.group_seq"));
   REFITD_RETURN_IF_ERROR(InRange(message.bytes(), 0, kMaxBucketBytes, "reply.taken.bytes"));
   return BucketReply{message.group_seq(), message.bytes()};
@@ -321,7 +279,7 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& message) {
 // version has fewer methods, and so will the next version.
 constexpr int kMaxBroadcastTotals = 64;
 
-absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::CommitResponse& message) {
   CommitReply out;
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "reply.done.version"));
   REFITD_RETURN_IF_ERROR(AtMost(message.instances_size(), kMaxEngineRanks, "reply.done.instances"));
@@ -336,10 +294,11 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& message) {
   }
   REFITD_RETURN_IF_ERROR(NotNegative(message.bytes(), "reply.done.bytes"));
   out.bytes = message.bytes();
-  constexpr int64_t kMaxMicros =
-      std::chrono::duration_cast<std::chrono::microseconds>(kMaxPeerDuration).count();
-  REFITD_RETURN_IF_ERROR(InRange(message.elapsed_us(), 0, kMaxMicros, "reply.done.elapsed_us"));
-  out.elapsed = std::chrono::microseconds(message.elapsed_us());
+  constexpr double kMaxSeconds = std::chrono::duration<double>(kMaxPeerDuration).count();
+  if (!(message.seconds() >= 0 && message.seconds() <= kMaxSeconds)) {
+    return Invalid("reply.done.seconds is {}, outside of 0 to {}", message.seconds(), kMaxSeconds);
+  }
+  out.elapsed = std::chrono::round<Duration>(std::chrono::duration<double>(message.seconds()));
   REFITD_RETURN_IF_ERROR(AtMost(message.pushed_size(), kMaxBroadcastTotals, "reply.done.pushed"));
   for (const v1::BroadcastTotals& totals : message.pushed()) {
     REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));
@@ -405,7 +364,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& message, const Peer
   }
   out.layout_digests.assign(message.layout_digests().begin(), message.layout_digests().end());
   REFITD_RETURN_IF_ERROR(
-      InRange(message.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
+      InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "prepare.trainer_ranks"));
   out.trainer_ranks = message.trainer_ranks();
   return out;
 }
@@ -511,18 +470,10 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const Pee
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const PeerBounds&) {
   PeerCompare v;
   v.update = UpdateId(message.update());
-  if (message.has_first_hash()) v.part.first = message.first_hash();
-  if (message.has_last_hash()) v.part.last = message.last_hash();
+  v.part = {message.first_hash(), message.last_hash()};
   if (v.part.first > v.part.last) {
     return Invalid("compare.first_hash {} is above last_hash {}", v.part.first, v.part.last);
   }
-  if (message.parts() == 0) return v;
-  if (message.parts() > kMaxReplicaParts || message.part() >= message.parts()) {
-    return Invalid("compare: part {} of {} parts, where {} are possible", message.part(),
-                   message.parts(), kMaxReplicaParts);
-  }
-  v.part.part = message.part();
-  v.part.parts = message.parts();
   return v;
 }
 
@@ -610,9 +561,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& message, const
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIncarnation& message, const PeerBounds&) {
-  REFITD_RETURN_IF_ERROR(CheckIncarnation(message.incarnation(), "new_incarnation.incarnation"));
-  return PeerIncarnation{message.incarnation()};
+absl::StatusOr<PeerCommand> IncarnationOf(uint64_t incarnation) {
+  REFITD_RETURN_IF_ERROR(CheckIncarnation(incarnation, "new_incarnation"));
+  return PeerIncarnation{incarnation};
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const PeerBounds&) {
@@ -629,8 +580,8 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
   for (int i = 0; i < message.instances_size(); ++i) {
     InstanceStanding standing{.instance = message.instances(i), .version = std::nullopt};
     REFITD_RETURN_IF_ERROR(CheckName(standing.instance, fmt::format("readiness.instances[{}]", i)));
-    REFITD_RETURN_IF_ERROR(InRange(message.standings(i), 1, kWireStandings,
-                                   fmt::format("readiness.standings[{}]", i)));
+    REFITD_RETURN_IF_ERROR(
+        InRange(message.standings(i), 1, kStandings, fmt::format("readiness.standings[{}]", i)));
     standing.standing = static_cast<Standing>(message.standings(i) - 1);
     if (message.versions(i) != kNoVersion) {
       REFITD_ASSIGN_OR_RETURN(
@@ -642,18 +593,13 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerOwner& message, const PeerBounds&) {
+absl::StatusOr<PeerCommand> OwnerOf(const std::string& owner) {
   PeerOwner out;
-  REFITD_ASSIGN_OR_RETURN(out.owner, TextOf(message.owner(), "owner.owner", kMaxIdentityBytes));
+  REFITD_ASSIGN_OR_RETURN(out.owner, TextOf(owner, "owner", kMaxIdentityBytes));
   return out;
 }
 
 }  // namespace
-
-bool OfUnknownKind(const v1::PeerAnswer& answer) {
-  return answer.kind_case() == v1::PeerAnswer::KIND_NOT_SET &&
-         !answer.GetReflection()->GetUnknownFields(answer).empty();
-}
 
 absl::StatusOr<std::vector<v1::PeerAnswer>> ToProto(const PeerCommand& command,
                                                     int64_t message_bytes) {
@@ -711,7 +657,7 @@ absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBo
     case v1::PeerAnswer::kRun:
       return CommandOf(answer.run(), bounds);
     case v1::PeerAnswer::kAbandon:
-      return PeerAbandon{UpdateId(answer.abandon().update())};
+      return PeerAbandon{UpdateId(answer.abandon())};
     case v1::PeerAnswer::kUpdateEnded:
       return CommandOf(answer.update_ended(), bounds);
     case v1::PeerAnswer::kEpochOpen:
@@ -719,25 +665,25 @@ absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBo
     case v1::PeerAnswer::kEpochConnect:
       return CommandOf(answer.epoch_connect(), bounds);
     case v1::PeerAnswer::kEpochClose:
-      return CloseEpoch{EpochId(answer.epoch_close().epoch())};
+      return CloseEpoch{EpochId(answer.epoch_close())};
     case v1::PeerAnswer::kWireLock:
-      return PeerWireLock{UpdateId(answer.wire_lock().update())};
+      return PeerWireLock{UpdateId(answer.wire_lock())};
     case v1::PeerAnswer::kWireUnlock:
-      return PeerWireUnlock{UpdateId(answer.wire_unlock().update())};
+      return PeerWireUnlock{UpdateId(answer.wire_unlock())};
     case v1::PeerAnswer::kPing:
-      return PeerPing{answer.ping().number()};
+      return PeerPing{answer.ping()};
     case v1::PeerAnswer::kNewIncarnation:
-      return CommandOf(answer.new_incarnation(), bounds);
+      return IncarnationOf(answer.new_incarnation());
     case v1::PeerAnswer::kReadiness:
       return CommandOf(answer.readiness(), bounds);
     case v1::PeerAnswer::kOwner:
-      return CommandOf(answer.owner(), bounds);
+      return OwnerOf(answer.owner());
+    case v1::PeerAnswer::kMemberEvent:
+      return MemberActionOf(answer.member_event());
     case v1::PeerAnswer::KIND_NOT_SET:
-      return Invalid("kind is missing, or not known");
-    default:
       break;
   }
-  return MemberActionOf(answer);
+  return Invalid("kind is missing, or not known");
 }
 
 }  // namespace refitd

@@ -23,9 +23,6 @@ absl::StatusOr<std::vector<v1::PeerAnswer>> ToProto(const PeerCommand& command,
 // Decodes a command that is one whole message. Chunks of a program need a CommandDecoder.
 absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBounds& bounds);
 
-// Whether this build does not know the kind of the answer (see reports.h).
-bool OfUnknownKind(const v1::PeerAnswer& answer);
-
 // Decodes the commands of one link, in order.
 class CommandDecoder {
  public:

@@ -3,9 +3,11 @@
 #define REFITD_DAEMON_LINK_GREETING_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
+#include "absl/status/status.h"
 #include "daemon/group/group.h"
 #include "proto/protocol.h"
 #include "transport/base/ids.h"
@@ -19,15 +21,18 @@ struct PeerGreeting {
   Duration wait{};                // for the group; 0: not at all
   std::string daemon_id;
   std::string boot_id;            // kBootIdBytes
-  Protocol protocol = kProtocol;  // the highest version that both daemons speak
-  bool newer = false;             // the daemon speaks versions that this build does not know
+  Protocol protocol = kProtocol;  // the agreed version
   int64_t message_bytes = 0;      // the largest message that the daemon takes
-  uint64_t dial = 0;              // the number of the link among those of its process; 0: not told
+  uint64_t dial = 0;              // the number of the link among those of its process
   std::string coordinator{};      // this daemon, as the other one's members name it
   // With spec: the member that brings it, and whether that is a trainer.
   std::string identity{};
   bool trainer = false;
 };
+
+// Makes room for so many bytes in all, which are counted until it is destroyed (P10).
+// RESOURCE_EXHAUSTED: there is none.
+using Room = std::function<absl::Status(int64_t bytes)>;
 
 }  // namespace refitd
 

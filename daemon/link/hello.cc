@@ -86,9 +86,8 @@ v1::GroupSpec SpecToProto(const GroupSpec& spec, bool lists) {
 absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
   if (!message.has_hello()) return Invalid("kind: the first message of Link must be hello");
   const v1::PeerHello& hello = message.hello();
-  REFITD_ASSIGN_OR_RETURN(
-      const AgreedProtocol agreed,
-      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol"));
+  REFITD_ASSIGN_OR_RETURN(const Protocol protocol,
+                          AgreeProtocol(hello.protocol(), "hello.protocol"));
   if (message.sequence() != 0 || message.incarnation() != 0) {
     return Invalid("sequence is {}, incarnation {}: those of a hello are 0", message.sequence(),
                    message.incarnation());
@@ -109,8 +108,7 @@ absl::StatusOr<PeerGreeting> GreetingOf(const v1::PeerMessage& message) {
                       .wait = wait,
                       .daemon_id = hello.daemon_id(),
                       .boot_id = hello.boot_id(),
-                      .protocol = agreed.protocol,
-                      .newer = agreed.newer,
+                      .protocol = protocol,
                       .message_bytes = hello.message_bytes(),
                       .dial = hello.dial(),
                       .coordinator = hello.coordinator(),
@@ -128,7 +126,6 @@ v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes) {
   out->set_coordinator_id(up.coordinator_id);
   out->set_message_bytes(message_bytes);
   out->set_protocol(static_cast<v1::ProtocolVersion>(up.protocol));
-  out->set_highest_protocol(static_cast<v1::ProtocolVersion>(kProtocol));
   return answer;
 }
 
@@ -153,10 +150,7 @@ absl::StatusOr<PeerAcceptance> AcceptedFromProto(const v1::PeerAnswer& answer) {
   up.coordinator_id = accepted.coordinator_id();
   REFITD_RETURN_IF_ERROR(CheckMessageBytes(accepted.message_bytes(), "accepted.message_bytes"));
   acceptance.message_bytes = accepted.message_bytes();
-  // Coordinators before version 2 do not send it.
-  const int agreed = accepted.protocol() == 0 ? 1 : static_cast<int>(accepted.protocol());
-  REFITD_ASSIGN_OR_RETURN(up.protocol, ProtocolOf(agreed, "accepted.protocol"));
-  acceptance.newer = accepted.highest_protocol() > static_cast<int>(kProtocol);
+  REFITD_ASSIGN_OR_RETURN(up.protocol, AgreedProtocol(accepted.protocol(), "accepted.protocol"));
   return acceptance;
 }
 

@@ -24,8 +24,6 @@ v1::PeerAnswer AcceptedToProto(const LinkUp& up, int64_t message_bytes);
 struct PeerAcceptance {
   LinkUp up;
   int64_t message_bytes = 0;  // the largest message that the coordinator takes
-  // The coordinator speaks protocol versions that this build does not know.
-  bool newer = false;
 };
 // FAILED_PRECONDITION: the coordinator chose a protocol version that this build does not speak.
 absl::StatusOr<PeerAcceptance> AcceptedFromProto(const v1::PeerAnswer& answer);

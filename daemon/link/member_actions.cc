@@ -14,45 +14,37 @@ using peer::TextOf;
 using peer::TextToProto;
 using peer::VersionOf;
 
-// Each action has three functions: Write writes it for the member's daemon, ActionOf reads it
-// there, Tell writes it for the member.
+// Each action has two functions: Tell writes it as an event, ActionOf reads it at the member's
+// daemon.
 
 // ---- committed ----
-
-void Write(const SendCommitted& v, v1::PeerAnswer* answer) {
-  v1::PeerCommitted* out = answer->mutable_committed();
-  out->set_member(v.member.value());
-  out->set_version(v.version.value());
-}
-
-absl::StatusOr<MemberAction> ActionOf(const v1::PeerCommitted& message) {
-  SendCommitted out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "committed.member"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "committed.version"));
-  return out;
-}
 
 template <typename Event>
 void Tell(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_version(v.version.value());
   event->mutable_committed()->set_incarnation(v.incarnation);
   event->mutable_committed()->set_owner(v.owner);
+  event->mutable_committed()->set_digest(v.digest);
+}
+
+absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Committed& message) {
+  REFITD_ASSIGN_OR_RETURN(const Version version, VersionOf(message.version(), "committed.version"));
+  return SendCommitted{member, version, 0, "", message.digest()};
 }
 
 // ---- aborted ----
 
-void Write(const SendAborted& v, v1::PeerAnswer* answer) {
-  v1::PeerAborted* out = answer->mutable_aborted();
-  out->set_member(v.member.value());
-  out->set_version(v.version.value());
-  out->set_reason(TextToProto(v.reason));
-  SetFailure(v.failure, out);
-  out->set_dirty(v.dirty);
+template <typename Event>
+void Tell(const SendAborted& v, Event* event) {
+  event->mutable_aborted()->set_version(v.version.value());
+  event->mutable_aborted()->set_reason(TextToProto(v.reason));
+  SetFailure(v.failure, event->mutable_aborted());
+  event->mutable_aborted()->set_dirty(v.dirty);
 }
 
-absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& message) {
+absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Aborted& message) {
   SendAborted out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "aborted.member"));
+  out.member = member;
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "aborted.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "aborted.reason"));
   REFITD_ASSIGN_OR_RETURN(out.failure, FailureOfMessage(message, "aborted"));
@@ -60,24 +52,7 @@ absl::StatusOr<MemberAction> ActionOf(const v1::PeerAborted& message) {
   return out;
 }
 
-template <typename Event>
-void Tell(const SendAborted& v, Event* event) {
-  event->mutable_aborted()->set_version(v.version.value());
-  event->mutable_aborted()->set_reason(CleanText(v.reason, kMaxPeerTextBytes));
-  SetFailure(v.failure, event->mutable_aborted());
-  event->mutable_aborted()->set_dirty(v.dirty);
-}
-
 // ---- draining ----
-
-void Write(const SendDraining& v, v1::PeerAnswer* answer) {
-  answer->mutable_draining()->set_member(v.member.value());
-}
-
-absl::StatusOr<MemberAction> ActionOf(const v1::PeerDraining& message) {
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "draining.member"));
-  return SendDraining{member};
-}
 
 template <typename Event>
 void Tell(const SendDraining& /*v*/, Event* event) {
@@ -87,14 +62,22 @@ void Tell(const SendDraining& /*v*/, Event* event) {
 }  // namespace
 
 void Put(const MemberAction& action, v1::PeerAnswer* answer) {
-  std::visit([answer](const auto& kind) { Write(kind, answer); }, action);
+  v1::PeerMemberEvent* out = answer->mutable_member_event();
+  std::visit(
+      [out](const auto& kind) {
+        out->set_member(kind.member.value());
+        Tell(kind, out->mutable_event());
+      },
+      action);
 }
 
-absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerAnswer& answer) {
-  if (answer.has_committed()) return ActionOf(answer.committed());
-  if (answer.has_aborted()) return ActionOf(answer.aborted());
-  if (answer.has_draining()) return ActionOf(answer.draining());
-  return Invalid("kind is not known");
+absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerMemberEvent& message) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "member_event.member"));
+  const v1::EngineEvent& event = message.event();
+  if (event.has_committed()) return ActionOf(member, event.committed());
+  if (event.has_aborted()) return ActionOf(member, event.aborted());
+  if (event.has_draining()) return SendDraining{member};
+  return Invalid("member_event.event is none that is passed on");
 }
 
 template <typename Event>

@@ -1,6 +1,5 @@
-// A MemberAction, by which a group tells a member something, has two messages: the coordinator's to
-// the member's daemon, and that daemon's to the member. member_actions.cc is the only file that
-// knows both.
+// A MemberAction, by which a group tells a member something, travels to the member's daemon as the
+// event that the member gets.
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_LINK_MEMBER_ACTIONS_H_
@@ -15,8 +14,8 @@
 namespace refitd {
 
 void Put(const MemberAction& action, v1::PeerAnswer* answer);
-// INVALID_ARGUMENT, naming field and value: the message is malformed, or is not for a member.
-absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerAnswer& answer);
+// INVALID_ARGUMENT, naming field and value: the message is malformed.
+absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerMemberEvent& message);
 
 // The event on the member's stream. `Event` is v1::EngineEvent or v1::TrainerEvent.
 template <typename Event>

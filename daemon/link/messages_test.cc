@@ -41,24 +41,22 @@ FIELDS(TensorSpec, a, b, c)
 FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
-FIELDS(TrainerIdentity, a, b, c, d, e, f, g, h)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
-FIELDS(PeerAttach, a, b)
+FIELDS(TrainerIdentity, a, b, c, d, e, f, g)
 FIELDS(MemberLost, a, b)
 FIELDS(ReadyEvent, a, b)
-FIELDS(EngineFailed, a, b, c)
+FIELDS(EngineFailed, a, b, c, d)
 FIELDS(AckEvent, a, b, c)
 FIELDS(LeaseSlotEvent, a, b, c, d, e)
 FIELDS(ReleaseSlotEvent, a, b, c)
 FIELDS(BucketEvent, a, b, c, d, e, f)
-FIELDS(CommitEvent, a, b, c, d, e, f, g)
+FIELDS(CommitEvent, a, b, c, d, e, f, g, h)
 FIELDS(AbortEvent, a, b, c, d, e, f)
 FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerCall, a)
 FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d, e)
 FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
-FIELDS(VerifyDone, a, b, c)
+FIELDS(VerifyDone, a, b, c, d)
 FIELDS(EpochOpened, a, b, c)
 FIELDS(EpochUp, a, b)
 FIELDS(PeerWireGranted, a)
@@ -84,7 +82,7 @@ FIELDS(SendDraining, a)
 FIELDS(PeerVerify, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
-FIELDS(ReplicaFraction, a, b, c, d)
+FIELDS(ReplicaFraction, a, b)
 FIELDS(PeerCompare, a, b)
 FIELDS(PeerRun, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerStream, a, b, c)
@@ -111,10 +109,10 @@ FIELDS(LinkUp, a, b, c, d, e)
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
-  auto& [a, b, incarnation, owner] = v;
+  auto& [a, b, incarnation, owner, digest] = v;
   (void)incarnation;
   (void)owner;
-  return std::tie(a, b);
+  return std::tie(a, b, digest);
 }
 // All fields but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
@@ -132,13 +130,28 @@ auto Fields(V& v) {
   (void)index;
   return std::tie(a, b, c, d, e, f, g, h, i);
 }
-// All fields but the digest, which is computed on arrival.
+// All fields but what counts the manifest, which is made on arrival, as are room and digest below.
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, EngineIdentity>
+auto Fields(V& v) {
+  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, counted] = v;
+  (void)counted;
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q);
+}
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, PeerAttach>
+auto Fields(V& v) {
+  auto& [a, b, room] = v;
+  (void)room;
+  return std::tie(a, b);
+}
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest] = v;
+  auto& [a, b, c, d, digest, content, room] = v;
   (void)digest;
-  return std::tie(a, b, c, d);
+  (void)room;
+  return std::tie(a, b, c, d, content);
 }
 // All fields but those from which the coordinator makes the plan's part.
 template <typename V>
@@ -308,14 +321,10 @@ void FillOne(Rng& rng, BroadcastMethod* v) {
   *v = static_cast<BroadcastMethod>(Between(rng, 0, 4));
 }
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
-void FillOne(Rng& rng, Standing* v) {
-  *v = static_cast<Standing>(Between(rng, 0, kWireStandings - 1));
-}
+void FillOne(Rng& rng, Standing* v) { *v = static_cast<Standing>(Between(rng, 0, kStandings - 1)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
 void FillOne(Rng& rng, ReplicaFraction* v) {
-  v->parts = static_cast<uint32_t>(Between(rng, 1, 40));
-  v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
   v->first = static_cast<uint64_t>(Between(rng, 0, 1000));
   v->last = v->first + static_cast<uint64_t>(Between(rng, 0, 1000));
 }
@@ -407,19 +416,17 @@ void Agree(Rng& rng, TrainerIdentity* v) {
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
   v->node = NodeId();  // the coordinator sets it
   v->daemon.clear();
-  v->relays = true;
 }
 void Agree(Rng& rng, EngineIdentity* v) {
   v->instance = "engine-" + std::to_string(Between(rng, 0, 99));
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
   v->node = NodeId();
   v->daemon.clear();
-  v->relays = true;
   v->on_device = false;  // known to the own daemon only
   v->trainer_identity = Between(rng, 0, 1) == 0 ? "" : "spiffe://prod/trainer/*";
   if (!NeedsLayout(v->delivery)) v->fill = false;
 }
-void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
+void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 1, 9)); }
 void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
 void Agree(Rng& rng, BucketEvent* v) {
   std::optional<SlotGrant> slot;
@@ -454,6 +461,8 @@ void Agree(Rng& rng, PeerRun* v) {
 void Agree(Rng& /*rng*/, RefuseMember* v) {
   if (v->status.ok()) v->status = absl::AbortedError("no");
 }
+void Agree(Rng& rng, BeginEvent* v) { v->tensor_count = Between(rng, 0, kMaxTensorsPerLayout); }
+void Agree(Rng& rng, CommitEvent* v) { v->tensor_count = Between(rng, 0, kMaxTensorsPerLayout); }
 void Agree(Rng& rng, LeaseSlotReply* v) { v->slot_bytes = Between(rng, 1, kBounds.slot_bytes); }
 void Agree(Rng& rng, BucketReply* v) { v->bytes = Between(rng, 0, kMaxBucketBytes); }
 void Agree(Rng& rng, InstanceOutcome* v) { v->instance = "i" + std::to_string(rng() % 9); }
@@ -462,7 +471,7 @@ void Agree(Rng& /*rng*/, Reply* v) {
 }
 void Agree(Rng& rng, PeerPrepare* v) {
   v->layout_digests.resize(v->destinations.size(), 7);
-  v->trainer_ranks = static_cast<int>(Between(rng, 0, 9));
+  v->trainer_ranks = static_cast<int>(Between(rng, 1, 9));
 }
 void Agree(Rng& rng, BucketHeader* v) {
   v->content = std::make_shared<const PartContent>(WholeBucket(SomeBucket(rng, 0, v->slot)));
@@ -609,54 +618,39 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     up.incarnation = rng() | 1;
     up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0};
     up.coordinator_id = "node-0";
-    up.protocol = static_cast<Protocol>(1 + i % 4);
     auto there = AcceptedFromProto(AcceptedToProto(up, kMessageBytes));
     REQUIRE(there.ok());
     CHECK(Equal(there->up, up));
     CHECK(there->message_bytes == kMessageBytes);
-    CHECK_FALSE(there->newer);
   }
 }
 
-TEST_CASE("The highest version that both sides speak is agreed, and none in common is refused") {
-  const auto agree = [](int lowest, int highest) {
-    return AgreeProtocol(lowest, highest, "protocol");
-  };
-  CHECK(agree(1, 0)->protocol == Protocol::kV1);  // as releases before version 2 say it
-  CHECK(agree(1, 1)->protocol == Protocol::kV1);
-  CHECK(agree(1, 2)->protocol == Protocol::kV2);
-  CHECK_FALSE(agree(1, 2)->newer);
-  CHECK(agree(1, 3)->protocol == Protocol::kV3);
-  CHECK(agree(1, 4)->protocol == Protocol::kV4);
-  CHECK_FALSE(agree(1, 4)->newer);
-  CHECK(agree(1, 5)->protocol == Protocol::kV5);
-  CHECK_FALSE(agree(1, 5)->newer);
-  CHECK(agree(1, 6)->protocol == Protocol::kV6);
-  CHECK_FALSE(agree(1, 6)->newer);
-  CHECK(agree(2, 7)->protocol == Protocol::kV6);
-  CHECK(agree(2, 7)->newer);
-  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {7, 0}, {7, 8}, {2, 1}, {-1, 6}}) {
-    const absl::Status status = agree(lowest, highest).status();
+TEST_CASE("The lower version of two neighbours is agreed, and none in common is refused") {
+  const auto agree = [](int theirs, int own) { return AgreeProtocol(theirs, "protocol", own); };
+  CHECK(*agree(1, 1) == Protocol::kV1);
+  CHECK(*agree(2, 1) == Protocol::kV1);
+  CHECK(*agree(1, 2) == Protocol::kV1);
+  CHECK(static_cast<int>(*agree(3, 2)) == 2);
+  for (const auto& [theirs, own] : {std::pair{0, 1}, {-1, 1}, {3, 1}, {1, 3}}) {
+    const absl::Status status = agree(theirs, own).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 6"));
+    CHECK(Message(status) == fmt::format("protocol: the sender speaks version {}, this side "
+                                         "version {}, each also the one before",
+                                         theirs, own));
   }
 }
 
-TEST_CASE("A coordinator that says no version speaks the first; one that is not known is refused") {
+TEST_CASE("A coordinator that agreed to a version that is not spoken here is refused") {
   LinkUp up;
   up.incarnation = 7;
   up.spec = {2, 1, 1 << 20, 4, {}};
   up.coordinator_id = "node-0";
   v1::PeerAnswer answer = AcceptedToProto(up, kMessageBytes);
   CHECK(AcceptedFromProto(answer)->up.protocol == kProtocol);
-  answer.mutable_accepted()->clear_protocol();
-  answer.mutable_accepted()->clear_highest_protocol();
-  CHECK(AcceptedFromProto(answer)->up.protocol == Protocol::kV1);
-  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(7));
-  CHECK(AcceptedFromProto(answer).status().code() == absl::StatusCode::kFailedPrecondition);
-  answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
-  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(7));
-  CHECK(AcceptedFromProto(answer)->newer);
+  for (const int agreed : {0, 2, 7}) {
+    answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(agreed));
+    CHECK(AcceptedFromProto(answer).status().code() == absl::StatusCode::kFailedPrecondition);
+  }
 }
 
 // ---- refusals ----
@@ -698,15 +692,16 @@ TEST_CASE("A malformed report is refused with field and value") {
   CHECK_THAT(ReportError("attach { member: 1 engine { instance: 'a' world_size: 1 delivery: "
                          "DELIVERY_STAGED manifest { names: 'x' } } }"),
              Contains("attach.engine.manifest.dtypes has 0 entries"));
-  CHECK_THAT(ReportError("ack { member: 1 part: -1 }"), Contains("ack.part is -1"));
+  CHECK_THAT(ReportError("engine_message { member: 1 message { ack { part: -1 } } }"),
+             Contains("ack.part is -1"));
   CHECK_THAT(ReportError("call { member: 1 commit {} }"), Contains("call.call is 0"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 }"), Contains("call.event is missing"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 begin { duration_ms: 86400001 } }"),
-             Contains("begin.duration_ms is 86400001"));
+             Contains("call.duration_ms: 86400001 is more than the maximum 86400000"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 begin { verification: 9 } }"),
              Contains("verification is 9"));
-  CHECK_THAT(ReportError("call { call: 1 member: 1 release_slot { slot { slot: 4 } } }"),
-             Contains("release_slot.slot.slot is 4, outside of 0 to 3"));
+  CHECK_THAT(ReportError("call { call: 1 member: 1 release_slot { slot: 4 } }"),
+             Contains("release_slot.slot is 4, outside of 0 to 3"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 bucket { tensors {} } }"),
              Contains("names' length is 0"));
   CHECK_THAT(ReportError("call { call: 1 member: 1 bucket { tensors { names: 'w' dtypes: "
@@ -747,8 +742,8 @@ TEST_CASE("A malformed command is refused with field and value") {
   CHECK_THAT(CommandError("refuse { member: 1 }"), Contains("refuse.status.code is 0"));
   CHECK_THAT(CommandError("reply { call: 1 status { code: 1 } taken {} }"),
              Contains("reply.payload is there"));
-  CHECK_THAT(CommandError("reply { call: 1 leased { slot { slot: 0 } slot_bytes: 1048577 } }"),
-             Contains("reply.leased.slot_bytes is 1048577"));
+  CHECK_THAT(CommandError("reply { call: 1 leased { bytes: 1048577 } }"),
+             Contains("reply.leased.bytes is 1048577"));
   CHECK_THAT(CommandError("reply { call: 1 begun { leasable_slots: -1 } }"),
              Contains("reply.begun.leasable_slots is -1"));
   CHECK_THAT(CommandError("prepare { verification: VERIFICATION_OFF engines: 0 }"),
@@ -791,14 +786,14 @@ TEST_CASE("A malformed command is refused with field and value") {
   CHECK_THAT(CommandError("update_ended { outcome: 4 }"), Contains("update_ended.outcome is 4"));
   CHECK_THAT(CommandError("epoch_open { rank: 2 size: 2 }"), Contains("epoch_open.rank is 2"));
   CHECK_THAT(CommandError("epoch_open { size: 1025 }"), Contains("epoch_open.size is 1025"));
-  CHECK_THAT(CommandError("new_incarnation {}"), Contains("new_incarnation.incarnation is 0"));
+  CHECK_THAT(CommandError("new_incarnation: 0"), Contains("new_incarnation is 0"));
 }
 
 TEST_CASE("Statistics of methods that only a later version knows cost no answer and no report") {
   constexpr auto kLater = static_cast<v1::BroadcastMethod>(v1::BroadcastMethod_MAX + 3);
   v1::PeerAnswer answer;
   answer.mutable_reply()->set_call(1);
-  v1::PeerCommitDone* const done = answer.mutable_reply()->mutable_done();
+  v1::CommitResponse* const done = answer.mutable_reply()->mutable_done();
   done->set_version(7);
   for (const auto method : {v1::BROADCAST_METHOD_CHAIN, kLater, v1::BROADCAST_METHOD_NCCL}) {
     v1::BroadcastTotals* const totals = done->add_pushed();
@@ -833,11 +828,10 @@ TEST_CASE("Statistics of methods that only a later version knows cost no answer 
   CHECK(std::get<PeerPartDone>(**report).broadcast == BroadcastMethod::kDirect);
 }
 
-TEST_CASE("A hello arrives as a value, with the version that both daemons speak") {
+TEST_CASE("A hello arrives as a value, with the agreed version") {
   v1::PeerMessage message;
   v1::PeerHello* const hello = message.mutable_hello();
   hello->set_protocol(v1::PROTOCOL_VERSION_1);
-  hello->set_highest_protocol(static_cast<v1::ProtocolVersion>(9));
   hello->set_group("g");
   hello->set_wait_ms(1500);
   hello->set_daemon_id("d");
@@ -854,7 +848,6 @@ TEST_CASE("A hello arrives as a value, with the version that both daemons speak"
   CHECK(greeting->daemon_id == "d");
   CHECK(greeting->boot_id == "0123456789abcdef");
   CHECK(greeting->protocol == kProtocol);
-  CHECK(greeting->newer);
   CHECK(greeting->message_bytes == 65'536);
 }
 
@@ -867,10 +860,9 @@ TEST_CASE("A malformed hello is refused with field and value") {
   };
   const std::string good = "protocol: PROTOCOL_VERSION_1 group: 'g' daemon_id: 'd' ";
   CHECK(error("hello { " + good + rest + "}").empty());
-  CHECK_THAT(error("pong {}"), Contains("must be hello"));
-  CHECK_THAT(
-      error("hello { group: 'g' }"),
-      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 6"));
+  CHECK_THAT(error("pong: 1"), Contains("must be hello"));
+  CHECK_THAT(error("hello { group: 'g' }"),
+             Contains("hello.protocol: the sender speaks version 0, this side version 1"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));
@@ -990,6 +982,70 @@ TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") 
     CHECK(got.layout->pieces[9].region == RegionId());
     CHECK(got.layout->binding_generation == 0);
   }
+}
+
+// Room for so many bytes, shared by all that comes over the link.
+struct Rooms {
+  std::function<Room()> maker() {
+    return [this] {
+      const auto mine = std::shared_ptr<int64_t>(new int64_t(0), [this](const int64_t* taken) {
+        held -= *taken;
+        delete taken;
+      });
+      return [this, mine](int64_t bytes) {
+        if (held + bytes - *mine > most) return absl::ResourceExhaustedError("no room");
+        held += bytes - std::exchange(*mine, bytes);
+        return absl::OkStatus();
+      };
+    };
+  }
+  int64_t most = 0;
+  int64_t held = 0;
+};
+
+TEST_CASE("Layouts and manifests that came over a link were counted nowhere") {
+  Rooms rooms{.most = 4 << 20};
+  ReportDecoder decoder(kBounds, rooms.maker());
+  const auto decode = [&decoder](const PeerReport& report) {
+    std::optional<PeerReport> last;
+    const auto messages = ToProto(report, kBounds, kMinPeerMessageBytes);
+    REQUIRE(messages.ok());
+    for (const v1::PeerMessage& message : *messages) {
+      auto decoded = decoder.Decode(message);
+      REQUIRE(decoded.ok());
+      last = *std::move(decoded);
+    }
+    REQUIRE(last.has_value());
+    return *std::move(last);
+  };
+  {
+    const PeerReport kept = decode(Rows(MemberId(1), 10'000));
+    CHECK(std::get<PeerLayout>(kept).room.ok());
+    CHECK(rooms.held > 10'000 * static_cast<int64_t>(sizeof(Piece)));
+
+    const PeerReport refused = decode(Rows(MemberId(2), 20'000));
+    CHECK(absl::IsResourceExhausted(std::get<PeerLayout>(refused).room));
+    CHECK(std::get<PeerLayout>(refused).layout == nullptr);
+    CHECK(std::get<PeerLayout>(refused).call == CallId(11));
+  }
+  CHECK(rooms.held == 0);
+
+  EngineIdentity engine;
+  engine.instance = "i";
+  engine.delivery = DeliveryMode::kStaged;
+  engine.manifest.emplace(100, TensorSpec{std::string(400, 'x'), DType::kUint8, {1}});
+  for (size_t i = 0; i < engine.manifest->size(); ++i) {
+    (*engine.manifest)[i].name += std::to_string(i);
+  }
+  {
+    const PeerReport kept = decode(PeerAttach{MemberId(3), engine});
+    CHECK(std::get<PeerAttach>(kept).room.ok());
+    CHECK(rooms.held > 100 * 400);
+    rooms.most = rooms.held;
+    const PeerReport refused = decode(PeerAttach{MemberId(4), engine});
+    CHECK(absl::IsResourceExhausted(std::get<PeerAttach>(refused).room));
+  }
+  CHECK(rooms.held == 0);
 }
 
 TEST_CASE(

@@ -16,7 +16,6 @@
 #include "daemon/link/peer_backlog.h"
 #include "daemon/link/peer_queue.h"
 #include "daemon/link/reports.h"
-#include "daemon/process/log.h"
 #include "proto/grpc_status.h"
 #include "proto/protocol.h"
 #include "refitd/v1/peer.grpc.pb.h"
@@ -48,7 +47,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void Start() {
     v1::PeerMessage message;
     v1::PeerHello* hello = message.mutable_hello();
-    SayProtocol(hello);
+    hello->set_protocol(static_cast<v1::ProtocolVersion>(kProtocol));
     hello->set_group(dial_.group);
     if (dial_.spec.has_value()) *hello->mutable_spec() = SpecToProto(*dial_.spec);
     hello->set_wait_ms(ToMillis(dial_.wait));
@@ -161,6 +160,11 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     // `lock` is destroyed before `self`.
   }
 
+  std::string address() {
+    MutexLock lock(&mutex_);
+    return address_;
+  }
+
  private:
   using Backlog = PeerBacklog<PeerReport>;
 
@@ -212,7 +216,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     if (!order_.has_value()) {
       REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromProto(answer_));
       const LinkUp& up = accepted.up;
-      newer_ = accepted.newer;
       order_.emplace(up.incarnation);
       const PeerBounds bounds = BoundsOf(up.spec);
       decoder_.emplace(bounds);
@@ -220,6 +223,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
         MutexLock lock(&mutex_);
         if (ended_ || closing_) return absl::OkStatus();
         up_ = true;
+        address_ = TcpAddress(context_.peer());
         message_bytes_ = accepted.message_bytes;
         bounds_ = bounds;
         backlog_.Open(up.incarnation);
@@ -231,14 +235,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     REFITD_ASSIGN_OR_RETURN(const bool counts,
                             order_->Check(answer_.sequence(), answer_.incarnation()));
     if (!counts) return absl::OkStatus();
-    if (newer_ && OfUnknownKind(answer_)) {
-      if (!std::exchange(skipped_, true)) {
-        LogWarning(
-            "group {}: coordinator {} is newer and sends what this daemon does not know: skipped",
-            dial_.group, dial_.address);
-      }
-      return absl::OkStatus();
-    }
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerCommand> command, decoder_->Decode(answer_));
     if (!command.has_value()) return absl::OkStatus();
     REFITD_RETURN_IF_ERROR(CheckAddress(*command));
@@ -303,8 +299,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   v1::PeerAnswer answer_;
   std::optional<PeerOrder> order_;  // once accepted
   std::optional<CommandDecoder> decoder_;
-  bool newer_ = false;    // the coordinator speaks later protocol versions too
-  bool skipped_ = false;  // an unknown command was skipped, which is logged once
 
   grpc::ClientContext context_;
   std::unique_ptr<v1::Peer::Stub> stub_;
@@ -320,6 +314,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);  // of the group
   bool up_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string address_ ABSL_GUARDED_BY(mutex_);  // once up
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
@@ -340,6 +335,8 @@ std::unique_ptr<PeerLink> PeerLink::Dial(PeerDial dial, PeerLinkCallbacks callba
 absl::Status PeerLink::Queue(PeerReport report) { return call_->Queue(std::move(report)); }
 
 std::vector<PeerLink::Refused> PeerLink::Flush() { return call_->Flush(); }
+
+std::string PeerLink::address() const { return call_->address(); }
 
 void PeerLink::Close() { call_->Close(); }
 

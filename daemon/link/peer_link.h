@@ -10,8 +10,6 @@
 //    hello kPeerHelloLimit, the end of a link kPeerEndLimit. A link does not notice silence: the
 //    group's machines ping (PeerPing) and end the link. Unacknowledged bytes end the connection
 //    after kPeerUserTimeout (TCP_USER_TIMEOUT).
-//  - If a daemon that speaks a later protocol version sends a message of an unknown kind, the
-//    message is skipped, which is logged once a link. The link does not end.
 //  - Every link has a connection of its own, so that a stuck link disturbs no other.
 //
 // Callbacks must not throw: functions that gRPC calls are noexcept, so that an exception ends the
@@ -110,6 +108,9 @@ class PeerLink {
   // Returns the reports that turned out not to be sendable, also those that other threads queued.
   std::vector<Refused> Flush();
 
+  // "host:port" of the connection's other end, numeric; empty: the link is not up yet.
+  std::string address() const;
+
   // Ends the link. Reports that were queued before are still written, within kPeerEndLimit.
   void Close();
 
@@ -152,6 +153,8 @@ class PeerAcceptor {
   // connection's "host:port" at the joined daemon.
   virtual void Hello(PeerGreeting hello, std::string peer_address,
                      std::shared_ptr<PeerSession> session) = 0;
+  // Room for what a daemon's members describe: a layout or manifest. Null: nobody counts.
+  virtual Room RoomFor(const std::string& /*identity*/) { return nullptr; }
   virtual void Report(uint64_t session, PeerReport report) = 0;
   virtual void Gone(uint64_t session, std::string reason) = 0;
 };

@@ -11,6 +11,8 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
+#include "daemon/group/tensor_table.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "proto/delivery.h"
@@ -21,22 +23,16 @@
 namespace refitd {
 namespace {
 
-using peer::BucketOf;
 using peer::CallOf;
 using peer::CheckSize;
 using peer::IndicesOf;
 using peer::kEnvelopeBytes;
 using peer::MemberOf;
-using peer::MillisOf;
-using peer::MillisToProto;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
-using peer::RequestIdOf;
-using peer::SetBucket;
-using peer::SetSlot;
+using peer::SetStatus;
 using peer::SetStatusOf;
-using peer::SlotOf;
 using peer::TextOf;
 using peer::TextToProto;
 using peer::VersionOf;
@@ -72,6 +68,8 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_fill(engine.fill);
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
+  e->set_held_digest(engine.held_digest);
+  if (!engine.refused.ok()) SetStatus(engine.refused, e->mutable_refused());
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -86,99 +84,33 @@ void Put(const MemberLost& v, v1::PeerMessage* message) {
   message->mutable_gone()->set_reason(TextToProto(v.reason));
 }
 
+// What an engine rank says travels as the rank's own message, without the version.
+v1::EngineMessage* EngineMessageOf(MemberId member, v1::PeerMessage* message) {
+  message->mutable_engine_message()->set_member(member.value());
+  return message->mutable_engine_message()->mutable_message();
+}
+
 void Put(const ReadyEvent& v, v1::PeerMessage* message) {
-  message->mutable_ready()->set_member(v.member.value());
-  message->mutable_ready()->set_update(v.update.value());
+  EngineMessageOf(v.member, message)->mutable_ready()->set_update_id(v.update.value());
 }
 
 void Put(const EngineFailed& v, v1::PeerMessage* message) {
-  v1::PeerFailed* out = message->mutable_failed();
-  out->set_member(v.member.value());
-  out->set_update(v.update.value());
+  v1::Failed* out = EngineMessageOf(v.member, message)->mutable_failed();
+  out->set_update_id(v.update.value());
   out->set_reason(TextToProto(v.reason));
+  if (v.refused.ok()) return;
+  SetStatus(v.refused, message->mutable_engine_message()->mutable_refused());
 }
 
 void Put(const AckEvent& v, v1::PeerMessage* message) {
-  v1::PeerAck* out = message->mutable_ack();
-  out->set_member(v.member.value());
-  out->set_update(v.update.value());
+  v1::Ack* out = EngineMessageOf(v.member, message)->mutable_ack();
+  out->set_update_id(v.update.value());
   out->set_part(v.part.value());
 }
 
-void PutEvent(const BeginEvent& e, v1::PeerCall* message) {
-  v1::PeerBegin* out = message->mutable_begin();
-  out->set_request_id(e.request_id);
-  out->set_version(e.version.value());
-  out->set_duration_ms(MillisToProto(e.duration));
-  if (e.verification.has_value()) out->set_verification(ToProto(*e.verification));
-  out->set_evict_late(e.evict_late);
-  out->set_tensor_count(e.tensor_count);
-  out->set_total_bytes(e.total_bytes);
-  out->set_broadcast(ToProto(e.broadcast));
-  out->set_without_layout(e.without_layout);
-  out->set_note(e.note);
-}
+void Put(const PeerCall& v, v1::PeerMessage* message) { Fill(v.event, message->mutable_call()); }
 
-void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* message) {
-  message->mutable_lease_slot()->set_version(e.version.value());
-  message->mutable_lease_slot()->set_wait_ms(MillisToProto(e.wait));
-  message->mutable_lease_slot()->set_update_id(e.update.value());
-}
-
-void PutEvent(const ReleaseSlotEvent& e, v1::PeerCall* message) {
-  SetSlot(e.grant, message->mutable_release_slot()->mutable_slot());
-}
-
-void PutEvent(const BucketEvent& e, v1::PeerCall* message) {
-  v1::PeerBucket* out = message->mutable_bucket();
-  out->set_request_id(e.request_id);
-  out->set_version(e.version.value());
-  SetBucket(WholeBucket(e.bucket), e.bucket->slot, out);
-  out->set_update_id(e.update.value());
-}
-
-void PutEvent(const CommitEvent& e, v1::PeerCall* message) {
-  v1::PeerCommit* out = message->mutable_commit();
-  out->set_request_id(e.request_id);
-  out->set_version(e.version.value());
-  out->set_bucket_count(e.bucket_count);
-  out->set_pushes_under_way(e.pushes_under_way);
-  out->set_update_id(e.update.value());
-}
-
-void PutEvent(const RefitEvent& e, v1::PeerCall* message) {
-  v1::PeerRefit* out = message->mutable_refit();
-  out->set_request_id(e.request_id);
-  out->set_version(e.version.value());
-  out->set_duration_ms(MillisToProto(e.duration));
-  if (e.verification.has_value()) out->set_verification(ToProto(*e.verification));
-  out->set_evict_late(e.evict_late);
-  out->set_bucket_count(e.bucket_count);
-  out->set_update_id(e.update.value());
-}
-
-void PutEvent(const AbortEvent& e, v1::PeerCall* message) {
-  v1::PeerAbort* out = message->mutable_abort();
-  out->set_request_id(e.request_id);
-  out->set_version(e.version.value());
-  out->set_reason(TextToProto(e.reason, kMaxReasonBytes));
-  out->set_update_id(e.update.value());
-}
-
-void Put(const PeerCall& v, v1::PeerMessage* message) {
-  v1::PeerCall* out = message->mutable_call();
-  std::visit(
-      [&](const auto& event) {
-        out->set_call(event.call.value());
-        out->set_member(event.member.value());
-        PutEvent(event, out);
-      },
-      v.event);
-}
-
-void Put(const CallGone& v, v1::PeerMessage* message) {
-  message->mutable_call_gone()->set_call(v.call.value());
-}
+void Put(const CallGone& v, v1::PeerMessage* message) { message->set_call_gone(v.call.value()); }
 
 void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
   v1::PeerHeaderAck* out = message->mutable_header_ack();
@@ -209,6 +141,7 @@ void Put(const VerifyDone& v, v1::PeerMessage* message) {
   SetStatusOf(v.status, out);
   out->mutable_failed_destinations()->Add(v.failed_destinations.begin(),
                                           v.failed_destinations.end());
+  out->mutable_content()->Add(v.content.begin(), v.content.end());
 }
 
 template <typename Wire>
@@ -269,7 +202,7 @@ void Put(const EpochUp& v, v1::PeerMessage* message) {
 }
 
 void Put(const PeerWireGranted& v, v1::PeerMessage* message) {
-  message->mutable_wire_granted()->set_update(v.update.value());
+  message->set_wire_granted(v.update.value());
 }
 
 void Put(const PeerWireWaits& v, v1::PeerMessage* message) {
@@ -278,12 +211,10 @@ void Put(const PeerWireWaits& v, v1::PeerMessage* message) {
 }
 
 void Put(const PeerWireWanted& v, v1::PeerMessage* message) {
-  message->mutable_wire_wanted()->set_update(v.update.value());
+  message->set_wire_wanted(v.update.value());
 }
 
-void Put(const PeerPong& v, v1::PeerMessage* message) {
-  message->mutable_pong()->set_number(v.number);
-}
+void Put(const PeerPong& v, v1::PeerMessage* message) { message->set_pong(v.number); }
 
 // ---- reports: from the wire ----
 
@@ -325,6 +256,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.pid = e.pid();
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
+  engine.held_digest = e.held_digest();
   engine.fill = e.fill();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {
@@ -340,6 +272,9 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));
+  }
+  if (e.has_refused()) {
+    REFITD_RETURN_IF_ERROR(ReadStatus(e.refused(), "attach.engine.refused", &engine.refused));
   }
   if (e.has_manifest()) {
     REFITD_ASSIGN_OR_RETURN(
@@ -358,140 +293,34 @@ absl::StatusOr<MemberLost> ReportOf(const v1::PeerGone& message) {
   return out;
 }
 
-absl::StatusOr<ReadyEvent> ReportOf(const v1::PeerReady& message) {
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "ready.member"));
-  return ReadyEvent{member, UpdateId(message.update())};
-}
-
-absl::StatusOr<EngineFailed> ReportOf(const v1::PeerFailed& message) {
-  EngineFailed out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "failed.member"));
-  out.update = UpdateId(message.update());
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "failed.reason"));
-  return out;
-}
-
-absl::StatusOr<AckEvent> ReportOf(const v1::PeerAck& message) {
-  AckEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "ack.member"));
-  out.update = UpdateId(message.update());
-  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "ack.part"));
-  return out;
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& message, const PeerBounds&) {
-  BeginEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "begin.request_id"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "begin.version"));
-  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "begin.duration_ms"));
-  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
-  out.evict_late = message.evict_late();
-  REFITD_RETURN_IF_ERROR(NotNegative(message.tensor_count(), "begin.tensor_count"));
-  out.tensor_count = message.tensor_count();
-  REFITD_RETURN_IF_ERROR(NotNegative(message.total_bytes(), "begin.total_bytes"));
-  out.total_bytes = message.total_bytes();
-  REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromProto(message.broadcast()));
-  out.without_layout = message.without_layout();
-  REFITD_RETURN_IF_ERROR(CheckLine(message.note(), kMaxNoteBytes, "begin.note"));
-  out.note = message.note();
-  return PeerCall{std::move(out)};
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerLeaseSlot& message, const PeerBounds&) {
-  LeaseSlotEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "lease_slot.version"));
-  REFITD_ASSIGN_OR_RETURN(out.wait, MillisOf(message.wait_ms(), "lease_slot.wait_ms"));
-  out.update = UpdateId(message.update_id());
-  return PeerCall{out};
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerReleaseSlot& message, const PeerBounds& bounds) {
-  ReleaseSlotEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(message.slot(), bounds, "release_slot.slot"));
-  return PeerCall{out};
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& message, const PeerBounds& bounds) {
-  BucketEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "bucket.request_id"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "bucket.version"));
-  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(message, bounds, "bucket.slot"));
-  out.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
-  out.update = UpdateId(message.update_id());
-  return PeerCall{std::move(out)};
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& message, const PeerBounds&) {
-  CommitEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "commit.request_id"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "commit.version"));
-  REFITD_RETURN_IF_ERROR(NotNegative(message.bucket_count(), "commit.bucket_count"));
-  out.bucket_count = message.bucket_count();
-  out.pushes_under_way = message.pushes_under_way();
-  out.update = UpdateId(message.update_id());
-  return PeerCall{std::move(out)};
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& message, const PeerBounds&) {
-  RefitEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "refit.request_id"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "refit.version"));
-  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(message.duration_ms(), "refit.duration_ms"));
-  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromProto(message.verification()));
-  out.evict_late = message.evict_late();
-  REFITD_RETURN_IF_ERROR(NotNegative(message.bucket_count(), "refit.bucket_count"));
-  out.bucket_count = message.bucket_count();
-  out.update = UpdateId(message.update_id());
-  return PeerCall{std::move(out)};
-}
-
-absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& message, const PeerBounds&) {
-  AbortEvent out;
-  REFITD_ASSIGN_OR_RETURN(out.request_id, RequestIdOf(message.request_id(), "abort.request_id"));
-  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "abort.version"));
-  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "abort.reason", kMaxReasonBytes));
-  out.update = UpdateId(message.update_id());
-  return PeerCall{std::move(out)};
-}
-
-absl::StatusOr<PeerCall> EventOf(const v1::PeerCall& message, const PeerBounds& bounds) {
-  switch (message.event_case()) {
-    case v1::PeerCall::kBegin:
-      return CallFrom(message.begin(), bounds);
-    case v1::PeerCall::kLeaseSlot:
-      return CallFrom(message.lease_slot(), bounds);
-    case v1::PeerCall::kReleaseSlot:
-      return CallFrom(message.release_slot(), bounds);
-    case v1::PeerCall::kBucket:
-      return CallFrom(message.bucket(), bounds);
-    case v1::PeerCall::kCommit:
-      return CallFrom(message.commit(), bounds);
-    case v1::PeerCall::kRefit:
-      return CallFrom(message.refit(), bounds);
-    case v1::PeerCall::kAbort:
-      return CallFrom(message.abort(), bounds);
-    case v1::PeerCall::EVENT_NOT_SET:
-      break;
+absl::StatusOr<PeerReport> ReportOf(const v1::PeerEngineMessage& message) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member,
+                          MemberOf(message.member(), "engine_message.member"));
+  const v1::EngineMessage& said = message.message();
+  if (said.has_ready()) return ReadyEvent{member, UpdateId(said.ready().update_id())};
+  if (said.has_ack()) {
+    REFITD_ASSIGN_OR_RETURN(const PartSeq part, PartOf(said.ack().part(), "ack.part"));
+    return AckEvent{member, UpdateId(said.ack().update_id()), part};
   }
-  return Invalid("call.event is missing");
+  if (said.has_failed()) {
+    REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(said.failed().reason(), "failed.reason"));
+    EngineFailed failed{member, UpdateId(said.failed().update_id()), std::move(reason)};
+    if (message.has_refused()) {
+      REFITD_RETURN_IF_ERROR(ReadStatus(message.refused(), "failed.refused", &failed.refused));
+    }
+    return failed;
+  }
+  return Invalid("engine_message.message is none that is passed on");
 }
 
 absl::StatusOr<PeerCall> ReportOf(const v1::PeerCall& message, const PeerBounds& bounds) {
-  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(message.call(), "call.call"));
-  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "call.member"));
-  absl::StatusOr<PeerCall> out = EventOf(message, bounds);
-  if (!out.ok()) return Invalid("call.{}", Message(out.status()));
-  std::visit(
-      [&](auto& event) {
-        event.call = call;
-        event.member = member;
-      },
-      out->event);
-  return out;
+  absl::StatusOr<TrainerCall> call = TrainerCallOf(message, bounds);
+  if (!call.ok()) return Invalid("call.{}", Message(call.status()));
+  return PeerCall{*std::move(call)};
 }
 
-absl::StatusOr<CallGone> ReportOf(const v1::PeerCallGone& message) {
-  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(message.call(), "call_gone.call"));
+absl::StatusOr<CallGone> CallGoneOf(uint64_t number) {
+  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(number, "call_gone"));
   return CallGone{call};
 }
 
@@ -540,6 +369,8 @@ absl::StatusOr<VerifyDone> ReportOf(const v1::PeerVerified& message) {
   REFITD_ASSIGN_OR_RETURN(out.failed_destinations,
                           IndicesOf(message.failed_destinations(), kMaxEngineRanks, kMaxEngineRanks,
                                     "verified.failed_destinations"));
+  REFITD_RETURN_IF_ERROR(AtMost(message.content_size(), kMaxEngineRanks, "verified.content"));
+  out.content.assign(message.content().begin(), message.content().end());
   return out;
 }
 
@@ -686,6 +517,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
     v1::PeerLayout* out = messages.emplace_back().mutable_layout();
     out->set_member(report.member.value());
     out->set_call(report.call.value());
+    out->set_content(report.content);
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -693,11 +525,6 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
 }
 
 }  // namespace
-
-bool OfUnknownKind(const v1::PeerMessage& message) {
-  return message.kind_case() == v1::PeerMessage::KIND_NOT_SET &&
-         !message.GetReflection()->GetUnknownFields(message).empty();
-}
 
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes) {
   constexpr int64_t kVarintBytes = 10;
@@ -759,17 +586,31 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToProto(const PeerReport& report,
   return messages;
 }
 
+namespace {
+
+absl::Status Grow(const Room& room, int64_t bytes) {
+  return room == nullptr ? absl::OkStatus() : room(bytes);
+}
+
+}  // namespace
+
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::PeerLayout& layout) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(layout.member(), "layout.member"));
   if (assembly_.has_value() && assembly_->member != member) {
     return Invalid("layout.member is {} where the last chunk of member {}'s layout is to come",
                    member, assembly_->member);
   }
-  if (!assembly_.has_value()) assembly_ = Assembly{member, {}};
-  REFITD_RETURN_IF_ERROR(assembly_->decoder.Add(layout.chunk()));
+  if (!assembly_.has_value()) assembly_ = Assembly{member, {}, NewRoom(), {}};
+  if (assembly_->refused.ok()) {
+    REFITD_RETURN_IF_ERROR(assembly_->decoder.Add(layout.chunk()));
+    assembly_->refused = Grow(assembly_->room, assembly_->decoder.bytes());
+    if (!assembly_->refused.ok()) assembly_->decoder = LayoutDecoder();
+  }
   if (!layout.chunk().last()) return std::nullopt;
-  REFITD_ASSIGN_OR_RETURN(Layout complete, std::move(assembly_->decoder).Finish());
-  assembly_.reset();
+  Assembly assembly = *std::exchange(assembly_, std::nullopt);
+  const CallId call(layout.call());
+  if (!assembly.refused.ok()) return PeerLayout{member, nullptr, call, {}, {}, 0, assembly.refused};
+  REFITD_ASSIGN_OR_RETURN(Layout complete, std::move(assembly.decoder).Finish());
   complete = StructureOf(complete);
   absl::Status destination;
   if (absl::Status status = ValidateStructure(complete, &destination); !status.ok()) {
@@ -777,16 +618,34 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   }
   // Computed here, where no daemon's mutex is held.
   const uint64_t digest = complete.Digest();
-  return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
-                    CallId(layout.call()), std::move(destination), digest};
+  struct Kept {
+    Layout layout;
+    Room room;
+  };
+  const auto kept =
+      std::make_shared<const Kept>(Kept{std::move(complete), std::move(assembly.room)});
+  return PeerLayout{member, {kept, &kept->layout}, call, std::move(destination),
+                    digest, layout.content()};
+}
+
+PeerAttach ReportDecoder::Counted(PeerAttach attach) const {
+  auto* const engine = std::get_if<EngineIdentity>(&attach.identity);
+  if (engine == nullptr || !engine->manifest.has_value()) return attach;
+  Room room = NewRoom();
+  attach.room = Grow(room, group::MemoryOf(*engine->manifest));
+  if (!attach.room.ok()) engine->manifest.reset();
+  engine->counted = std::make_shared<const Room>(std::move(room));
+  return attach;
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {
   switch (message.kind_case()) {
     case v1::PeerMessage::kHello:
       return Invalid("kind: hello was said already");
-    case v1::PeerMessage::kAttach:
-      return ReportOf(message.attach());
+    case v1::PeerMessage::kAttach: {
+      REFITD_ASSIGN_OR_RETURN(PeerAttach attach, ReportOf(message.attach()));
+      return Counted(std::move(attach));
+    }
     case v1::PeerMessage::kGone:
       if (assembly_.has_value() && assembly_->member.value() == message.gone().member()) {
         assembly_.reset();
@@ -794,16 +653,12 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMe
       return ReportOf(message.gone());
     case v1::PeerMessage::kLayout:
       return AddChunk(message.layout());
-    case v1::PeerMessage::kReady:
-      return ReportOf(message.ready());
-    case v1::PeerMessage::kFailed:
-      return ReportOf(message.failed());
-    case v1::PeerMessage::kAck:
-      return ReportOf(message.ack());
+    case v1::PeerMessage::kEngineMessage:
+      return ReportOf(message.engine_message());
     case v1::PeerMessage::kCall:
       return ReportOf(message.call(), bounds_);
     case v1::PeerMessage::kCallGone:
-      return ReportOf(message.call_gone());
+      return CallGoneOf(message.call_gone());
     case v1::PeerMessage::kHeaderAck:
       return ReportOf(message.header_ack());
     case v1::PeerMessage::kPartDone:
@@ -821,13 +676,13 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMe
     case v1::PeerMessage::kEpochUp:
       return ReportOf(message.epoch_up());
     case v1::PeerMessage::kWireGranted:
-      return PeerWireGranted{UpdateId(message.wire_granted().update())};
+      return PeerWireGranted{UpdateId(message.wire_granted())};
     case v1::PeerMessage::kWireWaits:
       return ReportOf(message.wire_waits());
     case v1::PeerMessage::kWireWanted:
-      return PeerWireWanted{UpdateId(message.wire_wanted().update())};
+      return PeerWireWanted{UpdateId(message.wire_wanted())};
     case v1::PeerMessage::kPong:
-      return PeerPong{message.pong().number()};
+      return PeerPong{message.pong()};
     case v1::PeerMessage::KIND_NOT_SET:
       break;
   }

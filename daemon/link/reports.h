@@ -16,12 +16,15 @@
 #define REFITD_DAEMON_LINK_REPORTS_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/peer.h"
+#include "daemon/link/greeting.h"
 #include "daemon/link/limits.h"
 #include "proto/convert.h"
 #include "refitd/v1/peer.pb.h"
@@ -40,14 +43,13 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToProto(const PeerReport& report,
 // Whether every header that this bucket can lead to fits into a message. RESOURCE_EXHAUSTED.
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes);
 
-// Whether the message is of a kind that this build does not know. A link skips such messages from a
-// daemon of a newer protocol version; decoding them is an error.
-bool OfUnknownKind(const v1::PeerMessage& message);
-
 // Decodes the reports of one link, in order.
 class ReportDecoder {
  public:
-  explicit ReportDecoder(const PeerBounds& bounds) : bounds_(bounds) {}
+  // `room` gives room for one layout or manifest, which keeps it while it lives. A report for which
+  // there is none is decoded without the layout or manifest, and says why. Null: nobody counts.
+  explicit ReportDecoder(const PeerBounds& bounds, std::function<Room()> room = nullptr)
+      : bounds_(bounds), room_(std::move(room)) {}
   // nullopt: the message is a chunk of a layout that is not complete yet. One layout at a time is
   // put together.
   absl::StatusOr<std::optional<PeerReport>> Decode(const v1::PeerMessage& message);
@@ -56,10 +58,16 @@ class ReportDecoder {
   struct Assembly {
     MemberId member;
     LayoutDecoder decoder;
+    Room room;
+    absl::Status refused;  // not OK: there is no room, and the rest is dropped
   };
+  Room NewRoom() const { return room_ == nullptr ? nullptr : room_(); }
+  // Puts the manifest, if there is one, into a room.
+  PeerAttach Counted(PeerAttach attach) const;
   absl::StatusOr<std::optional<PeerReport>> AddChunk(const v1::PeerLayout& layout);
 
   const PeerBounds bounds_;
+  const std::function<Room()> room_;
   std::optional<Assembly> assembly_;
 };
 

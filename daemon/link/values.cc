@@ -46,11 +46,6 @@ absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view fie
   return Harmless(text, max_bytes);
 }
 
-absl::StatusOr<std::string> RequestIdOf(const std::string& id, std::string_view field) {
-  REFITD_RETURN_IF_ERROR(CheckText(id, kMaxRequestIdBytes, field));
-  return id;
-}
-
 absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view field) {
   REFITD_RETURN_IF_ERROR(CheckText(bytes, kMaxEpochAddressBytes, field));
   return bytes;
@@ -80,15 +75,18 @@ absl::Status ReadStatus(const v1::PeerStatus& message, std::string_view field, a
 
 // ---- slots ----
 
-void SetSlot(const SlotGrant& grant, v1::PeerSlot* message) {
+void SetSlot(const SlotGrant& grant, v1::SlotRef* message) {
   message->set_slot(grant.slot.value());
   message->set_grant(grant.grant.value());
 }
 
-absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& message, const PeerBounds& bounds,
+absl::Status CheckSlot(uint32_t slot, const PeerBounds& bounds, std::string_view field) {
+  return InRange(slot, 0, std::min(bounds.slots, kMaxSlots) - 1, field);
+}
+
+absl::StatusOr<SlotGrant> SlotOf(const v1::SlotRef& message, const PeerBounds& bounds,
                                  std::string_view field) {
-  REFITD_RETURN_IF_ERROR(InRange(message.slot(), 0, std::min(bounds.slots, kMaxSlots) - 1,
-                                 fmt::format("{}.slot", field)));
+  REFITD_RETURN_IF_ERROR(CheckSlot(message.slot(), bounds, fmt::format("{}.slot", field)));
   return SlotGrant{SlotIndex(message.slot()), GrantId(message.grant())};
 }
 

@@ -60,13 +60,9 @@ inline std::string TextToProto(std::string_view text, size_t max_bytes = kMaxPee
   return CleanText(text, max_bytes);
 }
 
-// A text of another daemon, as a terminal may show it: each control character becomes a "?". It is
-// not refused for one, since the texts of errors have had some in earlier releases.
+// A text of another daemon, as a terminal may show it: each control character becomes a "?".
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
                                    size_t max_bytes = kMaxPeerTextBytes);
-
-// A request's id stays as it is, whatever it holds, since ids are compared (P3).
-absl::StatusOr<std::string> RequestIdOf(const std::string& id, std::string_view field);
 
 absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view field);
 
@@ -93,9 +89,10 @@ absl::Status ReadStatus(const v1::PeerStatus& message, std::string_view field, a
 
 // ---- slots ----
 
-void SetSlot(const SlotGrant& grant, v1::PeerSlot* message);
+void SetSlot(const SlotGrant& grant, v1::SlotRef* message);
 
-absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& message, const PeerBounds& bounds,
+absl::Status CheckSlot(uint32_t slot, const PeerBounds& bounds, std::string_view field);
+absl::StatusOr<SlotGrant> SlotOf(const v1::SlotRef& message, const PeerBounds& bounds,
                                  std::string_view field);
 
 // ---- lists ----

@@ -106,6 +106,8 @@ struct Actions::Performer {
   void operator()(PlanRefit& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Compile(*group, std::move(a));
   }
+  void operator()(MovePart&) {}      // the coordinator performs it
+  void operator()(VerifyUpdate&) {}  // the coordinator performs it
   void operator()(StartCompare&) {}  // the coordinator performs it
   void operator()(StartRefit&) {}    // the coordinator performs it
   void operator()(BuildProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {

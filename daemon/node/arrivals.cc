@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "daemon/group/tensor_table.h"
 #include "daemon/node/group_spec.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
@@ -21,9 +22,12 @@ MemberId Arrivals::Attach(Arrival arrival) {
   MemberRecord& record = arrival.record;
   const absl::StatusOr<std::optional<int>> ordinal = DeviceOf(record);
   const MemberId member = state_.NewMember();
+  const absl::Status counted = CountManifest(&arrival);
   Turn turn(state_.turns);
   if (!ordinal.ok()) {
     record.End(ordinal.status());
+  } else if (!counted.ok()) {
+    record.End(counted);
   } else if (state_.draining) {
     record.End(absl::UnavailableError("the daemon is draining"));
   } else if (absl::Status room = life_.CheckMembers(); !room.ok()) {
@@ -40,6 +44,16 @@ MemberId Arrivals::Attach(Arrival arrival) {
     Attach(std::move(arrival), turn);
   }
   return member;
+}
+
+absl::Status Arrivals::CountManifest(Arrival* arrival) const {
+  auto* const engine = std::get_if<EngineIdentity>(&arrival->identity);
+  if (engine == nullptr || !engine->manifest.has_value()) return absl::OkStatus();
+  const std::string identity = IdentityOf(arrival->record.peer);
+  REFITD_ASSIGN_OR_RETURN(ByteLedger::Hold hold,
+                          state_.held.Take(identity, group::MemoryOf(*engine->manifest)));
+  engine->counted = std::make_shared<const ByteLedger::Hold>(std::move(hold));
+  return absl::OkStatus();
 }
 
 void Arrivals::Attach(Arrival arrival, Turn& turn) {

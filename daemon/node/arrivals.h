@@ -63,6 +63,9 @@ class Arrivals {
   absl::StatusOr<GroupRecord*> GroupFor(const Arrival& arrival, const std::string& coordinator,
                                         bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Counts the manifest of an engine among its identity's bytes (limits.held_bytes), as long as the
+  // group has it.
+  absl::Status CountManifest(Arrival* arrival) const;
   // OK: the member's memory can be reached from another daemon.
   absl::Status CheckSpans(const Arrival& arrival) const;
   // The GPU that the member's hello names, by ordinal; none: host.

@@ -66,7 +66,7 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
   arrivals_ = std::make_unique<Arrivals>(state, identities, life_.get(), members_.get(),
                                          joining_.get(), joiners_.get(), data);
   regions_ = std::make_unique<Regions>(state, identities, members_.get(), slots, data);
-  layouts_ = std::make_unique<Layouts>(state, members_.get());
+  layouts_ = std::make_unique<Layouts>(state, members_.get(), data);
   trainer_calls_ = std::make_unique<TrainerCalls>(state, identities, members_.get(), regions_.get(),
                                                   slots, data);
   operators_ =

@@ -124,6 +124,12 @@ void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn)
   if (!status.ok()) turn.Post(name, VerifyDone{verify.update, status, {}});
 }
 
+absl::Status DataPlane::Digest(const GroupRecord& group, MemberId member,
+                               const std::shared_ptr<const Layout>& layout,
+                               std::function<void(absl::StatusOr<uint64_t>)> done) {
+  return executor_.Digest(member, layout, GroupMemory(*state_.leases, group), std::move(done));
+}
+
 // ---- compiled refits ----
 
 void DataPlane::Compile(const GroupRecord& group, PlanRefit a) {

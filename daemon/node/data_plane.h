@@ -89,6 +89,10 @@ class DataPlane {
   void Open(GroupRecord* group, const OpenEpoch& a, Turn& turn);
   void Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn);
   void Close(const GroupRecord& group, const CloseEpoch& a);
+  // As Executor::Digest; `done` is called without the mutex.
+  absl::Status Digest(const GroupRecord& group, MemberId member,
+                      const std::shared_ptr<const Layout>& layout,
+                      std::function<void(absl::StatusOr<uint64_t>)> done);
   // The update ended: drops its digests.
   void Forget(UpdateId update) { executor_.Forget(update); }
 

@@ -7,6 +7,7 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/name_patterns.h"
 
@@ -15,8 +16,8 @@ namespace {
 
 absl::Status CheckField(int64_t value, int64_t low, int64_t high, std::string_view field) {
   if (value >= low && value <= high) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "spec.{}: {} is not in {}..{}", field, value,
-               low, high);
+  return InvalidField(fmt::format("spec.{}", field), "spec.{}: {} is not in {}..{}", field, value,
+                      low, high);
 }
 
 void SortUnique(std::vector<std::string>* names) {
@@ -28,14 +29,14 @@ absl::Status CheckPatterns(const std::vector<std::string>& names, std::string_vi
   const auto patterns = std::count_if(names.begin(), names.end(), IsPattern);
   const auto count = static_cast<int64_t>(names.size());
   if (count > kMaxTensorsPerLayout || patterns > kMaxNamePatterns) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "{}: {} names and {} patterns with '*' or '?', at most {} and {} may be", field,
-                 count - patterns, patterns, kMaxTensorsPerLayout, kMaxNamePatterns);
+    return InvalidField(field,
+                        "{}: {} names and {} patterns with '*' or '?', at most {} and {} may be",
+                        field, count - patterns, patterns, kMaxTensorsPerLayout, kMaxNamePatterns);
   }
   for (const std::string& name : names) {
     REFITD_RETURN_IF_ERROR(CheckLine(name, kMaxNameBytes, field));
     if (!name.empty()) continue;
-    return Error(absl::StatusCode::kInvalidArgument, "{}: a name is empty", field);
+    return InvalidField(field, "{}: a name is empty", field);
   }
   return absl::OkStatus();
 }
@@ -48,8 +49,8 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
   if (wish.slots != 0) REFITD_RETURN_IF_ERROR(CheckField(wish.slots, 2, kMaxSlots, "slots"));
   REFITD_RETURN_IF_ERROR(CheckField(wish.slot_bytes, 0, limits.max_pool_bytes, "slot_bytes"));
   if (wish.slot_bytes % 4096 != 0) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "spec.slot_bytes: {} is not a multiple of 4096", wish.slot_bytes);
+    return InvalidField("spec.slot_bytes", "spec.slot_bytes: {} is not a multiple of 4096",
+                        wish.slot_bytes);
   }
   REFITD_RETURN_IF_ERROR(CheckPatterns(wish.engine_only_tensors, "spec.engine_only_tensors"));
   REFITD_RETURN_IF_ERROR(CheckPatterns(wish.unwanted_tensors, "spec.unwanted_tensors"));
@@ -98,23 +99,13 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                group, daemon, clear);
 }
 
-absl::Status CheckKnowsEncryption(const std::string& group, const GroupSpec& spec,
-                                  const std::string& daemon, Protocol protocol) {
-  if (!spec.encrypted_data || protocol >= Protocol::kV4) return absl::OkStatus();
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "spec.encrypted_data: group '{}' demands it, and daemon {} does not know it: it "
-               "speaks protocol version {}, of at least {}",
-               group, daemon, static_cast<int>(protocol), static_cast<int>(Protocol::kV4));
-}
-
 absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits) {
   if (told.slots >= 1 && told.slots <= kMaxSlots && told.slot_bytes >= 1 &&
       told.slot_bytes <= limits.max_pool_bytes) {
     return absl::OkStatus();
   }
-  return Error(absl::StatusCode::kInvalidArgument,
-               "spec: {} slots of {} bytes, where max_pool_bytes is {}", told.slots,
-               told.slot_bytes, limits.max_pool_bytes);
+  return InvalidField("spec", "spec: {} slots of {} bytes, where max_pool_bytes is {}", told.slots,
+                      told.slot_bytes, limits.max_pool_bytes);
 }
 
 }  // namespace refitd

@@ -10,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
-#include "proto/protocol.h"
 
 namespace refitd {
 
@@ -38,10 +37,6 @@ absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, cons
 // why it does not; empty: it does.
 absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                              const std::string& daemon, const std::string& clear);
-// OK: a daemon that agreed to this protocol version knows all that the spec demands.
-// FAILED_PRECONDITION, naming group, daemon and versions: it does not.
-absl::Status CheckKnowsEncryption(const std::string& group, const GroupSpec& spec,
-                                  const std::string& daemon, Protocol protocol);
 
 // Sizes that a coordinator tells a daemon that joins are bounded as an operator's are (P10).
 absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits);

@@ -105,21 +105,15 @@ TEST_CASE("a spec that demands encryption is another spec than one that does not
   CHECK(CheckEqualSpec("g", encrypted, clear).code() == absl::StatusCode::kFailedPrecondition);
 }
 
-TEST_CASE("only a group that demands encryption refuses daemons that have or know none") {
+TEST_CASE("only a group that demands encryption refuses daemons that have none") {
   GroupSpec spec = *CheckSpec(Wish(), kLimits);
   CHECK(CheckEncryption("g", spec, "a", "no certificates").ok());
-  CHECK(CheckKnowsEncryption("g", spec, "a", Protocol::kV1).ok());
   spec.encrypted_data = true;
   CHECK(CheckEncryption("g", spec, "a", "").ok());
-  CHECK(CheckKnowsEncryption("g", spec, "a", Protocol::kV4).ok());
   const absl::Status clear = CheckEncryption("g", spec, "a", "no certificates");
   CHECK(clear.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(clear.message()),
              Contains("group 'g'") && Contains("daemon a is in the clear: no certificates"));
-  const absl::Status old = CheckKnowsEncryption("g", spec, "a", Protocol::kV3);
-  CHECK(old.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(std::string(old.message()),
-             Contains("daemon a does not know it: it speaks protocol version 3, of at least 4"));
 }
 
 TEST_CASE("sizes that a coordinator tells are bounded as an operator's are (P10)") {

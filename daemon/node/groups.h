@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -30,6 +31,8 @@
 #include "daemon/node/pools.h"
 #include "daemon/node/waiters.h"
 #include "transport/base/ids.h"
+#include "transport/plan/layout.h"
+#include "transport/plan/overlap.h"
 
 namespace refitd {
 
@@ -78,6 +81,13 @@ struct GroupRecord {
     std::string request_id;
   };
   Opener opener;
+  // Where the memory of this daemon's engines lies, for buckets; made anew when they or their
+  // layouts change.
+  struct EnginePlaces {
+    std::vector<std::pair<MemberId, std::shared_ptr<const Layout>>> engines;
+    std::shared_ptr<const DestinationPlaces> places;
+  };
+  EnginePlaces engine_places;
   // The name by which this daemon's members call their coordinator, and under which this daemon
   // reached itself; empty: they name this daemon directly.
   std::string named;

@@ -11,6 +11,7 @@ namespace refitd {
 
 absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
   const std::string group = peer->hello.group;
+  REFITD_RETURN_IF_ERROR(CheckNotDrained(group));
   if (peer->hello.boot_id == state_.boot_id) {
     CoordinateOwn(peer->hello, turn);
     return absl::FailedPreconditionError("boot_id: the daemon joins itself");
@@ -24,6 +25,20 @@ absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
   if (state_.groups.Find(group) != nullptr) return absl::OkStatus();
   if (peer->hello.wait == Duration(0)) return NoGroup(group);
   return state_.peers.AdmitWaiting();
+}
+
+void Joiners::RefuseUntil(const std::string& group, TimePoint until) {
+  std::erase_if(drained_, [](const auto& entry) { return entry.second <= DaemonState::Now(); });
+  drained_[group] = until;
+}
+
+absl::Status Joiners::CheckNotDrained(const std::string& group) const {
+  const auto it = drained_.find(group);
+  if (it == drained_.end() || it->second <= DaemonState::Now()) return absl::OkStatus();
+  return Error(absl::StatusCode::kUnavailable,
+               "group '{}': it was drained here, and its coordinator's name has yet to lead "
+               "elsewhere",
+               group);
 }
 
 absl::Status Joiners::CheckNotFollowing(const PeerGreeting& hello) const {
@@ -106,10 +121,9 @@ void Joiners::Hello(PeerGreeting hello, std::string peer_address,
   }
 }
 
-absl::Status Joiners::CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const {
-  const GroupSpec& spec = group.machine->spec();
-  REFITD_RETURN_IF_ERROR(CheckKnowsEncryption(group.name(), spec, hello.daemon_id, hello.protocol));
-  return CheckEncryption(group.name(), spec, state_.options.daemon_id, state_.options.clear_wire);
+absl::Status Joiners::CheckEncrypted(const GroupRecord& group) const {
+  return CheckEncryption(group.name(), group.machine->spec(), state_.options.daemon_id,
+                         state_.options.clear_wire);
 }
 
 void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
@@ -125,7 +139,7 @@ void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
   if (absl::Status spanning = device_slots_.CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
   }
-  if (absl::Status encrypted = CheckEncrypted(*group, peer.hello); !encrypted.ok()) {
+  if (absl::Status encrypted = CheckEncrypted(*group); !encrypted.ok()) {
     return peer.session->End(std::move(encrypted));
   }
   LinkUp up;
@@ -160,6 +174,11 @@ void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {
   for (Peers::Waiting& peer : state_.peers.TakeWaiting(group)) Admit(std::move(peer), turn);
 }
 
+Room Joiners::RoomFor(const std::string& identity) {
+  const auto hold = std::make_shared<ByteLedger::Hold>(state_.held.Empty(identity));
+  return [hold](int64_t bytes) { return hold->GrowTo(bytes); };
+}
+
 void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {
   std::shared_ptr<const Layout> known;
   {
@@ -170,7 +189,8 @@ void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {
     if (group == nullptr || group->coordinator == nullptr) return;
     known = group->coordinator->KnownLayout(joined->node, *report);
   }
-  if (known != nullptr && SameStructure(*known, *report->layout)) report->layout = known;
+  if (known != nullptr && report->layout != nullptr && SameStructure(*known, *report->layout))
+    report->layout = known;
 }
 
 void Joiners::Report(uint64_t session, PeerReport report) {

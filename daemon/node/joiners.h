@@ -5,6 +5,7 @@
 #define REFITD_DAEMON_NODE_JOINERS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -33,8 +34,14 @@ class Joiners : public PeerAcceptor {
 
   void Hello(PeerGreeting hello, std::string peer_address,
              std::shared_ptr<PeerSession> session) override;
+  Room RoomFor(const std::string& identity) override;
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
+
+  // The group was given up here for the daemon that its coordinator's name now leads to: until then
+  // links that ask for it are refused, and may try again.
+  void RefuseUntil(const std::string& group, TimePoint until)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   // Called when the group was made: lets in the members and daemons that waited for the group.
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
@@ -56,12 +63,16 @@ class Joiners : public PeerAcceptor {
   void CoordinateOwn(const PeerGreeting& hello, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Whether this daemon and the joining one can keep the group's bytes encrypted, if the group's
   // spec demands that.
-  absl::Status CheckEncrypted(const GroupRecord& group, const PeerGreeting& hello) const;
+  absl::Status CheckEncrypted(const GroupRecord& group) const;
   void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // If the group knows a layout that equals the reported layout, makes the report share the known
   // object. The two are compared without the mutex, since the time for that grows with the number
   // of tensors.
   void ShareLayout(uint64_t session, PeerLayout* report);
+
+  // UNAVAILABLE: the group was drained here a moment ago.
+  absl::Status CheckNotDrained(const std::string& group) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   DaemonState& state_;
   const Identities& identities_;
@@ -69,6 +80,8 @@ class Joiners : public PeerAcceptor {
   Members& members_;
   Joining& joining_;
   const DeviceSlots& device_slots_;
+  // Groups that were drained here, and until when no link is taken for them.
+  std::map<std::string, TimePoint> drained_ ABSL_GUARDED_BY(kInTurn);
 };
 
 }  // namespace refitd

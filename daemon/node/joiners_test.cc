@@ -22,7 +22,7 @@ struct World {
     hello.group = "g";
     hello.daemon_id = daemon;
     hello.boot_id = "boot of " + daemon;
-    hello.protocol = Protocol::kV2;
+    hello.protocol = Protocol::kV0;
     return hello;
   }
   std::shared_ptr<KeptSession> Hello(PeerGreeting hello) {
@@ -43,7 +43,7 @@ TEST_CASE("a daemon joins a group that exists, and is told what the group is lik
   REQUIRE(session->accepted.has_value());
   CHECK(session->accepted->spec == Spec());
   CHECK(session->accepted->coordinator_id == "a");
-  CHECK(session->accepted->protocol == Protocol::kV2);
+  CHECK(session->accepted->protocol == Protocol::kV0);
   CHECK(session->accepted->incarnation == trainer.inbox->welcome().incarnation);
   CHECK(world.nodes() == 2);
   world.parts.joiners().Gone(session->id(), "its link ended");

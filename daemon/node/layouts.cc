@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/block_scales.h"
 
@@ -51,24 +52,24 @@ absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& calle
     return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
   };
   if (!engine && !layout.ties.empty()) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "layout.tied_tensors has {} entries: only engines have tied tensors",
-                 layout.ties.size());
+    return InvalidField("layout.tied_tensors",
+                        "layout.tied_tensors has {} entries: only engines have tied tensors",
+                        layout.ties.size());
   }
   if (engine) TieSharedTensors(&layout);
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
   if (!engine) return Counted(std::move(layout), std::move(hold));
   if (!layout.pushed_tensors.empty()) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "layout.pushed_tensors has {} entries: an engine rank pushes none",
-                 layout.pushed_tensors.size());
+    return InvalidField("layout.pushed_tensors",
+                        "layout.pushed_tensors has {} entries: an engine rank pushes none",
+                        layout.pushed_tensors.size());
   }
   // A layout that a refit would refuse must not be filled by pushes either.
   REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
   for (const Piece& piece : layout.pieces) {
     if (regions.at(piece.region).access != Access::kReadWrite) {
-      return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
-                   piece.region, layout.tensors[piece.tensor].name);
+      return InvalidField("layout.piece_region", "region {} of tensor '{}' is not writable",
+                          piece.region, layout.tensors[piece.tensor].name);
     }
   }
   return Counted(std::move(layout), std::move(hold));
@@ -98,28 +99,62 @@ absl::StatusOr<const MemberRecord*> Layouts::Admit(const Caller& caller, bool en
   return member;
 }
 
+void Layouts::Refused(const Caller& caller, const absl::Status& why) {
+  if (!absl::IsResourceExhausted(why)) return;
+  Turn turn(state_.turns);
+  const absl::StatusOr<const MemberRecord*> member = members_.Authenticate(caller, /*engine=*/true);
+  if (!member.ok()) return;
+  const std::string group = (*member)->group;
+  turn.Handle(group, EngineFailed{(*member)->id, UpdateId(), Message(why), why});
+}
+
 void Layouts::Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply,
                        ByteLedger::Hold hold) {
   absl::StatusOr<std::shared_ptr<const Layout>> checked =
       Check(caller, engine, std::move(layout), std::move(hold));
-  if (!checked.ok()) return reply(checked.status());
-  const Registered registered{(*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()),
-                              (*checked)->Bytes()};
-  Turn turn(state_.turns);
-  const absl::StatusOr<const MemberRecord*> member = Admit(caller, engine, **checked);
-  if (member.ok()) {
-    const std::string group = (*member)->group;
-    const MemberId id = (*member)->id;
-    state_.calls.Add(call, {group,
-                            [reply, registered](const absl::Status& status, const ReplyPayload&) {
-                              if (status.ok()) return reply(registered);
-                              reply(status);
-                            },
-                            nullptr, Calls::PendingLayout{id, *checked}});
-    turn.Handle(group, LayoutRegistered{id, *checked, call, registered.digest});
-  } else {
-    turn.Answer([reply, status = member.status()] { reply(status); });
+  if (!checked.ok()) {
+    if (engine) Refused(caller, checked.status());
+    return reply(checked.status());
   }
+  Hand({call, caller, engine, *std::move(checked), std::move(reply)}, std::nullopt);
+}
+
+// Gives the layout to the group; of a rank that claims a version, once its memory was read.
+void Layouts::Hand(Registering r, std::optional<uint64_t> content) {
+  const Registered registered{r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()),
+                              r.layout->Bytes()};
+  Turn turn(state_.turns);
+  const absl::StatusOr<const MemberRecord*> member = Admit(r.caller, r.engine, *r.layout);
+  absl::Status status = member.status();
+  const bool first = status.ok() && (*member)->claims && (*member)->layout == nullptr;
+  if (first && !content.has_value()) {
+    status = Read(**member, r);
+    if (status.ok()) return;
+  }
+  if (!status.ok()) {
+    turn.Answer([reply = std::move(r.reply), status] { reply(status); });
+    return;
+  }
+  const std::string group = (*member)->group;
+  const MemberId id = (*member)->id;
+  state_.calls.Add(r.call,
+                   {group,
+                    [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {
+                      if (answer.ok()) return reply(registered);
+                      reply(answer);
+                    },
+                    nullptr, Calls::PendingLayout{id, r.layout}});
+  turn.Handle(group,
+              LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0)});
+}
+
+absl::Status Layouts::Read(const MemberRecord& member, const Registering& r) {
+  const GroupRecord& group = *state_.groups.Of(member);
+  return data_plane_.Digest(group, member.id, r.layout,
+                            [this, r](const absl::StatusOr<uint64_t>& content) {
+                              if (!content.ok()) return r.reply(content.status());
+                              Hand(r, *content);
+                            });
 }
 
 }  // namespace refitd

@@ -8,10 +8,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/node/data_plane.h"
 #include "daemon/node/members.h"
 #include "daemon/node/state.h"
 #include "transport/plan/layout.h"
@@ -20,7 +22,8 @@ namespace refitd {
 
 class Layouts {
  public:
-  Layouts(DaemonState* state, Members* members) : state_(*state), members_(*members) {}
+  Layouts(DaemonState* state, Members* members, DataPlane* data_plane)
+      : state_(*state), members_(*members), data_plane_(*data_plane) {}
 
   // OK: the lease is that of a rank of that role. Called to refuse a stream before its chunks are
   // collected.
@@ -30,6 +33,9 @@ class Layouts {
   ByteLedger::Hold HoldFor(const Caller& caller) const {
     return state_.held.Empty(IdentityOf(caller.peer));
   }
+  // An engine rank's layout was refused, with that status, before Register got it. Where a limit
+  // refused it, the group fails the calls that wait for the rank's instance.
+  void Refused(const Caller& caller, const absl::Status& why);
   struct Registered {
     uint64_t digest = 0;
     int64_t pieces = 0;
@@ -44,6 +50,17 @@ class Layouts {
                 ByteLedger::Hold hold = {});
 
  private:
+  // A layout that was checked and is being registered.
+  struct Registering {
+    CallId call;
+    Caller caller;
+    bool engine = false;
+    std::shared_ptr<const Layout> layout;
+    Reply reply;
+  };
+  void Hand(Registering r, std::optional<uint64_t> content);
+  absl::Status Read(const MemberRecord& member, const Registering& r)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   absl::StatusOr<std::shared_ptr<const Layout>> Check(const Caller& caller, bool engine,
                                                       Layout layout, ByteLedger::Hold hold);
   absl::StatusOr<const MemberRecord*> Admit(const Caller& caller, bool engine, const Layout& layout)
@@ -51,6 +68,7 @@ class Layouts {
 
   DaemonState& state_;
   Members& members_;
+  DataPlane& data_plane_;
 };
 
 }  // namespace refitd

@@ -68,6 +68,9 @@ struct MemberRecord {
   std::optional<int> ordinal;  // ordinal of its GPU; none: its memory is on the host
   std::string instance;        // engines
   int rank = 0;
+  // Engines: the rank claims a version, and its memory can be read, to be compared with the digest
+  // that came with the claim, when its first layout is registered.
+  bool claims = false;
   bool reads_slots = false;          // engines: follows from the mode of delivery (ReadsSlots)
   std::shared_ptr<MemberSink> sink;  // null: the stream has ended
   std::map<RegionId, RegionRecord> regions;

@@ -140,7 +140,7 @@ void Members::Welcome(GroupRecord* group, MemberRecord* member) {
 // ---- leases ----
 
 absl::StatusOr<MemberRecord*> Members::Authenticate(const Caller& caller, bool engine) {
-  REFITD_RETURN_IF_ERROR(ProtocolOf(caller.protocol, "lease.protocol").status());
+  REFITD_RETURN_IF_ERROR(AgreedProtocol(caller.protocol, "lease.protocol").status());
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
                           state_.leases.Authenticate(caller.token, caller.peer));
   if (member->engine != engine) {

@@ -5,9 +5,17 @@
 #include <utility>
 
 #include "daemon/node/incarnation.h"
+#include "daemon/process/log.h"
 #include "transport/base/status.h"
 
 namespace refitd {
+namespace {
+
+// How long links are refused for a group that was drained here. Resolvers keep a name for some
+// seconds, clusters' DNS for 5 to 30.
+constexpr Duration kDrainedFor = std::chrono::seconds(60);
+
+}  // namespace
 
 absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& name,
                                                           const GroupSpec& wish, bool replace,
@@ -53,16 +61,81 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
   // Trainers hear of the replacement by the end of their streams, and attach again.
-  std::vector<MemberId> trainers;
-  for (const auto& [id, member] : state_.leases.all()) {
-    if (member.group == name && !member.engine) trainers.push_back(id);
-  }
-  const std::string reason = "the group was replaced: attach again";
-  for (const MemberId id : trainers) {
-    MemberRecord* const member = state_.leases.Find(id);
-    if (member != nullptr) members_.Lose(member, reason, absl::AbortedError(reason), turn);
-  }
+  LoseAll(name, absl::AbortedError("the group was replaced: attach again"), /*engines=*/false,
+          turn);
   return incarnation;
+}
+
+void Operators::LoseAll(const std::string& name, const absl::Status& why, bool engines,
+                        Turn& turn) {
+  std::vector<MemberId> ids;
+  for (const auto& [id, member] : state_.leases.all()) {
+    if (member.group == name && (engines || !member.engine)) ids.push_back(id);
+  }
+  for (const MemberId id : ids) {
+    MemberRecord* const member = state_.leases.Find(id);
+    if (member != nullptr) members_.Lose(member, Message(why), why, turn);
+  }
+}
+
+bool Operators::DrainOne(const std::string& name, Turn& turn) {
+  GroupRecord* const group = state_.groups.Find(name);
+  if (group->coordinator != nullptr) turn.Handle(name, DrainEvent{});
+  if (group->machine->update_running()) return false;
+  LogInfo("group {}: drained for the daemon that its coordinator's name leads to", name);
+  if (group->follower != nullptr) {
+    // Its end, which is reported, ends the members' leases.
+    if (group->join.link != nullptr) group->join.link->Close();
+    return true;
+  }
+  const absl::Status why =
+      absl::UnavailableError("the group was drained at this coordinator: attach again");
+  joiners_.RefuseUntil(name, DaemonState::Now() + kDrainedFor);
+  LoseAll(name, why, /*engines=*/true, turn);
+  state_.peers.EndGroup(name, why);
+  if (state_.groups.Find(name) != nullptr) life_.Drop(name, "given up: it was drained", turn);
+  return true;
+}
+
+absl::StatusOr<Operators::DrainedGroups> Operators::Drain(const std::string& group) {
+  Turn turn(state_.turns);
+  DrainedGroups done;
+  std::vector<std::string> names;
+  for (const auto& [name, record] : state_.groups.all()) {
+    const bool named = record->follower != nullptr || !record->named.empty();
+    if (name == group && !named) {
+      return Error(
+          absl::StatusCode::kFailedPrecondition,
+          "group '{}' lives in this daemon, whose own address its members name: they would "
+          "come back",
+          group);
+    }
+    if (named && (group.empty() || name == group)) names.push_back(name);
+  }
+  if (!group.empty() && names.empty()) return NoGroup(group);
+  for (const std::string& name : names) {
+    (DrainOne(name, turn) ? done.drained : done.running).push_back(name);
+  }
+  return done;
+}
+
+std::vector<Operators::NamedCoordinator> Operators::NamedCoordinators() {
+  const Turn turn(state_.turns);
+  std::vector<NamedCoordinator> all;
+  for (const auto& [name, group] : state_.groups.all()) {
+    const PeerLink* const link = group->join.link.get();
+    if (group->coordinator != nullptr && !group->named.empty()) {
+      all.push_back({name, group->named, ""});
+    } else if (link != nullptr && !group->join.joining && !link->address().empty()) {
+      all.push_back({name, group->join.address, link->address()});
+    }
+  }
+  return all;
+}
+
+std::vector<std::string> Operators::Listeners() {
+  const Turn turn(state_.turns);
+  return state_.listeners;
 }
 
 absl::Status Operators::DeleteGroup(const std::string& name) {

@@ -87,6 +87,24 @@ class Operators {
   absl::Status DeleteGroup(const std::string& name);
   void AbortUpdate(CallId call, const std::string& group, std::string reason, ReplyFunction reply);
 
+  struct DrainedGroups {
+    std::vector<std::string> drained;
+    std::vector<std::string> running;
+  };
+  // Gives this daemon's part in the group up, or in all groups whose coordinator is a name if
+  // `group` is empty, so that members attach anew and come to the daemon that the name then leads
+  // to. Groups in which an update runs are left to a later call.
+  absl::StatusOr<DrainedGroups> Drain(const std::string& group);
+
+  // A group whose members call its coordinator by a name.
+  struct NamedCoordinator {
+    std::string group;
+    std::string name;    // HOST:PORT
+    std::string linked;  // where the link of this daemon leads; empty: the group lives here
+  };
+  std::vector<NamedCoordinator> NamedCoordinators();
+  std::vector<std::string> Listeners();
+
   DaemonDetails Describe();
   std::vector<GroupDetails> Groups();
   absl::StatusOr<GroupDetails> Group(const std::string& name);
@@ -117,6 +135,11 @@ class Operators {
   void StopWatchingInstance(uint64_t watch);
 
  private:
+  // False: an update runs.
+  bool DrainOne(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Ends the leases of this daemon's members of the group.
+  void LoseAll(const std::string& name, const absl::Status& why, bool engines, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
                                    const std::string& identity, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);

@@ -22,28 +22,6 @@ SharedMemory::SharedMemory(int64_t size)
   mapping = *HostRegion::Map(fd, bytes, Access::kReadWrite, false);
 }
 
-// Passes links to the daemon, after the test has changed their hellos.
-class DaemonParts::Door : public PeerAcceptor {
- public:
-  Door(PeerAcceptor* joiners, std::function<void(PeerGreeting*)> greeting)
-      : joiners_(*joiners), greeting_(std::move(greeting)) {}
-  void Hello(PeerGreeting hello, std::string peer_address,
-             std::shared_ptr<PeerSession> session) override {
-    if (greeting_ != nullptr) greeting_(&hello);
-    joiners_.Hello(std::move(hello), std::move(peer_address), std::move(session));
-  }
-  void Report(uint64_t session, PeerReport report) override {
-    joiners_.Report(session, std::move(report));
-  }
-  void Gone(uint64_t session, std::string reason) override {
-    joiners_.Gone(session, std::move(reason));
-  }
-
- private:
-  PeerAcceptor& joiners_;
-  const std::function<void(PeerGreeting*)> greeting_;
-};
-
 DaemonParts::DaemonParts(const std::string& id, DaemonOptions options, DaemonInsides insides) {
   processes_ = *ProcessWatch::Create();
   options.daemon_id = id;
@@ -57,8 +35,7 @@ DaemonParts::DaemonParts(const std::string& id, DaemonOptions options, DaemonIns
   if (insides.transport == nullptr) insides.transport = MakeHostTransport({.threads = 1});
   daemon_ = std::make_unique<Daemon>(std::move(options), std::move(insides.transport),
                                      processes_.get(), std::move(insides.wire), dialer);
-  door_ = std::make_unique<Door>(&daemon_->joiners(), std::move(insides.greeting));
-  links_ = std::make_unique<PeerService>(door_.get(), message_bytes);
+  links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);

@@ -177,8 +177,6 @@ struct SharedMemory {
 struct DaemonInsides {
   std::unique_ptr<Transport> transport{};  // null: that of host memory
   std::unique_ptr<Wire> wire{};            // null: none
-  // Changes the hellos of daemons that join. Null: they stay as they are.
-  std::function<void(PeerGreeting*)> greeting{};
 };
 
 class DaemonParts {
@@ -262,11 +260,8 @@ class DaemonParts {
   void AwaitRegionsThread();
 
  private:
-  class Door;
-
   std::unique_ptr<ProcessWatch> processes_;
   std::unique_ptr<Daemon> daemon_;
-  std::unique_ptr<PeerAcceptor> door_;
   std::unique_ptr<PeerService> links_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;

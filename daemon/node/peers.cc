@@ -8,7 +8,6 @@
 namespace refitd {
 
 absl::Status Peers::CheckLatest(const PeerGreeting& hello) const {
-  if (hello.dial == 0) return absl::OkStatus();
   const auto later = [&hello](const std::string& group, const std::string& boot_id, uint64_t dial) {
     return dial > hello.dial && group == hello.group && boot_id == hello.boot_id;
   };

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
@@ -217,18 +218,16 @@ absl::StatusOr<Regions::DeviceHandle> Regions::CheckHandle(const Caller& caller,
                  state_.options.devices.detail);
   }
   if (block.handle.size() != kBlockHandleBytes) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "cuda_ipc.handle has {} bytes, a CUDA IPC handle {}", block.handle.size(),
-                 kBlockHandleBytes);
+    return InvalidField("cuda_ipc.handle", "cuda_ipc.handle has {} bytes, a CUDA IPC handle {}",
+                        block.handle.size(), kBlockHandleBytes);
   }
   if (block.byte_offset != 0) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "cuda_ipc.byte_offset is {}, must be 0: a region is a whole block",
-                 block.byte_offset);
+    return InvalidField("cuda_ipc.byte_offset",
+                        "cuda_ipc.byte_offset is {}, must be 0: a region is a whole block",
+                        block.byte_offset);
   }
   if (block.bytes < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}, less than 0",
-                 block.bytes);
+    return InvalidField("cuda_ipc.bytes", "cuda_ipc.bytes is {}, less than 0", block.bytes);
   }
   if (!member->ordinal.has_value() || block.device != member->device) {
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -246,8 +245,8 @@ absl::StatusOr<RegionRecord> Regions::OpenDevice(const DeviceHandle& handle) con
   const MemoryOrigin origin = OriginOf(**opened);
   RegionRecord region = RecordOf(*std::move(opened), handle.engine, origin);
   if (handle.bytes > region.memory.bytes) {
-    return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}: the block has {}",
-                 handle.bytes, region.memory.bytes);
+    return InvalidField("cuda_ipc.bytes", "cuda_ipc.bytes is {}: the block has {}", handle.bytes,
+                        region.memory.bytes);
   }
   if (handle.bytes > 0) region.memory.bytes = handle.bytes;
   if (region.memory.bytes <= state_.options.max_region_bytes) return region;

@@ -7,7 +7,9 @@
 #include <variant>
 #include <vector>
 
+#include "daemon/execute/program_executor.h"
 #include "daemon/link/reports.h"
+#include "daemon/node/group_memory.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -34,7 +36,56 @@ int64_t InlineBytes(const ReceivedBucket& received) {
       [](int64_t sum, std::string_view text) { return sum + static_cast<int64_t>(text.size()); });
 }
 
+// Only members' memory can be an engine's.
+bool IsInMembersMemory(const CheckedBucket& bucket) {
+  return bucket.source == CheckedBucket::Source::kRegions ||
+         bucket.source == CheckedBucket::Source::kDevice;
+}
+
+// The first byte of a bucket's tensor. The regions exist.
+MemoryOrigin OriginOf(const MemberRecord& trainer, const CheckedBucket& bucket, size_t tensor) {
+  const CheckedBucket::Place& place = bucket.places[tensor];
+  if (bucket.source != CheckedBucket::Source::kRegions) return place.origin;
+  MemoryOrigin origin = trainer.regions.at(place.region).memory.origin;
+  origin.begin += place.byte_offset;
+  return origin;
+}
+
+// Whether the bucket's bytes lie in memory of which an engine has other bytes (P11).
+absl::Status CheckPlaces(const MemberRecord& trainer, const CheckedBucket& bucket,
+                         const DestinationPlaces& places) {
+  for (size_t t = 0; t < bucket.tensors.size(); ++t) {
+    const MemoryOrigin origin = OriginOf(trainer, bucket, t);
+    if (!places.Shares(origin)) continue;
+    const TensorSpec& tensor = bucket.tensors[t];
+    const TensorRange& range = bucket.ranges[t];
+    for (const Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
+      MemoryOrigin at = origin;
+      at.begin += (FirstIndex(box, tensor.shape) - range.start) * ElementBytes(tensor.dtype);
+      REFITD_RETURN_IF_ERROR(
+          places.Check(tensor, box, at, fmt::format("trainer rank {}", trainer.rank)));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+const DestinationPlaces& TrainerCalls::PlacesOfEngines(GroupRecord* group) const {
+  std::vector<std::pair<MemberId, std::shared_ptr<const Layout>>> engines;
+  for (const auto& [id, member] : state_.leases.all()) {
+    if (member.engine && member.layout != nullptr && member.group == group->name()) {
+      engines.emplace_back(id, member.layout);
+    }
+  }
+  GroupRecord::EnginePlaces& kept = group->engine_places;
+  if (kept.places != nullptr && kept.engines == engines) return *kept.places;
+  const GroupMemory memory(state_.leases, *group);
+  std::vector<PlacedLayout> placed;
+  for (const auto& [id, layout] : engines) placed.push_back(PlaceOf(id, layout, true, memory));
+  kept = {std::move(engines), std::make_shared<const DestinationPlaces>(std::move(placed))};
+  return *kept.places;
+}
 
 absl::StatusOr<std::pair<std::string, GroupEvent>> TrainerCalls::MakeEvent(
     const Caller& caller, const EventFunction& event) {
@@ -171,6 +222,11 @@ void TrainerCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<
           // A region was released meanwhile: the error is as if the region had never been there.
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
           return PlacesOf(push->received, limits, region_bytes, device).status();
+        }
+        // A refusal comes before the group hears of the bucket, so every instance stays clean.
+        if (IsInMembersMemory(bucket)) {
+          REFITD_RETURN_IF_ERROR(
+              CheckPlaces(member, bucket, PlacesOfEngines(state_.groups.Of(member))));
         }
         if (state_.peers.Any(member.group)) {
           // Other daemons get headers that are made of this bucket, and must be able to read them.

@@ -111,6 +111,9 @@ class TrainerCalls {
   void PushFromDevice(CallId call, const Caller& caller, ReceivedPush push, ReplyFunction reply);
   void PushOpened(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
                   ReplyFunction reply, const DeviceSource& device);
+  // The memory of the group's engines at this daemon. Valid until the next call.
+  const DestinationPlaces& PlacesOfEngines(GroupRecord* group) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 
   DaemonState& state_;
   Identities& identities_;

@@ -20,6 +20,7 @@ enum class AuditWhat : uint8_t {
   kCreate,        // an operator's CreateGroup
   kReplace,       // a group started a new incarnation
   kDelete,        // an operator's DeleteGroup
+  kDrain,         // an operator's Drain
   kPolicy,        // the policy that is in force, or that was not taken over
   kCertificates,  // the certificates that are in force, or that were not taken over
 };
@@ -46,6 +47,8 @@ constexpr std::string_view AuditName(AuditWhat what) {
       return "replace";
     case AuditWhat::kDelete:
       return "delete";
+    case AuditWhat::kDrain:
+      return "drain";
     case AuditWhat::kPolicy:
       return "policy";
     case AuditWhat::kCertificates:

@@ -94,34 +94,4 @@ shows 'allowed_uids: uid:7 may be trainer, engine'
 expect 1 '' can $(can trainer llama-8b) $t --owner spiffe://prod/trainer/u
 shows '^no: .* which another identity owns'
 
-# Plans need no daemon. 4 trainers and 4 engines share a node; then 2 trainer nodes, 2 instances of one node each.
-tiny=(--model qwen3-0.6b --trainer world=4,tp=2 --engine tp=4)
-expect 0 '' plan explain "${tiny[@]}"
-shows 'worst link: trainer [0-3] supplies [0-9.]+ MiB'
-shows ', 0 B of them over the wire'
-wide=(--model qwen3-0.6b --trainer world=16,tp=2 --engine tp=8,instances=2)
-expect 0 '' plan explain "${wide[@]}" -o json
-shows '"wireBytes": "[1-9][0-9]+"'
-shows '"unplacedTensors": "0"'
-expect 0 '' plan explain "${wide[@]}" --pushed model.norm.weight --rows 1
-shows 'lower bound [0-9.]+ [GM]iB'
-shows 'model.norm.weight: is pushed'
-shows 'and 1 more'
-expect 0 '' plan explain --model qwen3-0.6b --trainer fsdp=8 --engine tp=8 --colocated
-expect 0 '' plan estimate "${wide[@]}" --link-rates rank-out=10G,node-out=1M
-shows 'limited by: node [01] sends'
-expect 0 '' plan estimate "${wide[@]}" --link-rates node-out=1G -o json
-shows '"limit": "node [01] sends"'
-expect 2 'node-up=1' plan estimate "${wide[@]}" --link-rates node-up=1
-expect 2 'node-out=fast' plan estimate "${wide[@]}" --link-rates node-out=fast
-expect 2 '' plan estimate "${wide[@]}"
-expect 2 '' plan
-expect 2 'pq=2' plan explain --model qwen3-0.6b --trainer pq=2 --engine tp=1
-expect 2 'tp=0' plan explain --model qwen3-0.6b --trainer tp=0 --engine tp=1
-expect 2 "tp=2'" plan explain --model qwen3-0.6b --trainer tp=2,tp=2 --engine tp=1
-expect 2 'ep=3' plan explain --model qwen3-0.6b --trainer world=1 --engine tp=2,ep=3
-expect 2 'gpt-5' plan explain --model gpt-5 --trainer world=1 --engine tp=1
-expect 2 'divisible' plan explain --model qwen3-0.6b --trainer world=3,tp=3 --engine tp=1
-expect 2 '65536 ranks' plan explain --model qwen3-0.6b --trainer world=1 --engine tp=1000000
-
 exit $((failures > 0))

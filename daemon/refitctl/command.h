@@ -23,17 +23,16 @@ Command AddStatus(CommandApp app, const GlobalOptions& global);
 Command AddGroups(CommandApp app, const GlobalOptions& global);
 Command AddGroup(CommandApp app, const GlobalOptions& global);
 Command AddAbort(CommandApp app, const GlobalOptions& global);
+Command AddDrain(CommandApp app, const GlobalOptions& global);
 Command AddMembers(CommandApp app, const GlobalOptions& global);
 Command AddNodes(CommandApp app, const GlobalOptions& global);
 Command AddBuckets(CommandApp app, const GlobalOptions& global);
 Command AddWatch(CommandApp app, const GlobalOptions& global);
 Command AddPush(CommandApp app, const GlobalOptions& global);
 Command AddEngine(CommandApp app, const GlobalOptions& global);
-Command AddPlan(CommandApp app, const GlobalOptions& global);
 Command AddValidate(CommandApp app, const GlobalOptions& global);
 Command AddCan(CommandApp app, const GlobalOptions& global);
 Command AddReady(CommandApp app, const GlobalOptions& global);
-Command AddDoctor(CommandApp app, const GlobalOptions& global);
 
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.
 int Fail(const absl::Status& status);

@@ -1,6 +1,5 @@
 #include "daemon/refitctl/devices.h"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -46,24 +45,6 @@ std::string RenderCollectives(const v1::TransportStatus& transport) {
     text += fmt::format("nccl       {} epochs never connected\n", abandoned);
   }
   return text;
-}
-
-std::optional<Collectives> CollectivesOf(const v1::TransportStatus& transport) {
-  if (!transport.available() || !transport.has_nccl()) return std::nullopt;
-  const v1::NcclStatus& nccl = transport.nccl();
-  return Collectives{
-      "nccl", nccl.version(),
-      nccl.version().empty() ? "no NCCL: " + nccl.problem() : "NCCL " + nccl.version()};
-}
-
-DriverFinding FindDriver() {
-  // This finds out only whether the library loads. The daemon tells what its driver can do.
-  void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-  if (driver == nullptr) {
-    return {"gpu", false, "no NVIDIA driver (libcuda.so.1): host memory only"};
-  }
-  ::dlclose(driver);
-  return {"gpu", true, "an NVIDIA driver is here; `daemon` below says what it serves"};
 }
 
 }  // namespace refitd::refitctl

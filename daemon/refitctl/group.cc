@@ -1,12 +1,16 @@
-// `group replace`, `group delete` and `abort`: what an operator changes in a group.
+// `group replace`, `group delete`, `abort` and `drain`: what an operator changes in a group.
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "daemon/refitctl/command.h"
 #include "transport/base/status.h"
 
 namespace refitd::refitctl {
 namespace {
+
+constexpr std::chrono::milliseconds kDrainInterval{50};  // while an update runs
 
 struct GroupOptions {
   std::string group;
@@ -46,7 +50,62 @@ int Abort(const GlobalOptions& global, const GroupOptions& options) {
   return kExitOk;
 }
 
+struct DrainOptions {
+  std::string group;
+  double wait_seconds = 60;
+};
+
+// Asks again for the groups in which an update runs. One that is gone by then has been drained.
+int Drain(const GlobalOptions& global, const DrainOptions& options) {
+  const OperatorClient client(global);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                             std::chrono::duration<double>(options.wait_seconds));
+  auto drained = client.Drain(options.group);
+  if (!drained.ok()) return Fail(drained.status());
+  v1::DrainResponse all = *drained;
+  while (all.running_size() > 0) {
+    const std::string name = all.running(0);
+    if (std::chrono::steady_clock::now() + kDrainInterval > deadline) {
+      return Fail(Error(absl::StatusCode::kDeadlineExceeded,
+                        "an update of group {} still runs after {:g} s; no other one begins: drain "
+                        "it again, or `refitctl abort` ends the update",
+                        name, options.wait_seconds));
+    }
+    std::this_thread::sleep_for(kDrainInterval);
+    drained = client.Drain(name);
+    if (!drained.ok() && !absl::IsNotFound(drained.status())) return Fail(drained.status());
+    if (drained.ok() && drained->running_size() > 0) continue;
+    all.add_drained(name);
+    all.mutable_running()->DeleteSubrange(0, 1);
+  }
+  if (global.json) {
+    Print(ToJson(all, /*pretty=*/true));
+    return kExitOk;
+  }
+  if (all.drained_size() == 0) Print("no group here has a name for its coordinator\n");
+  for (const std::string& name : all.drained()) {
+    Print(
+        fmt::format("group {}: drained; its members come to where their coordinator's name "
+                    "leads\n",
+                    name));
+  }
+  return kExitOk;
+}
+
 }  // namespace
+
+Command AddDrain(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
+      "drain",
+      "End this daemon's part in groups whose coordinator is a name, after the update that runs: "
+      "their members come to the daemon that the name now resolves to");
+  auto options = std::make_shared<DrainOptions>();
+  sub.Add("--group", &options->group, "Only this group");
+  sub.Add("--wait", &options->wait_seconds, "Seconds that a running update may take (default 60)")
+      .InRange(0.001, 86'400.0);
+  return {sub, [&global, options] { return Drain(global, *options); }};
+}
 
 Command AddGroup(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand("group", "Replace or delete a group");

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <random>
 
+#include "tests/workloads/safetensors_writer.h"
 #include "transport/base/status.h"
 #include "transport/base/temp_folder.h"
 
@@ -25,7 +26,7 @@ class RandomCheckpoint {
  public:
   explicit RandomCheckpoint(uint64_t seed) {
     std::mt19937_64 random(seed);
-    auto writer = SafetensorsWriter::Create(folder_ / "model.safetensors", Tensors());
+    auto writer = workloads::SafetensorsWriter::Create(folder_ / "model.safetensors", Tensors());
     REQUIRE(writer.ok());
     for (const TensorSpec& tensor : Tensors()) {
       std::string bytes(

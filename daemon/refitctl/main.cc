@@ -37,11 +37,11 @@ int Run(int argc, char** argv) {
       .OneOf({"table", "json"});
 
   const std::vector<Command> commands = {
-      AddStatus(app, global),  AddGroups(app, global), AddMembers(app, global),
-      AddGroup(app, global),   AddAbort(app, global),  AddNodes(app, global),
-      AddBuckets(app, global), AddWatch(app, global),  AddPush(app, global),
-      AddEngine(app, global),  AddPlan(app, global),   AddValidate(app, global),
-      AddDoctor(app, global),  AddCan(app, global),    AddReady(app, global)};
+      AddStatus(app, global), AddGroups(app, global),  AddMembers(app, global),
+      AddGroup(app, global),  AddAbort(app, global),   AddDrain(app, global),
+      AddNodes(app, global),  AddBuckets(app, global), AddWatch(app, global),
+      AddPush(app, global),   AddEngine(app, global),  AddValidate(app, global),
+      AddCan(app, global),    AddReady(app, global)};
   switch (line.Parse(argc, argv)) {
     case CommandLine::Outcome::kHelped:
       return kExitOk;

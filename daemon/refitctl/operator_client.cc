@@ -119,6 +119,12 @@ absl::StatusOr<v1::DeleteGroupResponse> OperatorClient::DeleteGroup(
   return Call(&v1::Operator::Stub::DeleteGroup, request, false);
 }
 
+absl::StatusOr<v1::DrainResponse> OperatorClient::Drain(const std::string& group) const {
+  v1::DrainRequest request;
+  request.set_group(group);
+  return Call(&v1::Operator::Stub::Drain, request, false);
+}
+
 absl::StatusOr<v1::AbortUpdateResponse> OperatorClient::AbortUpdate(
     const std::string& group, const std::string& reason) const {
   v1::AbortUpdateRequest request;

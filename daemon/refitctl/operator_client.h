@@ -57,6 +57,7 @@ class OperatorClient {
   absl::StatusOr<v1::AbortUpdateResponse> AbortUpdate(const std::string& group,
                                                       const std::string& reason) const;
 
+  absl::StatusOr<v1::DrainResponse> Drain(const std::string& group) const;
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
   // NOT_FOUND: the daemon knows no such service.
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(

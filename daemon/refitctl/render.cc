@@ -41,8 +41,11 @@ std::string HeldWord(const v1::GroupStatus& group, const v1::InstanceStatus& ins
 std::string RenderInstances(const v1::GroupStatus& group) {
   Table table({"  INSTANCE", "STATE", "VERSION", "RANKS", "REASON"}, {false, false, true, true});
   for (const auto& instance : group.instances()) {
-    table.Add({"  " + instance.name(), instance.state(), HeldWord(group, instance),
-               fmt::format("{}/{}", instance.attached(), instance.world_size()),
+    // A joined daemon does not know how many ranks other daemons' instances have.
+    const std::string ranks = instance.world_size() == 0 ? "-"
+                                                         : fmt::format("{}/{}", instance.attached(),
+                                                                       instance.world_size());
+    table.Add({"  " + instance.name(), instance.state(), HeldWord(group, instance), ranks,
                OrDash(ReasonWord(instance))});
   }
   return table.ToString();
@@ -111,6 +114,11 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
                         group.coordinator().empty() ? "this daemon" : group.coordinator(),
                         RenderLink(group));
     text += RenderGroupNodes(group);
+  }
+  if (group.has_coordinator_moved()) {
+    text += fmt::format(
+        "  {} leads to {} now: `refitctl drain` lets this daemon's members come there\n",
+        group.coordinator_moved().name(), fmt::join(group.coordinator_moved().addresses(), ", "));
   }
   if (group.instances_size() > 0) text += RenderInstances(group);
   if (group.slots_size() > 0) text += RenderSlots(group);

@@ -266,6 +266,18 @@ TEST_CASE("the buckets page says what went by each method, then every bucket") {
   CHECK_THAT(text, Contains("12 earlier buckets"));
 }
 
+TEST_CASE("a coordinator's name that leads elsewhere is shown, with what to do") {
+  v1::GetStatusResponse status;
+  v1::GroupStatus* const group = status.add_groups();
+  group->set_name("policy");
+  CHECK_THAT(RenderStatus(status), !Contains("drain"));
+  group->mutable_coordinator_moved()->set_name("refitd.example:7412");
+  group->mutable_coordinator_moved()->add_addresses("10.0.0.1");
+  group->mutable_coordinator_moved()->add_addresses("10.0.0.2");
+  CHECK_THAT(RenderStatus(status),
+             Contains("\n  refitd.example:7412 leads to 10.0.0.1, 10.0.0.2 now: `refitctl drain`"));
+}
+
 TEST_CASE("a daemon without groups says so, and a draining one says that") {
   v1::GetStatusResponse status;
   CHECK_THAT(RenderStatus(status), Contains("no groups"));

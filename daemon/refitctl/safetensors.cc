@@ -196,16 +196,6 @@ absl::Status ReadAt(int fd, int64_t offset, std::span<char> to, const std::strin
   return absl::OkStatus();
 }
 
-absl::Status WriteAll(int fd, std::span<const char> bytes, const std::string& path) {
-  while (!bytes.empty()) {
-    const ssize_t put = ::write(fd, bytes.data(), bytes.size());
-    if (put < 0 && errno == EINTR) continue;
-    if (put < 0) return FileError(errno, path);
-    bytes = bytes.subspan(static_cast<size_t>(put));
-  }
-  return absl::OkStatus();
-}
-
 // The file's first bytes: length word and JSON.
 absl::StatusOr<std::string> ReadHead(const OpenFile& file, const std::string& path) {
   if (file.bytes < kLengthBytes) {
@@ -252,14 +242,6 @@ std::optional<DType> DTypeOfSafetensors(std::string_view word) {
     if (entry.word == word) return entry.dtype;
   }
   return std::nullopt;
-}
-
-std::string_view SafetensorsWord(DType dtype) {
-  for (const DTypeWord& entry : kWords) {
-    if (entry.dtype == dtype) return entry.word;
-  }
-  REFITD_CHECK(false);
-  return {};
 }
 
 absl::StatusOr<std::vector<StoredTensor>> ParseSafetensorsHeader(std::string_view head,
@@ -385,63 +367,6 @@ absl::Status Checkpoint::Read(size_t tensor, int64_t byte_offset, std::span<char
   }
   return ReadAt(files_[place.file].get(), place.offset + byte_offset, to,
                 fmt::format("{}/{}", folder_, file_names_[place.file]));
-}
-
-absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
-    const std::string& path, const std::vector<TensorSpec>& tensors) {
-  Json header = Json::object();
-  header["__metadata__"] = {{"format", "pt"}};
-  int64_t offset = 0;
-  for (const TensorSpec& tensor : tensors) {
-    REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
-    REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(tensor.shape));
-    const int64_t end = offset + elements * ElementBytes(tensor.dtype);
-    if (header.contains(tensor.name)) {
-      return Invalid(fmt::format("tensor '{}' comes twice", tensor.name));
-    }
-    header[tensor.name] = {
-        {"dtype", SafetensorsWord(tensor.dtype)},
-        {"shape", std::vector<int64_t>(tensor.shape.begin(), tensor.shape.end())},
-        {"data_offsets", {offset, end}}};
-    offset = end;
-  }
-  std::string text = header.dump();
-  // The header is padded to a multiple of 8 bytes, so that readers that map the file find aligned
-  // data.
-  text.append((8 - text.size() % 8) % 8, ' ');
-  const uint64_t length = text.size();
-  UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (!fd.valid()) return FileError(errno, path);
-  REFITD_RETURN_IF_ERROR(
-      WriteAll(fd.get(), {reinterpret_cast<const char*>(&length), sizeof(length)}, path));
-  REFITD_RETURN_IF_ERROR(WriteAll(fd.get(), text, path));
-  return std::unique_ptr<SafetensorsWriter>(new SafetensorsWriter(path, std::move(fd), offset));
-}
-
-absl::Status SafetensorsWriter::Append(std::span<const char> bytes) {
-  appended_ += static_cast<int64_t>(bytes.size());
-  return WriteAll(fd_.get(), bytes, path_);
-}
-
-absl::Status SafetensorsWriter::Finish() {
-  if (appended_ != data_bytes_) {
-    return Error(absl::StatusCode::kFailedPrecondition, "{}: {} bytes written, tensors have {}",
-                 path_, appended_, data_bytes_);
-  }
-  if (::close(fd_.Release()) != 0) return FileError(errno, path_);
-  return absl::OkStatus();
-}
-
-absl::Status WriteSafetensorsIndex(const std::string& folder,
-                                   const std::map<std::string, std::string>& shard_of,
-                                   int64_t total_bytes) {
-  const Json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", shard_of}};
-  const std::string path = fmt::format("{}/{}", folder, kIndexFile);
-  UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (!fd.valid()) return FileError(errno, path);
-  REFITD_RETURN_IF_ERROR(WriteAll(fd.get(), index.dump(2) + "\n", path));
-  if (::close(fd.Release()) != 0) return FileError(errno, path);
-  return absl::OkStatus();
 }
 
 }  // namespace refitd

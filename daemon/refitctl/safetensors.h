@@ -1,4 +1,4 @@
-// Checkpoint folders in the safetensors format: strict reader and streaming writer.
+// Checkpoint folders in the safetensors format: a strict reader.
 //
 // A folder holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names. A
 // file is an 8-byte little-endian header length, a JSON header {"NAME": {"dtype": "BF16", "shape":
@@ -11,13 +11,12 @@
 //    demands; names are unique in the folder; index and shards name the same tensors.
 //  - Bytes are read with pread, not mapped: a file that shrinks meanwhile is an error, not SIGBUS.
 //
-// Threads: a Checkpoint is immutable after Open and thread-safe. A writer belongs to one thread.
+// Threads: a Checkpoint is immutable after Open and thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_SAFETENSORS_H_
 #define REFITD_DAEMON_REFITCTL_SAFETENSORS_H_
 
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -37,7 +36,6 @@ inline constexpr size_t kMaxShards = 4'096;  // DeepSeek-V3 has 163
 
 // "BF16", "F8_E4M3", ...; nullopt: a type that refitd does not carry.
 std::optional<DType> DTypeOfSafetensors(std::string_view word);
-std::string_view SafetensorsWord(DType dtype);
 
 // A tensor's type, shape and place in its file.
 struct StoredTensor {
@@ -89,32 +87,6 @@ class Checkpoint {
   std::map<std::string, size_t, std::less<>> by_name_;
   int64_t bytes_ = 0;
 };
-
-// Writes one file. The tensors' bytes are appended in the order of `tensors`.
-class SafetensorsWriter {
- public:
-  // Creates or truncates `path` and writes the header.
-  static absl::StatusOr<std::unique_ptr<SafetensorsWriter>> Create(
-      const std::string& path, const std::vector<TensorSpec>& tensors);
-
-  absl::Status Append(std::span<const char> bytes);
-  // FAILED_PRECONDITION: more or fewer bytes were appended than the tensors have.
-  absl::Status Finish();
-
- private:
-  SafetensorsWriter(std::string path, UniqueFd fd, int64_t data_bytes)
-      : path_(std::move(path)), fd_(std::move(fd)), data_bytes_(data_bytes) {}
-
-  const std::string path_;
-  UniqueFd fd_;
-  const int64_t data_bytes_;
-  int64_t appended_ = 0;
-};
-
-// Writes model.safetensors.index.json: tensor name to shard file name.
-absl::Status WriteSafetensorsIndex(const std::string& folder,
-                                   const std::map<std::string, std::string>& shard_of,
-                                   int64_t total_bytes);
 
 }  // namespace refitd
 

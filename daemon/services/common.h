@@ -28,6 +28,7 @@
 #include "daemon/services/door.h"
 #include "daemon/services/member_events.h"
 #include "proto/grpc_status.h"
+#include "transport/base/errors.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -314,7 +315,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
     if (member_ == 0) {
       if (!message_.has_hello()) {
         return stream_->End(
-            absl::InvalidArgumentError("kind: the first message of Attach must be hello"));
+            InvalidField("kind", "kind: the first message of Attach must be hello"));
       }
       const Asked asked{.rpc = Role::kRpc, .group = message_.hello().group()};
       if (absl::Status status = door_->Enter(&*peer_, asked); !status.ok()) {
@@ -322,7 +323,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       }
       member_ = Role::Hello(daemon_, message_, *peer_, std::make_shared<Sink>(stream_)).value();
     } else if (message_.has_hello()) {
-      stream_->End(absl::InvalidArgumentError("kind: hello was said already"));
+      stream_->End(InvalidField("kind", "kind: hello was said already"));
       return Leave("it said hello twice");
     } else if (!Role::Answer(daemon_, MemberId(member_), message_)) {
       return daemon_->arrivals().Detached(MemberId(member_));  // ends the stream

@@ -111,10 +111,10 @@ absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follow
 void Door::Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
                  const absl::Status& allowed) const {
   if (options_.guard == nullptr) return;
-  if (allowed.ok()) return options_.guard->Prove(context.peer());
+  if (allowed.ok()) return options_.guard->Allowed(context.peer(), IdentityOf(*peer));
   const bool known =
       peer.ok() && CheckKnown(*options_.policies->Current(), PrincipalOf(*peer)).ok();
-  if (!known) options_.guard->Unknown(context.peer());
+  options_.guard->Refused(context.peer(), known);
 }
 
 absl::StatusOr<Peer> Door::Admit(const grpc::ServerContextBase& context, const Asked& asked) const {

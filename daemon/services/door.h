@@ -44,7 +44,7 @@ struct DoorOptions {
   // Whether a member of that identity has a lease. Null: none has.
   std::function<bool(const std::string& identity)> has_lease{};
   AuditLog* audit = nullptr;         // null: none
-  ConnectionGuard* guard = nullptr;  // is told whose calls rules allow; null: none
+  ConnectionGuard* guard = nullptr;  // sees all calls; null: none
   bool tls = false;                  // TCP is served with TLS
 };
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "proto/protocol.h"
+#include "transport/base/errors.h"
 #include "transport/base/identity.h"
 #include "transport/base/status.h"
 
@@ -24,22 +26,20 @@ constexpr size_t kMaxDeviceBytes = 64;
 
 template <typename Hello>
 absl::Status CheckHello(const Hello& hello) {
-  REFITD_RETURN_IF_ERROR(
-      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
+  REFITD_RETURN_IF_ERROR(AgreeProtocol(hello.protocol(), "protocol").status());
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckLine(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckLine(hello.device().name(), kMaxDeviceBytes, "device.name"));
   REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator(), "coordinator"));
   if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
-    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
-                 hello.world_size(), kMaxEngineRanks);
+    return InvalidField("world_size", "world_size: {} is not in 1..{}", hello.world_size(),
+                        kMaxEngineRanks);
   }
   if (hello.rank() < 0 || hello.rank() >= hello.world_size()) {
-    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", hello.rank(),
-                 hello.world_size() - 1);
+    return InvalidField("rank", "rank: {} is not in 0..{}", hello.rank(), hello.world_size() - 1);
   }
   if (hello.pid() < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "pid: {} is negative", hello.pid());
+    return InvalidField("pid", "pid: {} is negative", hello.pid());
   }
   return CheckMillis(hello.wait_ms(), "wait_ms").status();
 }
@@ -56,8 +56,7 @@ absl::Status NoDelivery(v1::Delivery given) {
     known += fmt::format("{}{} ({})", known.empty() ? "" : " nor ", traits.name,
                          static_cast<int>(traits.mode));
   }
-  return Error(absl::StatusCode::kInvalidArgument, "delivery: {} is neither {}",
-               static_cast<int>(given), known);
+  return InvalidField("delivery", "delivery: {} is neither {}", static_cast<int>(given), known);
 }
 
 absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
@@ -73,19 +72,19 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   identity.delivery = *delivery;
   identity.dirty = hello.dirty();
   if (hello.dirty() && hello.has_held_version()) {
-    return absl::InvalidArgumentError("dirty: weights that hold a version are not dirty");
+    return InvalidField("dirty", "dirty: weights that hold a version are not dirty");
   }
   if (hello.has_held_version()) {
     if (hello.held_version() < 0) {
-      return Error(absl::StatusCode::kInvalidArgument, "held_version: {} is negative",
-                   hello.held_version());
+      return InvalidField("held_version", "held_version: {} is negative", hello.held_version());
     }
     identity.held_version = Version(hello.held_version());
   } else if (hello.held_origin() != 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "held_origin: {:x} without a held_version",
-                 hello.held_origin());
+    return InvalidField("held_origin", "held_origin: {:x} without a held_version",
+                        hello.held_origin());
   }
   identity.held_origin = hello.held_origin();
+  identity.held_digest = hello.held_digest();
   if (!hello.trainer_identity().empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(hello.trainer_identity(), "trainer_identity"));
   }
@@ -94,14 +93,21 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   identity.held_owner = hello.held_owner();
   identity.fill = hello.fill();
   if (hello.fill() && !Fills(identity.delivery)) {
-    return Error(absl::StatusCode::kInvalidArgument, "fill: only {} delivery takes part in fills",
-                 DeliveriesWith(Fills));
+    return InvalidField("fill", "fill: only {} delivery takes part in fills",
+                        DeliveriesWith(Fills));
+  }
+  const int64_t manifest_tensors =
+      std::max<int64_t>(hello.manifest_tensors(), hello.manifest().names_size());
+  const bool too_many = manifest_tensors > kMaxTensorsPerLayout;
+  if ((hello.has_manifest() || too_many) && !DeclaresManifest(identity.delivery)) {
+    return InvalidField("manifest", "manifest: only {} delivery takes one",
+                        DeliveriesWith(DeclaresManifest));
+  }
+  if (too_many) {
+    identity.refused = TooManyTensors("manifest", manifest_tensors);
+    return identity;
   }
   if (hello.has_manifest()) {
-    if (!DeclaresManifest(identity.delivery)) {
-      return Error(absl::StatusCode::kInvalidArgument, "manifest: only {} delivery takes one",
-                   DeliveriesWith(DeclaresManifest));
-    }
     REFITD_ASSIGN_OR_RETURN(
         identity.manifest,
         CheckManifest(hello.manifest().names(), hello.manifest().dtypes(),
@@ -118,7 +124,7 @@ Arrival CommonArrival(const Hello& hello, const Peer& peer) {
   record.group = hello.group();
   record.peer = peer;
   record.client = hello.client();
-  record.protocol = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+  record.protocol = *AgreeProtocol(hello.protocol(), "protocol");
   record.device = hello.device().name().empty() ? "host" : hello.device().name();
   if (hello.has_spec()) arrival.spec = SpecOf(hello.spec());
   arrival.coordinator = hello.coordinator();
@@ -143,6 +149,8 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   arrival.record.instance = identity.instance;
   arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
+  arrival.record.claims = identity.held_version.has_value() && identity.held_digest != 0 &&
+                          identity.fill && NeedsLayout(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

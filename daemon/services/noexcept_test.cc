@@ -41,6 +41,7 @@ REFITD_METHOD_IS_NOEXCEPT(EngineService, RegisterLayout, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(EngineService, RegisterRegion, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(EngineService, ReleaseRegion, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, AbortUpdate, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(OperatorService, Drain, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, GetStatus, nullptr, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, WatchUpdates, nullptr, nullptr);
 REFITD_METHOD_IS_NOEXCEPT(OperatorService, CheckAccess, nullptr, nullptr, nullptr);

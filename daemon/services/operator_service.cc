@@ -116,6 +116,20 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
       [](const ReplyPayload&) {});
 }
 
+grpc::ServerUnaryReactor* OperatorService::Drain(grpc::CallbackServerContext* context,
+                                                 const v1::DrainRequest* request,
+                                                 v1::DrainResponse* response) noexcept {
+  return AnswerNow(*door_, context, {Rpc::kOperatorDrain, request->group()}, response,
+                   [&](const Peer&) -> absl::StatusOr<v1::DrainResponse> {
+                     REFITD_ASSIGN_OR_RETURN(const Operators::DrainedGroups done,
+                                             daemon_->operators().Drain(request->group()));
+                     v1::DrainResponse drained;
+                     drained.mutable_drained()->Add(done.drained.begin(), done.drained.end());
+                     drained.mutable_running()->Add(done.running.begin(), done.running.end());
+                     return drained;
+                   });
+}
+
 grpc::ServerUnaryReactor* OperatorService::GetStatus(grpc::CallbackServerContext* context,
                                                      const v1::GetStatusRequest* /*request*/,
                                                      v1::GetStatusResponse* response) noexcept {
@@ -123,6 +137,7 @@ grpc::ServerUnaryReactor* OperatorService::GetStatus(grpc::CallbackServerContext
   return AnswerNow(*door_, context, {kRpc}, response,
                    [&](const Peer& peer) -> absl::StatusOr<v1::GetStatusResponse> {
                      v1::GetStatusResponse status = StatusOf(daemon_);
+                     ShowMoved(daemon_, &names_, status.mutable_groups());
                      KeepShown(*door_, peer, kRpc, status.mutable_groups());
                      return status;
                    });
@@ -135,6 +150,7 @@ grpc::ServerUnaryReactor* OperatorService::ListGroups(grpc::CallbackServerContex
   return AnswerNow(*door_, context, {kRpc}, response,
                    [&](const Peer& peer) -> absl::StatusOr<v1::ListGroupsResponse> {
                      v1::ListGroupsResponse list = refitd::ListGroups(daemon_);
+                     ShowMoved(daemon_, &names_, list.mutable_groups());
                      KeepShown(*door_, peer, kRpc, list.mutable_groups());
                      return list;
                    });

@@ -3,6 +3,7 @@
 #define REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 
 #include "daemon/services/common.h"
+#include "daemon/sockets/name_lookup.h"
 #include "refitd/v1/operator.grpc.pb.h"
 
 namespace refitd {
@@ -21,6 +22,9 @@ class OperatorService final : public v1::Operator::CallbackService {
   grpc::ServerUnaryReactor* AbortUpdate(grpc::CallbackServerContext* context,
                                         const v1::AbortUpdateRequest* request,
                                         v1::AbortUpdateResponse* response) noexcept override;
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context,
+                                  const v1::DrainRequest* request,
+                                  v1::DrainResponse* response) noexcept override;
   grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context,
                                       const v1::GetStatusRequest* request,
                                       v1::GetStatusResponse* response) noexcept override;
@@ -46,6 +50,7 @@ class OperatorService final : public v1::Operator::CallbackService {
  private:
   Daemon* const daemon_;
   const Door* const door_;
+  NameLookup names_;
 };
 
 }  // namespace refitd

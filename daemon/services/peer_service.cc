@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "daemon/link/channel.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"
@@ -20,6 +21,7 @@
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
 #include "proto/grpc_status.h"
+#include "transport/base/errors.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/sockets/address_security.h"
@@ -37,19 +39,6 @@ gpr_timespec After(Duration duration) {
 uint64_t NextSession() {
   static std::atomic<uint64_t> next{1};
   return next.fetch_add(1);
-}
-
-// Converts "ipv4:10.0.0.1:4000" to "10.0.0.1:4000" and "ipv6:%5B::1%5D:4000" to "[::1]:4000";
-// empty: not TCP.
-std::string TcpAddress(const std::string& peer) {
-  if (peer.rfind("ipv4:", 0) != 0 && peer.rfind("ipv6:", 0) != 0) return "";
-  std::string address = peer.substr(5);
-  for (const auto& [escaped, plain] : {std::pair{"%5B", "["}, std::pair{"%5D", "]"}}) {
-    if (const size_t at = address.find(escaped); at != std::string::npos) {
-      address.replace(at, 3, plain);
-    }
-  }
-  return address;
 }
 
 class LinkReactor;
@@ -138,7 +127,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     MutexLock lock(&mutex_);
     if (ended_) return std::nullopt;
     if (!order_.has_value()) {
-      return Error(StatusCode::kInvalidArgument, "kind: a report came before accepted");
+      return InvalidField("kind", "kind: a report came before accepted");
     }
     REFITD_ASSIGN_OR_RETURN(const bool counts,
                             order_->Check(message.sequence(), message.incarnation()));
@@ -301,22 +290,18 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
       }
       if (!session_->HelloCame(hello.message_bytes)) return absl::OkStatus();
       greeted_ = true;
-      newer_ = hello.newer;
       group_ = hello.group;
       name_ = fmt::format("group {}: daemon {} at {}", group_, hello.daemon_id, address_);
+      identity_ = caller_.identity.empty() ? "daemon " + hello.daemon_id : caller_.identity;
       if (!caller_.identity.empty()) LogInfo("{} is {}", name_, caller_.identity);
       acceptor_->Hello(std::move(hello), address_, session_);
       return absl::OkStatus();
     }
     REFITD_ASSIGN_OR_RETURN(const std::optional<PeerBounds> bounds, session_->CheckOrder(message_));
     if (!bounds.has_value()) return absl::OkStatus();
-    if (newer_ && OfUnknownKind(message_)) {
-      if (!std::exchange(skipped_, true)) {
-        LogWarning("{} is newer and sends what this daemon does not know: skipped", name_);
-      }
-      return absl::OkStatus();
+    if (!decoder_.has_value()) {
+      decoder_.emplace(*bounds, [this] { return acceptor_->RoomFor(identity_); });
     }
-    if (!decoder_.has_value()) decoder_.emplace(*bounds);
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerReport> report, decoder_->Decode(message_));
     if (!report.has_value()) return absl::OkStatus();
     REFITD_RETURN_IF_ERROR(CheckAddress(*report));
@@ -352,9 +337,8 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
   std::string group_;
+  std::string identity_;  // whose bytes are counted: of the certificate, or else the daemon's id
   std::string name_;      // group, daemon and address, for the log
-  bool newer_ = false;    // the daemon speaks later protocol versions too
-  bool skipped_ = false;  // an unknown report was skipped, which is logged once
   bool greeted_ = false;
   bool left_ = false;
 };

@@ -38,7 +38,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
       hold_ = daemon_->layouts().HoldFor(caller_);
       if (!status.ok()) return Finish(ToGrpc(status));
     }
-    if (absl::Status status = Take(); !status.ok()) return Finish(ToGrpc(status));
+    if (absl::Status status = Take(); !status.ok()) return Refuse(status);
     StartRead(&chunk_);
   }
   void OnDone() noexcept override { delete this; }
@@ -49,9 +49,13 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     REFITD_RETURN_IF_ERROR(decoder_.Add(chunk_));
     return hold_.GrowTo(decoder_.bytes());
   }
+  void Refuse(const absl::Status& why) {
+    if (engine_) daemon_->layouts().Refused(caller_, why);
+    Finish(ToGrpc(why));
+  }
   void Register() {
     absl::StatusOr<Layout> layout = std::move(decoder_).Finish();
-    if (!layout.ok()) return Finish(ToGrpc(layout.status()));
+    if (!layout.ok()) return Refuse(layout.status());
     // The daemon always answers. If the caller cancels meanwhile, only this object waits for the
     // answer.
     daemon_->layouts().Register(

@@ -1,5 +1,6 @@
 #include "daemon/services/status.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -8,6 +9,7 @@
 #include "daemon/process/version.h"
 #include "proto/convert.h"
 #include "proto/failure.h"
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
 
@@ -208,6 +210,44 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   return status;
 }
 
+namespace {
+
+// Whether members that name an address as their coordinator come to this daemon. `listeners`: as
+// Daemon::SetListeners has them.
+bool ReachesThis(const std::string& address, const std::vector<std::string>& listeners) {
+  return std::any_of(listeners.begin(), listeners.end(), [&](const std::string& listener) {
+    const size_t kind = listener.find(':');
+    if (listener.substr(0, kind) == "unix") return false;
+    const std::string host = HostOfAddress(listener.substr(kind + 1));
+    const bool any = host.empty() || host == "0.0.0.0" || host == "::";
+    return any ? IsOwnAddress(address) : host == address;
+  });
+}
+
+}  // namespace
+
+void ShowMoved(Daemon* daemon, NameLookup* lookup,
+               google::protobuf::RepeatedPtrField<v1::GroupStatus>* groups) {
+  const std::vector<Operators::NamedCoordinator> named = daemon->operators().NamedCoordinators();
+  if (named.empty()) return;
+  const std::vector<std::string> listeners = daemon->operators().Listeners();
+  for (const Operators::NamedCoordinator& each : named) {
+    const NameLookup::Addresses found = lookup->Of(HostOfAddress(each.name));
+    const std::string linked = HostOfAddress(each.linked);
+    const bool leads_there =
+        std::any_of(found.begin(), found.end(), [&](const std::string& address) {
+          return each.linked.empty() ? ReachesThis(address, listeners) : address == linked;
+        });
+    const auto group = std::find_if(groups->begin(), groups->end(),
+                                    [&](const auto& g) { return g.name() == each.group; });
+    if (found.empty() || leads_there || group == groups->end()) continue;
+    group->mutable_coordinator_moved()->set_name(each.name);
+    for (const std::string& address : found) {
+      group->mutable_coordinator_moved()->add_addresses(address);
+    }
+  }
+}
+
 v1::GetStatusResponse StatusOf(Daemon* daemon) {
   const DaemonOptions& options = daemon->options();
   const DaemonDetails details = daemon->operators().Describe();
@@ -302,8 +342,8 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
 absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request) {
   const int64_t interval = request.interval_ms() == 0 ? kDefaultWatchMs : request.interval_ms();
   if (interval < kMinWatchMs || interval > kMaxWatchMs) {
-    return Error(absl::StatusCode::kInvalidArgument, "interval_ms: {} is not in {}..{}", interval,
-                 kMinWatchMs, kMaxWatchMs);
+    return InvalidField("interval_ms", "interval_ms: {} is not in {}..{}", interval, kMinWatchMs,
+                        kMaxWatchMs);
   }
   return Watchers::Wish{request.group(), std::chrono::milliseconds(interval), request.until_idle()};
 }

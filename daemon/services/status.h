@@ -9,10 +9,16 @@
 #include "absl/status/statusor.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/operators.h"
+#include "daemon/sockets/name_lookup.h"
 #include "refitd/v1/operator.pb.h"
 #include "refitd/v1/trainer.pb.h"
 
 namespace refitd {
+
+// Fills in GroupStatus.coordinator_moved. Waits for the resolver of names, at most kLookupLimit for
+// each name.
+void ShowMoved(Daemon* daemon, NameLookup* lookup,
+               google::protobuf::RepeatedPtrField<v1::GroupStatus>* groups);
 
 v1::GetStatusResponse StatusOf(Daemon* daemon);
 v1::ListGroupsResponse ListGroups(Daemon* daemon);

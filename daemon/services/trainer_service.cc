@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "daemon/link/trainer_messages.h"
 #include "daemon/services/common.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/region_calls.h"
@@ -26,21 +27,6 @@ struct TrainerRole {
     return !message.has_detach();
   }
 };
-
-void Fill(const CommitReply& committed, v1::CommitResponse* response) {
-  response->set_version(committed.version.value());
-  response->set_bytes(committed.bytes);
-  response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
-  response->set_left_out_tensors(committed.left_out.tensors);
-  response->set_left_out_bytes(committed.left_out.bytes);
-  for (const std::string& name : committed.left_out.names) response->add_left_out(name);
-  for (const InstanceOutcome& outcome : committed.instances) {
-    *response->add_instances() = ToProto(outcome);
-  }
-  for (const BroadcastTotals& totals : committed.pushed) {
-    *response->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);
-  }
-}
 
 // Thread-safe.
 class TrainerService final : public v1::Trainer::CallbackService {
@@ -75,12 +61,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                   v1::BeginResponse* response) noexcept override {
     return Hand<BeginReply>(
         context, Rpc::kTrainerBegin, *request, [&] { return EventOf(*request, MaxDuration()); },
-        [response](const BeginReply& begun) {
-          response->set_update_id(begun.update.value());
-          response->set_remaining_ms(ToMillis(begun.remaining));
-          response->set_instances(begun.instances);
-          response->set_leasable_slots(begun.leasable_slots);
-        });
+        [response](const BeginReply& begun) { Fill(begun, response); });
   }
 
   grpc::ServerUnaryReactor* LeaseSlot(grpc::CallbackServerContext* context,
@@ -88,23 +69,14 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                       v1::LeaseSlotResponse* response) noexcept override {
     return Hand<LeaseSlotReply>(
         context, Rpc::kTrainerLeaseSlot, *request, [&] { return EventOf(*request); },
-        [response](const LeaseSlotReply& leased) {
-          response->set_slot(leased.grant.slot.value());
-          response->set_grant(leased.grant.grant.value());
-          response->set_bytes(leased.slot_bytes);
-          response->set_byte_offset(int64_t{leased.grant.slot.value()} * leased.slot_bytes);
-          response->set_expires_ms(ToMillis(leased.expires));
-        });
+        [response](const LeaseSlotReply& leased) { Fill(leased, response); });
   }
 
   grpc::ServerUnaryReactor* ReleaseSlot(grpc::CallbackServerContext* context,
                                         const v1::ReleaseSlotRequest* request,
                                         v1::ReleaseSlotResponse* /*response*/) noexcept override {
-    return Hand<EmptyReply>(context, Rpc::kTrainerReleaseSlot, *request, [&] {
-      ReleaseSlotEvent event;
-      event.grant = {SlotIndex(request->slot()), GrantId(request->grant())};
-      return event;
-    });
+    return Hand<EmptyReply>(context, Rpc::kTrainerReleaseSlot, *request,
+                            [&] { return EventOf(*request); });
   }
 
   grpc::ServerUnaryReactor* PushBucket(grpc::CallbackServerContext* context,
@@ -117,9 +89,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                               PushOf(*request), std::move(reply));
         },
         [response](const ReplyPayload& payload) {
-          const auto& pushed = PayloadAs<BucketReply>(payload);
-          response->set_group_seq(pushed.group_seq);
-          response->set_bytes(pushed.bytes);
+          Fill(PayloadAs<BucketReply>(payload), response);
         });
   }
 

@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/process/version.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/member_events.h"
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_events.h"
 #include "proto/protocol.h"
+#include "transport/base/failure.h"
 
 namespace refitd {
 namespace {
@@ -26,12 +28,14 @@ constexpr Duration kLongest = std::chrono::minutes(1);
 template <typename Value>
 std::string Refusal(const absl::StatusOr<Value>& value) {
   CHECK(value.status().code() == absl::StatusCode::kInvalidArgument);
+  INFO(value.status());
+  CHECK_FALSE(FailureOf(value.status()).field.empty());
   return std::string(value.status().message());
 }
 
 v1::EngineHello Hello() {
   v1::EngineHello hello;
-  SayProtocol(&hello);
+  hello.set_protocol(v1::PROTOCOL_VERSION_1);
   hello.set_group("g");
   hello.set_instance("i");
   hello.set_rank(1);
@@ -67,7 +71,9 @@ TEST_CASE("a bad field of a trainer's request is named with its value") {
   CHECK(Refusal(EventOf(begin, kLongest)) == "version: -1 is negative");
   begin.set_version(1);
   begin.set_tensor_count(-1);
-  CHECK_THAT(Refusal(EventOf(begin, kLongest)), Contains("tensor_count: -1 is not in 0.."));
+  CHECK_THAT(Refusal(EventOf(begin, kLongest)), Contains("tensor_count: -1 is negative"));
+  begin.set_tensor_count(kMaxTensorsPerLayout + 1);
+  CHECK(EventOf(begin, kLongest).status().code() == absl::StatusCode::kResourceExhausted);
   v1::RefitRequest refit;
   refit.set_bucket_count(-1);
   CHECK(Refusal(EventOf(refit, kLongest)) == "bucket_count: -1 is negative");
@@ -175,7 +181,6 @@ TEST_CASE("a welcome tells both roles the same") {
   news.member = MemberId(3);
   news.token = "token";
   news.incarnation = 5;
-  news.protocol = Protocol::kV2;
   news.descriptor_socket = "s";
   news.inline_bytes = 10;
   news.outstanding_buckets = 11;
@@ -192,7 +197,7 @@ TEST_CASE("a welcome tells both roles the same") {
   CHECK(welcome.member_id() == 3);
   CHECK(welcome.lease().token() == "token");
   CHECK(welcome.lease().incarnation() == 5);
-  CHECK(welcome.lease().protocol() == v1::PROTOCOL_VERSION_2);
+  CHECK(welcome.lease().protocol() == v1::PROTOCOL_VERSION_1);
   CHECK(welcome.descriptor_socket() == "s");
   CHECK(welcome.limits().inline_bytes() == 10);
   CHECK(welcome.limits().outstanding_buckets() == 11);

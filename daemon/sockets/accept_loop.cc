@@ -153,7 +153,7 @@ void AcceptLoop::Run() {
 int AcceptLoop::TimeoutMs() const {
   if (paused_until_) return static_cast<int>(kAcceptBackoff.count());
   const bool sweeps =
-      (peers_ != nullptr && peers_->size() > 0) || (guard_ != nullptr && guard_->unproven() > 0);
+      (peers_ != nullptr && peers_->size() > 0) || (guard_ != nullptr && guard_->open() > 0);
   return sweeps ? static_cast<int>(kPeerSweepInterval.count()) : -1;
 }
 

@@ -1,10 +1,8 @@
 #include "daemon/sockets/connection_guard.h"
 
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,7 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <charconv>
+#include <chrono>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -21,57 +19,19 @@
 // The sanitizers' own, which take the place of the C library's too; null without them.
 extern "C" ssize_t __interceptor_recvmsg(int, msghdr*, int)  // NOLINT(bugprone-reserved-identifier)
     __attribute__((weak));
+extern "C" int __interceptor_close(int)  // NOLINT(bugprone-reserved-identifier)
+    __attribute__((weak));
 
 namespace refitd {
 namespace {
 
-// What a descriptor may still read: 0: it is not watched; kSpent: nothing.
-constexpr int64_t kSpent = -1;
-struct Budget {
-  std::atomic<int64_t> left;
-  std::atomic<uint64_t> cookie;  // of the socket
-};
-// Zeros that nobody touches take no memory.
-std::array<Budget, kMaxGuardedFds> budgets;
-std::atomic<bool> guarded{false};
+// The connection that has each descriptor; 0: none that is watched. Zeros that nobody touches take
+// no memory.
+std::array<std::atomic<ConnectionLedger::Id>, kMaxGuardedFds> connections;
+std::atomic<ConnectionGuard*> the_guard{nullptr};
 
-// A number that no other socket of this machine ever has; 0: `fd` is no socket.
-uint64_t CookieOf(int fd) {
-  uint64_t cookie = 0;
-  socklen_t size = sizeof(cookie);
-  if (getsockopt(fd, SOL_SOCKET, SO_COOKIE, &cookie, &size) != 0) return 0;
-  return cookie;
-}
-
-Budget* BudgetOf(int fd) {
-  return fd >= 0 && fd < kMaxGuardedFds ? &budgets[static_cast<size_t>(fd)] : nullptr;
-}
-
-// Sets the budget to at most `left`, unless it is spent or was lifted.
-void Lower(Budget* budget, int64_t left) {
-  int64_t now = budget->left.load();
-  while (now > left && !budget->left.compare_exchange_weak(now, left)) {
-  }
-}
-
-// Takes what was read off the budget. False: it is spent, and what was read is for nobody.
-bool Spend(Budget* budget, ssize_t read) {
-  int64_t left = budget->left.load();
-  int64_t rest = 0;
-  do {
-    if (left == 0) return true;  // lifted meanwhile
-    if (left == kSpent) return false;
-    rest = left > read ? left - read : kSpent;
-  } while (!budget->left.compare_exchange_weak(left, rest));
-  return rest != kSpent;
-}
-
-// Whether the descriptor is a connection that may read no more.
-bool Exhausted(int fd, Budget* budget) {
-  if (budget->left.load() != kSpent) return false;
-  if (CookieOf(fd) == budget->cookie.load()) return true;
-  budget->left = 0;  // the connection is closed, and its number is another socket's
-  return false;
+std::atomic<ConnectionLedger::Id>* PlaceOf(int fd) {
+  return fd >= 0 && fd < kMaxGuardedFds ? &connections[static_cast<size_t>(fd)] : nullptr;
 }
 
 ssize_t Receive(int fd, msghdr* message, int flags) {
@@ -79,16 +39,22 @@ ssize_t Receive(int fd, msghdr* message, int flags) {
   return syscall(SYS_recvmsg, fd, message, flags);
 }
 
+int CloseDescriptor(int fd) {
+  if (__interceptor_close != nullptr) return __interceptor_close(fd);
+  return static_cast<int>(syscall(SYS_close, fd));
+}
+
 ssize_t Reset() {
   errno = ECONNRESET;
   return -1;
 }
 
-ssize_t ReceiveWatched(int fd, msghdr* message, int flags, Budget* budget) {
-  if (Exhausted(fd, budget)) return Reset();
+ssize_t ReceiveWatched(int fd, msghdr* message, int flags, ConnectionLedger::Id id,
+                       ConnectionGuard* guard) {
   const ssize_t read = Receive(fd, message, flags);
-  if (read <= 0 || CookieOf(fd) != budget->cookie.load()) return read;
-  return Spend(budget, read) ? read : Reset();
+  // What is looked at, or queued as an error, is no byte of the stream.
+  if (read <= 0 || (flags & (MSG_PEEK | MSG_ERRQUEUE)) != 0) return read;
+  return guard->Take(id, {message->msg_iov, message->msg_iovlen}, read) ? read : Reset();
 }
 
 std::string AddressText(int family, const void* address) {
@@ -110,135 +76,143 @@ std::string PeerText(const sockaddr_storage& address, int fd) {
   return fmt::format("ipv6:[{}]:{}", AddressText(AF_INET6, &v6.sin6_addr), ntohs(v6.sin6_port));
 }
 
-bool Closed(int fd) {
-  pollfd look{.fd = fd, .events = 0, .revents = 0};
-  return poll(&look, 1, 0) == 1 && (look.revents & (POLLHUP | POLLERR | POLLNVAL)) != 0;
-}
-
 }  // namespace
 
-ConnectionGuard::ConnectionGuard(
-    std::function<void(const std::string& source, const std::string& why)> ended)
-    : ended_(std::move(ended)) {
-  REFITD_CHECK(!guarded.exchange(true));
+ConnectionGuard::ConnectionGuard(GuardOptions options)
+    : options_(std::move(options)), ledger_(options_.message_bytes) {
+  REFITD_CHECK(the_guard.exchange(this) == nullptr);
 }
 
 ConnectionGuard::~ConnectionGuard() {
   MutexLock lock(&mutex_);
-  while (!watched_.empty()) Forget(watched_.begin());
-  guarded = false;
+  the_guard = nullptr;
+  for (const auto& [id, watched] : watched_) *PlaceOf(watched.fd) = 0;
 }
 
 bool ConnectionGuard::Watch(int fd, const std::string& source) {
-  Budget* const budget = BudgetOf(fd);
-  if (budget == nullptr) return false;
-  Watched watched;
-  watched.duplicate = UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  if (!watched.duplicate.valid()) return false;
-  watched.source = source;
-  watched.peer = PeerOfSocket(fd);
-  watched.since = std::chrono::steady_clock::now();
+  std::atomic<ConnectionLedger::Id>* const place = PlaceOf(fd);
+  if (place == nullptr) return false;
+  const std::string peer = PeerOfSocket(fd);
+  const bool tls = options_.tls && !peer.starts_with("fd:");
+  std::vector<ConnectionLedger::Ended> ended;
   {
     MutexLock lock(&mutex_);
-    // The number's last connection is closed, or it would not be free.
-    if (const auto last = watched_.find(fd); last != watched_.end()) Forget(last);
-    MakeRoom();
-    fds_[watched.peer] = fd;
-    watched_.emplace(fd, std::move(watched));
-    budget->left = 0;
-    budget->cookie = CookieOf(fd);
-    budget->left = kUnprovenBytes;
+    const ConnectionLedger::Id id = ledger_.Open(source, std::chrono::steady_clock::now());
+    if (id == 0) return false;
+    watched_.emplace(id, Watched{fd, peer, !tls});
+    peers_[peer] = id;
+    *place = id;
+    ended = EndAll();
   }
-  Tell();
+  Tell(ended);
   return true;
 }
 
-void ConnectionGuard::Prove(std::string_view peer) {
-  MutexLock lock(&mutex_);
-  if (fds_.empty()) return;
-  const auto found = fds_.find(NormalPeer(peer));
-  if (found != fds_.end()) Forget(watched_.find(found->second));
+ConnectionLedger::Id ConnectionGuard::Find(std::string_view peer) const {
+  const auto found = peers_.find(NormalPeer(peer));
+  return found == peers_.end() ? 0 : found->second;
 }
 
-void ConnectionGuard::Unknown(std::string_view peer) {
-  MutexLock lock(&mutex_);
-  const auto found = fds_.find(NormalPeer(peer));
-  if (found != fds_.end()) Lower(BudgetOf(found->second), kUnknownBytes);
-}
-
-// Lifts the budget, unless the number is another connection's by now.
-void ConnectionGuard::Forget(std::map<int, Watched>::iterator watched) {
-  Budget* const budget = BudgetOf(watched->first);
-  if (CookieOf(watched->second.duplicate.get()) == budget->cookie.load()) {
-    int64_t left = budget->left.load();
-    while (left != kSpent && !budget->left.compare_exchange_weak(left, 0)) {
-    }
+void ConnectionGuard::Allowed(std::string_view peer, const std::string& identity) {
+  std::vector<ConnectionLedger::Ended> ended;
+  {
+    MutexLock lock(&mutex_);
+    ledger_.Allowed(Find(peer), identity);
+    ended = EndAll();
   }
-  const auto fd = fds_.find(watched->second.peer);
-  if (fd != fds_.end() && fd->second == watched->first) fds_.erase(fd);
-  watched_.erase(watched);
+  Tell(ended);
 }
 
-void ConnectionGuard::End(int fd, const std::string& why) {
-  const auto watched = watched_.find(fd);
-  BudgetOf(fd)->left = kSpent;
-  shutdown(watched->second.duplicate.get(), SHUT_RDWR);
-  to_tell_.emplace_back(watched->second.source, why);
-  Forget(watched);
-}
-
-void ConnectionGuard::MakeRoom() {
-  if (watched_.size() < kMaxUnproven) return;
-  std::map<std::string, size_t> counts;
-  for (const auto& [fd, watched] : watched_) ++counts[watched.source];
-  const auto most =
-      std::max_element(counts.begin(), counts.end(),
-                       [](const auto& a, const auto& b) { return a.second < b.second; });
-  auto oldest = watched_.end();
-  for (auto it = watched_.begin(); it != watched_.end(); ++it) {
-    if (it->second.source != most->first) continue;
-    if (oldest == watched_.end() || it->second.since < oldest->second.since) oldest = it;
-  }
-  End(oldest->first, fmt::format("{} connections have made no call that a rule allows, of which {} "
-                                 "are of this source",
-                                 watched_.size(), most->second));
+void ConnectionGuard::Refused(std::string_view peer, bool known) {
+  MutexLock lock(&mutex_);
+  ledger_.Refused(Find(peer), known);
 }
 
 void ConnectionGuard::Sweep(TimePoint now) {
+  std::vector<ConnectionLedger::Ended> ended;
   {
     MutexLock lock(&mutex_);
-    std::vector<int> late;
-    std::vector<int> closed;
-    for (const auto& [fd, watched] : watched_) {
-      if (Closed(watched.duplicate.get())) {
-        closed.push_back(fd);
-      } else if (BudgetOf(fd)->left.load() == kSpent || now - watched.since >= kUnprovenLimit) {
-        late.push_back(fd);
-      }
-    }
-    for (const int fd : closed) Forget(watched_.find(fd));
-    for (const int fd : late) {
-      const bool spent = BudgetOf(fd)->left.load() == kSpent;
-      End(fd, spent ? "it brought more than may come before a call that a rule allows"
-                    : "it made no call that a rule allows for too long");
-    }
+    ledger_.Sweep(now);
+    ended = EndAll();
   }
-  Tell();
+  Tell(ended);
 }
 
-void ConnectionGuard::Tell() {
-  std::vector<std::pair<std::string, std::string>> news;
-  {
-    MutexLock lock(&mutex_);
-    news.swap(to_tell_);
+std::vector<ConnectionLedger::Ended> ConnectionGuard::EndAll() {
+  std::vector<ConnectionLedger::Ended> ended = ledger_.TakeEnded();
+  // A descriptor is not closed before Close has the mutex.
+  for (const ConnectionLedger::Ended& each : ended) {
+    shutdown(watched_.at(each.id).fd, SHUT_RDWR);
   }
-  if (ended_ == nullptr) return;
-  for (const auto& [source, why] : news) ended_(source, why);
+  return ended;
+}
+
+void ConnectionGuard::Tell(const std::vector<ConnectionLedger::Ended>& ended) const {
+  if (options_.ended == nullptr) return;
+  for (const ConnectionLedger::Ended& each : ended) options_.ended(each.source, each.why);
+}
+
+size_t ConnectionGuard::open() const {
+  MutexLock lock(&mutex_);
+  return ledger_.open();
 }
 
 size_t ConnectionGuard::unproven() const {
   MutexLock lock(&mutex_);
-  return watched_.size();
+  return ledger_.unproven();
+}
+
+ConnectionLedger::Id ConnectionGuard::IdOf(int fd) {
+  const std::atomic<ConnectionLedger::Id>* const place = PlaceOf(fd);
+  return place == nullptr ? 0 : place->load();
+}
+
+bool ConnectionGuard::Take(ConnectionLedger::Id id, std::span<const iovec> parts, int64_t bytes) {
+  std::vector<ConnectionLedger::Ended> ended;
+  bool taken = false;
+  {
+    MutexLock lock(&mutex_);
+    const auto watched = watched_.find(id);
+    if (watched == watched_.end()) return true;
+    taken = ledger_.Take(id, bytes);
+    auto left = static_cast<size_t>(bytes);
+    for (const iovec& part : parts) {
+      if (!taken || left == 0 || !watched->second.clear) break;
+      const size_t used = std::min(left, part.iov_len);
+      taken = ledger_.TakeClear(id, {static_cast<const char*>(part.iov_base), used});
+      left -= used;
+    }
+    ended = EndAll();
+  }
+  Tell(ended);
+  return taken;
+}
+
+bool ConnectionGuard::TakeDecrypted(ConnectionLedger::Id id, std::string_view bytes) {
+  ConnectionGuard* const guard = the_guard.load();
+  return guard == nullptr || guard->TakeClear(id, bytes);
+}
+
+bool ConnectionGuard::TakeClear(ConnectionLedger::Id id, std::string_view bytes) {
+  std::vector<ConnectionLedger::Ended> ended;
+  bool taken = false;
+  {
+    MutexLock lock(&mutex_);
+    taken = ledger_.TakeClear(id, bytes);
+    ended = EndAll();
+  }
+  Tell(ended);
+  return taken;
+}
+
+void ConnectionGuard::Close(ConnectionLedger::Id id) {
+  MutexLock lock(&mutex_);
+  const auto watched = watched_.find(id);
+  if (watched == watched_.end()) return;
+  ledger_.Close(id);
+  const auto peer = peers_.find(watched->second.peer);
+  if (peer != peers_.end() && peer->second == id) peers_.erase(peer);
+  watched_.erase(watched);
 }
 
 std::string ConnectionGuard::PeerOfSocket(int fd) {
@@ -266,13 +240,21 @@ std::string ConnectionGuard::NormalPeer(std::string_view peer) {
 
 }  // namespace refitd
 
-// Takes the place of the C library's for all code of the process but the C library's own. The
-// C library's is a cancellation point; no thread of this project is ever cancelled.
+// These take the place of the C library's for all code of the process but the C library's own. The
+// C library's are cancellation points; no thread of this project is ever cancelled.
 extern "C" __attribute__((visibility("default"))) ssize_t recvmsg(int fd, msghdr* message,
                                                                   int flags) {
-  refitd::Budget* const budget = refitd::BudgetOf(fd);
-  if (budget == nullptr || budget->left.load(std::memory_order_relaxed) == 0) {
-    return refitd::Receive(fd, message, flags);
+  const refitd::ConnectionLedger::Id id = refitd::ConnectionGuard::IdOf(fd);
+  refitd::ConnectionGuard* const guard = id == 0 ? nullptr : refitd::the_guard.load();
+  if (guard == nullptr) return refitd::Receive(fd, message, flags);
+  return refitd::ReceiveWatched(fd, message, flags, id, guard);
+}
+
+extern "C" __attribute__((visibility("default"))) int close(int fd) {
+  std::atomic<refitd::ConnectionLedger::Id>* const place = refitd::PlaceOf(fd);
+  if (place != nullptr && place->load() != 0) {
+    const refitd::ConnectionLedger::Id id = place->exchange(0);
+    if (refitd::ConnectionGuard* const guard = refitd::the_guard.load()) guard->Close(id);
   }
-  return refitd::ReceiveWatched(fd, message, flags, budget);
+  return refitd::CloseDescriptor(fd);
 }

@@ -1,78 +1,65 @@
-// Bounds what a connection may bring before the policy has let a call of it in.
+// Ends connections that bring more than a ConnectionLedger allows, whatever gRPC would take.
 //
-// gRPC 1.51 takes headers without an end, unfinished messages and streams that are reset at once
-// before any handler runs, and no setting of it bounds their memory or time. So what gRPC reads is
-// counted where gRPC reads it: this library defines recvmsg(), which libgrpc then calls in place of
-// the C library's (as programs replace malloc), and which ends a connection that is over its
-// budget. The count costs an atomic load where a connection is not watched.
+// What gRPC reads is counted where gRPC reads it: this library defines recvmsg(), which libgrpc
+// then calls in place of the C library's (as programs replace malloc), and close(), so that a
+// number that is used again is never taken for the connection that had it before. A connection that
+// has ended reads ECONNRESET. Under TLS, recvmsg() sees records; what is in them is counted where
+// gRPC's OpenSSL decrypts it (tls_guard.h).
 //
-// Invariants (P9, P10)
-//  1. A connection that is not proven reads at most kUnprovenBytes, and one of an identity that no
-//     rule names at most kUnknownBytes more once that is found out. It then reads ECONNRESET.
-//  2. Only a call that a rule allowed proves a connection: a refused call lifts nothing.
-//  3. At most kMaxUnproven connections are unproven at a time: the oldest one of the source (user
-//  or
-//     address) that has most of them ends first. None is for longer than kUnprovenLimit.
-//  4. A descriptor's number may be used again at any time: a number is only taken for a connection
-//     while it is the same socket, by its cookie.
+// Invariants: those of the ledger (P9, P10).
 //
 // Thread-safe. A process has one guard at a time.
 #ifndef REFITD_DAEMON_SOCKETS_CONNECTION_GUARD_H_
 #define REFITD_DAEMON_SOCKETS_CONNECTION_GUARD_H_
 
-#include <chrono>
+#include <sys/uio.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
+#include <span>
 #include <string>
 #include <string_view>
-#include <utility>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "daemon/sockets/connection_ledger.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
-#include "transport/base/unique_fd.h"
 
 namespace refitd {
 
-// The first flow-control window of a call, which the server's settings give to clients. A member's
-// first message may fill it before the daemon has seen the call's headers.
-inline constexpr int kFirstWindowBytes = 16 << 10;
-// That window, the headers of calls, and a TLS handshake with long chains. gRPC makes of each byte
-// up to six hundred, where it is the header of a stream that is reset at once.
-inline constexpr int64_t kUnprovenBytes = 48 << 10;
-// Enough for some calls that are refused with a reason.
-inline constexpr int64_t kUnknownBytes = 16 << 10;
-// More than the ranks of a node, which may come all at once.
-inline constexpr size_t kMaxUnproven = 256;
-inline constexpr Duration kUnprovenLimit = std::chrono::seconds(30);
 // Descriptors from this number on are not served: LimitNOFILE of the unit.
 inline constexpr int kMaxGuardedFds = 65'536;
 
+struct GuardOptions {
+  bool tls = false;                 // TCP is served with TLS
+  int64_t message_bytes = 8 << 20;  // of the longest message that gRPC takes
+  // Is told why a connection of a source was ended, on any thread, without a mutex; null: nobody
+  // is.
+  std::function<void(const std::string& source, const std::string& why)> ended{};
+};
+
 class ConnectionGuard {
  public:
-  // `ended` is told why a connection of a source was ended, on any thread, without a mutex; null:
-  // nobody is.
-  explicit ConnectionGuard(
-      std::function<void(const std::string& source, const std::string& why)> ended = nullptr);
+  explicit ConnectionGuard(GuardOptions options);
   ~ConnectionGuard();
   ConnectionGuard(const ConnectionGuard&) = delete;
   ConnectionGuard& operator=(const ConnectionGuard&) = delete;
 
   // Watches an accepted connection, before gRPC gets it. `source`: "uid:N" or an address. False:
-  // the caller must close it, since descriptors have run out.
+  // the caller must close it: descriptors have run out, or the source is kept out.
   bool Watch(int fd, const std::string& source);
 
-  // `peer` is ServerContext::peer(). A rule allowed a call of that connection.
-  void Prove(std::string_view peer);
-  // No rule names whoever is at the other end.
-  void Unknown(std::string_view peer);
+  // `peer` is ServerContext::peer(). A rule allowed a call of that connection, by this identity.
+  void Allowed(std::string_view peer, const std::string& identity);
+  // No rule allowed it. `known`: some rule names whoever is at the other end.
+  void Refused(std::string_view peer, bool known);
 
-  // Ends connections that were unproven for too long, and forgets closed ones. To be called about
-  // twice a second while there are any.
+  // Ends connections whose time is over. To be called about twice a second while there are any.
   void Sweep(TimePoint now);
+  size_t open() const;
   size_t unproven() const;
 
   // The name by which gRPC knows the other end of a connected TCP socket: "ipv4:A:PORT",
@@ -81,24 +68,32 @@ class ConnectionGuard {
   // A peer as gRPC writes it, in the form of PeerOfSocket.
   static std::string NormalPeer(std::string_view peer);
 
+  // For the code that reads. A connection's number in the ledger; 0: it is not watched.
+  static ConnectionLedger::Id IdOf(int fd);
+  // The first `bytes` of `parts` were read from the socket. False: they are for nobody.
+  bool Take(ConnectionLedger::Id id, std::span<const iovec> parts, int64_t bytes);
+  // These were decrypted. True if the process has no guard.
+  static bool TakeDecrypted(ConnectionLedger::Id id, std::string_view bytes);
+  void Close(ConnectionLedger::Id id);
+
  private:
   struct Watched {
-    UniqueFd duplicate;  // shut down to end the connection, whatever became of gRPC's number
-    std::string source;
+    int fd;
     std::string peer;
-    TimePoint since;
+    bool clear;  // recvmsg sees what the client sent
   };
 
-  void End(int fd, const std::string& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Forget(std::map<int, Watched>::iterator watched) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Tell();
+  // Shuts down what has ended. Tell must follow, without the mutex.
+  std::vector<ConnectionLedger::Ended> EndAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Tell(const std::vector<ConnectionLedger::Ended>& ended) const;
+  bool TakeClear(ConnectionLedger::Id id, std::string_view bytes);
+  ConnectionLedger::Id Find(std::string_view peer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const std::function<void(const std::string& source, const std::string& why)> ended_;
+  const GuardOptions options_;
   mutable Mutex mutex_;
-  std::map<int, Watched> watched_ ABSL_GUARDED_BY(mutex_);  // by gRPC's number
-  std::map<std::string, int> fds_ ABSL_GUARDED_BY(mutex_);  // by peer
-  std::vector<std::pair<std::string, std::string>> to_tell_ ABSL_GUARDED_BY(mutex_);
+  ConnectionLedger ledger_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<ConnectionLedger::Id, Watched> watched_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<std::string, ConnectionLedger::Id> peers_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace refitd

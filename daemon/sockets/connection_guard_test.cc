@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "daemon/test_util.h"
+#include "tests/e2e/http2_frames.h"
 
 namespace refitd {
 namespace {
@@ -30,21 +31,21 @@ struct Connection {
   }
   std::string peer() const { return "fd:" + std::to_string(server.get()); }
   // Sends so many bytes and reads them as gRPC does; returns what was read, -1 if reading failed.
-  int64_t Pass(int64_t bytes) const {
-    std::string buffer(4096, 'x');
-    int64_t passed = 0;
-    while (passed < bytes) {
-      const size_t piece = static_cast<size_t>(std::min<int64_t>(bytes - passed, 4096));
-      if (send(client.get(), buffer.data(), piece, MSG_NOSIGNAL) < 0) return -1;
-      iovec part{buffer.data(), piece};
+  int64_t Pass(int64_t bytes) const { return Send(std::string(static_cast<size_t>(bytes), 'x')); }
+  int64_t Send(std::string bytes) const {
+    for (size_t at = 0; at < bytes.size(); at += 4096) {
+      const size_t size = std::min<size_t>(bytes.size() - at, 4096);
+      if (send(client.get(), bytes.data() + at, size, MSG_NOSIGNAL) < 0) return -1;
+      std::array<char, 4096> buffer;
+      // In two pieces, as gRPC may.
+      std::array<iovec, 2> parts{
+          {{buffer.data(), 100}, {buffer.data() + 100, buffer.size() - 100}}};
       msghdr message{};
-      message.msg_iov = &part;
-      message.msg_iovlen = 1;
-      const ssize_t n = recvmsg(server.get(), &message, 0);
-      if (n <= 0) return -1;
-      passed += n;
+      message.msg_iov = parts.data();
+      message.msg_iovlen = parts.size();
+      if (recvmsg(server.get(), &message, 0) != static_cast<ssize_t>(size)) return -1;
     }
-    return passed;
+    return static_cast<int64_t>(bytes.size());
   }
   // Whether the client's end was closed or shut down.
   bool Ended() const {
@@ -57,9 +58,9 @@ struct Connection {
 
 struct Fixture {
   std::vector<std::string> ended;
-  ConnectionGuard guard{[this](const std::string& source, const std::string& why) {
+  ConnectionGuard guard{{.ended = [this](const std::string& source, const std::string& why) {
     ended.push_back(source + ": " + why);
-  }};
+  }}};
   TimePoint now = std::chrono::steady_clock::now();
 };
 
@@ -70,7 +71,7 @@ TEST_CASE_METHOD(Fixture, "A connection brought any number of bytes before a rul
   CHECK(connection.Pass(2) == -1);
   CHECK(errno == ECONNRESET);
   CHECK(connection.Pass(1) == -1);
-  guard.Prove(connection.peer());  // too late
+  guard.Allowed(connection.peer(), "uid:7");  // too late
   CHECK(connection.Pass(1) == -1);
 }
 
@@ -78,7 +79,6 @@ TEST_CASE_METHOD(Fixture, "A connection that is over its budget is shut down and
   const Connection connection;
   REQUIRE(guard.Watch(connection.server.get(), "uid:7"));
   CHECK(connection.Pass(kUnprovenBytes + 1) == -1);
-  guard.Sweep(now);
   CHECK(connection.Ended());
   CHECK(guard.unproven() == 0);
   REQUIRE(ended.size() == 1);
@@ -91,13 +91,13 @@ TEST_CASE_METHOD(Fixture,
   const Connection refused;
   REQUIRE(guard.Watch(allowed.server.get(), "uid:7"));
   REQUIRE(guard.Watch(refused.server.get(), "uid:8"));
-  guard.Prove(allowed.peer());
-  guard.Unknown(refused.peer());
+  guard.Allowed(allowed.peer(), "uid:7");
+  guard.Refused(refused.peer(), false);
   CHECK(allowed.Pass(4 * kUnprovenBytes) == 4 * kUnprovenBytes);
   CHECK(refused.Pass(kUnknownBytes - 1) == kUnknownBytes - 1);
-  guard.Unknown(refused.peer());
+  guard.Refused(refused.peer(), false);
   CHECK(refused.Pass(2) == -1);
-  CHECK(guard.unproven() == 1);
+  CHECK(guard.unproven() == 0);
 }
 
 TEST_CASE_METHOD(Fixture, "A number that is used again has no budget of its last connection") {
@@ -108,24 +108,12 @@ TEST_CASE_METHOD(Fixture, "A number that is used again has no budget of its last
   first.reset();
   const Connection second;
   REQUIRE(second.server.get() == number);
+  CHECK(guard.open() == 0);
   CHECK(second.Pass(4 * kUnprovenBytes) == 4 * kUnprovenBytes);  // not watched
   guard.Sweep(now);
+  CHECK_FALSE(second.Ended());
   CHECK(guard.Watch(number, "uid:7"));
   CHECK(second.Pass(kUnprovenBytes + 1) == -1);
-}
-
-TEST_CASE_METHOD(Fixture, "A number that is used again while its last connection is watched") {
-  auto first = std::make_unique<Connection>();
-  const int number = first->server.get();
-  REQUIRE(guard.Watch(number, "uid:7"));
-  first.reset();
-  const Connection second;
-  REQUIRE(second.server.get() == number);
-  CHECK(second.Pass(4 * kUnprovenBytes) == 4 * kUnprovenBytes);
-  guard.Prove(second.peer());
-  guard.Sweep(now);
-  CHECK(guard.unproven() == 0);
-  CHECK_FALSE(second.Ended());
 }
 
 TEST_CASE_METHOD(Fixture, "A connection without an allowed call ends after a while") {
@@ -133,7 +121,7 @@ TEST_CASE_METHOD(Fixture, "A connection without an allowed call ends after a whi
   const Connection proven;
   REQUIRE(guard.Watch(idle.server.get(), "uid:7"));
   REQUIRE(guard.Watch(proven.server.get(), "uid:7"));
-  guard.Prove(proven.peer());
+  guard.Allowed(proven.peer(), "uid:7");
   guard.Sweep(now + kUnprovenLimit / 2);
   CHECK(guard.unproven() == 1);
   guard.Sweep(now + 2 * kUnprovenLimit);
@@ -155,15 +143,32 @@ TEST_CASE_METHOD(Fixture,
   CHECK(other.Pass(1) == 1);
 }
 
-TEST_CASE_METHOD(Fixture, "Closed connections are forgotten") {
+TEST_CASE_METHOD(Fixture, "A connection that an allowed call proved is read along all the same") {
+  const Connection connection;
+  REQUIRE(guard.Watch(connection.server.get(), "uid:7"));
+  guard.Allowed(connection.peer(), "uid:7");
+  const std::string bytes = std::string(e2e::kPreface) + Frame(e2e::kHeaders, 0, 1, "") +
+                            Frame(e2e::kContinuation, 0, 1, std::string(kMaxHeaderBlock, 'h'));
+  CHECK(connection.Send(bytes) == -1);
+  CHECK(connection.Ended());
+  REQUIRE(ended.size() == 1);
+  CHECK_THAT(ended[0], Catch::Contains("uid:7: headers of more than"));
+}
+
+TEST_CASE("Closed connections are forgotten, and numbers of a guard that is gone are nobody's") {
+  const Connection kept;
   {
-    const Connection connection;
-    REQUIRE(guard.Watch(connection.server.get(), "uid:7"));
-    shutdown(connection.server.get(), SHUT_RDWR);  // as gRPC does before it closes
+    Fixture first;
+    REQUIRE(first.guard.Watch(kept.server.get(), "uid:7"));
+    {
+      const Connection connection;
+      REQUIRE(first.guard.Watch(connection.server.get(), "uid:7"));
+      CHECK(first.guard.open() == 2);
+    }
+    CHECK(first.guard.open() == 1);
+    CHECK(first.ended.empty());
   }
-  guard.Sweep(now);
-  CHECK(guard.unproven() == 0);
-  CHECK(ended.empty());
+  CHECK(kept.Pass(4 * kUnprovenBytes) == 4 * kUnprovenBytes);
 }
 
 TEST_CASE("A peer has one name, as the kernel and as gRPC say it") {

@@ -8,10 +8,12 @@
 // same kind (mapped, prefaulted memfds), with as many threads as the daemon copies with. Every
 // round has new random weights and a poisoned destination; the engine's process computes a digest
 // that checks the result, outside the measured time.
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <filesystem>
@@ -19,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/sockets/connection_guard.h"
 #include "tests/bench/refit_session.h"
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
@@ -104,8 +107,47 @@ double P99(std::vector<double> values) {
   return values[(values.size() * 99) / 100];
 }
 
-// Measures updates of 1 MiB while somebody without an allowed call attacks the unix socket from one
-// thread, one connection after the other, beside the same updates in quiet.
+// How long gRPC's reading of a small call takes, in seconds, with and without a guard that watches
+// the connection: medians of turns.
+std::pair<double, double> ReadingTimes() {
+  constexpr int kCalls = 1'000;
+  constexpr int kTurns = 51;
+  const std::string call =
+      Frame(e2e::kHeaders, e2e::kEndHeaders, 1, e2e::Request()) +
+      Frame(e2e::kData, e2e::kEndStream, 1, e2e::MessageHead(300) + std::string(300, 'm'));
+  ConnectionGuard guard({});
+  std::array<std::vector<double>, 2> seconds;
+  for (int turn = 0; turn < 2 * kTurns; ++turn) {
+    const bool watched = turn % 2 == 0;
+    std::array<int, 2> ends{};
+    REFITD_CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
+    const UniqueFd server(ends[0]);
+    const UniqueFd client(ends[1]);
+    if (watched) REFITD_CHECK(guard.Watch(server.get(), "uid:1"));
+    const std::string peer = fmt::format("fd:{}", server.get());
+    std::string buffer(8192, '\0');
+    REFITD_CHECK(send(client.get(), e2e::kPreface.data(), e2e::kPreface.size(), 0) > 0);
+    const auto start = steady_clock::now();
+    for (int i = 0; i < kCalls; ++i) {
+      if (i % 100 == 0) {
+        const std::string ack = Frame(e2e::kSettings, e2e::kAck, 0, "");
+        REFITD_CHECK(send(client.get(), ack.data(), ack.size(), 0) > 0);
+      }
+      REFITD_CHECK(send(client.get(), call.data(), call.size(), 0) > 0);
+      iovec part{buffer.data(), buffer.size()};
+      msghdr message{};
+      message.msg_iov = &part;
+      message.msg_iovlen = 1;
+      REFITD_CHECK(recvmsg(server.get(), &message, 0) > 0);
+      if (watched) guard.Allowed(peer, "uid:1");
+    }
+    seconds[watched ? 1 : 0].push_back(SecondsSince(start) / kCalls);
+  }
+  return {Median(seconds[0]), Median(seconds[1])};
+}
+
+// Measures updates of 1 MiB while somebody attacks the unix socket from one thread, one connection
+// after the other, before and after a call that a rule allows, beside the same updates in quiet.
 void BenchFlood(Report* report, const std::string& self, const std::string& socket, int rounds) {
   Session bench(self, socket, "flood", "1mib", {{socket, ""}});
   const auto updates = [&] {
@@ -114,29 +156,38 @@ void BenchFlood(Report* report, const std::string& self, const std::string& sock
       FillRandom(bench.data(), bench.model().bytes, static_cast<uint64_t>(i), 1);
       seconds.push_back(bench.Update(Verification::kReadback, kBucketBytes));
     }
-    return P99(seconds) * 1e3;
+    return seconds;
   };
   updates();
-  const double quiet = updates();
+  const std::vector<double> quiet = updates();
   const std::vector<std::pair<const char*, bool (*)(e2e::Attacker*)>> attacks = {
       {"headers without an end", e2e::EndlessHeaders},
       {"a growing header", e2e::GrowingHeader},
       {"unfinished messages", e2e::UnfinishedMessages},
-      {"rapid resets", e2e::RapidResets}};
-  for (const auto& [name, attack] : attacks) {
-    std::atomic<bool> over{false};
-    std::thread attacker([&, attack = attack] {
-      while (!over) {
-        e2e::Attacker connection(socket);
-        attack(&connection);
-      }
-    });
-    const double attacked = updates();
-    over = true;
-    attacker.join();
-    report->Add({fmt::format("update of 1 MiB, 99th percentile, during {}", name), attacked, "ms",
-                 quiet, attacked / quiet, 3, false, true});
+      {"rapid resets", e2e::IndexedResets}};
+  for (const bool allowed : {false, true}) {
+    for (const auto& [name, attack] : attacks) {
+      std::atomic<bool> over{false};
+      std::thread attacker([&, attack = attack] {
+        while (!over) {
+          e2e::Attacker connection(socket);
+          if (!allowed || connection.BeAllowed()) attack(&connection);
+        }
+      });
+      const double attacked = P99(updates());
+      over = true;
+      attacker.join();
+      report->Add({fmt::format("p99 of 1 MiB, {}{}", name, allowed ? ", allowed" : ""),
+                   attacked * 1e3, "ms", P99(quiet) * 1e3, attacked / P99(quiet), 3, false, true});
+    }
   }
+  // An update is five calls and three messages on streams, of both sides together.
+  constexpr int kReads = 8;
+  const auto [without, with] = ReadingTimes();
+  const double update = Median(quiet);
+  const double slower = update + kReads * (with - without);
+  report->Add({"update of 1 MiB with the guard, against without", slower * 1e3, "ms", update * 1e3,
+               slower / update, 1.03, false, true});
 }
 
 // Measures the cost of comparing replicas: two ranks that both hold the whole model, whose versions
@@ -301,8 +352,8 @@ int Main(int argc, char** argv) {
   app.add_flag("--replicas,!--no-replicas", refit.replicas);
   app.add_option(
          "--case", only,
-         "replicas: what comparing them costs; flood: updates during an attack before any rule "
-         "is asked; neither is run without this")
+         "replicas: what comparing them costs; flood: updates during an attack; neither is run "
+         "without this")
       ->check(CLI::IsMember({"replicas", "flood"}));
   app.add_option("--rank", rank);
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));

@@ -18,15 +18,15 @@
 #include "daemon/execute/program_executor.h"
 #include "proto/convert.h"
 #include "tests/bench/report.h"
+#include "tests/workloads/sharding/arena.h"
+#include "tests/workloads/sharding/megatron.h"
+#include "tests/workloads/sharding/model.h"
+#include "tests/workloads/sharding/vllm.h"
 #include "transport/base/status.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/plan/route.h"
-#include "transport/sharding/arena.h"
-#include "transport/sharding/megatron.h"
-#include "transport/sharding/model.h"
-#include "transport/sharding/vllm.h"
 
 namespace refitd::bench {
 namespace {

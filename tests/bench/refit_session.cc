@@ -6,11 +6,11 @@
 #include <thread>
 
 #include "client/engine.h"
+#include "tests/workloads/sharding/arena.h"
+#include "tests/workloads/sharding/megatron.h"
+#include "tests/workloads/sharding/model.h"
+#include "tests/workloads/sharding/vllm.h"
 #include "transport/host/host_transport.h"
-#include "transport/sharding/arena.h"
-#include "transport/sharding/megatron.h"
-#include "transport/sharding/model.h"
-#include "transport/sharding/vllm.h"
 
 namespace refitd::bench {
 namespace {

@@ -25,11 +25,11 @@
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
 #include "tests/bench/report.h"
+#include "tests/workloads/sharding/megatron.h"
+#include "tests/workloads/sharding/model.h"
+#include "tests/workloads/sharding/vllm.h"
 #include "transport/base/status.h"
 #include "transport/plan/refit_plan.h"
-#include "transport/sharding/megatron.h"
-#include "transport/sharding/model.h"
-#include "transport/sharding/vllm.h"
 
 namespace refitd::bench {
 namespace {

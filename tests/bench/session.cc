@@ -15,8 +15,8 @@
 #include "client/engine.h"
 #include "refitd/v1/operator.grpc.pb.h"
 #include "tests/workloads/models.h"
+#include "tests/workloads/sharding/model.h"
 #include "transport/digest/digest.h"
-#include "transport/sharding/model.h"
 
 namespace refitd::bench {
 

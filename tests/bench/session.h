@@ -52,8 +52,8 @@ struct Model {
   int64_t bytes = 0;
 };
 // `name`: of tests/workloads; or "1mib", "256mib", "64kib-buckets"; or like "moonlight-16b-a3b/32":
-// a model of transport/sharding with each dimension divided, so that it has as many tensors, but
-// small.
+// a model of tests/workloads/sharding with each dimension divided, so that it has as many tensors,
+// but small.
 Model MakeModel(const std::string& name);
 
 void FillRandom(char* data, int64_t bytes, uint64_t seed, int threads);

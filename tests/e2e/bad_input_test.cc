@@ -426,8 +426,8 @@ TEST_CASE("a Begin out of bounds is refused by field and value, and versions onl
           StatusCode::INVALID_ARGUMENT, {"verification", "77"});
   refused([](auto* r) { r->set_tensor_count(-1); }, StatusCode::INVALID_ARGUMENT,
           {"tensor_count", "-1"});
-  refused([](auto* r) { r->set_tensor_count(kMax); }, StatusCode::INVALID_ARGUMENT,
-          {"tensor_count"});
+  refused([](auto* r) { r->set_tensor_count(262'145); }, StatusCode::RESOURCE_EXHAUSTED,
+          {"tensor_count", "262145", "262144 (kMaxTensorsPerLayout)"});
   refused([](auto* r) { r->set_total_bytes(-1); }, StatusCode::INVALID_ARGUMENT,
           {"total_bytes", "-1"});
   refused([](auto* r) { r->set_request_id(std::string(65, 'x')); }, StatusCode::INVALID_ARGUMENT,
@@ -647,6 +647,18 @@ TEST_CASE("operators' requests about groups are refused by name") {
   abort.set_group("none");
   CheckRefused(s.daemon.Call(&v1::Operator::Stub::AbortUpdate, abort).status, StatusCode::NOT_FOUND,
                {"'none'"});
+  // Its members name this daemon's own address, and would come back.
+  v1::DrainRequest drain;
+  drain.set_group("none");
+  CheckRefused(s.daemon.Call(&v1::Operator::Stub::Drain, drain).status, StatusCode::NOT_FOUND,
+               {"'none'"});
+  drain.set_group("g");
+  CheckRefused(s.daemon.Call(&v1::Operator::Stub::Drain, drain).status,
+               StatusCode::FAILED_PRECONDITION, {"'g'", "own address"});
+  drain.clear_group();
+  const auto drained = s.daemon.Call(&v1::Operator::Stub::Drain, drain);
+  REQUIRE_OK(drained);
+  CHECK(drained.response.drained_size() + drained.response.running_size() == 0);
   v1::GetGroupRequest get;
   get.set_group("none");
   CheckRefused(s.daemon.Call(&v1::Operator::Stub::GetGroup, get).status, StatusCode::NOT_FOUND,
@@ -897,7 +909,7 @@ TEST_CASE("a Refit that is malformed, or of no layout or another, is refused and
 }
 
 TEST_CASE(
-    "instances that disagree about a tensor are named at Begin, and so is a missing tensor count") {
+    "instances that disagree about a tensor are named at Begin, a missing tensor count at Commit") {
   Scene s;
   Model other = s.model;
   other[1].dtype = DType::kFloat16;
@@ -910,8 +922,19 @@ TEST_CASE(
   {
     RawEngine open(s.daemon.Connect(), RawEngine::Hello("g", "open", 0, 1, v1::DELIVERY_STAGED));
     REQUIRE(open.attached().ok());
-    CheckRefused(s.trainer.Begin(6).status, StatusCode::FAILED_PRECONDITION,
+    REQUIRE_OK(s.trainer.Begin(6));
+    REQUIRE_OK(s.trainer.Push(6, s.Good(6)));
+    CheckRefused(s.trainer.Commit(6, 1).status, StatusCode::FAILED_PRECONDITION,
                  {"tensor_count", "engine open rank 0"});
+    v1::CommitRequest wrong;
+    wrong.set_version(6);
+    wrong.set_bucket_count(1);
+    for (const int64_t count : {int64_t{-1}, kMax}) {
+      wrong.set_tensor_count(count);
+      CheckRefused(s.trainer.Commit(wrong).status, StatusCode::INVALID_ARGUMENT,
+                   {"tensor_count", std::to_string(count)});
+    }
+    REQUIRE_OK(s.trainer.Abort(6, "enough"));
   }
   REQUIRE(Eventually([&] { return s.daemon.Group("g").instances_size() == 1; }));
   REQUIRE_OK(s.trainer.Begin(7));

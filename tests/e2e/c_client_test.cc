@@ -172,7 +172,7 @@ TEST_CASE(
   {
     const Update update = Begin(trainer.get(), engine.get(), 3);
     Ok(PushInline(update.get(), 3));
-    Ok(refit_update_commit(update.get(), nullptr));
+    Ok(refit_update_commit(update.get(), 0, nullptr));
   }
   REQUIRE(Next(engine.get()).kind == REFIT_EVENT_COMMITTED);
   CHECK(refit_engine_weights(engine.get()) == REFIT_WEIGHTS_GOOD);
@@ -205,7 +205,7 @@ TEST_CASE("memory that exists already is registered by its memfd, and stays the 
   {
     const Update update = Begin(trainer.get(), engine.get(), 1);
     Ok(PushInline(update.get(), 1));
-    Ok(refit_update_commit(update.get(), nullptr));
+    Ok(refit_update_commit(update.get(), 0, nullptr));
   }
   REQUIRE(Next(engine.get()).kind == REFIT_EVENT_COMMITTED);
   const std::vector<float> values = ValuesOf(1);
@@ -248,7 +248,7 @@ TEST_CASE("a version that is begun twice has one handle, and freeing nothing abo
   // Padding after a packed bucket's last tensor is ignored.
   Ok(PushInline(first.get(), 1, /*padding=*/100));
   auto result = Initialised<refit_commit_result>();
-  Ok(refit_update_commit(first.get(), &result));
+  Ok(refit_update_commit(first.get(), 0, &result));
   CHECK(result.committed == 1);
   CHECK(result.bytes == kBytes);
 }
@@ -266,7 +266,7 @@ TEST_CASE("freeing the handle of an update that is over leaves the next one to i
   const Update second = Begin(trainer.get(), engine.get(), 1);
   first.reset();
   Ok(PushInline(second.get(), 1));
-  Ok(refit_update_commit(second.get(), nullptr));
+  Ok(refit_update_commit(second.get(), 0, nullptr));
   REQUIRE(Next(engine.get()).kind == REFIT_EVENT_COMMITTED);
 }
 
@@ -285,7 +285,7 @@ TEST_CASE("a tensor larger than a slot is joined for a staged engine") {
   const Update update = Begin(trainer.get(), engine.get(), 1);
   auto committed = std::async(std::launch::async, [&] {
     const refit_status pushed = PushInline(update.get(), 1);
-    return pushed == REFIT_OK ? refit_update_commit(update.get(), nullptr) : pushed;
+    return pushed == REFIT_OK ? refit_update_commit(update.get(), 0, nullptr) : pushed;
   });
   std::vector<float> loaded;
   int parts = 0;

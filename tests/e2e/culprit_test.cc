@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "proto/grpc_status.h"
 #include "tests/e2e/harness.h"
 #include "tests/e2e/require.h"
 
@@ -125,6 +126,60 @@ TEST_CASE("a stopped source daemon is named to all that are left") {
 
 TEST_CASE("a source daemon that stopped sending was named by its rank only") {
   Check(SIGSTOP, When::kMoving, kLater);
+}
+
+// What a daemon answers at once where an engine's tensors are too many.
+void CheckTooMany(const grpc::Status& status) {
+  INFO(status.error_message());
+  CHECK(status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
+  CHECK_THAT(status.error_message(), Catch::Contains("engine far rank 0") &&
+                                         Catch::Contains("on sink") && Catch::Contains("262145") &&
+                                         Catch::Contains("262144 (kMaxTensorsPerLayout)"));
+  const auto failure = FailureOf(FromGrpc(status));
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].instance == "far");
+}
+
+Layout ManyTensors(RegionId region) {
+  Layout layout;
+  for (int64_t t = 0; t <= kMaxTensorsPerLayout; ++t) {
+    layout.tensors.push_back({fmt::format("t{}", t), DType::kUint8, {1}});
+    layout.pieces.push_back({static_cast<uint32_t>(t), {{0}, {1}}, region, t * 64, {1}});
+  }
+  layout.binding_generation = 1;
+  return layout;
+}
+
+TEST_CASE("a trainer waited out its deadline for another daemon's engine with too many tensors") {
+  Daemon home(Flags("home", kLater));
+  Daemon sink(Flags("sink", kLater));
+  const v1::GroupSpec spec = Spec();
+  RawTrainer trainer(home.Connect(), RawTrainer::Hello("g", spec));
+  REQUIRE(trainer.attached().ok());
+  std::future<grpc::Status> begin;
+  // The update waits for instances before any engine is refused.
+  const auto begin_and_wait = [&](int64_t version) {
+    begin = std::async(std::launch::async, [&, version] { return trainer.Begin(version).status; });
+    REQUIRE(Eventually([&] { return home.Group("g").update().version() == version; }));
+  };
+  SECTION("of its layout") {
+    RawEngine far(sink.Connect(), In(RawEngine::Hello("g", "far"), home));
+    REQUIRE(far.attached().ok());
+    SharedMemory memory = far.NewMemory((kMaxTensorsPerLayout + 1) * 64);
+    begin_and_wait(1);
+    const auto registered = far.Register(ManyTensors(RegionId(memory.region_id)));
+    CHECK(registered.status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
+    CheckTooMany(begin.get());
+    CheckTooMany(trainer.Begin(2).status);
+  }
+  SECTION("of its manifest") {
+    begin_and_wait(1);
+    v1::EngineHello hello = In(RawEngine::Hello("g", "far", 0, 1, v1::DELIVERY_STAGED), home);
+    hello.set_manifest_tensors(kMaxTensorsPerLayout + 1);
+    RawEngine far(sink.Connect(), hello);
+    CHECK(far.attached().error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
+    CheckTooMany(begin.get());
+  }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // refits between GPUs, the end of a member. The daemon's parts run in this process over the fake
 // driver; the real transport's tasks move the bytes.
 #include <grpcpp/server_posix.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
@@ -49,6 +50,7 @@
 #include "transport/cuda/nccl/nccl.h"
 #include "transport/cuda/nccl/wire.h"
 #include "transport/host/host_transport.h"
+#include "transport/host/memory.h"
 #endif
 
 namespace refitd::e2e {
@@ -995,6 +997,192 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   refit_trainer_free(trainer);
   refit_region_free(parameters);
   refit_engine_free(engine);
+}
+
+// ---- trainer and engine in one memory ----
+
+enum class MemoryBy : uint8_t { kBlock, kVmm, kVmmUnknown, kMemfd };
+
+// A trainer and an engine of this process, whose tensors lie in one memory: the engine's at its
+// beginning, the trainer's `shift` bytes behind it.
+class OneMemory {
+ public:
+  OneMemory(LocalDaemon* daemon, MemoryBy by, int64_t shift, bool refits)
+      : by_(by), held_(HoldWhole(model_)), sent_(held_) {
+    for (Piece& piece : sent_.layout.pieces) piece.byte_offset += shift;
+    MakeMemory(daemon);
+    client::ConnectOptions connect;
+    connect.socket = daemon->socket();
+    static int groups = 0;
+    connect.group = fmt::format("shared-{}", ++groups);
+    connect.spec = client::GroupSpec{};
+    if (by != MemoryBy::kMemfd) connect.device = daemon->uuid(0);
+    client::EngineOptions options;
+    options.connect = connect;
+    options.instance = "i";
+    engine_ = client::Engine::Attach(options).value();
+    trainer_ = client::Trainer::Attach({.connect = connect}).value();
+    of_engine_ = Share(engine_.get());
+    of_trainer_ = Share(trainer_.get());
+    for (Piece& piece : held_.layout.pieces) piece.region = of_engine_->id();
+    for (Piece& piece : sent_.layout.pieces) piece.region = of_trainer_->id();
+    REQUIRE(engine_->Register(held_.layout).ok());
+    if (refits) REQUIRE(trainer_->Register(sent_.layout).ok());
+    refits_ = refits;
+    thread_ = std::thread([this] { Serve(); });
+  }
+  ~OneMemory() {
+    stop_ = true;
+    thread_.join();
+    if (by_ == MemoryBy::kMemfd) munmap(memory_, kBytes);
+  }
+
+  // Writes the version at the trainer's places and installs it.
+  absl::Status Install(int64_t version, Verification verification) {
+    const std::string image =
+        ExpectedImage(std::string(memory_, kBytes), sent_.layout, model_, BytesOf(model_, version));
+    std::memcpy(memory_, image.data(), image.size());
+    before_ = image;
+    const Version number(version);
+    if (refits_) return trainer_->Refit({.version = number, .verification = verification}).status();
+    REFITD_ASSIGN_OR_RETURN(const auto update,
+                            trainer_->Begin({.version = number, .verification = verification}));
+    std::vector<int64_t> offsets;
+    for (const Piece& piece : sent_.layout.pieces) offsets.push_back(piece.byte_offset);
+    REFITD_RETURN_IF_ERROR(update->Push(client::Bucket::Unpacked(model_, of_trainer_, offsets)));
+    return update->Commit().status();
+  }
+  // Whether no byte of the memory changed since Install wrote the trainer's.
+  bool IsUntouched() const { return std::memcmp(memory_, before_.data(), kBytes) == 0; }
+  // Whether nothing but the engine's tensors changed, and they are of the version.
+  std::string Difference(int64_t version) const {
+    return e2e::Difference(ExpectedImage(before_, held_.layout, model_, BytesOf(model_, version)),
+                           memory_, held_.layout);
+  }
+  // What the next abort said about the engine's weights.
+  std::optional<bool> AbortedDirty() {
+    std::optional<bool> dirty;
+    (void)Eventually([&] {
+      MutexLock lock(&mutex_);
+      dirty = std::exchange(dirty_, std::nullopt);
+      return dirty.has_value();
+    });
+    return dirty;
+  }
+
+ private:
+  static constexpr int64_t kBytes = 2 * kMiB;
+
+  void MakeMemory(LocalDaemon* daemon) {
+    int fd = -1;
+    switch (by_) {
+      case MemoryBy::kBlock:
+        memory_ = daemon->fake().Export(0, kBytes, &handle_);
+        break;
+      case MemoryBy::kVmm:
+      case MemoryBy::kVmmUnknown:
+        memory_ = daemon->fake().ExportVmm(0, kBytes, &fd);
+        fd_ = UniqueFd(fd);
+        break;
+      case MemoryBy::kMemfd:
+        fd_ = CreateSealedMemfd("arena", kBytes).value();
+        memory_ = static_cast<char*>(
+            mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0));
+        REQUIRE(memory_ != MAP_FAILED);
+        break;
+    }
+    const std::string empty = EmptyImage(kBytes);
+    std::memcpy(memory_, empty.data(), empty.size());
+  }
+  template <typename Member>
+  std::shared_ptr<client::Region> Share(Member* member) const {
+    const auto shared = [&] {
+      if (by_ == MemoryBy::kBlock) {
+        return member->AddCudaRegion(client::CudaIpcBlock{handle_, kBytes});
+      }
+      UniqueFd fd(dup(fd_.get()));
+      if (by_ == MemoryBy::kMemfd) return member->AddMemfd(std::move(fd), kBytes);
+      const auto address = reinterpret_cast<uintptr_t>(memory_);
+      return member->AddCudaRegion(std::move(fd), kBytes, by_ == MemoryBy::kVmm ? address : 0);
+    }();
+    INFO(shared.status());
+    REQUIRE(shared.ok());
+    return *shared;
+  }
+  void Serve() {
+    while (!stop_) {
+      const auto event = engine_->Next(std::chrono::milliseconds(20));
+      if (!event.ok()) return;
+      if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
+        (void)engine_->Ready(prepare->version);
+      } else if (const auto* aborted = std::get_if<client::Aborted>(&*event)) {
+        MutexLock lock(&mutex_);
+        dirty_ = aborted->dirty;
+      }
+    }
+  }
+
+  const MemoryBy by_;
+  const Model model_ = PlainModel(2, 40, 40);
+  Held held_;
+  Held sent_;
+  bool refits_ = false;
+  std::string handle_;
+  UniqueFd fd_;
+  char* memory_ = nullptr;
+  std::string before_;
+  std::unique_ptr<client::Engine> engine_;
+  std::unique_ptr<client::Trainer> trainer_;
+  std::shared_ptr<client::Region> of_engine_;
+  std::shared_ptr<client::Region> of_trainer_;
+  Mutex mutex_;
+  std::optional<bool> dirty_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<bool> stop_ = false;
+  std::thread thread_;
+};
+
+TEST_CASE(
+    "trainer and engine in one memory, shifted by 64 bytes, are refused before anything is "
+    "written") {
+  LocalDaemon daemon;
+  const MemoryBy by = GENERATE(MemoryBy::kBlock, MemoryBy::kVmm, MemoryBy::kMemfd);
+  const bool refits = GENERATE(false, true);
+  const auto verification = GENERATE(Verification::kOff, Verification::kReadback);
+  {
+    OneMemory shifted(&daemon, by, 64, refits);
+    const absl::Status refused = shifted.Install(1, verification);
+    CHECK_THAT(Message(refused), Contains("of trainer rank 0") && Contains("of engine") &&
+                                     Contains("overlap in memory") && !Contains("dirty"));
+    CHECK(shifted.AbortedDirty() == false);
+    CHECK(shifted.IsUntouched());
+  }
+  for (const int64_t shift : {int64_t{0}, kMiB}) {  // the same place; apart
+    OneMemory other(&daemon, by, shift, refits);
+    const absl::Status installed = other.Install(1, verification);
+    INFO(installed);
+    CHECK(installed.ok());
+    CHECK(other.Difference(1) == "");
+  }
+}
+
+TEST_CASE("where memory can't be recognised, a shift shows in the source at the first version") {
+  LocalDaemon daemon;
+  const bool refits = GENERATE(false, true);
+  {
+    OneMemory shifted(&daemon, MemoryBy::kVmmUnknown, 64, refits);
+    CHECK_THAT(Message(shifted.Install(1, Verification::kOff)),
+               Contains("its bytes changed while they were being moved") && Contains("dirty"));
+    CHECK(shifted.AbortedDirty() == true);
+  }
+  for (const int64_t shift : {int64_t{0}, kMiB}) {
+    OneMemory other(&daemon, MemoryBy::kVmmUnknown, shift, refits);
+    for (int64_t version = 1; version <= 2; ++version) {
+      const absl::Status installed = other.Install(version, Verification::kReadback);
+      INFO(installed);
+      CHECK(installed.ok());
+      CHECK(other.Difference(version) == "");
+    }
+  }
 }
 
 TEST_CASE("device memory is known again to the daemon that follows") {

@@ -1,7 +1,5 @@
-// HTTP/2 by hand, for attackers: what reaches a listener before any handler runs. Header blocks are
-// literal fields, so that nothing needs a table.
-//
-// A connection that can't be made ends the process. Not thread-safe.
+// Attackers that write HTTP/2 by hand: what reaches a listener before any handler runs. A
+// connection that can't be made ends the process. Not thread-safe.
 #ifndef REFITD_TESTS_E2E_HTTP2_FLOOD_H_
 #define REFITD_TESTS_E2E_HTTP2_FLOOD_H_
 
@@ -16,49 +14,15 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 
+#include "tests/e2e/http2_frames.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd::e2e {
 
 inline constexpr int64_t kTried = int64_t{8} << 20;  // what a connection tries to send
-inline constexpr std::string_view kPreface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-
-enum FrameType : uint8_t {
-  kData = 0,
-  kHeaders = 1,
-  kResetStream = 3,
-  kSettings = 4,
-  kWindowUpdate = 8,
-  kContinuation = 9,
-};
-inline constexpr uint8_t kEndHeaders = 4;
-
-inline std::string Number(uint32_t value, int bytes) {
-  std::string text;
-  for (int i = bytes - 1; i >= 0; --i) text += static_cast<char>(value >> (8 * i));
-  return text;
-}
-
-inline std::string Frame(FrameType type, uint8_t flags, uint32_t stream,
-                         const std::string& payload) {
-  return Number(static_cast<uint32_t>(payload.size()), 3) + static_cast<char>(type) +
-         static_cast<char>(flags) + Number(stream, 4) + payload;
-}
-
-// A header field, literal, without indexing; both texts have less than 127 bytes.
-inline std::string Field(const std::string& name, const std::string& value) {
-  return std::string(1, '\0') + static_cast<char>(name.size()) + name +
-         static_cast<char>(value.size()) + value;
-}
-
-inline std::string Request() {
-  return Field(":method", "POST") + Field(":scheme", "http") +
-         Field(":path", "/refitd.v1.Trainer/PushBucket") + Field(":authority", "localhost") +
-         Field("content-type", "application/grpc") + Field("te", "trailers");
-}
-
 // A connection to the daemon, by an attacker.
 class Attacker {
  public:
@@ -98,12 +62,32 @@ class Attacker {
     }
     return false;
   }
+  // Makes a call that the policy allows to whoever runs a test, and waits for its end. False: the
+  // daemon has ended the connection.
+  bool BeAllowed() {
+    const uint32_t stream = NextStream();
+    const std::string call =
+        Frame(kSettings, kAck, 0, "") +
+        Frame(kHeaders, kEndHeaders, stream, Request("/refitd.v1.Operator/GetStatus")) +
+        Frame(kData, kEndStream, stream, MessageHead(0));
+    if (!Send(call)) return false;
+    while (answered_ < stream) {
+      if (!ReadFrames()) return false;
+    }
+    return true;
+  }
+  // Whether the daemon has ended the connection.
+  bool Closed() const {
+    pollfd look{.fd = fd_.get(), .events = POLLRDHUP, .revents = 0};
+    return poll(&look, 1, 0) == 1 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+  }
+  uint32_t NextStream() { return std::exchange(next_, next_ + 2); }
   // Sends the first part of a message on each of 300 streams, as fast as flow control lets it.
   bool LeavesMessagesUnfinished() {
-    for (uint32_t stream = 1; stream < 600; stream += 2) {
-      const std::string start = std::string(1, '\0') + Number(8 << 20, 4);
+    for (int i = 0; i < 300; ++i) {
+      const uint32_t stream = NextStream();
       if (!Send(Frame(kHeaders, kEndHeaders, stream, Request()))) return true;
-      if (!SendData(stream, start + std::string(65'000, 'x'))) return ended_;
+      if (!SendData(stream, MessageHead(8 << 20) + std::string(65'000, 'x'))) return ended_;
     }
     return false;
   }
@@ -119,7 +103,7 @@ class Attacker {
     for (size_t at = 0; at < data.size(); at += 16'000) {
       const std::string piece = data.substr(at, 16'000);
       while (window_ < static_cast<int64_t>(piece.size())) {
-        if (!ReadWindows()) return false;
+        if (!ReadFrames()) return false;
       }
       window_ -= static_cast<int64_t>(piece.size());
       if (!Send(Frame(kData, 0, stream, piece))) {
@@ -129,8 +113,9 @@ class Attacker {
     }
     return true;
   }
-  // Waits for the daemon's frames, and adds what windows of the connection they open.
-  bool ReadWindows() {
+  // Waits for the daemon's frames: adds what windows of the connection they open, and notes which
+  // stream has ended.
+  bool ReadFrames() {
     pollfd look{.fd = fd_.get(), .events = POLLIN, .revents = 0};
     if (poll(&look, 1, 5'000) != 1) return false;
     char buffer[4096];
@@ -150,6 +135,8 @@ class Attacker {
       if (byte(3) == kWindowUpdate && of_connection) {
         window_ += byte(9) << 24 | byte(10) << 16 | byte(11) << 8 | byte(12);
       }
+      const bool has_end = byte(3) == kHeaders || byte(3) == kData;
+      if (has_end && (byte(4) & kEndStream) != 0) answered_ = byte(7) << 8 | byte(8);
       read_.erase(0, 9 + length);
     }
     return true;
@@ -159,40 +146,54 @@ class Attacker {
   int64_t sent_ = 0;
   int64_t window_ = 65'535;
   bool ended_ = false;
+  uint32_t next_ = 1;      // stream
+  uint32_t answered_ = 0;  // the last stream that the daemon ended
   std::string read_;
 };
 
 // The attacks; each returns whether the daemon has ended the connection.
 
 inline bool EndlessHeaders(Attacker* attacker) {
-  if (!attacker->Send(Frame(kHeaders, 0, 1, Request()))) return true;
+  const uint32_t stream = attacker->NextStream();
+  if (!attacker->Send(Frame(kHeaders, 0, stream, Request()))) return true;
   std::string fields;
   for (int i = 0; i < 120; ++i) fields += Field(fmt::format("x-{}", i), std::string(110, 'v'));
-  return attacker->IsEnded([&] { return Frame(kContinuation, 0, 1, fields); });
+  return attacker->IsEnded([&] { return Frame(kContinuation, 0, stream, fields); });
 }
 
 // A header's value of 2^28 bytes, of which each frame brings eight.
 inline bool GrowingHeader(Attacker* attacker) {
   // The length: the 7 bits of the first byte, then groups of 7.
   const std::string start = std::string(1, '\0') + "\x01x" + "\x7f" + "\x80\xff\xff\x7f";
-  if (!attacker->Send(Frame(kHeaders, 0, 1, Request() + start))) return true;
+  const uint32_t stream = attacker->NextStream();
+  if (!attacker->Send(Frame(kHeaders, 0, stream, Request() + start))) return true;
   std::string pieces;
-  for (int i = 0; i < 500; ++i) pieces += Frame(kContinuation, 0, 1, "growing!");
+  for (int i = 0; i < 500; ++i) pieces += Frame(kContinuation, 0, stream, "growing!");
   return attacker->IsEnded([&] { return pieces; });
 }
 
 inline bool UnfinishedMessages(Attacker* attacker) { return attacker->LeavesMessagesUnfinished(); }
 
+// Streams that are opened, with this header block, and reset at once.
+inline std::string Resets(Attacker* attacker, const std::string& request) {
+  std::string frames;
+  for (int i = 0; i < 100; ++i) {
+    const uint32_t stream = attacker->NextStream();
+    frames += Frame(kHeaders, kEndHeaders, stream, request);
+    frames += Frame(kResetStream, 0, stream, Number(8, 4));
+  }
+  return frames;
+}
+
 inline bool RapidResets(Attacker* attacker) {
-  uint32_t stream = 1;
-  return attacker->IsEnded([&stream] {
-    std::string frames;
-    for (int i = 0; i < 100; ++i, stream += 2) {
-      frames += Frame(kHeaders, kEndHeaders, stream, Request());
-      frames += Frame(kResetStream, 0, stream, Number(8, 4));
-    }
-    return frames;
-  });
+  return attacker->IsEnded([&] { return Resets(attacker, Request()); });
+}
+
+// A stream takes 28 bytes.
+inline bool IndexedResets(Attacker* attacker) {
+  const uint32_t stream = attacker->NextStream();
+  if (!attacker->Send(Frame(kHeaders, kEndHeaders, stream, IndexingRequest()))) return true;
+  return attacker->IsEnded([&] { return Resets(attacker, IndexedRequest()); });
 }
 
 }  // namespace refitd::e2e

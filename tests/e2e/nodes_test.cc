@@ -316,6 +316,36 @@ TEST_CASE(
   CHECK(a.Stop() == 0);
 }
 
+TEST_CASE("a count that Commit tells on a joined daemon commits all tensors on both, or nothing") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 2);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  RawEngine near(a.Connect(), Staged("near", spec));
+  RawEngine far(b.Connect(), In(Staged("far", spec), a));
+  REQUIRE(near.attached().ok());
+  REQUIRE(far.attached().ok());
+  RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
+  REQUIRE(trainer.attached().ok());
+  const std::vector<std::string> bytes = BytesOf(model, 1);
+  v1::CommitRequest commit;
+  commit.set_version(1);
+  commit.set_bucket_count(1);
+  REQUIRE_OK(trainer.Begin(1));
+  REQUIRE_OK(trainer.Push(1, InlineBucket(model, bytes, 0, false)));
+  CheckRefused(trainer.Commit(commit).status, grpc::StatusCode::FAILED_PRECONDITION,
+               {"tensor_count: 0", "rank 0"});
+  commit.set_tensor_count(static_cast<int64_t>(model.size()) + 1);
+  CheckRefused(trainer.Commit(commit).status, grpc::StatusCode::FAILED_PRECONDITION,
+               {"tensor_count", std::to_string(model.size() + 1)});
+  commit.set_tensor_count(static_cast<int64_t>(model.size()));
+  REQUIRE_OK(trainer.Commit(commit));
+  for (RawEngine* engine : {&near, &far}) {
+    RequireCommitted(engine, 1);
+    CHECK(engine->StagedDifference(model, bytes) == "");
+  }
+}
+
 TEST_CASE("three daemons share one group, with trainers on two of them and engines on all") {
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec(2, 4, 8192, 3);

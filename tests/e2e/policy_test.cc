@@ -74,6 +74,7 @@ const std::map<std::string, Expected>& Table() {
       {"refitd.v1.Operator/CreateGroup", {{"owner", "writer"}, {"writer"}}},
       {"refitd.v1.Operator/DeleteGroup", {{"owner", "writer"}, {"writer"}}},
       {"refitd.v1.Operator/AbortUpdate", {{"owner", "writer"}, {"writer"}}},
+      {"refitd.v1.Operator/Drain", {{"owner", "writer"}, {"writer"}}},
       {"refitd.v1.Operator/GetStatus",
        {{"trainer", "owner", "reader", "writer"}, {"trainer", "owner", "reader", "writer"}}},
       {"refitd.v1.Operator/ListGroups",

@@ -242,6 +242,29 @@ TEST_CASE("version after version is installed under every verification") {
                grpc::StatusCode::NOT_FOUND, {"'other'"});
 }
 
+TEST_CASE("a count that Commit tells commits all tensors to a staged engine, or nothing (P1)") {
+  const Model model = MixedModel();
+  Daemon daemon;
+  RawEngine staged(daemon.Connect(), StagedHello("staged", Spec()));
+  REQUIRE(staged.attached().ok());
+  RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  const std::vector<std::string> bytes = BytesOf(model, 1);
+  v1::CommitRequest commit;
+  commit.set_version(1);
+  commit.set_bucket_count(1);
+  REQUIRE_OK(trainer.Begin(1));
+  REQUIRE_OK(trainer.Push(1, InlineBucket(model, bytes, 0, false)));
+  commit.set_tensor_count(static_cast<int64_t>(model.size()) + 1);
+  CheckRefused(trainer.Commit(commit).status, grpc::StatusCode::FAILED_PRECONDITION,
+               {"tensor_count", std::to_string(model.size() + 1)});
+  CHECK(daemon.Group("g").update().outcome() == v1::UPDATE_OUTCOME_RUNNING);
+  commit.set_tensor_count(static_cast<int64_t>(model.size()));
+  REQUIRE_OK(trainer.Commit(commit));
+  REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+  CHECK(staged.StagedDifference(model, bytes) == "");
+}
+
 TEST_CASE("several trainer ranks feed several instances of several ranks with strided slices") {
   const Model model = MixedModel();
   constexpr int kTrainers = 3;

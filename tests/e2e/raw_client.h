@@ -264,6 +264,9 @@ class RawTrainer : public RawMember<v1::Trainer::Stub, v1::TrainerMessage, v1::T
                                    v1::Verification verification = v1::VERIFICATION_UNSPECIFIED);
   Outcome<v1::PushBucketResponse> Push(int64_t version, v1::Bucket bucket,
                                        const std::string& request_id = "");
+  Outcome<v1::CommitResponse> Commit(const v1::CommitRequest& request) {
+    return Call(&v1::Trainer::Stub::Commit, request);
+  }
   Outcome<v1::CommitResponse> Commit(int64_t version, int64_t buckets,
                                      const std::string& request_id = "");
   Outcome<v1::CommitResponse> Refit(const v1::RefitRequest& request) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <catch2/catch.hpp>
+#include <cstring>
 #include <memory>
 #include <string>
 
@@ -219,6 +220,68 @@ TEST_CASE("the loss of the coordinator leaves engines in service that hold what 
   RawEngine fresh(b.Connect(), hello);
   CHECK(Becomes(b, "far", "NOT_SERVING"));
   CHECK(watch.Next() == "NOT_SERVING");
+}
+
+// Attaches an engine that claims version 1, over memory that holds `bytes`.
+struct Claimant {
+  Claimant(const Daemon& daemon, const v1::EngineHello& hello, const Model& model,
+           const std::vector<std::string>& bytes)
+      : engine(daemon.Connect(), hello) {
+    REQUIRE(engine.attached().ok());
+    Held held = HoldWhole(model);
+    memory = engine.NewMemory(held.region_bytes);
+    for (Piece& piece : held.layout.pieces) {
+      piece.region = RegionId(memory.region_id);
+      std::memcpy(memory.data() + piece.byte_offset, bytes[piece.tensor].data(),
+                  bytes[piece.tensor].size());
+    }
+    held.layout.binding_generation = 1;
+    REQUIRE(engine.Register(held.layout).ok());
+  }
+  RawEngine engine;
+  SharedMemory memory;
+};
+
+TEST_CASE("an engine was ready whose memory did not hold the version that it claimed") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = SpecWithLag(0);
+  Daemon a({"--listen-tcp=" + OwnLoopback(1) + ":0", "--daemon-id=a"});
+  Daemon b(Flags("b"));
+  // "far" claims at a joined daemon, and the others at the coordinator's.
+  auto far = std::make_unique<Holder>(b.Connect(), In(HelloOf("far", spec), a), HoldWhole(model));
+  RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
+  REQUIRE(trainer.attached().ok());
+  PushAll(&trainer, model, 1);
+  REQUIRE(trainer.Commit(1, 1).ok());
+  const auto committed = far->engine().events().WaitFor(v1::EngineEvent::kCommitted);
+  REQUIRE(committed.has_value());
+  REQUIRE(committed->committed().digest() != 0);
+  const uint64_t incarnation = a.Group("g").incarnation();
+  a.Kill();
+  far.reset();
+  a.Restart();
+
+  const auto claims = [&](const std::string& instance) {
+    v1::EngineHello hello = HelloOf(instance, spec);
+    hello.set_held_version(1);
+    hello.set_held_origin(incarnation);
+    hello.set_held_digest(committed->committed().digest());
+    hello.set_fill(true);
+    return hello;
+  };
+  std::vector<std::string> changed = BytesOf(model, 1);
+  changed[0][0] ^= 1;
+  const Claimant same(a, claims("same"), model, BytesOf(model, 1));
+  const Claimant other(a, claims("other"), model, changed);
+  const Claimant far_same(b, In(claims("far"), a), model, BytesOf(model, 1));
+  const Claimant far_other(b, In(claims("far-other"), a), model, changed);
+  for (Daemon* daemon : {&a, &b}) {
+    CHECK(Becomes(*daemon, "same", "SERVING"));
+    CHECK(Becomes(*daemon, "far", "SERVING"));
+    CHECK(Becomes(*daemon, "other", "NOT_SERVING"));
+    CHECK(Becomes(*daemon, "far-other", "NOT_SERVING"));
+  }
+  CHECK_FALSE(a.Group("g").has_version());
 }
 
 TEST_CASE("names that no service has are refused") {

@@ -45,12 +45,12 @@ def replace_parameter(worker: Any, name: str, rows: int | None) -> None:
     setattr(model.get_submodule(module), own, replaced)
 
 
-def plant_copy(worker: Any, name: str, by_version: bool) -> None:
+def plant_copy(model: Any, name: str, by_version: bool) -> None:
     """Lets a norm compute with a copy of its weight that it makes at its first forward, and keeps for as long as the weight's address and,
     `by_version`, its version stay."""
     import torch
 
-    layer = worker.model_runner.get_model().get_submodule(name)
+    layer = model.get_submodule(name)
     kept: dict[Any, Any] = {}
 
     def forward(x: Any, residual: Any = None) -> Any:
@@ -65,15 +65,29 @@ def plant_copy(worker: Any, name: str, by_version: bool) -> None:
     layer.forward = forward
 
 
-def plant_no_evidence(worker: Any) -> None:
+def plant_no_evidence(model: Any) -> None:
     """Makes the adapter take every module for one that post-processing left as it was."""
     from refitd.serving import evidence
 
-    model = worker.model_runner.get_model()
     object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): [] for layer in model.modules()})
 
 
-PLANTS = {"copy": plant_copy, "no evidence": plant_no_evidence}
+def plant_sinks_copy(model: Any, name: str) -> None:
+    """Lets an attention layer compute with a copy of its sinks."""
+    impl = model.get_submodule(name).impl
+    impl.sinks = impl.sinks.detach().clone()
+
+
+def plant_no_derivation(model: Any, name: str) -> None:
+    """Keeps an attention layer from making its copies of other modules' weights anew."""
+    model.get_submodule(name).process_weights_after_loading = lambda *_: None
+
+
+PLANTS = {"copy": plant_copy, "no evidence": plant_no_evidence, "sinks copy": plant_sinks_copy, "no derivation": plant_no_derivation}
+
+
+def plant(worker: Any, name: str, arguments: list[Any]) -> None:
+    PLANTS[name](worker.model_runner.get_model(), *arguments)
 
 
 def _step(token: int, found: dict[int, Any]) -> list[Any]:
@@ -90,7 +104,7 @@ class Program:
         self.llm = LLM(model=model, max_model_len=512, max_num_seqs=8, seed=0, **options["llm"])
         self.weights: Any = None
         for name, arguments in options.get("plant", {}).items():
-            self.llm.collective_rpc(PLANTS[name], args=tuple(arguments))
+            self.llm.collective_rpc(plant, args=(name, arguments))
         if options["follow"] is not None:
             import refitd.integrations.vllm
 
@@ -144,6 +158,9 @@ class Program:
     def replace(self, name: str, rows: int | None) -> None:
         """Replaces a parameter by a new one with twice its values, of all its rows or so many, as vLLM's `replace_parameter` does."""
         self.llm.collective_rpc(replace_parameter, args=(name, rows))
+
+    def plant(self, name: str, arguments: list[Any]) -> None:
+        self.llm.collective_rpc(plant, args=(name, arguments))
 
     def parameters(self) -> list[dict[str, Any]]:
         return list(self.llm.collective_rpc(parameters_of))

@@ -54,6 +54,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             n_group=1, topk_group=1,
         ),
     ),
+    "granite-sinks": ("GraniteSWA", dict(sliding_window=64, attention_multiplier=0.125)),
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64, intermediate_size=256)),
 }  # fmt: skip
 

@@ -101,6 +101,8 @@ class EngineProcess:
         takes updates while it waits for a call; else only the calls `wait` and `poll` take them. `plant`: defects to plant into the model
         before the engine follows, by name with their arguments (engine_program.PLANTS)."""
         environment = {**os.environ, **ENVIRONMENT}
+        if plant:
+            environment["REFITD_ENGINES_PLANT"] = json.dumps(plant)
         self._set_up(environment, llm, follow is not None, tp)
         self.log = log
         options = {"llm": llm, "follow": follow, "follows_between_calls": follows_between_calls, "plant": plant or {}}
@@ -253,6 +255,7 @@ class SglangProcess(EngineProcess):
     program = "sglang_program.py"
 
     def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
+        environment["PYTHONPATH"] = f"{HERE / 'startup'}:{HERE}:{environment['PYTHONPATH']}"
         environment["SGLANG_PLUGINS"] = "refitd"
         environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent"  # else two ranks look for GPUs
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
@@ -397,11 +400,12 @@ def check_five_versions(
     dtype: str = "bfloat16",
     each: Callable[[EngineProcess, int], None] = lambda engine, version: None,
     live: dict[str, Any] | None = None,
+    how: dict[str, Any] | None = None,
     trainer_device: str = "host",
     **llm: Any,
 ) -> dict[str, Any]:
     """After each of five versions the live engine has the parameters, buffers and greedy tokens of an engine that loaded the
-    checkpoint itself. `each`: checks more after a version. `live`: options of the live engine alone. `trainer_device`: as of
+    checkpoint itself. `each`: checks more after a version. `live`: options of the live engine alone; `how`: of `follow`. `trainer_device`: as of
     CheckpointTrainer. Returns its first rank's delivery.
     """
     need_gpus(llm.get("tp", 1))
@@ -410,7 +414,7 @@ def check_five_versions(
     assert expected[1][0].differ_from(expected[2][0]), "the two checkpoints give the same tokens: the test could not fail"
     trainer = CheckpointTrainer(daemon.socket, checkpoints[1], trainer_device)
     try:
-        with kind(checkpoints[1], tmp_path / "live.log", follow=following(daemon), dtype=dtype, **llm, **(live or {})) as engine:
+        with kind(checkpoints[1], tmp_path / "live.log", follow=following(daemon, **(how or {})), dtype=dtype, **llm, **(live or {})) as engine:
             engine.started()
             for version, seed in enumerate((2, 1, 2, 2, 1), 1):
                 update(engine, trainer, version, checkpoints[seed])

@@ -30,6 +30,7 @@ def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
 def test_five_versions_equal_a_fresh_engine(folder: Path, daemon: Any, tmp_path: Path) -> None:
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path)
     assert "model.layers.0.input_layernorm.weight" in delivery["direct"]
+    assert delivery["proof"]["proved"] == len(delivery["direct"]) and not delivery["proof"]["unproved"], delivery["proof"]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-bias", "llama-bias", "mistral-sliding", "qwen3-tied"])
@@ -55,6 +56,14 @@ def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) 
     missing = "model.layers.1.mlp.down_proj.weight"
     manifest = manifest_of(checkpoint, tmp_path / "manifest.json", without=missing)
     check_refused(SglangProcess, daemon, checkpoint, tmp_path, missing, manifest=manifest)
+
+
+KEEPS = "model.layers.1.self_attn.q_norm"
+
+
+def test_a_copy_of_a_weight_that_no_delivery_reaches_is_served_stale(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """A module that computes with a copy from its first forward is refused by name when the engine attaches."""
+    check_refused(SglangProcess, daemon, models.make("qwen3", folder, 1), tmp_path, KEEPS, plant={"copy": [KEEPS, False]})
 
 
 def test_random_weights_generated_from_after_their_memory_was_released(folder: Path, daemon: Any, tmp_path: Path) -> None:
@@ -100,7 +109,7 @@ class LoraProcess(SglangProcess):
 
     def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
         super()._set_up(environment, llm, follows, tp)
-        environment["PYTHONPATH"] = f"{Path(__file__).parent / 'unpinned'}:{environment['PYTHONPATH']}"
+        environment["REFITD_ENGINES_UNPINNED"] = "1"
         llm.update(enable_lora=True, max_lora_rank=8, lora_target_modules=TARGETS, lora_backend="torch_native")
 
 

@@ -27,6 +27,22 @@ def test_five_versions_of_a_compiled_model(folder: Path, daemon: Any, tmp_path: 
     check_five_versions(EngineProcess, "qwen3", folder, daemon, tmp_path, compilation_config={"mode": 3})
 
 
+@pytest.mark.parametrize("name,mode", [("qwen3", 0), ("deepseek-v2-lite", 0), ("gpt-oss", 0), ("qwen3", 3), ("deepseek-v2-lite", 3)])
+def test_attention_and_compiled_code_are_proved_where_that_is_required(name: str, mode: int, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    compilation = {"mode": mode, "cudagraph_mode": "NONE"}
+    try:
+        found = check_five_versions(
+            EngineProcess, name, folder, daemon, tmp_path, how={"proof": "require"}, compilation_config=compilation, enforce_eager=mode == 0
+        )
+    except FreshFailed as error:
+        pytest.skip(f"vLLM does not run this model: {error}")
+    assert found["proof"]["ways"] == (["compiled code"] if mode else []), found["proof"]
+
+
+def test_captured_graphs_are_refused_by_name_where_a_proof_is_required(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    check_refused(EngineProcess, daemon, models.make("qwen3", folder, 1), tmp_path, "'CUDA graphs' are not replayed", proof="require")
+
+
 def test_five_versions_of_gpt_oss(folder: Path, daemon: Any, tmp_path: Path) -> None:
     try:
         check_five_versions(EngineProcess, "gpt-oss", folder, daemon, tmp_path)

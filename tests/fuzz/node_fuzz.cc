@@ -27,6 +27,7 @@
 
 #include "daemon/checks/bucket_test_util.h"
 #include "daemon/link/hello.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/layouts.h"

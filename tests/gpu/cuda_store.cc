@@ -147,6 +147,7 @@ class CudaStore final : public Store {
       exported.ipc_handle.assign(handle.reserved, sizeof handle.reserved);
     } else {
       exported.descriptor = block.descriptor.get();
+      exported.address = block.address;
     }
     return exported;
   }

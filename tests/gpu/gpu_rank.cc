@@ -3,10 +3,11 @@
 // with JSON, one object a line, on stdout. tests/gpu/orchestrate.py drives it.
 //
 //   gpu_rank trainer|engine --socket PATH --group NAME [...]   (gpu_rank --help)
+//   gpu_rank both --shift N --socket PATH [...]                a trainer and an engine in one block
 //   gpu_rank selftest --device N --memory legacy|vmm|host      fills and checks without a daemon
 //
-// Both roles first say {"event": "ready", ...}. Every command is answered by one object, whose
-// "event" is the command's name, with "ok", or "error" in words:
+// All roles but selftest first say {"event": "ready", ...}. Every command is answered by one
+// object, whose "event" is the command's name, with "ok", or "error" in words:
 //   fill V                     (trainer) writes the values of version V, and waits for them
 //   push V [word...]           (trainer) Begin, every bucket, Commit. Words: off, transfer,
 //                              readback; broadcast=METHOD; unpacked; stream (each bucket is filled
@@ -22,11 +23,15 @@
 //   untouched                  (engine) counts bytes that are not poison
 //   hold, release              (engine) keeps Ready back from the next Prepare on; sends it
 //   poison, memory, quit
-// An engine also reports the events that it gets: prepare, committed, aborted, lost. With
+// `both` has push V [word...] and refit V [word...], with words of verification only. It poisons
+// the block, fills the trainer's tensors, runs the update, and counts wrong elements of the
+// "engine" and of the "trainer", and bytes "beside" the tensors that were written. An engine also
+// reports the events that it gets: prepare, committed, aborted, lost. With
 // --delivery staged it copies the parts into its memory itself.
 //
 // Memory starts out as poison. Ends with its stdin, or with its parent.
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -34,6 +39,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <iostream>
 #include <mutex>
@@ -46,6 +52,7 @@
 #include "tests/gpu/share.h"
 #include "tests/gpu/store.h"
 #include "transport/broadcast.h"
+#include "transport/host/memory.h"
 
 namespace refitd::gpu {
 namespace {
@@ -75,6 +82,8 @@ struct Options {
   int64_t duration_ms = 60'000;
   std::string broadcast = "auto";
   std::string coordinator;
+  int64_t shift = 0;
+  bool unrecognised = false;
   LayoutOptions layout;
 
   MemoryKind kind() const {
@@ -611,6 +620,154 @@ class EngineRank {
   std::optional<Version> kept_;
 };
 
+// ---- both roles in one memory ----
+
+// A trainer and an engine of this process, whose tensors lie in one block: the engine's at its
+// beginning, the trainer's --shift bytes behind it.
+class BothRanks {
+ public:
+  explicit BothRanks(const Options& options) : options_(options) {}
+  ~BothRanks() {
+    stop_ = true;
+    if (events_.joinable()) events_.join();
+  }
+  BothRanks(const BothRanks&) = delete;
+  BothRanks& operator=(const BothRanks&) = delete;
+
+  absl::Status Start() {
+    REFITD_ASSIGN_OR_RETURN(held_, MakeRankLayout(options_.layout));
+    sent_ = held_.layout;
+    for (Piece& piece : sent_.pieces) piece.byte_offset += options_.shift;
+    REFITD_ASSIGN_OR_RETURN(store_, Store::Create(options_.kind(), options_.device));
+    REFITD_RETURN_IF_ERROR(MakeBlock(held_.block_bytes[0] + options_.shift));
+    const client::ConnectOptions connect = Connect(options_, store_->device_name());
+    client::EngineOptions attach;
+    attach.connect = connect;
+    attach.instance = options_.instance;
+    REFITD_ASSIGN_OR_RETURN(engine_, client::Engine::Attach(attach));
+    REFITD_ASSIGN_OR_RETURN(trainer_, client::Trainer::Attach({.connect = connect}));
+    REFITD_ASSIGN_OR_RETURN(of_engine_, ShareBlock(engine_.get(), block_));
+    REFITD_ASSIGN_OR_RETURN(of_trainer_, ShareBlock(trainer_.get(), block_));
+    REFITD_RETURN_IF_ERROR(engine_->Register(In(held_.layout, *of_engine_)));
+    events_ = std::thread([this] { Listen(); });
+    Say({{"event", "ready"}, {"ok", true}, {"device", store_->device_name()}});
+    return absl::OkStatus();
+  }
+
+  json Run(const std::string& command, std::istringstream& in) {
+    const Words words(in);
+    if (command == "push" || command == "refit") return Install(command, words);
+    return Answer(command, absl::InvalidArgumentError("no such command"));
+  }
+
+ private:
+  static Layout In(Layout layout, const client::Region& region) {
+    for (Piece& piece : layout.pieces) piece.region = region.id();
+    return layout;
+  }
+
+  absl::Status MakeBlock(int64_t bytes) {
+    if (options_.kind() != MemoryKind::kHost) {
+      REFITD_RETURN_IF_ERROR(store_->AddBlock(bytes));
+      REFITD_ASSIGN_OR_RETURN(block_, store_->ExportBlock(0));
+      if (options_.unrecognised) block_.address = 0;
+      return absl::OkStatus();
+    }
+    REFITD_ASSIGN_OR_RETURN(memfd_, CreateSealedMemfd("gpu_rank", bytes));
+    void* const data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED,
+                            memfd_.get(), 0);
+    if (data == MAP_FAILED) return absl::ErrnoToStatus(errno, "mmap");
+    store_->Adopt(static_cast<char*>(data), bytes);
+    block_ = {.ipc_handle = "", .descriptor = memfd_.get(), .bytes = bytes, .memfd = true};
+    return absl::OkStatus();
+  }
+
+  // Installs the version, which the trainer's tensors get first, and says what became of the block:
+  // "engine": how many elements of the engine's tensors are not the version's; "trainer": likewise;
+  // "beside": bytes that changed beside the tensors of whoever is as the version says.
+  json Install(const std::string& command, const Words& words) {
+    const int64_t version = words.version;
+    absl::Status status = Fill(version);
+    if (status.ok()) status = command == "push" ? Push(words) : Refit(words);
+    json line = Answer(command, status);
+    line["version"] = version;
+    const absl::Status looked = Look(version, status.ok(), &line);
+    if (!looked.ok()) return Answer(command, looked);
+    return line;
+  }
+
+  absl::Status Fill(int64_t version) {
+    REFITD_RETURN_IF_ERROR(store_->SetLayout(sent_, held_.piece_names));
+    REFITD_RETURN_IF_ERROR(store_->PoisonAll());
+    REFITD_RETURN_IF_ERROR(store_->Fill(version, options_.seed, -1));
+    return store_->Synchronise();
+  }
+
+  absl::Status Push(const Words& words) {
+    client::BeginOptions begin;
+    begin.version = Version(words.version);
+    begin.verification = words.verification();
+    REFITD_ASSIGN_OR_RETURN(const auto update, trainer_->Begin(begin));
+    std::vector<int64_t> offsets;
+    for (const Piece& piece : sent_.pieces) offsets.push_back(piece.byte_offset);
+    REFITD_RETURN_IF_ERROR(
+        update->Push(client::Bucket::Unpacked(sent_.tensors, of_trainer_, std::move(offsets))));
+    return update->Commit().status();
+  }
+
+  absl::Status Refit(const Words& words) {
+    REFITD_RETURN_IF_ERROR(trainer_->Register(In(sent_, *of_trainer_)));
+    client::RefitOptions refit;
+    refit.version = Version(words.version);
+    refit.verification = words.verification();
+    return trainer_->Refit(refit).status();
+  }
+
+  absl::Status Look(int64_t version, bool installed, json* line) {
+    const auto wrong = [&](const Layout& layout) -> absl::StatusOr<int64_t> {
+      REFITD_RETURN_IF_ERROR(store_->SetLayout(layout, held_.piece_names));
+      REFITD_ASSIGN_OR_RETURN(const WrongElements found, store_->Check(version, options_.seed));
+      return found.count;
+    };
+    REFITD_ASSIGN_OR_RETURN((*line)["engine"], wrong(held_.layout));
+    REFITD_ASSIGN_OR_RETURN((*line)["trainer"], wrong(sent_));
+    REFITD_RETURN_IF_ERROR(store_->PoisonPieces(-1));
+    if (installed) {
+      REFITD_RETURN_IF_ERROR(store_->SetLayout(held_.layout, held_.piece_names));
+      REFITD_RETURN_IF_ERROR(store_->PoisonPieces(-1));
+    }
+    REFITD_ASSIGN_OR_RETURN((*line)["beside"], store_->CountUnpoisoned());
+    return absl::OkStatus();
+  }
+
+  void Listen() {
+    while (!stop_) {
+      const auto event = engine_->Next(std::chrono::milliseconds(100));
+      if (!event.ok()) return Say(Answer("lost", event.status()));
+      if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
+        (void)engine_->Ready(prepare->version);
+      } else if (const auto* aborted = std::get_if<client::Aborted>(&*event)) {
+        Say({{"event", "aborted"},
+             {"version", aborted->version.value()},
+             {"dirty", aborted->dirty}});
+      }
+    }
+  }
+
+  const Options& options_;
+  RankLayout held_;
+  Layout sent_;
+  std::unique_ptr<Store> store_;
+  UniqueFd memfd_;
+  Export block_;
+  std::unique_ptr<client::Engine> engine_;
+  std::unique_ptr<client::Trainer> trainer_;
+  std::shared_ptr<client::Region> of_engine_;
+  std::shared_ptr<client::Region> of_trainer_;
+  std::thread events_;
+  std::atomic<bool> stop_ = false;
+};
+
 template <typename Rank>
 int Serve(const Options& options) {
   Rank rank(options);
@@ -690,7 +847,7 @@ void AddLayoutOptions(CLI::App* app, LayoutOptions* layout) {
 int Main(int argc, char** argv) {
   Options options;
   CLI::App app("A rank of refitd's GPU tests: reads commands, prints JSON lines.");
-  app.add_option("role", options.role, "trainer, engine or selftest")->required();
+  app.add_option("role", options.role, "trainer, engine, both or selftest")->required();
   app.add_option("--socket", options.socket, "of the daemon");
   app.add_option("--group", options.group);
   app.add_option("--device", options.device, "ordinal of the GPU");
@@ -707,6 +864,10 @@ int Main(int argc, char** argv) {
   app.add_option("--broadcast", options.broadcast,
                  "of what a trainer pushes: auto, direct, chain, symmetric or nccl")
       ->check(CLI::IsMember({"auto", "direct", "chain", "symmetric", "nccl"}));
+  app.add_option("--shift", options.shift,
+                 "of both: bytes from the engine's tensors to the trainer's");
+  app.add_flag("--unrecognised", options.unrecognised,
+               "of both, of vmm: the daemon is not given the memory's address");
   app.add_option("--duration-ms", options.duration_ms, "of an update");
   AddLayoutOptions(&app, &options.layout);
   CLI11_PARSE(app, argc, argv);
@@ -715,8 +876,9 @@ int Main(int argc, char** argv) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (options.role == "trainer") return Serve<TrainerRank>(options);
   if (options.role == "engine") return Serve<EngineRank>(options);
+  if (options.role == "both") return Serve<BothRanks>(options);
   if (options.role == "selftest") return RunSelfTest(options);
-  std::cerr << "gpu_rank: role " << options.role << " is none of trainer, engine, selftest\n";
+  std::cerr << "gpu_rank: role " << options.role << " is none of trainer, engine, both, selftest\n";
   return 2;
 }
 

@@ -6,11 +6,11 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
 #include "tests/gpu/values.h"
+#include "tests/workloads/sharding/arena.h"
+#include "tests/workloads/sharding/megatron.h"
+#include "tests/workloads/sharding/model.h"
+#include "tests/workloads/sharding/vllm.h"
 #include "transport/base/status.h"
-#include "transport/sharding/arena.h"
-#include "transport/sharding/megatron.h"
-#include "transport/sharding/model.h"
-#include "transport/sharding/vllm.h"
 
 namespace refitd::gpu {
 namespace {

@@ -18,8 +18,8 @@ struct LayoutOptions {
   // "megatron", "fsdp", "vllm" or "random"; "push": the rank has every world-th tensor of the
   // model, whole.
   std::string kind = "vllm";
-  std::string model = "qwen3-0.6b";  // of transport/sharding/model.h, or "tensors:N:BYTES": N bf16
-                                     // vectors of BYTES
+  std::string model = "qwen3-0.6b";  // of tests/workloads/sharding/model.h, or "tensors:N:BYTES": N
+                                     // bf16 vectors of BYTES
   int64_t layers = 0;                // 0: the model's; else the first so many
   int64_t experts = 0;               // 0: the model's; else this number
   bool tiny = false;                 // ScaledDown

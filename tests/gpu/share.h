@@ -24,8 +24,9 @@ inline void SetDevice(client::ConnectOptions* options, const std::string& device
 
 template <typename Member>
 absl::StatusOr<std::shared_ptr<client::Region>> ShareBlock(Member* member, const Export& block) {
+  if (block.memfd) return member->AddMemfd(UniqueFd(dup(block.descriptor)), block.bytes);
   if (block.ipc_handle.empty()) {
-    return member->AddCudaRegion(UniqueFd(dup(block.descriptor)), block.bytes);
+    return member->AddCudaRegion(UniqueFd(dup(block.descriptor)), block.bytes, block.address);
   }
   return member->AddCudaRegion(client::CudaIpcBlock{block.ipc_handle, block.bytes});
 }

@@ -25,8 +25,10 @@ enum class MemoryKind : uint8_t { kLegacy, kVmm, kHost };
 // The handle or descriptor by which a block is made known to a daemon.
 struct Export {
   std::string ipc_handle;  // kLegacy: 64 bytes
-  int descriptor = -1;     // kVmm: owned by the store
+  int descriptor = -1;     // kVmm: owned by the store; memfd: by whoever made it
   int64_t bytes = 0;
+  uint64_t address = 0;  // kVmm: in this process
+  bool memfd = false;    // a sealed memfd, which no store exports
 };
 
 struct DeviceMemory {

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import unittest
@@ -207,6 +206,18 @@ class RefitctlTest(unittest.TestCase):
         engine.finish(OK)
         self.assertEqual(json.loads(engine.seen[-1]), {"event": "stopped", "commits": 1})
 
+    def test_push_at_a_joined_daemon_waits_for_the_instances_of_the_whole_group(self):
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "a") as a, Daemon("--insecure", "--daemon-id", "b") as b:
+            listeners = json.loads(self.refitctl("status", "-o", "json", socket=a.socket))["listeners"]
+            (coordinator,) = [name[len("tcp:"):] for name in listeners if name.startswith("tcp:")]
+            Engine(self, "far", "replica", self.checkpoint(1), socket=a.socket)  # the other daemon's
+            push = ["push", self.checkpoint(1), "--group", "far", "--coordinator", coordinator, "--create", "-o", "json"]
+            pushed = json.loads(self.refitctl(*push, "--wait-instances", "1", "--wait", str(CHILD_SECONDS), socket=b.socket))
+            self.assertEqual([outcome["instance"] for outcome in pushed["instances"]], ["replica"])
+            self.wait_until_no_trainer_is_left("far", socket=a.socket)
+            error = self.refitctl(*push, "--wait-instances", "2", "--wait", "0.2", socket=b.socket, code=DEADLINE)
+            self.assertIn("1 of 2 instances are complete", error)
+
     def test_status_and_nodes_show_the_daemons_of_a_group_and_their_link(self):
         with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "a") as a, Daemon("--insecure", "--daemon-id", "b") as b:
             def ask(daemon, *arguments):
@@ -379,43 +390,6 @@ class RefitctlTest(unittest.TestCase):
     def test_a_group_that_nobody_creates_ends_a_push_with_1(self):
         error = self.refitctl("push", self.checkpoint(1), "--group", "nobody", "--timeout", "3", code=FAILED)
         self.assertIn("'nobody'", error)
-
-    def doctor(self, *arguments, code, socket=None):
-        command = [REFITCTL, "--socket", socket or self.daemon.socket, "doctor", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
-        self.assertEqual((done.returncode, done.stderr), (code, ""), done.stdout)
-        return done.stdout
-
-    def test_the_doctor_finds_a_daemon_that_refits_and_says_so_in_words_and_json(self):
-        report = json.loads(self.doctor("--json", code=OK))
-        found = {finding["what"]: finding for finding in report["findings"]}
-        names = ["machine", "refitctl", "gpu", "limits", "shared memory", "socket", "daemon", "refit"]
-        self.assertEqual((report["ok"], list(found)), (True, names))
-        self.assertEqual(found["socket"]["figures"]["path"], self.daemon.socket)
-        self.assertEqual(found["daemon"]["figures"]["version"], found["refitctl"]["figures"]["version"])
-        self.assertTrue(found["daemon"]["figures"]["transports"]["host"])
-        self.assertEqual((found["refit"]["state"], found["refit"]["figures"]["bytes"]), ("ok", 1 << 20))
-        self.assertGreater(found["refit"]["figures"]["first_seconds"], 0)
-        lines = self.doctor(code=OK).splitlines()
-        self.assertRegex(lines[-1], r"^ok     refit +1 MiB arrived, verified, in [0-9.]+ ms; the second time in [0-9.]+ ms$")
-
-    def test_the_doctor_says_what_to_do_about_a_socket_that_is_none_or_left_behind(self):
-        none = os.path.join(self.folder, "none.sock")
-        report = json.loads(self.doctor("--json", code=UNREACHABLE, socket=none))
-        self.assertFalse(report["ok"])
-        last = report["findings"][-1]
-        self.assertEqual((last["what"], last["state"]), ("socket", "broken"))
-        self.assertIn(none + ": No such file or directory", last["text"])
-        self.assertIn("refitd --listen-unix", last["advice"])
-        left = os.path.join(self.folder, "left.sock")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(left)
-        self.assertIn("Connection refused", self.doctor(code=UNREACHABLE, socket=left))
-        plain = os.path.join(self.folder, "plain")
-        with open(plain, "w"):
-            pass
-        self.assertIn(plain + ": no socket", self.doctor(code=UNREACHABLE, socket=plain))
-        self.assertIn("longer than", self.doctor(code=UNREACHABLE, socket="/tmp/" + "x" * 200))
 
     def test_no_daemon_ends_every_command_with_3(self):
         none = os.path.join(self.folder, "none.sock")

@@ -48,7 +48,7 @@ def new_bucket(seq, tensors):
 
 
 def unpacked(seq, version, tensors):
-    """A bucket as older callers send it: without `sizes` and `packed`."""
+    """A bucket without `sizes` and `packed`."""
     bucket = new_bucket(seq, tensors)
     bucket.inline_bytes.chunks.extend(tensor_bytes(version, t) for t in tensors)
     return bucket

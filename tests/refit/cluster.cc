@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "tests/workloads/sharding/arena.h"
 #include "transport/base/status.h"
-#include "transport/sharding/arena.h"
 #include "transport/sockets/socket_wire.h"
 
 namespace refitd::refit {
@@ -35,8 +35,7 @@ class ReadyInbox : public Inbox {
 
 }  // namespace
 
-Cluster::Cluster(int daemons, GroupSpec spec, const GroupLimits& limits, TransferFaults* faults,
-                 const std::vector<Protocol>& protocols)
+Cluster::Cluster(int daemons, GroupSpec spec, const GroupLimits& limits, TransferFaults* faults)
     : spec_(std::move(spec)) {
   for (int d = 0; d < daemons; ++d) {
     DaemonOptions options;
@@ -44,10 +43,6 @@ Cluster::Cluster(int daemons, GroupSpec spec, const GroupLimits& limits, Transfe
     DaemonInsides insides;
     insides.transport = MakeHostTransport({.threads = 2, .faults = faults});
     insides.wire = *MakeSocketWire({});
-    insides.greeting = [protocols](PeerGreeting* hello) {
-      const auto joined = static_cast<size_t>(std::stoi(hello->daemon_id)) - 1;
-      if (joined < protocols.size()) hello->protocol = protocols[joined];
-    };
     daemons_.push_back(
         std::make_unique<DaemonParts>(std::to_string(d), std::move(options), std::move(insides)));
   }

@@ -41,10 +41,8 @@ struct Rank {
 
 class Cluster {
  public:
-  // `protocols`: the versions that joined daemons agree to, from daemon 1 on; the rest speak the
-  // latest.
   Cluster(int daemons, GroupSpec spec, const GroupLimits& limits = {},
-          TransferFaults* faults = nullptr, const std::vector<Protocol>& protocols = {});
+          TransferFaults* faults = nullptr);
 
   // Both return the rank's number for the calls below. The memory is as large as the layout's
   // pieces need, and filled with kPoison. A layout without pieces is not registered.

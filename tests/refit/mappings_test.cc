@@ -2,7 +2,7 @@
 // for byte, what its own loader would have put there, and nothing else is touched.
 //
 // REFITD_MAPPINGS=NAME in the environment runs only mappings whose label contains NAME.
-#include "transport/sharding/mappings.h"
+#include "tests/workloads/sharding/mappings.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "tests/refit/cluster.h"
-#include "transport/sharding/arena.h"
-#include "transport/sharding/oracle.h"
+#include "tests/workloads/sharding/arena.h"
+#include "tests/workloads/sharding/oracle.h"
 
 namespace refitd::refit {
 namespace {

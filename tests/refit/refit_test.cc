@@ -416,9 +416,8 @@ TEST_CASE("an engine's instance that leaves makes room for another program") {
 // Two trainer ranks on daemon 0, each with half the rows, and on each other daemon an instance that
 // wants everything: these daemons form a chain.
 struct Fleet {
-  explicit Fleet(int instances, int64_t slots = 4, TransferFaults* faults = nullptr,
-                 const std::vector<Protocol>& protocols = {})
-      : cluster(instances + 1, SpecWith(slots), {}, faults, protocols) {
+  explicit Fleet(int instances, int64_t slots = 4, TransferFaults* faults = nullptr)
+      : cluster(instances + 1, SpecWith(slots), {}, faults) {
     for (int r = 0; r < 2; ++r) trainers.push_back(cluster.AddTrainer(0, r, 2, World::Half(r)));
     for (int i = 0; i < instances; ++i) {
       engines.push_back(cluster.AddEngine(i + 1, fmt::format("i{}", i), 0, 1,
@@ -472,21 +471,6 @@ TEST_CASE("daemons that want the same forward it, and the trainers' daemon sends
   CHECK(fleet.cluster.exchanged_bytes() >= 3 * instances * Fleet::kModelBytes);
   CHECK(fleet.cluster.asked().plans == 1);
   CHECK(fleet.cluster.asked().programs == instances + 1);
-}
-
-TEST_CASE("a daemon of an older protocol version is in no chain, nor are the others") {
-  Fleet fleet(3, 4, nullptr, {kProtocol, Protocol::kV2});
-  REQUIRE(fleet.FillAndRefit(1).ok());
-  CHECK(fleet.AllHold(1));
-  CHECK(fleet.cluster.sent_bytes(0) >= 3 * Fleet::kModelBytes);
-  for (int d = 1; d <= 3; ++d) CHECK(fleet.cluster.sent_bytes(d) == 0);
-  // It leaves: the program is compiled anew, with chains.
-  fleet.cluster.Lose(fleet.engines[1]);
-  const int64_t before = fleet.cluster.sent_bytes(0);
-  REQUIRE(fleet.FillAndRefit(2).ok());
-  CHECK(fleet.AllHold(2, {1}));
-  CHECK(fleet.cluster.asked().plans == 2);
-  CHECK(fleet.cluster.sent_bytes(0) <= before + Fleet::kModelBytes + 512);
 }
 
 TEST_CASE("a chain is closed over a daemon whose engine left before the data phase") {

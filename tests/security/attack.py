@@ -367,9 +367,72 @@ def flood(pair):
     return "a thousand calls on one connection"
 
 
+def frame(kind, flags, stream, payload=b""):
+    """A frame of HTTP/2 (RFC 9113)."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def field(name, value):
+    """A header field (RFC 7541), literal."""
+    return bytes([0, len(name)]) + name + bytes([len(value)]) + value
+
+
+def request(path):
+    """The headers of a call."""
+    return b"".join(field(name, value) for name, value in (
+        (b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"localhost"),
+        (b"content-type", b"application/grpc"), (b"te", b"trailers")))
+
+
+def wait_for_end(connection):
+    """Reads frames until one ends stream 1."""
+    answer = b""
+    while True:
+        piece = connection.recv(4096)
+        if not piece:
+            raise AssertionError("the daemon ended the connection before the attack")
+        answer += piece
+        while len(answer) >= 9 and len(answer) >= 9 + int.from_bytes(answer[:3], "big"):
+            kind, flags, stream = answer[3], answer[4], answer[8]
+            if kind in (0, 1) and flags & 1 and stream == 1:
+                return
+            answer = answer[9 + int.from_bytes(answer[:3], "big"):]
+
+
+def flood_with_a_rule(pair):
+    """a trainer makes one call that a rule allows, and then sends headers without an end, and resets"""
+    host, port = pair.members.rsplit(":", 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(pair.authority.roots)
+    context.load_cert_chain(*pair.authority.issue("flood-rule", DOMAIN + "trainer/flood"))
+    context.set_alpn_protocols(["h2"])
+    push = request(b"/refitd.v1.Trainer/PushBucket")
+    fields = b"".join(field(b"x-%03d" % i, b"v" * 100) for i in range(150))
+
+    def headers(turn):
+        return frame(1, 0, 3, push) if turn == 0 else frame(9, 0, 3, fields)
+
+    def resets(turn):
+        streams = range(3 + 200 * turn, 203 + 200 * turn, 2)
+        return b"".join(frame(1, 4, stream, push) + frame(3, 0, stream, b"\0\0\0\x08") for stream in streams)
+
+    got = ""
+    for attack in (headers, resets):
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as plain:
+            with contextlib.suppress(ssl.SSLError, ConnectionError), context.wrap_socket(plain) as secure:
+                secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0) + frame(4, 1, 0) +
+                               frame(1, 4, 1, request(b"/grpc.health.v1.Health/Check")) + frame(0, 1, 1, b"\0" * 5))
+                wait_for_end(secure)
+                for turn in range(4096):
+                    secure.sendall(attack(turn))
+                got += attack.__name__ + " were taken; "
+    return got
+
+
 TRIES = (clear_text, no_certificate, another_root, older_tls, resumption, no_rule, other_trainer, stolen_token,
          guessed_token, engine_elsewhere, reader, false_peer, member_at_links, false_identity, metrics,
-         descriptors, half_handshakes, flood)
+         descriptors, half_handshakes, flood, flood_with_a_rule)
 
 
 def check_audit(pair):

@@ -715,7 +715,7 @@ void World::BeginCall(int pid) {
   e.duration = SomeDuration();
   e.verification = group.verification;
   e.evict_late = job.evict_late;
-  e.tensor_count = static_cast<int64_t>(group.model.size());
+  if (job.version.value() % 2 == 0) e.tensor_count = static_cast<int64_t>(group.model.size());
   // Claims that the members' memory is on GPUs with slots: broadcasts then go through slots if one
   // daemon has all members.
   e.slots_on_devices = job.slots_on_devices;

@@ -644,7 +644,9 @@ class World {
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
   void On(int d, int g, const PlanRefit& a);
-  void On(int, int, const StartCompare&) {}  // the coordinator handles it
+  void On(int, int, const MovePart&) {}  // the coordinator handles it, and the next three
+  void On(int, int, const VerifyUpdate&) {}
+  void On(int, int, const StartCompare&) {}
   void On(int, int, const StartRefit&) {}
   void On(int d, int g, const BuildProgram& a);
   void On(int d, int g, const StartMoves& a);

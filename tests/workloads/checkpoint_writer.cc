@@ -6,7 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "daemon/refitctl/safetensors.h"
+#include "tests/workloads/safetensors_writer.h"
 #include "transport/base/status.h"
 
 namespace refitd::workloads {

@@ -3,8 +3,8 @@
 #include <array>
 #include <cstring>
 
+#include "tests/workloads/sharding/model.h"
 #include "transport/base/status.h"
-#include "transport/sharding/model.h"
 
 namespace refitd::workloads {
 namespace {

@@ -7,6 +7,7 @@
 #include "daemon/refitctl/safetensors.h"
 #include "tests/workloads/checkpoint_writer.h"
 #include "tests/workloads/models.h"
+#include "tests/workloads/safetensors_writer.h"
 #include "transport/base/temp_folder.h"
 
 namespace refitd::workloads {
@@ -65,6 +66,18 @@ TEST_CASE("written checkpoints are read back with the model's tensors, in one fi
     FillBFloat16(4, 7, 0, expected);
     CHECK(stored == expected);
   }
+}
+
+TEST_CASE("a writer that got too few bytes does not finish") {
+  TempFolder folder;
+  auto writer = SafetensorsWriter::Create(folder / "m", {{"x", DType::kUint8, {2}}});
+  REQUIRE(writer.ok());
+  REQUIRE((*writer)->Append(std::string("a")).ok());
+  CHECK((*writer)->Finish().code() == absl::StatusCode::kFailedPrecondition);
+  CHECK(SafetensorsWriter::Create(folder / "n",
+                                  {{"x", DType::kUint8, {2}}, {"x", DType::kUint8, {2}}})
+            .status()
+            .code() == absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

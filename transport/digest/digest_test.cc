@@ -43,7 +43,7 @@ int64_t PickFirst(std::mt19937_64* random) {
 TEST_CASE("Digest constants are odd and fixed") {
   for (const uint32_t t : kDigestT) CHECK(t % 2 == 1);
   for (uint64_t block : {0ULL, 1ULL, 12345ULL, ~0ULL}) CHECK(DigestBlockFactor(block) % 2 == 1);
-  // Literal values: other implementations (CUDA, other releases) must agree with these.
+  // Literal values: the CUDA implementation must agree with these.
   CHECK(DigestBlockFactor(0) == 0xe220a8397b1dcdaf);
   CHECK(kDigestT[0] == 0xe4d97177);
   CHECK(kDigestT[63] == 0x54fca8ef);

@@ -833,14 +833,18 @@ void TieSharedTensors(Layout* layout) {
             [](const Tie& a, const Tie& b) { return a.tensor < b.tensor; });
 }
 
+absl::Status TooManyTensors(std::string_view what, int64_t tensors) {
+  return AboutField(Error(absl::StatusCode::kResourceExhausted,
+                          "{}: {} tensors, and a model has at most {} (kMaxTensorsPerLayout)", what,
+                          tensors, kMaxTensorsPerLayout),
+                    what);
+}
+
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination) {
   const auto tensors = static_cast<int64_t>(layout.tensors.size());
   const auto pieces = static_cast<int64_t>(layout.pieces.size());
-  if (tensors > kMaxTensorsPerLayout) {
-    return Error(absl::StatusCode::kResourceExhausted, "layout has {} tensors, at most {} may be",
-                 tensors, kMaxTensorsPerLayout);
-  }
+  if (tensors > kMaxTensorsPerLayout) return TooManyTensors("layout", tensors);
   if (pieces > kMaxPiecesPerLayout) {
     return Error(absl::StatusCode::kResourceExhausted, "layout has {} pieces, at most {} may be",
                  pieces, kMaxPiecesPerLayout);

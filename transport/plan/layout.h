@@ -54,6 +54,8 @@ inline constexpr int64_t kMaxTensorBytes =
     int64_t{1} << 48;  // of one tensor; no model comes near it, and sums can't overflow
 inline constexpr int64_t kMaxNameBytes = 512;             // of a tensor's name
 inline constexpr int64_t kMaxTensorsPerLayout = 262'144;  // DeepSeek-V3 has 45,395
+// RESOURCE_EXHAUSTED, naming `what`, its number of tensors and the limit.
+absl::Status TooManyTensors(std::string_view what, int64_t tensors);
 inline constexpr int64_t kMaxPiecesPerLayout = 4'194'304;
 
 using Dims = absl::InlinedVector<int64_t, 4>;
@@ -132,6 +134,12 @@ class HashChain {
 
 // The hash of a tensor's name, dtype and shape, as Layout::Digest defines it.
 uint64_t TensorHash(const TensorSpec& tensor);
+
+// The odd number by which ContentDigest multiplies the digests of a tensor's elements.
+inline uint64_t ContentFactor(const TensorSpec& tensor) { return TensorHash(tensor) | 1; }
+// Closes the sum, modulo 2^64, of the digests of what a rank holds of each tensor, each times the
+// tensor's ContentFactor. The result is never 0, which stands for content that is not known.
+inline uint64_t ContentDigest(uint64_t sum) { return sum == 0 ? 1 : sum; }
 
 // Says that a tensor of an engine has no pieces because its memory is that of another tensor.
 struct Tie {

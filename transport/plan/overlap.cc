@@ -25,6 +25,16 @@ bool IsKnown(const MemoryOrigin& origin) {
   return origin.kind != Kind::kPrivate && origin.kind != Kind::kUnknown;
 }
 
+bool IsExported(const MemoryOrigin& origin) {
+  return origin.kind == Kind::kExported || origin.kind == Kind::kUnknown;
+}
+
+bool Lists(const std::vector<MemoryOrigin>& origins, const MemoryOrigin& origin) {
+  return std::any_of(origins.begin(), origins.end(), [&origin](const MemoryOrigin& listed) {
+    return ObjectOf(listed) == ObjectOf(origin);
+  });
+}
+
 // A piece in an object.
 struct Placed {
   const TensorSpec* tensor = nullptr;
@@ -142,11 +152,8 @@ std::vector<Placed> PiecesIn(const std::vector<std::pair<uint32_t, RegionId>>& r
 }  // namespace
 
 SameMemory Compare(const MemoryOrigin& a, const MemoryOrigin& b) {
-  const auto exported = [](const MemoryOrigin& o) {
-    return o.kind == Kind::kExported || o.kind == Kind::kUnknown;
-  };
   if (IsKnown(a) && ObjectOf(a) == ObjectOf(b)) return SameMemory::kYes;
-  if (!exported(a) || !exported(b) || a.space != b.space) return SameMemory::kNo;
+  if (!IsExported(a) || !IsExported(b) || a.space != b.space) return SameMemory::kNo;
   return SameMemory::kUnknown;
 }
 
@@ -195,6 +202,7 @@ DestinationPlaces::DestinationPlaces(std::vector<PlacedLayout> destinations)
     : destinations_(std::move(destinations)) {
   for (uint32_t d = 0; d < destinations_.size(); ++d) {
     for (const auto& [region, origin] : destinations_[d].origins) {
+      if (IsExported(origin) && !Lists(exported_, origin)) exported_.push_back(origin);
       if (!IsKnown(origin)) continue;
       std::vector<uint32_t>& list = in_object_[ObjectOf(origin)];
       if (list.empty() || list.back() != d) list.push_back(d);
@@ -204,6 +212,12 @@ DestinationPlaces::DestinationPlaces(std::vector<PlacedLayout> destinations)
 
 bool DestinationPlaces::Shares(const MemoryOrigin& origin) const {
   return IsKnown(origin) && in_object_.contains(ObjectOf(origin));
+}
+
+bool DestinationPlaces::IsUnknown(const MemoryOrigin& origin) const {
+  return std::any_of(exported_.begin(), exported_.end(), [&origin](const MemoryOrigin& written) {
+    return Compare(origin, written) == SameMemory::kUnknown;
+  });
 }
 
 absl::Status DestinationPlaces::Check(const TensorSpec& tensor, const Box& box,

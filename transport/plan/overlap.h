@@ -75,9 +75,13 @@ class DestinationPlaces {
                      std::string_view label) const;
   // Whether a destination lies in the same object, so that Check could find anything. Fast.
   bool Shares(const MemoryOrigin& origin) const;
+  // Whether nothing tells if a destination lies in the same object. Fast.
+  bool IsUnknown(const MemoryOrigin& origin) const;
 
  private:
   std::vector<PlacedLayout> destinations_;
+  // One origin for each object that was exported.
+  std::vector<MemoryOrigin> exported_;
   // Destinations with a region in the object: (kind, space, object).
   std::map<std::tuple<MemoryOrigin::Kind, uint64_t, uint64_t>, std::vector<uint32_t>> in_object_;
 };

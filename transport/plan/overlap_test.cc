@@ -114,6 +114,18 @@ TEST_CASE("exported memory of other processes on the same GPU can't be told apar
   CHECK(sources({Kind::kFile, 1, 7, 0}, {Kind::kFile, 1, 7, 0}) == 0);
 }
 
+TEST_CASE("a pushed range in exported memory of another process can't be looked up") {
+  const DestinationPlaces places(
+      {Member("engine", true, PieceAt(kAll, 0, {4, 1}), {Kind::kExported, 0, 55, 0}),
+       Member("engine on the host", true, PieceAt(kAll, 0, {4, 1}))});
+  CHECK(places.IsUnknown({Kind::kUnknown, 0, 0, 0}));
+  CHECK(places.IsUnknown({Kind::kExported, 0, 56, 0}));
+  CHECK(!places.IsUnknown({Kind::kExported, 0, 55, 0}));
+  CHECK(!places.IsUnknown({Kind::kUnknown, 1, 0, 0}));  // another GPU
+  CHECK(!places.IsUnknown({Kind::kBlock, 0, 4096, 0}));
+  CHECK(!places.IsUnknown({Kind::kFile, 1, 7, 0}));
+}
+
 TEST_CASE("a pushed range is looked up among the destinations") {
   const DestinationPlaces places({Member("engine", true, PieceAt(kAll, 64, {4, 1}))});
   const TensorSpec w{"w", DType::kFloat32, {8, 4}};

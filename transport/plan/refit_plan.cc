@@ -506,18 +506,14 @@ absl::Status CompareReplicas(const RefitPlan& plan,
                              ReplicaFraction part) {
   const std::vector<uint32_t>& node_of = plan.routes.source_nodes;
   const size_t nodes = std::max<size_t>(plan.routes.nodes, digests.size());
-  std::vector<size_t> all(nodes);
   std::vector<size_t> in_part(nodes);
   for (const Replica& replica : plan.replicas.boxes) {
-    const bool wanted = part.Has(replica.hash);
-    for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
-      ++all[node_of[source]];
-      if (wanted) ++in_part[node_of[source]];
-    }
+    if (!part.Has(replica.hash)) continue;
+    for (const uint32_t source : plan.replicas.HoldersOf(replica)) ++in_part[node_of[source]];
   }
   for (size_t n = 0; n < nodes; ++n) {
     const size_t has = n < digests.size() ? digests[n].size() : 0;
-    if (has != all[n] && has != in_part[n]) {
+    if (has != in_part[n]) {
       return Error(absl::StatusCode::kInternal, "node {} gave {} digests of {} replicas", n, has,
                    in_part[n]);
     }
@@ -526,19 +522,17 @@ absl::Status CompareReplicas(const RefitPlan& plan,
   std::vector<uint64_t> of_box;
   std::vector<uint64_t> of_ties;  // by box, after those that are replicated
   for (const Replica& replica : plan.replicas.boxes) {
-    const bool wanted = part.Has(replica.hash);
+    if (!part.Has(replica.hash)) continue;
     of_box.clear();
     for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
       const uint32_t node = node_of[source];
-      if (wanted) of_box.push_back(digests[node][next[node]]);
-      // A node that gave all its digests also gave those of other parts.
-      if (wanted || digests[node].size() == all[node]) ++next[node];
+      of_box.push_back(digests[node][next[node]++]);
     }
     if (std::adjacent_find(of_box.begin(), of_box.end(), std::not_equal_to<>()) != of_box.end()) {
       return Differ(plan, replica, of_box);
     }
     const auto box = static_cast<size_t>(&replica - plan.replicas.boxes.data());
-    if (box >= plan.replicas.replicated && wanted) of_ties.push_back(of_box.front());
+    if (box >= plan.replicas.replicated) of_ties.push_back(of_box.front());
   }
   return CompareTies(plan, of_ties);
 }

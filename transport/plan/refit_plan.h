@@ -19,17 +19,12 @@
 
 namespace refitd {
 
-inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more than a run has versions
-
 // A part of the replicas, so that one refit need not compare all: the boxes whose hash
-// (ReplicaHash) is from `first` to `last`, and is `part` modulo `parts`, by which coordinators of
-// earlier releases choose.
+// (ReplicaHash) is from `first` to `last`.
 struct ReplicaFraction {
-  uint32_t part = 0;   // less than `parts`
-  uint32_t parts = 1;  // at least 1
   uint64_t first = 0;
   uint64_t last = UINT64_MAX;
-  bool Has(uint64_t hash) const { return first <= hash && hash <= last && hash % parts == part; }
+  bool Has(uint64_t hash) const { return first <= hash && hash <= last; }
   bool operator==(const ReplicaFraction&) const = default;
 };
 
@@ -133,10 +128,10 @@ struct ReplicaShare {
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
 // Compares the replicas in `part`, and all ties if that is all. `digests[node]` has the digests of
-// the shares of that node's sources, either only those in `part` or all of them, in the order of
-// SharesOf. DATA_LOSS names the tensor and the ranks (RoutePlan::source_labels) of the first box
-// whose holders differ, and the likely cause; FAILED_PRECONDITION names two tied tensors that
-// differ; INTERNAL if a node's list has another length.
+// the shares of that node's sources that are in `part`, in the order of SharesOf. DATA_LOSS names
+// the tensor and the ranks (RoutePlan::source_labels) of the first box whose holders differ, and
+// the likely cause; FAILED_PRECONDITION names two tied tensors that differ; INTERNAL if a node's
+// list has another length.
 absl::Status CompareReplicas(const RefitPlan& plan,
                              const std::vector<std::vector<uint64_t>>& digests,
                              ReplicaFraction part = {});

@@ -204,6 +204,9 @@ class Router {
   absl::StatusOr<RoutePlan> Run() {
     REFITD_RETURN_IF_ERROR(CollectMembers());
     NumberTensors();
+    // Ranks' layouts that name few tensors each may name too many together.
+    const auto tensors = static_cast<int64_t>(plan_.tensors.size());
+    if (tensors > kMaxTensorsPerLayout) return TooManyTensors("all ranks' layouts", tensors);
     REFITD_RETURN_IF_ERROR(CheckDeclared());
     CollectEntries(&sources_);
     CollectEntries(&destinations_);

@@ -13,7 +13,6 @@ namespace refitd {
 namespace {
 
 constexpr std::string_view kAddressMagic = "RFS1";
-constexpr std::string_view kGlooMagic = "RFW1";
 constexpr uint64_t kGreetingMagic = 0x31304f4c4c454852;  // "RHELLO01"
 constexpr uint32_t kFrameMagic = 0x31464652;             // "RFF1"
 
@@ -74,10 +73,6 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
                             epoch, rank, why),
                       {rank});
   };
-  if (in.substr(0, kGlooMagic.size()) == kGlooMagic) {
-    return bad(
-        "its daemon uses Gloo for the data plane (its data.wire), which this one does not have");
-  }
   if (in.substr(0, kAddressMagic.size()) != kAddressMagic) {
     return bad("not a wire address of this version");
   }

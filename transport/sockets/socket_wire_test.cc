@@ -173,17 +173,6 @@ TEST_CASE("addresses that are damaged in any way are refused, and the epoch can 
   for (Result& result : results) CHECK(Get(result) == absl::OkStatus());
 }
 
-TEST_CASE("an older daemon with Gloo as its wire is told apart by its address") {
-  Mesh mesh(2);
-  std::vector<std::string> addresses = mesh.Open(kEpoch);
-  addresses[1].replace(0, 4, "RFW1");
-  Result result;
-  mesh.wires[0]->Connect(kEpoch, addresses, kLong, Into(&result));
-  const absl::Status status = Get(result);
-  CHECK(status.code() == StatusCode::kInvalidArgument);
-  CHECK_THAT(Message(status), Contains("rank 1") && Contains("Gloo") && Contains("data.wire"));
-}
-
 TEST_CASE("an address with another token or of another epoch connects nobody") {
   Mesh mesh(2);
   const EpochId other(8);

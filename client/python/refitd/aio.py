@@ -48,9 +48,9 @@ class Update:
         """Does what refitd.Update.flush does."""
         await self._run(self.member.flush)
 
-    async def commit(self) -> _update.UpdateResult:
+    async def commit(self, tensor_count: int | None = None) -> _update.UpdateResult:
         """Does what refitd.Update.commit does."""
-        return await self._run(self.member.commit)
+        return await self._run(functools.partial(self.member.commit, tensor_count))
 
     async def refit(self) -> _update.UpdateResult:
         """Does what refitd.Update.refit does."""

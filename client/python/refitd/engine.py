@@ -56,6 +56,7 @@ class Engine(Member):
         manifest: Sequence[TensorSpec | tuple[str, Any, Sequence[int]]] | None = None,
         held_version: int | None = None,
         held_incarnation: int | None = None,
+        held_digest: int | None = None,
         held_owner: str | None = None,
         trainer_identity: str | None = None,
         dirty: bool = False,
@@ -72,8 +73,9 @@ class Engine(Member):
         """Attaches, and waits for daemon and group for `wait_seconds` (10).
 
         `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
-        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
-        the memory holds, complete, from an earlier attachment (Committed told both). `held_owner`: Committed's owner of the last version
+        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`,
+        `held_digest`: what the memory holds, complete, from an earlier attachment (Committed told them); with `fill`, memory of another
+        digest holds no version. `held_owner`: Committed's owner of the last version
         that was committed there, also where the memory is dirty since: a group that is made again belongs to that owner.
         `trainer_identity`: whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
         "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's. `dirty`: the memory may hold no whole version;
@@ -121,7 +123,7 @@ class Engine(Member):
         )
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)
-            options.held_origin = held_incarnation or 0
+            options.held_origin, options.held_digest = held_incarnation or 0, held_digest or 0
         if manifest is not None:
             specs = [spec_of(entry) for entry in manifest]
             check_tensors(specs, self.label)
@@ -263,7 +265,7 @@ class Engine(Member):
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == _abi.EVENT_COMMITTED:
             self._mark_written()
-            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"))
+            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"), raw.digest)
         if kind == _abi.EVENT_ABORTED:
             return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
         if kind == _abi.EVENT_DRAINING:

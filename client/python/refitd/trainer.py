@@ -337,8 +337,8 @@ class Trainer(Member):
 
         `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
         `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
-        need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
-        part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
+        need the count, here or from Update.commit. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the
+        registered layout takes part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
         bytes are read in the update's refit(). `note`: text for people, such as "step 1200", shown in the update's
         status and in the daemon's log; at most 256 bytes of UTF-8 without control characters.
 

@@ -1,8 +1,8 @@
-"""Every mapping of transport/sharding, by its name, through trainers and engines of this package and a daemon.
+"""Every mapping of tests/workloads/sharding, by its name, through trainers and engines of this package and a daemon.
 
 Trainers hold what their framework would: Megatron's parameters by refitd.integrations.megatron, DTensors of a fully sharded mesh, and for FP8,
-with which no framework of these trains, the boxes that transport/sharding lists. Engine ranks hold vLLM's fused parameters, by the
-boxes that transport/sharding lists. What arrives is compared byte for byte with the full tensors.
+with which no framework of these trains, the boxes that tests/workloads/sharding lists. Engine ranks hold vLLM's fused parameters, by the
+boxes that tests/workloads/sharding lists. What arrives is compared byte for byte with the full tensors.
 """
 
 import json
@@ -29,7 +29,7 @@ PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch b
 SECONDS = 120
 MOST_RANKS = 32  # a mapping of more ranks is not moved here: test_megatron compares its layouts
 ALIGNMENT = 512
-FP8_BLOCK = 8  # transport/sharding's tiny models have a scale for a block of so many rows and columns
+FP8_BLOCK = 8  # tests/workloads/sharding's tiny models have a scale for a block of so many rows and columns
 
 
 def printed():
@@ -46,7 +46,7 @@ def label(mapping):
 
 ALL = printed()
 MOVED = [mapping for mapping in ALL if mapping["parallel"]["world"] <= MOST_RANKS]
-pytestmark = pytest.mark.skipif(not ALL, reason="REFITD_PRINT_LAYOUTS must name the program //transport/sharding:print_layouts")
+pytestmark = pytest.mark.skipif(not ALL, reason="REFITD_PRINT_LAYOUTS must name the program //tests/workloads/sharding:print_layouts")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def bits(tensor):
 
 
 def megatron_trainers(mapping, full):
-    """The shards of every rank by refitd.integrations.megatron; what the parameters hold is said by transport/sharding alone."""
+    """The shards of every rank by refitd.integrations.megatron; what the parameters hold is said by tests/workloads/sharding alone."""
     m, p = mapping["model"], mapping["parallel"]
     parallel = megatron.Parallel(p["world"], p["pp"], p["tp"], p["ep"], p["etp"], p["cp"])
     for rank in range(p["world"]):
@@ -127,7 +127,7 @@ def dtensor_trainers(mapping, full):
 
 
 def views_of(rank, memory, full=None):
-    """The pieces that transport/sharding lists for a rank, as shards over its memory, filled from the full tensors if given."""
+    """The pieces that tests/workloads/sharding lists for a rank, as shards over its memory, filled from the full tensors if given."""
     for t, offset, extent, at, strides in rank["pieces"]:
         name, dtype, shape = rank["tensors"][t]
         span = (1 + sum((n - 1) * s for n, s in zip(extent, strides))) * torch_dtype(dtype).itemsize
@@ -138,7 +138,7 @@ def views_of(rank, memory, full=None):
 
 
 def listed(rank, full, filled):
-    """Makes the memory of a rank. Returns the pieces that transport/sharding lists for it, as shards over the memory, and the memory."""
+    """Makes the memory of a rank. Returns the pieces that tests/workloads/sharding lists for it, as shards over the memory, and the memory."""
     itemsizes = [torch_dtype(dtype).itemsize for _, dtype, _ in rank["tensors"]]
     end = max(
         at + (1 + sum((n - 1) * s for n, s in zip(extent, strides))) * itemsizes[t] for t, _, extent, at, strides in rank["pieces"]

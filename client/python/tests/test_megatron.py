@@ -1,4 +1,4 @@
-"""Megatron's parameters as boxes, against the layouts of transport/sharding."""
+"""Megatron's parameters as boxes, against the layouts of tests/workloads/sharding."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from refitd.errors import InvalidArgument, Unimplemented  # noqa: E402
 from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, model_shards, shards, table_of  # noqa: E402
 from refitd.layout.shards import Shard, collect  # noqa: E402
 
-ALIGNMENT = 512  # of parameters in transport/sharding's arenas
+ALIGNMENT = 512  # of parameters in tests/workloads/sharding's arenas
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
 
 
 @pytest.fixture(scope="module")
 def mappings():
-    """The layouts that transport/sharding gives each rank, by mapping. Its block-scaled layouts are left out: no training has them."""
-    assert PRINT_LAYOUTS, "REFITD_PRINT_LAYOUTS must name the program //transport/sharding:print_layouts"
+    """The layouts that tests/workloads/sharding gives each rank, by mapping. Its block-scaled layouts are left out: no training has them."""
+    assert PRINT_LAYOUTS, "REFITD_PRINT_LAYOUTS must name the program //tests/workloads/sharding:print_layouts"
     lines = subprocess.run([PRINT_LAYOUTS], check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout.splitlines()
     found = [json.loads(line) for line in lines]
     found = [m for m in found if not m["fsdp"] and not m["model"]["fp8"]]
@@ -48,7 +48,7 @@ def config_of(m):
 
 
 def parameters_of(m, place):
-    """(name, shape, dtype) of the parameters of a Megatron rank, in the order of transport/sharding's arena."""
+    """(name, shape, dtype) of the parameters of a Megatron rank, in the order of tests/workloads/sharding's arena."""
     tp, hidden = place.tp_size, m["hidden"]
     padded = -(-m["vocabulary"] // (128 * tp)) * 128
     if place.stage == 0:
@@ -120,7 +120,7 @@ def arena_of(parameters):
     return views, memory.data_ptr(), memory
 
 
-def test_every_rank_of_every_mapping_holds_what_transport_sharding_says(mappings):
+def test_every_rank_of_every_mapping_holds_what_the_layouts_say(mappings):
     compared = 0
     for mapping in mappings:
         m, p = mapping["model"], mapping["parallel"]

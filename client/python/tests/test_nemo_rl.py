@@ -79,7 +79,7 @@ def daemon():
 
 def made(socket, group, **options):
     """The engine as NeMo-RL's create_checkpoint_engine makes it of the transport's name and its part of refit_cfg."""
-    options = {"group": group, "socket": socket, "device": "host", "release_after_refit": False, "tensor_count": 64, **options}
+    options = {"group": group, "socket": socket, "device": "host", "release_after_refit": False, **options}
     options = {"begin_seconds": SECONDS, "update_seconds": SECONDS, **options}
     if REAL:
         create = importlib.import_module(BASE).create_checkpoint_engine
@@ -408,7 +408,7 @@ def test_nemo_rls_own_synchronizer_and_configuration_drive_it(daemon, tmp_path, 
     configured = importlib.import_module("nemo_rl.weight_sync.checkpoint_engine_config").checkpoint_engine_refit_config
     theirs = importlib.import_module("nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer").CheckpointEngineWeightSynchronizer
     name = "refitd.integrations.nemo_rl:Transport"
-    options = {"group": f"ray-{release}", "socket": daemon.socket, "device": "host", "tensor_count": 64, "release_after_refit": release}
+    options = {"group": f"ray-{release}", "socket": daemon.socket, "device": "host", "release_after_refit": release}
     config = configured({"refit_transport": name, "refit_cfg": {name: options}})
     assert config["backend"] == name and config["engine_kwargs"][name]["group"] == f"ray-{release}"
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])

@@ -1,5 +1,6 @@
 """Forward proof: whether a module computes with the memory that is written (refitd.serving.proof). Needs torch, and no daemon but where said."""
 
+import copy
 import tempfile
 import unittest
 from pathlib import Path
@@ -196,6 +197,55 @@ class Perturbation(unittest.TestCase):
             proof.Proof(unproved=found.unproved).check(require=True)
         broken = proof.prove_module(model, lambda m: 1 / 0, ["norm.weight"])
         self.assertRegex(broken.unproved["norm.weight"], "ZeroDivisionError")
+
+    def test_another_way_of_running_the_model_reads_a_copy(self):
+        """Compiled code and captured graphs may read other memory than the model's own code: what is not shown to read all is unproved by name."""
+        model = Model()
+        kept = copy.deepcopy(model)
+        kept.embed, kept.norm = model.embed, model.norm  # all else is a copy
+        names = [name for name, _ in model.named_parameters()]
+        ways = {"same code": lambda: model(ids()), "code with a copy": lambda: kept(ids()), "broken": lambda: 1 / 0}
+        found = proof.Prover(model, proof.Probe(lambda: model(ids()), ways=ways, beyond={"graphs": "are not replayed"}), names).perturb()
+        self.assertEqual((found.proved, found.ways, found.failed), (sorted(names), ["same code"], {}))
+        self.assertEqual(set(found.unproved), {"code with a copy", "broken", "graphs"})
+        self.assertRegex(found.unproved["code with a copy"], "shows nothing of [0-9]+ parameters, such as 'head.weight'")
+        with self.assertRaisesRegex(FailedPrecondition, "are unproved: 'graphs' are not replayed"):
+            found.check(require=True)
+
+    def test_what_layers_change_in_an_argument_is_as_it_was_at_each_run(self):
+        """A batch that layers hand on to each other, as SGLang's, is kept as each layer got it."""
+
+        class Batch:
+            residual = None
+
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(HIDDEN, HIDDEN, bias=False)
+                self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+            def forward(self, x, batch):
+                before, batch.residual = batch.residual, x
+                return self.inner(x) * self.scale + (0 if before is None else before)
+
+        class Stack(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+            def forward(self, x):
+                batch = Batch()
+                for layer in self.layers:
+                    x = layer(x, batch)
+                return x
+
+        model, x = Stack(), torch.randn(proof.TOKENS, HIDDEN)
+        probe = proof.Probe(lambda: model(x), keep=copy.copy)
+        prover = proof.Prover(model, probe, [name for name, _ in model.named_parameters()])
+        self.assertIsNot(prover._got[id(model.layers[1])][0][1].residual, prover._got[id(model.layers[2])][0][1].residual)
+        found = prover.perturb()
+        self.assertEqual((len(found.proved), found.failed, found.unproved), (6, {}, {}))
+        self.assertIsNotNone(prover._got[id(model.layers[1])][0][1].residual)
 
     def test_one_rank_after_the_other_changes_its_shard(self):
         """A sum over ranks changes with any rank's shard: another rank's must not stand for this one's."""

@@ -61,6 +61,19 @@ class PushTest(DaemonTest):
         self.assertEqual({name: value[2] for name, value in got.items()}, tensors)
         self.assertEqual(got["t0"][:2], ("uint8", (len(tensors["t0"]),)))
 
+    def test_a_count_that_the_commit_tells_is_the_number_of_tensors_that_came(self):
+        trainer, server, collector = self.staged()
+        with trainer.update(1) as update:
+            update.push("a", b"1234")
+            with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor_count: 0"):
+                update.commit()
+            update.push("b", b"5678")
+            with self.assertRaisesRegex(refitd.FailedPrecondition, "2 tensors came, but tensor_count is 3"):
+                update.commit(tensor_count=3)
+            self.assertEqual(update.commit(tensor_count=2).committed, 1)
+        server.wait_for(refitd.Committed)
+        self.assertEqual(sorted(collector.tensors), ["a", "b"])
+
     def test_a_note_is_shown_in_the_status_and_a_wrong_note_opens_no_update(self):
         trainer, server, _ = self.staged()
         for note, problem in (("n" * 257, "note: 257 bytes"), ("a\nb", "note: a control character at byte 1"),

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <future>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -258,7 +259,7 @@ class NcclEpoch final : public WireEpoch {
     const NcclApi& nccl = *shared_->nccl;
     const ScopedContext current(shared_->contexts->api(), context_);
     REFITD_RETURN_IF_ERROR(current.status());
-    std::string whom;
+    std::set<int> peers;
     absl::Status status;
     // Makes `call` for each leg that has bytes, and returns the sum of the legs' bytes.
     const auto add = [&](const std::vector<WireExchange::Leg>& legs, const auto& call) {
@@ -266,7 +267,7 @@ class NcclEpoch final : public WireEpoch {
       for (const WireExchange::Leg& leg : legs) {
         if (!status.ok() || leg.memory.bytes == 0) continue;
         bytes += leg.memory.bytes;
-        whom += fmt::format("{}{}", whom.empty() ? "ranks " : ", ", leg.peer);
+        peers.insert(leg.peer);
         status = call(leg.memory.data, static_cast<size_t>(leg.memory.bytes), leg.peer);
       }
       return bytes;
@@ -283,9 +284,12 @@ class NcclEpoch final : public WireEpoch {
     const absl::Status ended = REFITD_NCCL_CALL(nccl, ncclGroupEnd);
     REFITD_RETURN_IF_ERROR(status);
     REFITD_RETURN_IF_ERROR(ended);
-    if (whom.empty()) return absl::OkStatus();
-    // NCCL does not say which of the peers held it up, so none is a suspect.
-    REFITD_RETURN_IF_ERROR(AwaitWork(deadline, fmt::format("exchange seq {}: {}", op.seq, whom)));
+    if (peers.empty()) return absl::OkStatus();
+    // NCCL does not say which of the peers held it up, so all that were waited for are suspects.
+    REFITD_RETURN_IF_ERROR(AboutRanks(
+        AwaitWork(deadline,
+                  fmt::format("exchange seq {}: ranks {}", op.seq, fmt::join(peers, ", "))),
+        {peers.begin(), peers.end()}));
     Count(sent, received);
     return absl::OkStatus();
   }

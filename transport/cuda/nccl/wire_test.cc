@@ -2,6 +2,8 @@
 
 #include <catch2/catch.hpp>
 
+#include "transport/base/failure.h"
+
 #if defined(REFITD_CUDA)
 #include <algorithm>
 #include <atomic>
@@ -207,6 +209,22 @@ TEST_CASE(
   CHECK(outcomes[0].Wait().ok());
   CHECK(outcomes[1].Wait().ok());
   CHECK(daemons.losses == 0);
+}
+
+TEST_CASE("an exchange that waits too long suspects the ranks that it waited for") {
+  Daemons daemons(3);
+  daemons.Connect();
+  WireExchange exchange{
+      .epoch = kEpoch, .seq = WireSeq(0), .sends = {}, .receives = {}, .timeout = kShort};
+  exchange.sends.push_back({1, daemons.Span(0, 0, 100)});
+  exchange.receives.push_back({1, daemons.Span(0, 200, 100)});
+  exchange.receives.push_back({2, daemons.Span(0, 400, 100)});
+  Outcome late;
+  daemons.wires[0]->Submit(std::move(exchange), late.done());
+  const absl::Status status = late.Wait();
+  CHECK(status.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(status.message()), Contains("exchange seq 0: ranks 1, 2"));
+  CHECK(FailureOf(status).ranks == std::vector<int>{1, 2});
 }
 
 TEST_CASE("a rank that never connects costs the others their deadline alone") {

@@ -186,6 +186,7 @@ class refit_engine_options(ctypes.Structure):
         ("fill", c_int32),
         ("held_owner", c_char_p),
         ("trainer_identity", c_char_p),
+        ("held_digest", c_uint64),
     ]
 
 
@@ -209,6 +210,7 @@ class refit_event(ctypes.Structure):
         ("weights", c_int32),
         ("incarnation", c_uint64),
         ("owner", c_char_p),
+        ("digest", c_uint64),
     ]
 
 
@@ -313,7 +315,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     # `done` is c_void_p, to which refit_done objects are cast.
     "refit_packer_push": (_STATUS, (c_void_p, c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
     "refit_update_flush": (_STATUS, (c_void_p,)),
-    "refit_update_commit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
+    "refit_update_commit": (_STATUS, (c_void_p, c_int64, POINTER(refit_commit_result))),
     "refit_update_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_trainer_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
     "refit_update_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),

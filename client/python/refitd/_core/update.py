@@ -93,8 +93,7 @@ def result_of(raw: _abi.refit_commit_result, of: str, handle: int, staged_bytes:
     ask_name = getattr(_abi.library(), f"refit_{of}_left_out")
     for i in range(min(raw.left_out_tensors, MAX_NAMED)):
         name = ctypes.c_char_p()
-        if ask_name(handle, i, byref(name)) != 0:
-            break  # a daemon of an earlier release tells no names
+        check(ask_name(handle, i, byref(name)))
         names.append((name.value or b"").decode(errors="replace"))
     return UpdateResult(
         raw.version,
@@ -390,13 +389,15 @@ class Update:
 
     # ---- ending ----
 
-    def commit(self) -> UpdateResult:
+    def commit(self, tensor_count: int | None = None) -> UpdateResult:
         """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
 
+        `tensor_count`: as of Trainer.update, for a caller that learns it only by pushing.
+
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
-        push it and commit again), and errors of earlier pushes.
+        push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
         """
-        return self._end(_abi.library().refit_update_commit)
+        return self._end(_abi.library().refit_update_commit, tensor_count or 0)
 
     def refit(self) -> UpdateResult:
         """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.
@@ -409,11 +410,11 @@ class Update:
             self.result = replace(result, staged_bytes=staged, rebound=self._rebound)
             return self.result
 
-    def _end(self, function: Callable[..., int]) -> UpdateResult:
+    def _end(self, function: Callable[..., int], *arguments: int) -> UpdateResult:
         def end() -> None:
             raw = _abi.sized(_abi.refit_commit_result)
             with self._handle as update:
-                check(function(update, byref(raw)), self._label)
+                check(function(update, *arguments, byref(raw)), self._label)
                 self.result = result_of(raw, "update", update)
             self._handle.close()
 

@@ -30,14 +30,6 @@ from .._core.update import UpdateResult
 # An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
-# Tensors that fill an update up to the count it began with. Exporters yield tensors one by one and do not say how many they are, and
-# engines with staged delivery must be told before: so the first sync is filled up to `tensor_count`, and later ones to twice as many
-# tensors as the sync before had.
-FILLER = "refitd.filler."
-TENSOR_COUNT = 1 << 17
-MOST_TENSORS = 1 << 18  # the daemon's limit for one update
-FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many tensors in a bucket
-
 CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
 TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "max_lag", "encrypted_data"}
 
@@ -91,23 +83,20 @@ class Settings:
         where: str,
         who: str,
         *,
-        counted: bool = True,
         group: str = "",
         begin_seconds: float = 600.0,
         update_seconds: float = 600.0,
         verification: str | None = None,
-        tensor_count: int = TENSOR_COUNT,
         dtype: str | None = None,
         exceptions: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`where`: the place in the configuration, for errors. `who`, `counted`: as of Sender. The rest is what users set:
+        """`where`: the place in the configuration, for errors. `who`: as of Sender. The rest is what users set:
 
         `group`: of refitd. `begin_seconds`: how long a rollout worker waits for the trainer to begin. `update_seconds`: of one sync,
-        from its begin. `verification`: as of Trainer.update. `tensor_count`: how many tensors the first sync has at most; the
-        greater this number, the longer that sync takes. `dtype`: the dtype to which floating-point tensors are cast before they are sent
-        ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by pattern of names; "" leaves the tensor
-        as it is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
+        from its begin. `verification`: as of Trainer.update. `dtype`: the dtype to which floating-point tensors are cast
+        before they are sent ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by pattern of names; "" leaves
+        the tensor as it is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
 
         Raises InvalidArgument that names the option.
         """
@@ -119,14 +108,8 @@ class Settings:
         self.group = group
         self.begin_seconds = begin_seconds
         self.options = options
-        self.sender = Sender(
-            who,
-            Casts(where, dtype, exceptions),
-            update_seconds=update_seconds,
-            verification=verification,
-            tensor_count=tensor_count,
-            counted=counted,
-        )
+        casts = Casts(where, dtype, exceptions)
+        self.sender = Sender(who, casts, update_seconds=update_seconds, verification=verification)
 
     def only(self, names: frozenset[str]) -> dict[str, Any]:
         """Those of the options that have one of the names."""
@@ -184,16 +167,13 @@ class Ranks:
 class Sender:
     """The trainer ranks' end: pushes, and compares what the ranks sent. Not thread-safe.
 
-    `who`: names the exporter's owner in errors, such as "the actor". `counted`: whether engines must be told how many tensors come.
+    `who`: names the exporter's owner in errors, such as "the actor".
     """
 
-    def __init__(
-        self, who: str, casts: Casts, *, update_seconds: float, verification: str | None, tensor_count: int, counted: bool = True
-    ) -> None:
-        self._who, self.casts, self._counted = who, casts, counted
-        self._update_seconds, self._verification, self._tensor_count = update_seconds, verification, tensor_count
+    def __init__(self, who: str, casts: Casts, *, update_seconds: float, verification: str | None) -> None:
+        self._who, self.casts = who, casts
+        self._update_seconds, self._verification = update_seconds, verification
         self._ranks = Ranks(update_seconds)
-        self._sent = 0  # tensors of the last sync
 
     def join(self, rank: int, world_size: int) -> None:
         """Prepares the ranks to compare what they sent; every rank calls this. Raises InvalidArgument where this is another rank's place."""
@@ -244,7 +224,6 @@ class Sender:
             version,
             duration_seconds=self._update_seconds,
             verification=self._verification,
-            tensor_count=self._announced() if rank == 0 else None,
             note=note,
         )
         with update:
@@ -259,9 +238,8 @@ class Sender:
             self._compare(trainer.world_size, sent, failure)
             if failure is not None:
                 raise failure
-        self._sent = sent.count
-        assert update.result is not None
-        return update.result
+            # Exporters do not say how many tensors they will yield, and engines with staged delivery do not know it (P1).
+            return update.commit(tensor_count=sent.count)
 
     def agree(self, version: int | None) -> int | None:
         """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where one does not come in `update_seconds`."""
@@ -269,14 +247,8 @@ class Sender:
         versions = self._ranks.gather(version)
         return max((known for known in versions if known is not None), default=None)
 
-    def _announced(self) -> int | None:
-        """The number of tensors that the update is begun with."""
-        if not self._counted:
-            return None
-        return min(2 * self._sent, MOST_TENSORS) if self._sent else self._tensor_count
-
     def _push(self, update: Any, weights: Iterable[tuple[str, torch.Tensor]], sent: _Sent) -> None:
-        """Pushes the tensors, and what fills the update up; with no `update`, only takes part in gathering."""
+        """Pushes the tensors; with no `update`, only takes part in gathering."""
         iterator = iter(weights)
         taken = False  # a tensor came from `weights` and was not pushed yet: an error is then not of `weights`
         try:
@@ -288,27 +260,11 @@ class Sender:
                 taken = False
             if not sent.count:
                 raise InvalidArgument(f"{self._who} yielded no tensor", culprit="weights")
-            if update is not None and self._counted:
-                self._fill(update, sent.count)
         except BaseException:
             if taken:
                 for _ in iterator:  # the other ranks gather on, and would wait for this one
                     pass
             raise
-
-    def _fill(self, update: Any, count: int) -> None:
-        announced = self._announced()
-        assert announced is not None
-        if count > announced:
-            self._sent = 0
-            raise FailedPrecondition(
-                f"{self._who} yielded {count} tensors, and at most {announced} were expected after the sync before; the next sync takes them"
-            )
-        nothing = torch.empty(0, dtype=torch.uint8)
-        for i in range(announced - count):
-            update.push(f"{FILLER}{i}", nothing)
-            if i % FILLERS_OF_A_BUCKET == FILLERS_OF_A_BUCKET - 1:
-                update.flush()
 
     def _compare(self, world_size: int, sent: _Sent, failure: Exception | None) -> None:
         """Raises InvalidArgument where a rank failed, or sent other tensors than rank 0. On a rank that failed itself it raises nothing."""
@@ -435,13 +391,12 @@ def _first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
 
 
 def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch.Tensor]]:
-    """The whole tensors that a part brings, without fillers; with `keep`, copied out of the daemon's memory."""
+    """The whole tensors that a part brings; with `keep`, copied out of the daemon's memory."""
     arrived = {id(view) for view in part.views}
     tensors = []
     for view in joiner.add(part):
-        if not view.name.startswith(FILLER):
-            tensor = view.torch()
-            tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
+        tensor = view.torch()
+        tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
     if keep and tensors:
         _devices.synchronize_tensor(tensors[0][1])
     return tensors

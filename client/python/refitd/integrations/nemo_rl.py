@@ -64,7 +64,7 @@ class Transport(CheckpointEngine):
         """
         if sharded and not in_place:
             raise InvalidArgument(f"{_WHERE}.sharded needs in_place: engines that load full tensors can't take shards", culprit="sharded")
-        self._settings = _exports.Settings(_WHERE, "the policy", counted=not in_place, **options)
+        self._settings = _exports.Settings(_WHERE, "the policy", **options)
         self._settings.options.setdefault("wait_seconds", self._settings.begin_seconds)
         self.group = self._settings.group
         self.release_after_refit = release_after_refit

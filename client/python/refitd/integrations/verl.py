@@ -73,7 +73,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
         Raises InvalidArgument that names the option.
         """
-        self._settings = _exports.Settings("engine_kwargs.refitd", "the actor", counted=not in_place, **options)
+        self._settings = _exports.Settings("engine_kwargs.refitd", "the actor", **options)
         self.group = self._settings.group
         self.in_place = in_place
         self.wire_format = IN_PLACE if in_place else "named_tensors"

@@ -65,6 +65,7 @@ class Delivery:
     modules: dict[str, Any] = field(repr=False)  # by name, the processed ones that vLLM's reload must reach
     prepacked: list[Prepacked] = field(repr=False)
     tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
+    derived: list[str] = field(repr=False)  # names of parameters that attention layers make of other modules' parameters
     proof: Proof | None = None  # None: it was not asked for
     places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
     # Names that the engine's loader passes over since another name's memory is theirs, and that name.
@@ -350,6 +351,7 @@ def _conclude(
         modules={name: module for name, module in model.named_modules() if id(module) in modules - prepacked},
         prepacked=packing,
         tied=_tied_modules(model),
+        derived=sorted(made_later),
         tied_names=_tied_names(model, captured.ignored, specs),
     )
     made.boxes = _boxes(made, captured, direct, held, device)

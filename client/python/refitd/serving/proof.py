@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,10 @@ _WORDS = 1 << 24
 @dataclass
 class Proof:
     """What is known. `proved`: parameters whose layers were seen to read them. `failed`: by name, why the layer does not compute with what
-    was written. `unproved`: by name, why that can't be told."""
+    was written. `unproved`: by name, why that can't be told. `ways`: names of further ways of running the model that were seen to read all."""
 
     proved: list[str] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     unproved: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -62,6 +63,7 @@ class Proof:
     def summary(self) -> dict[str, Any]:
         return {
             "proved": len(self.proved),
+            "ways": list(self.ways),
             "failed": dict(sorted(self.failed.items())),
             "unproved": dict(sorted(self.unproved.items())),
             "seconds": round(self.seconds, 3),
@@ -83,6 +85,8 @@ class Probe:
     `context`: what layers that are run again need around them. `shows_nothing`: of a module with parameters, and of the layer that is run for
     it, why an output that does not change shows nothing; "": it shows that the parameters are not read. `turn`: this rank among those whose outputs are added up or gathered, and
     how many these are: one after the other changes its parameters. `agree`: of a set of names, the union of those of all ranks.
+    `keep`: a copy of an argument of layers that is no tensor, and that the model changes as it runs. `ways`: by name, further ways in which the
+    engine runs the whole model, as `run`. `beyond`: by name, those that the probe does not take, and why.
     """
 
     run: Callable[[], Any]
@@ -91,6 +95,9 @@ class Probe:
     shows_nothing: Callable[[Any, Any], str] = lambda module, layer: ""
     turn: tuple[int, int] = (0, 1)
     agree: Callable[[set[str]], set[str]] = lambda names: names
+    keep: Callable[[Any], Any] = lambda thing: thing
+    ways: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    beyond: Mapping[str, str] = field(default_factory=dict)
 
 
 def token_ids(vocabulary: int, count: int, device: Any) -> Any:
@@ -242,18 +249,25 @@ def _forced(routers: Iterable[_Router]) -> Iterator[None]:
             handle.remove()
 
 
-def _map(thing: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with each tensor changed, within tuples, lists and dicts."""
+def _map(thing: Any, change: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda thing: thing) -> Any:
+    """The same with each tensor changed, within tuples, lists, dicts and named tensors; `keep` makes what is none of these."""
     import torch
 
     if isinstance(thing, torch.Tensor):
         return change(thing)
     if isinstance(thing, (tuple, list)):
-        made = [_map(entry, change) for entry in thing]
+        made = [_map(entry, change, keep) for entry in thing]
         return type(thing)(*made) if hasattr(thing, "_fields") else type(thing)(made)
     if type(thing) is dict:
-        return {key: _map(entry, change) for key, entry in thing.items()}
-    return thing
+        return {key: _map(entry, change, keep) for key, entry in thing.items()}
+    if _has_named_tensors(thing):
+        return type(thing)(_map(dict(thing.tensors), change, keep))
+    return keep(thing)
+
+
+def _has_named_tensors(thing: Any) -> bool:
+    """Whether it is what passes from one stage of a pipeline to the next: IntermediateTensors of vLLM's, PPProxyTensors of SGLang's."""
+    return isinstance(getattr(thing, "tensors", None), Mapping)
 
 
 def _tensors_in(thing: Any) -> list[Any]:
@@ -265,16 +279,19 @@ def _tensors_in(thing: Any) -> list[Any]:
         return [tensor for entry in thing.values() for tensor in _tensors_in(entry)]
     if isinstance(thing, (tuple, list)):
         return [tensor for entry in thing for tensor in _tensors_in(entry)]
-    if hasattr(thing, "tensors") and isinstance(thing.tensors, Mapping):  # vLLM's IntermediateTensors
+    if _has_named_tensors(thing):
         return _tensors_in(thing.tensors)
+    if is_dataclass(thing):  # SGLang's logits, and the batch that its layers get
+        return [tensor for entry in fields(thing) for tensor in _tensors_in(getattr(thing, entry.name, None))]
     return []
 
 
 class _Calls:
     """What each module got in one run of the model, at its first call."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, keep: Callable[[Any], Any]) -> None:
         self.got: dict[int, tuple[Any, Any]] = {}
+        self._keep = keep
         self.users: dict[int, Any] = {}  # by module: one that got it as an argument
         self._handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in model.modules()]
 
@@ -285,7 +302,7 @@ class _Calls:
             if isinstance(given, torch.nn.Module):
                 self.users.setdefault(id(given), module)
         if id(module) not in self.got:
-            self.got[id(module)] = _map((arguments, options), lambda tensor: tensor.detach().clone())
+            self.got[id(module)] = _map((arguments, options), lambda tensor: tensor.detach().clone(), self._keep)
 
     def end(self) -> None:
         for handle in self._handles:
@@ -375,6 +392,7 @@ class Prover:
         self._held = list(self._find(set(names))) if self.runs else []
         if not self.runs:
             self.proof.unproved.update(dict.fromkeys(names, self._why))
+        self.proof.unproved.update(self._probe.beyond)
         self._tick()
 
     def _tick(self) -> None:
@@ -385,7 +403,7 @@ class Prover:
     def _record(self) -> bool:
         import torch
 
-        calls = _Calls(self._model)
+        calls = _Calls(self._model, self._probe.keep)
         try:
             with torch.no_grad(), _forced(self._routers):
                 self._probe.run()
@@ -432,10 +450,10 @@ class Prover:
         """What a layer gives for what it got, and what it left of that. None: the whole model's logits."""
         import torch
 
+        if layer is None:
+            return self._outputs_of(self._probe.run, noise)
         with torch.no_grad():
-            if layer is None:
-                return _Outputs(_map(_tensors_in(self._probe.run()), lambda tensor: tensor.clone()), noise)
-            arguments, options = _map(self._inputs(layer), lambda tensor: tensor.clone())
+            arguments, options = _map(self._inputs(layer), lambda tensor: tensor.clone(), self._probe.keep)
             with self._probe.context(), self._unforced(layer):
                 given = layer(*arguments, **options)
             return _Outputs([tensor.clone() for tensor in _tensors_in((given, arguments, options))], noise)
@@ -461,7 +479,10 @@ class Prover:
 
     def steady(self, layer: Any) -> _Outputs:
         """As outputs(), with the noise from one run to the next."""
-        first, second = self.outputs(layer), self.outputs(layer)
+        return self._steady(lambda: self.outputs(layer))
+
+    def _steady(self, run: Callable[[], _Outputs]) -> _Outputs:
+        first, second = run(), run()
         noise = 0.0
         for a, b in zip(first.tensors, second.tensors):
             if a.dtype.is_floating_point and a.numel():
@@ -497,8 +518,37 @@ class Prover:
         failed = self._probe.agree(set(self.proof.failed))
         self.proof.failed.update({name: "fails on another rank" for name in failed if name not in self.proof.failed})
         self.proof.proved = sorted(set(self.proof.proved) - failed - self.proof.unproved.keys())
+        for way, run in self._probe.ways.items():
+            if why := self._take(run):
+                self.proof.unproved[way] = why
+            else:
+                self.proof.ways.append(way)
         self._tick()
         return self.proof
+
+    def _take(self, run: Callable[[], Any]) -> str:
+        """Changes each parameter and runs the whole model in another way; returns why that does not show that each parameter which its layer reads
+        is read there; "": it does."""
+        try:
+            base = self._steady(lambda: self._outputs_of(run))
+        except Exception as error:
+            return f"can't be told, because it can't be run: {type(error).__name__}: {error}"
+        mine, count = self._probe.turn
+        stale = set()
+        for held in {id(held.tensor): held for held in self._held}.values():
+            for turn in range(count):
+                if turn != mine:
+                    self._outputs_of(run)
+                elif not base.differ(self._changed(held, [held.tensor.data], lambda: self._outputs_of(run), digest(held.tensor))):
+                    stale.add(held.name)
+        stale = self._probe.agree(stale & set(self.proof.proved))
+        return f"shows nothing of {len(stale)} parameters, such as '{min(stale)}'" if stale else ""
+
+    def _outputs_of(self, run: Callable[[], Any], noise: float = 0.0) -> _Outputs:
+        import torch
+
+        with torch.no_grad():
+            return _Outputs(_map(_tensors_in(run()), lambda tensor: tensor.clone()), noise)
 
     def _around(self, layer: Any) -> Any:
         """The nearest module around the layer that was called; None: the whole model."""
@@ -538,7 +588,7 @@ class Prover:
                 for _ in range(router.chosen if router is not None else 1):
                     self.outputs(held.layer)
             elif router is None:
-                after = self._changed(held, [held.tensor.data], base, before)
+                after = self._changed(held, [held.tensor.data], partial(self.outputs, held.layer, base.noise), before)
                 if not base.differ(after):
                     why = f"({type(held.module).__name__}) is not read: its layer gives the same with other values there"
             else:
@@ -565,7 +615,7 @@ class Prover:
         stale: set[int] = set()
         strange = changed = False
         for first in range(router.chosen):
-            after = self._changed(held, [held.tensor.data[first :: router.chosen]], base, before)
+            after = self._changed(held, [held.tensor.data[first :: router.chosen]], partial(self.outputs, held.layer, base.noise), before)
             changed = changed or base.differ(after)
             rows = base.rows_differ(after, self._probe.tokens)
             theirs = scheduled % router.chosen == first
@@ -583,12 +633,12 @@ class Prover:
             return f"of experts {', '.join(map(str, sorted(stale)[:8]))} is not read: tokens that go there give the same with other values"
         return ""
 
-    def _changed(self, held: _Held, parts: Sequence[Any], base: _Outputs, before: int) -> _Outputs:
-        """The layer's output with other values in `parts` of the parameter, which has its own, of digest `before`, again afterwards."""
+    def _changed(self, held: _Held, parts: Sequence[Any], run: Callable[[], _Outputs], before: int) -> _Outputs:
+        """What `run` gives with other values in `parts` of the parameter, which has its own, of digest `before`, again afterwards."""
         _flip(parts)
         mark_written([held.tensor])
         try:
-            after = self.outputs(held.layer, base.noise)
+            after = run()
         finally:
             _flip(parts)
             mark_written([held.tensor])

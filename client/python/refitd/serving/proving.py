@@ -2,8 +2,8 @@
 
     made = proved(model, settings, manifest, steps)
 
-What fails is processed, where it was direct, and proved again; what fails then is refused by name. An engine that serves its checkpoint keeps
-its weights: versions are delivered both ways only into random ones.
+What fails is processed, where it was direct and the engine post-processes its module, and proved again; what fails then is refused by name. An
+engine that serves its checkpoint keeps its weights: versions are delivered both ways only into random ones.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def proved(model: Any, how: str, manifest: Sequence[TensorSpec], device: Any, cl
             return made
         found = made.proof = _prove(model, made, manifest, device, clean, steps)
         logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
-        direct = {*made.direct, *(name.rpartition(".")[0] for name in made.direct)}
-        more = {name: f"failed the forward proof: {why}" for name, why in found.failed.items() if name in direct}
+        again = {name for name in made.direct if _is_processed_again(model, name)}
+        again |= {name.rpartition(".")[0] for name in again}
+        more = {name: f"failed the forward proof: {why}" for name, why in found.failed.items() if name in again}
         if not more or more.keys() <= failed.keys():
             break
         failed.update(more)
@@ -59,13 +60,18 @@ def proved(model: Any, how: str, manifest: Sequence[TensorSpec], device: Any, cl
     return made
 
 
+def _is_processed_again(model: Any, name: str) -> bool:
+    """Whether the engine post-processes the parameter's module: to load any other anew changes nothing but the parameter."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "quant_method", None) is not None
+
+
 def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Proof:
     own = [name for entry in made.prepacked for name in (f"{entry.name}.{own}" for own in entry.filled)]
-    names = [name for name in made.direct if name not in own]
+    names = [*(name for name in made.direct if name not in own), *made.derived]
     try:
         probe = steps.probe()
-    except Error as error:
-        return Proof(unproved={name: f"can't be told: {error}" for name in (*names, *made.processed)})
+    except Exception as error:  # another version of the engine may have another inside
+        return Proof(unproved=dict.fromkeys((*names, *made.processed), f"can't be told: {type(error).__name__}: {error}"))
     deliver = partial(_deliver, made, device, steps)
     why = "the engine serves its checkpoint, which would be lost" if clean else ""
     if not why:
@@ -78,15 +84,17 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
         prover.proof.unproved.update(dict.fromkeys(made.processed, prover.proof.unproved.get(names[0], "") if names else "the model can't be run"))
         return prover.proof
     prover.perturb()
-    tied = {name: module for name, module in model.named_modules() if any(module is entry for entry in made.tied)}
-    processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}, **tied}
+    processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}, **_that_derive(model, made)}
     if why:
         prover.proof.unproved.update({DELIVERIES: why, **{name: why for name in processed}})
         return prover.proof
-    first = prover.states(processed.values())
+    first, derived = prover.states(processed.values()), _digests(model, made.derived)
     deliver(2)
     ours = prover.states(processed.values())
     prover.compare_processed(first, ours, processed)
+    same = [name for name, before in _digests(model, made.derived).items() if derived[name] == before]
+    prover.proof.failed.update(dict.fromkeys(same, "is made of other parameters, and is the same after another version was delivered"))
+    deliver(1)  # what the loader does not reach is not of its version then
     try:
         passed_over = steps.load(made, ((spec.name, proof.values(spec, 2, device)) for spec in manifest))
     except Exception as error:
@@ -98,6 +106,17 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
     else:
         prover.compare_deliveries(ours, prover.states(processed.values()))
     return prover.proof
+
+
+def _that_derive(model: Any, made: Delivery) -> dict[str, Any]:
+    """By name, the modules that keep something made of other modules' parameters."""
+    layers = {name.rpartition(".")[0] for name in made.derived}
+    return {name: module for name, module in model.named_modules() if name in layers or any(module is entry for entry in made.tied)}
+
+
+def _digests(model: Any, names: Iterable[str]) -> dict[str, int]:
+    named = dict(model.named_parameters())
+    return {name: proof.digest(named[name]) for name in names}
 
 
 def _deliver(made: Delivery, device: Any, steps: Steps, seed: int) -> None:

@@ -52,6 +52,7 @@ class Rank:
         self._logits = logits
         self._member: Engine | None = None
         self._incarnation: int | None = None
+        self._digest = 0
         self._settings: Settings | None = None
         self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
@@ -66,7 +67,7 @@ class Rank:
         dirty = dirty or not self.clean
         held: dict[str, Any] = {}
         if not dirty and self.version is not None:
-            held = {"held_version": self.version, "held_incarnation": self._incarnation}
+            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest}
         member = Engine(
             settings.group,
             instance=instance,
@@ -186,6 +187,7 @@ class Rank:
         if isinstance(event, Committed):
             self._bring_in(member, event)
             self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
+            self._digest = event.digest
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "GOOD"
         self.clean = clean_before and not dirty

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ... import errors
-from ...serving.proof import Proof
+from ...layout.records import TensorSpec
 from ...serving import evidence
 from ...serving.delivery import Delivery, decide
 from ...serving.manifest import read_manifest
-from ...serving.rank import Rank
+from ...serving.proof import Probe
+from ...serving.proving import Steps, proved
+from ...serving.rank import Rank, synchronise
 from ...serving.settings import Settings
-from . import inside
+from . import inside, running
 
 logger = logging.getLogger("sglang.refitd")
 
@@ -79,7 +83,7 @@ class Backend:
         clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
         device = torch.device(next(self.model.parameters()).device)
         self._device = device
-        self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process)
+        self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
 
     def attach(self, request: dict[str, Any]) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -97,15 +101,43 @@ class Backend:
 
     def _decide(self, settings: Settings) -> Delivery:
         manifest = read_manifest(settings.manifest or self._runner.model_config.model_path)
-        made = decide(self.model, manifest, settings.arena_bytes, self._device, inside)
+        synchronise(self._device)  # batches that the scheduler has launched read the weights
+        with ExitStack() as rooms:
+            steps = Steps(
+                decide=lambda failed: self._made(settings, manifest, failed),
+                process=self._process,
+                load=self._load,
+                probe=lambda: self._probe(rooms),
+            )
+            made = proved(self.model, settings.proof, manifest, self._device, self.rank.clean, steps)
+        if not self.rank.clean:
+            self._zero_padding(made)
+        return made
+
+    def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
+        made = decide(self.model, manifest, settings.arena_bytes, self._device, inside, failed)
         if not self.rank.clean:
             self._zero_padding(made)
             if made.arena:
                 self._try_out(made)
-        if settings.proof != "off":
-            made.proof = Proof(unproved=dict.fromkeys((*made.direct, *made.processed), "can't be told: SGLang's models are not run alone"))
-            made.proof.check(require=settings.proof == "require")
         return made
+
+    def _probe(self, rooms: ExitStack) -> Probe:
+        """How the model is run alone, until `rooms` closes."""
+        room = running.Room(self._runner)
+        rooms.callback(room.close)
+        return running.probe_of(self._runner, room)
+
+    def _logits(self) -> Any:
+        with ExitStack() as rooms:
+            return self._probe(rooms).run()
+
+    def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
+        """Puts all of a checkpoint's tensors there as SGLang's own weight updates do; raises FailedPrecondition where that can't be."""
+        wanted = {name: layer for name, layer in self.model.named_modules() if getattr(layer, "quant_method", None) is not None}
+        inside.reload(self.model, tensors, wanted)
+        self._derive(delivery)
+        return []
 
     def _zero_padding(self, made: Delivery) -> None:
         """Zeroes the rows beyond the vocabulary, as loading a checkpoint does; this engine loaded random weights instead."""
@@ -138,6 +170,10 @@ class Backend:
     def _process(self, delivery: Delivery) -> None:
         if delivery.arena:
             inside.reload(self.model, delivery.arena.items(), delivery.modules)
+        self._derive(delivery)
+
+    def _derive(self, delivery: Delivery) -> None:
+        """Makes anew what models and tied modules keep of other modules' weights."""
         inside.finish(self.model)
         for layer in delivery.tied:
             layer.quant_method.process_weights_after_loading(layer)

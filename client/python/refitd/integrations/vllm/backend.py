@@ -24,11 +24,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from ...layout.records import TensorSpec
 from ...errors import FailedPrecondition
-from . import versions as _versions, set_backend
+from . import running, set_backend
+from . import versions as _versions
 from ...serving import evidence
 from ...serving.delivery import Delivery, decide
 from ...serving.launched import by_external_launcher
 from ...serving.manifest import read_manifest
+from ...serving.proof import Probe
 from ...serving.proving import Steps, proved
 from ...serving.rank import PREPARE_SECONDS, Rank, keep_memory, synchronise, tensors_of
 from ...serving.settings import Settings
@@ -127,7 +129,7 @@ class RefitdBackend(WeightTransferEngine):
             decide=lambda failed: self._made(settings, manifest, failed),
             process=self._process,
             load=self._load,
-            probe=lambda: _versions.probe_of(self.model, self._vllm_config, self.device),
+            probe=lambda: self._probe(settings.proof == "require"),
         )
         made = proved(self.model, settings.proof, manifest, self.device, self.rank.clean, steps)
         if not self.rank.clean:
@@ -171,7 +173,12 @@ class RefitdBackend(WeightTransferEngine):
                 self.rank.detach()
 
     def _logits(self) -> Any:
-        return _versions.probe_of(self.model, self._vllm_config, self.device).run()
+        return self._probe().run()
+
+    def _probe(self, required: bool = False) -> Probe:
+        """How the model is run alone. Attention and compiled code on made-up requests have not been tried on a GPU: there only who asks for it gets
+        it (`required`)."""
+        return running.probe_of(self.model, self._vllm_config, self.device, thorough=required or self.device.type == "cpu")
 
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""

@@ -1,4 +1,5 @@
-"""All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside."""
+"""All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside, but for those by which
+a model is run alone (`running.py`)."""
 
 from __future__ import annotations
 
@@ -7,13 +8,9 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import FailedPrecondition
-
-if TYPE_CHECKING:
-    from ...serving.proof import Probe
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -223,94 +220,6 @@ def is_attention(layer: Any) -> bool:
         getattr(attention, name) for name in ("Attention", "MLAAttention", "MMEncoderAttention") if hasattr(attention, name)
     )
     return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
-
-
-# ---- running a model alone, for refitd.serving.proof ----
-
-
-def probe_of(model: Any, vllm_config: Any, device: Any) -> Probe:
-    """How a worker's model is run on fixed tokens, without requests, compiled code and caches. Attention mixes nothing then: it gives what
-    `_stand_in` says, so that each layer gets something that depends on the layers before. Raises FailedPrecondition where that can't be."""
-    from vllm.distributed import parallel_state
-
-    from ...serving.proof import Probe, token_ids, tokens_for
-
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise FailedPrecondition("the model is cut into pipeline stages, which are not run alone", culprit="pipeline_parallel_size")
-    group = parallel_state.get_tp_group()
-    tokens = tokens_for(model)
-    ids = token_ids(vllm_config.model_config.get_vocab_size(), tokens, device)
-    alone = partial(_alone, model, vllm_config, tokens)
-
-    def run() -> Any:
-        import torch
-
-        with alone():
-            hidden = model(input_ids=ids, positions=torch.arange(tokens, device=device), intermediate_tensors=None, inputs_embeds=None)
-            return model.compute_logits(hidden)
-
-    def agree(names: set[str]) -> set[str]:
-        import torch.distributed
-
-        if group.world_size == 1:
-            return names
-        found: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(found, names, group=group.cpu_group)
-        return set().union(*found)
-
-    return Probe(run, tokens, alone, _shows_nothing, (group.rank_in_group, group.world_size), agree)
-
-
-@contextmanager
-def _alone(model: Any, vllm_config: Any, tokens: int) -> Iterator[None]:
-    import torch
-    from vllm.forward_context import get_forward_context, set_forward_context
-
-    options: dict[str, Any] = {}
-    if "skip_compiled" in inspect.signature(set_forward_context).parameters:
-        options["skip_compiled"] = True
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        options["num_tokens_across_dp"] = torch.full((vllm_config.parallel_config.data_parallel_size,), tokens, dtype=torch.int32)
-    layers = [layer for layer in model.modules() if _mixes_tokens(layer) and hasattr(layer, "num_heads") and hasattr(layer, "head_size")]
-    with current_config(vllm_config), set_forward_context(None, vllm_config, num_tokens=tokens, **options):
-        context = get_forward_context()
-        if hasattr(context, "all_moe_layers"):
-            context.all_moe_layers = None  # layers are told by name, and not by their turn in a whole forward
-        for layer in layers:
-            layer.forward = partial(_stand_in, layer)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.forward
-
-
-def _mixes_tokens(layer: Any) -> bool:
-    """Whether the layer computes by requests' metadata: attention and layers with a state."""
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    return isinstance(layer, AttentionLayerBase)
-
-
-def _stand_in(layer: Any, query: Any, key: Any = None, value: Any = None, output_shape: Any = None, output_dtype: Any = None, **_: Any) -> Any:
-    """In place of attention's output, the sum of its inputs, repeated and cut to the output's width."""
-    tokens = query.shape[0]
-    width = output_shape[-1] if output_shape is not None else layer.num_heads * getattr(layer, "head_size_v", layer.head_size)
-    made = query.new_zeros((tokens, width))
-    for part in (query, key, value):
-        if part is not None:
-            flat = part.reshape(tokens, -1)
-            made += flat.repeat(1, -(-width // flat.shape[1]))[:, :width]
-    return made if output_dtype is None else made.to(output_dtype)
-
-
-def _shows_nothing(module: Any, layer: Any) -> str:
-    """Why a run of the layer does not show whether the module's parameters are read; "": it does."""
-    inner = [child for child in (module if layer is None or layer is module else layer).modules() if _mixes_tokens(child)]
-    if layer is not None and inner:
-        return "is read by attention, which is not run without requests"
-    return ""
 
 
 def is_made_later(layer: Any, name: str) -> bool:

@@ -1,0 +1,62 @@
+"""Python loads this at its start where this folder is in PYTHONPATH, also in the processes that an engine starts.
+
+REFITD_ENGINES_UNPINNED: torch leaves memory unpinned that is asked for as pinned. SGLang's LoRA layers ask for it whatever the device, and a
+machine without a GPU does not have it.
+REFITD_ENGINES_PLANT: JSON {name: arguments} of defects that are planted into SGLang's model (engine_program.PLANTS) before its rank attaches.
+"""
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+
+
+def unpinned(make):
+    return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
+
+
+def unpin(torch):
+    for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *arguments: self
+
+
+def plant(scheduler):
+    from engine_program import PLANTS
+
+    made = scheduler.Backend.__init__
+
+    def make_planted(backend, runner):
+        made(backend, runner)
+        for name, arguments in json.loads(os.environ["REFITD_ENGINES_PLANT"]).items():
+            PLANTS[name](runner.model, *arguments)
+
+    scheduler.Backend.__init__ = make_planted
+
+
+class After(importlib.abc.MetaPathFinder):
+    """Calls `change` with the module `name` when it was imported."""
+
+    def __init__(self, name, change):
+        self._name, self._change = name, change
+
+    def find_spec(self, name, path, target=None):
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            self._change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if os.environ.get("REFITD_ENGINES_UNPINNED"):
+    sys.meta_path.insert(0, After("torch", unpin))
+if os.environ.get("REFITD_ENGINES_PLANT"):
+    sys.meta_path.insert(0, After("refitd.integrations.sglang.scheduler", plant))
