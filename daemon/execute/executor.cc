@@ -395,6 +395,12 @@ bool Lists(const std::vector<std::weak_ptr<const BoundProgram>>& list, const Bou
                      [bound](const auto& listed) { return listed.lock().get() == bound; });
 }
 
+// Pieces without elements are neither written nor read.
+size_t FilledPieces(const Layout& layout) {
+  return static_cast<size_t>(std::count_if(layout.pieces.begin(), layout.pieces.end(),
+                                           [](const Piece& p) { return ElementCount(p.box) > 0; }));
+}
+
 }  // namespace
 
 absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& memory,
@@ -805,13 +811,16 @@ std::vector<uint64_t> Executor::FactorsOf(const StartVerify& verify, const Piece
   std::vector<uint64_t> factors;
   factors.reserve(pieces.size());
   std::vector<uint64_t> of_tensor;  // of the destination that the last piece was of
+  bool whole = false;               // whether all of that destination is there
   uint32_t last = UINT32_MAX;
   for (const auto& [d, p] : pieces) {
     const Layout& layout = *layouts[d];
-    if (d != last) of_tensor.assign(layout.tensors.size(), 0);
+    if (d != last) {
+      of_tensor.assign(layout.tensors.size(), 0);
+      whole = count[d] == FilledPieces(layout);
+    }
     last = d;
     uint64_t& factor = of_tensor[layout.pieces[p].tensor];
-    const bool whole = count[d] == layout.pieces.size();
     if (factor == 0 && whole) factor = ContentFactor(layout.tensors[layout.pieces[p].tensor]);
     factors.push_back(factor);
   }

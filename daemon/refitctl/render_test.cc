@@ -268,6 +268,7 @@ TEST_CASE("the buckets page says what went by each method, then every bucket") {
 
 TEST_CASE("a coordinator's name that leads elsewhere is shown, with what to do") {
   v1::GetStatusResponse status;
+  status.set_serving(true);
   v1::GroupStatus* const group = status.add_groups();
   group->set_name("policy");
   CHECK_THAT(RenderStatus(status), !Contains("drain"));

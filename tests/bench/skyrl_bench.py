@@ -118,7 +118,8 @@ class Extractors:
         self.sizes = [parameter.numel() for parameter in self.model.state_dict().values()]
         self.senders, self.ready = {}, []
         for path in ("push", "sharded"):
-            refitd.integrations.skyrl.install(path, sharded=path == "sharded", socket=socket, device="host", wait_seconds=SECONDS, first_version=1)
+            connect = refitd.Connect(socket=socket, wait_seconds=SECONDS)
+            refitd.integrations.skyrl.install(path, sharded=path == "sharded", device="host", connect=connect, first_version=1)
             info = refitd.integrations.skyrl.InitInfo(override_existing_receiver=False, group=path, instances=ENGINES)
             self.senders[path] = refitd.integrations.skyrl.Strategy.create_sender(info, None)
         # The engines come to the group of broadcasts once they are attached, for which they wait for the senders.
@@ -182,7 +183,7 @@ def engine(rank, layers, port, socket, pipe):
     parameters, members, want = list(held.values()), [], []
     sizes = [parameter.numel() for parameter in parameters]
     for path in ("push", "sharded"):
-        member = refitd.Engine(path, instance=f"engine-{rank}", socket=socket, device="host", wait_seconds=SECONDS)
+        member = refitd.Engine(path, instance=f"engine-{rank}", device="host", connect=refitd.Connect(socket=socket, wait_seconds=SECONDS))
         member.register(held)
         thread = threading.Thread(target=lambda member: [event.ready() for event in member if isinstance(event, refitd.Prepare)], args=(member,))
         thread.start()

@@ -929,10 +929,10 @@ TEST_CASE(
     v1::CommitRequest wrong;
     wrong.set_version(6);
     wrong.set_bucket_count(1);
-    for (const int64_t count : {int64_t{-1}, kMax}) {
+    for (const auto& [count, code] : {std::pair{int64_t{-1}, StatusCode::INVALID_ARGUMENT},
+                                      std::pair{kMax, StatusCode::RESOURCE_EXHAUSTED}}) {
       wrong.set_tensor_count(count);
-      CheckRefused(s.trainer.Commit(wrong).status, StatusCode::INVALID_ARGUMENT,
-                   {"tensor_count", std::to_string(count)});
+      CheckRefused(s.trainer.Commit(wrong).status, code, {"tensor_count", std::to_string(count)});
     }
     REQUIRE_OK(s.trainer.Abort(6, "enough"));
   }

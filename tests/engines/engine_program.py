@@ -22,7 +22,7 @@ FOLLOW_SECONDS = 0.02
 
 
 def parameters_of(worker: Any) -> dict[str, Any]:
-    from refitd.serving.evidence import digest
+    from refitd.serving.delivery import digest
 
     model = worker.model_runner.get_model()
     held = [*model.named_parameters(), *model.named_buffers()]
@@ -67,7 +67,7 @@ def plant_copy(model: Any, name: str, by_version: bool) -> None:
 
 def plant_no_evidence(model: Any) -> None:
     """Makes the adapter take every module for one that post-processing left as it was."""
-    from refitd.serving import evidence
+    from refitd.serving import delivery as evidence
 
     object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): [] for layer in model.modules()})
 
@@ -108,7 +108,7 @@ class Program:
         if options["follow"] is not None:
             import refitd.integrations.vllm
 
-            self.weights = refitd.integrations.vllm.follow(self.llm, **options["follow"])
+            self.weights = refitd.integrations.vllm.follow(self.llm, options["follow"])
 
     def between_calls(self) -> None:
         self.weights.poll(FOLLOW_SECONDS)
@@ -148,11 +148,11 @@ class Program:
 
     def take(self, version: int) -> None:
         """Makes the calls that a trainer makes by HTTP at a server."""
-        from refitd.integrations.vllm import versions as _versions
+        from refitd.integrations.vllm import versions
 
-        self.llm.start_weight_update(**_versions.start_arguments(self.llm.start_weight_update))
+        self.llm.start_weight_update(**versions.start_arguments(self.llm.start_weight_update))
         self.llm.update_weights({"update_info": {"version": version}})
-        self.llm.finish_weight_update(*_versions.finish_arguments(self.llm.finish_weight_update, version))
+        self.llm.finish_weight_update(*versions.finish_arguments(self.llm.finish_weight_update, version))
         self.llm.reset_prefix_cache()
 
     def replace(self, name: str, rows: int | None) -> None:

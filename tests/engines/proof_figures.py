@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from refitd.layout.boxes import TensorSpec
 from refitd.serving import proof
-from refitd.layout.records import TensorSpec
 from torch import nn
 from torch.nn import functional as F
 
@@ -135,12 +135,12 @@ def checkpoint(model: Model) -> tuple[list[TensorSpec], list[tuple[int, str, tup
 
 
 def boxes_of(model: Model, specs: list[TensorSpec], places: list[tuple[int, str, tuple[int, ...]]]) -> list[Any]:
-    from refitd.layout import devices as _devices
-    from refitd.layout.records import Box
+    from refitd.layout import devices
+    from refitd.layout.boxes import Box
 
     named = dict(model.named_parameters())
     memories = {
-        name: _devices.memory_at(t.device, t.data_ptr(), t.nbytes, t, name, t.data_ptr, what=name, culprit=name) for name, t in named.items()
+        name: devices.memory_at(t.device, t.data_ptr(), t.nbytes, t, name, t.data_ptr, what=name, culprit=name) for name, t in named.items()
     }
     boxes = []
     for index, name, part in places:

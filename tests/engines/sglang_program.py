@@ -27,7 +27,7 @@ class Program:
         self.weights: Any = None
         self.adapter: Any = None
         if options["follow"] is not None:
-            self.weights = refitd.integrations.sglang.follow(self.engine, **options["follow"])
+            self.weights = refitd.integrations.sglang.follow(self.engine, options["follow"])
 
     def between_calls(self) -> None:
         self.weights.poll(FOLLOW_SECONDS)

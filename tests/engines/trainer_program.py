@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import refitd
 from engine_program import serve_commands
-from refitd.serving.manifest import DTYPES, _header
+from refitd.serving.settings import DTYPES, _header
 
 # Far smaller than the model, so that an update has many parts.
 SLOT_BYTES = 1 << 18
@@ -34,7 +34,7 @@ class Program:
     def __init__(self, checkpoint: str, options: dict[str, Any]) -> None:
         where = options["follow"]
         self.trainer = refitd.Trainer(
-            where["group"], rank=0, world_size=1, socket=where["socket"], device="host", slot_bytes=SLOT_BYTES, slots=4
+            where["group"], rank=0, world_size=1, socket=where["socket"], device="host", spec=refitd.GroupSpec(slot_bytes=SLOT_BYTES, slots=4)
         )
         self.update: Any = None
 

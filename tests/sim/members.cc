@@ -715,7 +715,9 @@ void World::BeginCall(int pid) {
   e.duration = SomeDuration();
   e.verification = group.verification;
   e.evict_late = job.evict_late;
-  if (job.version.value() % 2 == 0) e.tensor_count = static_cast<int64_t>(group.model.size());
+  if (Registers(pid) || job.TellsCountAtBegin()) {
+    e.tensor_count = static_cast<int64_t>(group.model.size());
+  }
   // Claims that the members' memory is on GPUs with slots: broadcasts then go through slots if one
   // daemon has all members.
   e.slots_on_devices = job.slots_on_devices;
@@ -913,6 +915,8 @@ void World::CommitAttempt(int pid, bool ahead) {
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());
   e.request_id = fmt::format("c{}.{}{}", p.attempt, p.token, ahead ? ".ahead" : "");
   e.pushes_under_way = ahead;
+  if (!job.TellsCountAtBegin())
+    e.tensor_count = static_cast<int64_t>(GroupOf(SeatOf(p).g).model.size());
   const bool named = e.update != UpdateId();
   const auto answered = [this, pid, ahead, named, token = p.token, round = p.round](
                             const absl::Status& status, const ReplyPayload&) {

@@ -318,6 +318,9 @@ struct Job {
   bool active = false;
   bool final = false;
   Version version;
+  // Whether trainers tell the number of tensors with Begin; else those that push tell it with
+  // Commit.
+  bool TellsCountAtBegin() const { return version.value() % 2 == 0; }
   Verification verification = Verification::kReadback;
   bool evict_late = false;
   bool slots_on_devices = false;

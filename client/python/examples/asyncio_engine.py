@@ -58,7 +58,7 @@ async def main():
 
     model = EngineModel().to(DTYPE).requires_grad_(False)
     weights, answered = asyncio.Lock(), []
-    engine = await refitd.aio.Engine.attach(options.group, instance=options.instance, staged=True, wait_seconds=200)
+    engine = await refitd.aio.Engine.attach(options.group, instance=options.instance, staged=True, connect=refitd.Connect(wait_seconds=200))
     async with engine:
         print("attached", flush=True)
         serving = asyncio.create_task(serve(model, weights, answered))

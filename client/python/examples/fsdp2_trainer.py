@@ -36,7 +36,7 @@ def main():
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    with refitd.Trainer(options.group, rank=rank, world_size=world_size, wait_seconds=200) as trainer:
+    with refitd.Trainer(options.group, rank=rank, world_size=world_size, connect=refitd.Connect(wait_seconds=200)) as trainer:
         trainer.register(model, dtype=torch.bfloat16)
         for version in range(trainer.next_version, trainer.next_version + options.versions):
             tokens = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(100 * version + rank))

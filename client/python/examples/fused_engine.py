@@ -22,7 +22,7 @@ def main():
 
     model = EngineModel().to(DTYPE).requires_grad_(False)
     refitd.adopt(model)  # on a CPU the parameters must lie in memory that the daemon can map
-    with refitd.Engine(options.group, instance=options.instance, wait_seconds=200) as engine:
+    with refitd.Engine(options.group, instance=options.instance, connect=refitd.Connect(wait_seconds=200)) as engine:
         engine.register(refitd.capture(model.load_weights, checkpoint_manifest()))
         print("registered", flush=True)
         committed = 0

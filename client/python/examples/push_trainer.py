@@ -31,7 +31,7 @@ def main():
 
     torch.manual_seed(0)
     model = TrainerModel()
-    with refitd.Trainer(options.group, wait_seconds=200) as trainer:
+    with refitd.Trainer(options.group, connect=refitd.Connect(wait_seconds=200)) as trainer:
         for version in range(trainer.next_version, trainer.next_version + options.versions):
             with torch.no_grad():
                 for parameter in model.parameters():

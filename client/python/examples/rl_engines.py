@@ -125,7 +125,7 @@ def run_torch_engine(pipe, socket, group):
     torch.manual_seed(1)
     model = EngineModel().to(DTYPE).requires_grad_(False)
     refitd.adopt(model)
-    with refitd.Engine(group, instance="sampler", socket=socket, device="host", wait_seconds=SECONDS) as engine:
+    with refitd.Engine(group, instance="sampler", socket=socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS)) as engine:
         engine.register(refitd.capture(model.load_weights, checkpoint_manifest()))
         weights = Weights(engine)
         while (question := pipe.recv()) is not None:

@@ -65,7 +65,7 @@ class Ranks:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=options.learning_rate)
-        self.trainer = refitd.Trainer(group, rank=rank, world_size=self.size, socket=socket, device="host", wait_seconds=SECONDS)
+        self.trainer = refitd.Trainer(group, rank=rank, world_size=self.size, socket=socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS))
         self.trainer.register(self.model, dtype=DTYPE)
         self.before = {}
 

@@ -13,11 +13,11 @@ torch and numpy are imported where they are used only. Errors are `refitd.Error`
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .layout.records import Box, Layout, PushedTensors, TensorSpec
-from .layout.cuda import CudaMemory
+from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
+from ._core.member import TLS, Connect, GroupSpec
+from ._core.update import InstanceOutcome, Update, UpdateResult
 from .engine import Engine
 from .errors import (
     AlreadyExists,
@@ -43,34 +43,18 @@ from .errors import (
     Unknown,
     UpdateAborted,
 )
-from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
-from .layout.memory import FilledMemory, HostMemory, RegionMemory
-from .layout.regions import Region, adopt, empty, locate
-from ._core.tls import TLS
+from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
+from .layout.capture import Captured, capture
+from .layout.cuda import CudaMemory
+from .layout.memory import FilledMemory, HostMemory, Region, RegionMemory, adopt, empty, locate
+from .layout.shards import Shard
+from .serving.loop import EngineLoop
 from .trainer import Trainer, replace_group
-from ._core.update import InstanceOutcome, Update, UpdateResult
-
-if TYPE_CHECKING:
-    from .layout.capture import Captured, capture
-    from .serving.loop import EngineLoop, engine_loop
-    from .layout.shards import Shard
 
 
 def __getattr__(name: str) -> Any:
-    # Names that need torch are imported when they are first used.
-    if name in ("capture", "Captured"):
-        module = importlib.import_module(".layout.capture", __name__)  # which can be called
-        return module if name == "capture" else module.Captured
-    if name == "Shard":
-        from .layout.shards import Shard
-
-        return Shard
-    if name in ("engine_loop", "EngineLoop"):
-        from .serving import loop
-
-        return getattr(loop, name)
     if name == "__version__":
-        from ._core.abi import library
+        from ._core.native import library
 
         return library().refit_version().decode()
     raise AttributeError(f"module 'refitd' has no attribute {name!r}")
@@ -84,6 +68,7 @@ __all__ = [
     "Captured",
     "Closed",
     "Committed",
+    "Connect",
     "CudaMemory",
     "DataLoss",
     "DeadlineExceeded",
@@ -95,6 +80,7 @@ __all__ = [
     "FailedPrecondition",
     "FilledMemory",
     "Forked",
+    "GroupSpec",
     "HostMemory",
     "InstanceOutcome",
     "Internal",
@@ -131,7 +117,6 @@ __all__ = [
     "adopt",
     "capture",
     "empty",
-    "engine_loop",
     "locate",
     "replace_group",
 ]

@@ -13,55 +13,83 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import engine as _engine
-from . import trainer as _trainer
+from . import engine, trainer
 from ._core import update as _update
+from ._core.events import Event, Weights
 from ._core.inbox import Inbox
 from ._core.waiting import awaited
 from .errors import Closed, DeadlineExceeded, Error
-from ._core.events import Event, Part, Weights
 
 T = TypeVar("T")
+Member = TypeVar("Member")
+Form = TypeVar("Form")
+P = ParamSpec("P")
+
+
+def _formed(call: Callable[P, Coroutine[Any, Any, T]], form: Callable[[T], Form]) -> Callable[P, Coroutine[Any, Any, Form]]:
+    """The call, whose result gets an asyncio form."""
+
+    @functools.wraps(call)
+    async def formed(*arguments: P.args, **named: P.kwargs) -> Form:
+        return form(await call(*arguments, **named))
+
+    return formed
+
+
+def _attaching(kind: Callable[P, Member], close: Callable[[Member], None]) -> Callable[P, Coroutine[Any, Any, Member]]:
+    """Attaches by a member's class, with its arguments and errors."""
+
+    async def attach(*arguments: P.args, **named: P.kwargs) -> Member:
+        return await awaited(functools.partial(kind, *arguments, **named), disown=close)
+
+    return attach
+
+
+def _awaiting(
+    method: Callable[Concatenate[Member, P], T],
+    cancel: Callable[..., None] | None = None,
+    disown: Callable[[T], None] | None = None,
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """The method of a member, awaited. `cancel`: gets the call's arguments where its task is cancelled. `disown`: gets a result that
+    nobody waits for."""
+
+    @functools.wraps(method)
+    async def call(form: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
+        member: Member = form.member
+        cancelled = None if cancel is None else functools.partial(cancel, member, *arguments, **named)
+        return await awaited(functools.partial(method, member, *arguments, **named), cancel=cancelled, disown=disown)
+
+    return call
+
+
+def _cancel_update(member: _update.Update, *_: object, **__: object) -> None:
+    member._cancel()
+
+
+def _cancel_version(member: trainer.Trainer, version: int, **_: object) -> None:
+    member._cancel(version)
 
 
 class Update:
     """An open update: `async with await trainer.update(9) as update: await update.push(name, tensor)`. See refitd.Update."""
 
-    def __init__(self, member: _update.Update, with_layout: bool) -> None:
+    def __init__(self, member: _update.Update) -> None:
         self.member = member
-        self._with_layout = with_layout
 
     @property
     def result(self) -> _update.UpdateResult | None:
         """The result of commit or refit; None before."""
         return self.member.result
 
-    async def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:
-        """Does what refitd.Update.push does. The tensor must not change before it returns."""
-        await self._run(functools.partial(self.member.push, name, tensor, shape=shape, start=start, dtype=dtype))
-
-    async def flush(self) -> None:
-        """Does what refitd.Update.flush does."""
-        await self._run(self.member.flush)
-
-    async def commit(self, tensor_count: int | None = None) -> _update.UpdateResult:
-        """Does what refitd.Update.commit does."""
-        return await self._run(functools.partial(self.member.commit, tensor_count))
-
-    async def refit(self) -> _update.UpdateResult:
-        """Does what refitd.Update.refit does."""
-        return await self._run(self.member.refit)
-
-    async def abort(self, reason: str = "the trainer gave the update up") -> None:
-        """Does what refitd.Update.abort does."""
-        await awaited(functools.partial(self.member.abort, reason))
-
-    async def _run(self, call: Callable[[], T]) -> T:
-        return await awaited(call, cancel=self.member._cancel)
+    push = _awaiting(_update.Update.push, cancel=_cancel_update)
+    flush = _awaiting(_update.Update.flush, cancel=_cancel_update)
+    commit = _awaiting(_update.Update.commit, cancel=_cancel_update)
+    refit = _awaiting(_update.Update.refit, cancel=_cancel_update)
+    abort = _awaiting(_update.Update.abort)
 
     async def __aenter__(self) -> Update:
         return self
@@ -73,7 +101,7 @@ class Update:
             return
         try:
             if error is None:
-                await (self.refit() if self._with_layout else self.commit())
+                await (self.refit() if self.member._with_layout else self.commit())
             else:
                 await self.abort(f"{type(error).__name__}: {error}"[:400])
         except Error:
@@ -83,52 +111,16 @@ class Update:
             await awaited(self.member.close)
 
 
-class Trainer:
-    """A trainer rank. Its methods are those of refitd.Trainer, awaited."""
+class _Attached:
+    """The asyncio form of a member that is attached already."""
 
-    def __init__(self, member: _trainer.Trainer) -> None:
-        """`member`: one that is attached already; else see attach()."""
-        self.member = member
-
-    @classmethod
-    async def attach(cls, group: str, **options: Any) -> Trainer:
-        """Attaches; arguments and errors as of refitd.Trainer."""
-        made = await awaited(functools.partial(_trainer.Trainer, group, **options), disown=_trainer.Trainer.close)
-        return cls(made)
-
-    async def register(self, shards: Any, *, dtype: Any = None, **options: Any) -> None:
-        """Does what refitd.Trainer.register does."""
-        await awaited(functools.partial(self.member.register, shards, dtype=dtype, **options))
-
-    async def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
-        """Does what refitd.Trainer.register_shards does."""
-        await awaited(functools.partial(self.member.register_shards, shards, **options))
-
-    async def register_layout(self, *arguments: Any) -> None:
-        """Does what refitd.Trainer.register_layout does."""
-        await awaited(functools.partial(self.member.register_layout, *arguments))
-
-    async def refit(self, version: int, **options: Any) -> _update.UpdateResult:
-        """Does what refitd.Trainer.refit does. Cancelling gives the update up."""
-        call = functools.partial(self.member.refit, version, **options)
-        return await awaited(call, cancel=functools.partial(self.member._cancel, version))
-
-    async def update(self, version: int, **options: Any) -> Update:
-        """Does what refitd.Trainer.update does. Cancelling gives the update up."""
-        call = functools.partial(self.member.update, version, **options)
-        cancel = functools.partial(self.member._cancel, version)
-        made = await awaited(call, cancel=cancel, disown=_update.Update.close)
-        return Update(made, bool(options.get("with_layout", False)))
-
-    async def get_update(self, version: int) -> str:
-        """Does what refitd.Trainer.get_update does."""
-        return await awaited(functools.partial(self.member.get_update, version))
+    member: Any
 
     async def close(self) -> None:
-        """Does what refitd.Trainer.close does."""
+        """Does what close() of the member does."""
         await awaited(self.member.close)
 
-    async def __aenter__(self) -> Trainer:
+    async def __aenter__(self: Form) -> Form:
         return self
 
     async def __aexit__(
@@ -137,27 +129,35 @@ class Trainer:
         await self.close()
 
 
-class Engine:
+class Trainer(_Attached):
+    """A trainer rank. Its methods are those of refitd.Trainer, awaited; cancelling refit or update gives the update up."""
+
+    def __init__(self, member: trainer.Trainer) -> None:
+        """`member`: one that is attached already; else see attach()."""
+        self.member = member
+
+    attach = staticmethod(_formed(_attaching(trainer.Trainer, trainer.Trainer.close), lambda member: Trainer(member)))
+    register = _awaiting(trainer.Trainer.register)
+    register_layout = _awaiting(trainer.Trainer.register_layout)
+    refit = _awaiting(trainer.Trainer.refit, cancel=_cancel_version)
+    get_update = _awaiting(trainer.Trainer.get_update)
+    update = _formed(_awaiting(trainer.Trainer.update, cancel=_cancel_version, disown=_update.Update.close), Update)
+
+
+class Engine(_Attached):
     """An engine rank. Its methods are those of refitd.Engine, awaited; `async for event in engine` ends with close()."""
 
-    def __init__(self, member: _engine.Engine) -> None:
+    def __init__(self, member: engine.Engine) -> None:
         """`member`: one that is attached already; else see attach()."""
         self.member = member
         self._inbox: Inbox | None = None
 
-    @classmethod
-    async def attach(cls, group: str, *, instance: str, **options: Any) -> Engine:
-        """Attaches; arguments and errors as of refitd.Engine."""
-        call = functools.partial(_engine.Engine, group, instance=instance, **options)
-        return cls(await awaited(call, disown=_engine.Engine.close))
-
-    async def register(self, layout: Any, **options: Any) -> None:
-        """Does what refitd.Engine.register does."""
-        await awaited(functools.partial(self.member.register, layout, **options))
-
-    async def register_layout(self, *arguments: Any) -> None:
-        """Does what refitd.Engine.register_layout does."""
-        await awaited(functools.partial(self.member.register_layout, *arguments))
+    attach = staticmethod(_formed(_attaching(engine.Engine, engine.Engine.close), lambda member: Engine(member)))
+    register = _awaiting(engine.Engine.register)
+    register_layout = _awaiting(engine.Engine.register_layout)
+    ready = _awaiting(engine.Engine.ready)
+    ack = _awaiting(engine.Engine.ack)
+    fail = _awaiting(engine.Engine.fail)
 
     async def next(self, timeout_seconds: float | None = None) -> Event:
         """Does what refitd.Engine.next does. Any number of tasks may wait: they get events in the order in which they asked."""
@@ -181,36 +181,13 @@ class Engine:
             if event is not None:
                 yield event
 
-    async def ready(self, version: int) -> None:
-        """Does what refitd.Engine.ready does."""
-        await awaited(functools.partial(self.member.ready, version))
-
-    async def ack(self, part: Part) -> None:
-        """Does what refitd.Engine.ack does."""
-        await awaited(functools.partial(self.member.ack, part))
-
-    async def fail(self, version: int, reason: str) -> None:
-        """Does what refitd.Engine.fail does."""
-        await awaited(functools.partial(self.member.fail, version, reason))
-
     @property
     def weights(self) -> Weights:
         """The weights' state, as refitd.Engine.weights tells it."""
-        return self.member.weights
+        return Weights(self.member.weights)
 
     @property
     def version(self) -> int | None:
         """The version installed here, as refitd.Engine.version tells it."""
-        return self.member.version
-
-    async def close(self) -> None:
-        """Does what refitd.Engine.close does."""
-        await awaited(self.member.close)
-
-    async def __aenter__(self) -> Engine:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+        version: int | None = self.member.version
+        return version

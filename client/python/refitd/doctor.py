@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from .layout import devices as _devices
-from .layout.finding import CALL_SECONDS, Finding, State
+from .layout import devices
+from .layout.devices import CALL_SECONDS, Finding, State
 
 MIB = 1 << 20
 REFIT_BYTES = MIB
@@ -42,6 +42,8 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Report:
+    """What the doctor found, in the order in which it looked."""
+
     findings: tuple[Finding, ...]
 
     @property
@@ -102,10 +104,10 @@ def _look_at_machine() -> Finding:
 
 
 def _look_at_package() -> Finding:
-    from ._core import binaries as _binaries
+    from ._core import binaries
 
     try:
-        library = _binaries.library()
+        library = binaries.library()
         version = _version()
     except OSError as error:
         return Finding("package", State.BROKEN, f"the library does not load: {error}", "install the wheel again, or mend REFIT_LIBRARY")
@@ -113,7 +115,7 @@ def _look_at_package() -> Finding:
 
 
 def _version() -> str:
-    from ._core.abi import library
+    from ._core.native import library
 
     return str(library().refit_version().decode())
 
@@ -209,7 +211,7 @@ _LOOKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("package", _look_at_package),
     ("programs", _look_at_programs),
     ("frameworks", _look_at_frameworks),
-    *(look for kind in _devices.KINDS for look in kind.looks()),
+    *(look for kind in devices.kinds() for look in kind.looks()),
     ("limits", _look_at_limits),
     ("shared memory", _look_at_shared_memory),
 )
@@ -299,12 +301,13 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
-    from .layout.records import Box, TensorSpec
+    from .layout.boxes import Box, TensorSpec
     from .engine import Engine
     from .errors import Closed, Error
     from ._core.events import Prepare
     from .layout.memory import RegionMemory
-    from .layout.regions import Region
+    from .layout.memory import Region
+    from ._core.member import Connect
     from .trainer import Trainer
 
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"
@@ -322,9 +325,9 @@ def _refit_twice(path: str) -> list[float]:
             pass  # the refit says what failed
 
     source, target = Region(REFIT_BYTES), Region(REFIT_BYTES)
-    options: dict[str, Any] = dict(socket=path, device="host", wait_seconds=CALL_SECONDS, client="refitd.doctor")
+    connect = Connect(socket=path, wait_seconds=CALL_SECONDS, client="refitd.doctor")
     took = []
-    with Trainer(group, **options) as trainer, Engine(group, instance="doctor", **options) as engine:
+    with Trainer(group, device="host", connect=connect) as trainer, Engine(group, instance="doctor", device="host", connect=connect) as engine:
         trainer.register_layout([spec], boxes(source))
         engine.register_layout([spec], boxes(target))
         thread = threading.Thread(target=answer, args=(engine,), daemon=True)
@@ -342,6 +345,7 @@ def _refit_twice(path: str) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `python -m refitd.doctor`; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m refitd.doctor", description="Says what refitd can do on this machine.")
     parser.add_argument("--socket", help="of the daemon (REFITD_SOCKET, else /run/refitd/refitd.sock)")
     parser.add_argument("--json", action="store_true", help="print JSON: {ok, findings: [{what, state, text, advice, figures}]}")

@@ -12,18 +12,16 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from ._core import abi as _abi, collector as _gc
-from .layout import places as _places, devices as _devices
-from ._core.buffers import DeviceBytes, HostBytes
-from .layout.dtypes import BY_CODE, DTYPES
-from .layout.records import Box, TensorSpec
-from ._core.lists import TensorList, check_tensors
-from ._core.member import ConnectOptions, Member, Registration, checked_count, checked_version
-from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
-from ._core.waiting import ends_soon, interruptible
-from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
+from ._core import native
 from ._core.events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
-from .layout.memory import DeviceMemory
+from ._core.member import Connect, Member, Registration, checked_count, checked_version
+from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
+from ._core.tensors import TensorList, check_tensors
+from ._core.waiting import ends_soon, interruptible, paused
+from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
+from .layout import places as _places, devices
+from .layout.boxes import Box, TensorSpec
+from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
 SLICE_SECONDS = 0.1
@@ -61,41 +59,43 @@ class Engine(Member):
         trainer_identity: str | None = None,
         dirty: bool = False,
         fill: bool = True,
-        socket: str | None = None,
-        coordinator: str | None = None,
         device: str | None = None,
-        wait_seconds: float | None = None,
-        call_margin_seconds: float | None = None,
-        reattach_seconds: float | None = None,
-        silence_seconds: float | None = None,
-        client: str | None = None,
+        socket: str | None = None,
+        connect: Connect = Connect(),
     ) -> None:
-        """Attaches, and waits for daemon and group for `wait_seconds` (10).
+        """Attaches, and waits for daemon and group for `connect.wait_seconds` (10 s).
 
-        `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
-        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`,
-        `held_digest`: what the memory holds, complete, from an earlier attachment (Committed told them); with `fill`, memory of another
-        digest holds no version. `held_owner`: Committed's owner of the last version
-        that was committed there, also where the memory is dirty since: a group that is made again belongs to that owner.
-        `trainer_identity`: whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
-        "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's. `dirty`: the memory may hold no whole version;
-        where you don't know, say True. `fill`: without `staged`, the rank takes part in fills. If its instance lacks the group's version,
-        it gets that version from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance
-        holds the version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
-        answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say False
-        where it is not, or where events are taken only when the trainer says so.
+        Args:
+            group: The group's name.
+            instance: The engine's name, equal on its ranks.
+            rank: This rank's number, from 0.
+            world_size: How many ranks the instance has.
+            staged: Whether tensors come as Part events, to load with the engine's own code; else the daemon writes registered parameters.
+            manifest: With `staged`, what must arrive in every update, as (name, dtype, shape).
+            held_version: The version that the memory holds, complete, from an earlier attachment.
+            held_incarnation: Committed's, of `held_version`.
+            held_digest: Committed's, of `held_version`; with `fill`, memory of another digest holds no version.
+            held_owner: Committed's owner of the last version that was committed there, also where the memory is dirty since: a group
+                that is made again belongs to that owner.
+            trainer_identity: Whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
+                "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's.
+            dirty: Whether the memory may hold no whole version; where you don't know, say True.
+            fill: Without `staged`, whether the rank takes part in fills. If its instance lacks the group's version, it gets that version
+                from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance holds the
+                version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
+                answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say
+                False where it is not, or where events are taken only when the trainer says so.
+            device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
+                process, else host memory until tensors on a GPU are registered, for which the engine attaches anew there.
+            socket: The path of the daemon's socket, in short for `connect.socket`.
+            connect: How the daemon is reached. Engines share memory with it, so that it has no `address`.
 
-        `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
-        the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
-        weights are, a GPU's UUID ("GPU-...") or "host";
-        None: the current GPU where torch has used CUDA in this process, else host memory until tensors on a GPU are registered, for which
-        the engine attaches anew there. `reattach_seconds`: how long to try to attach
-        again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
-        lost (30). `client`: free text for status pages.
-
-        Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
-        attached, PermissionDenied where another identity owns the group, InvalidArgument, FailedPrecondition where the group or another
-        rank disagrees.
+        Raises:
+            Unavailable: No daemon answers.
+            DeadlineExceeded: The group does not appear.
+            AlreadyExists: This rank is attached.
+            PermissionDenied: Another identity owns the group.
+            InvalidArgument, FailedPrecondition: An argument is wrong, or the group or another rank disagrees.
         """
         super().__init__()
         refuse_fork()
@@ -104,20 +104,20 @@ class Engine(Member):
             raise InvalidArgument(f"engine rank {rank} of instance {instance}: world_size is {world_size}", culprit=f"engine rank {rank}")
         self.label = f"engine rank {rank} of instance {instance}"
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
-        self.device = _devices.current() if device is None else device
+        self.device = devices.current() if device is None else device
         self._follows_memory = device is None  # whether the device is the first registered tensor's
         self._places: _places.Places | None = None
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
-        options = _abi.sized(
-            _abi.refit_engine_options,
+        options = native.sized(
+            native.refit_engine_options,
             instance=text(instance),
             rank=rank,
             world_size=world_size,
-            delivery=_abi.DELIVERIES["staged" if staged else "registered"],
+            delivery=native.DELIVERIES["staged" if staged else "registered"],
             dirty=int(dirty),
-            fill=_abi.FILL_DEFAULT if fill else _abi.FILL_NEVER,
+            fill=native.FILL_DEFAULT if fill else native.FILL_NEVER,
             held_owner=text(held_owner),
             trainer_identity=text(trainer_identity),
         )
@@ -129,46 +129,63 @@ class Engine(Member):
             check_tensors(specs, self.label)
             listed = TensorList(specs)
             options.has_manifest, options.manifest, options.manifest_count = 1, listed.pointer, listed.count
-        connect = ConnectOptions(
-            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
-        ).structure()
-        options.connect = ctypes.pointer(connect)
-        self._options = options, connect, manifest is not None and listed  # what the structures point to is kept
+        if connect.address is not None:
+            raise InvalidArgument("an engine shares memory with its daemon: give a socket, and no address", culprit="address")
+        made = connect.to(socket)._structure(group, self.device)
+        options.connect = ctypes.pointer(made)
+        self._options = options, made, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
 
     # ---- layout ----
 
-    def register(self, layout: Any, **options: Any) -> None:
+    def register(
+        self,
+        layout: Any,
+        *,
+        buffers: bool | Sequence[str] = True,
+        leave_out: Sequence[str] = (),
+        tied: bool | Mapping[str, str] = True,
+    ) -> None:
         """Registers the parameters of this rank, in place of those registered before; not during an update.
-
-        `layout`: what refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
-        (refitd.empty, refitd.adopt) or on the GPU `device`. `options`: as of refitd.layout.shards.collect.
-
-        Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
-        disagrees, or an update runs; nothing has changed then.
 
         A module's tensors are known by name, those that a loader fills likewise: where one has other memory when an update begins,
         because it was replaced, `ready` refuses the update.
 
         Where two names are one memory (tied weights), a trainer may send either or both. The values of both are compared at every version:
         an update whose values differ fails, naming both tensors; by refit before anything is written.
+
+        Args:
+            layout: What refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
+                (refitd.empty, refitd.adopt) or on the GPU `device`.
+            buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
+            leave_out: Patterns of names that are not taken.
+            tied: As of Trainer.register.
+
+        Raises:
+            InvalidArgument: The layout is wrong in itself; the error names the tensor. Nothing has changed then.
+            FailedPrecondition: Another rank's layout disagrees, or an update runs. Nothing has changed then.
         """
         module = layout if _places.is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .layout.shards import collect
 
-            layout = collect(layout, rank=self.rank, **options)
+            layout = collect(layout, buffers=buffers, leave_out=leave_out, tied=tied, rank=self.rank)
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
             self._places = _places.Places(module, getattr(layout, "parameter_names", None))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
-        """Does what register() does, for plain records. `tied`: names without boxes whose memory is that of another name, and that name.
+        """Does what register() does, for plain records.
 
         Trainers may send a tensor without a box of this rank that is not tied; it is not written, and UpdateResult.left_out names it.
+
+        Args:
+            tensors: The tensors that this rank knows.
+            boxes: The boxes of them that it holds, by `tensor_index`.
+            tied: Names without boxes whose memory is that of another name, and that name.
         """
         self._places = None
-        with _gc.paused():
+        with paused():
             check_tensors(tensors, self.label)
             self._follow_memory(boxes)
             boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
@@ -234,9 +251,9 @@ class Engine(Member):
                     return 0, None
                 if self._pending:
                     return self._pending.pop(0)
-                raw = _abi.sized(_abi.refit_event)
+                raw = native.sized(native.refit_event)
                 with self._handle as handle:
-                    check(_abi.library().refit_engine_next(handle, round(max(remaining, 0.0) * 1000), byref(raw)), self.label)
+                    check(native.library().refit_engine_next(handle, round(max(remaining, 0.0) * 1000), byref(raw)), self.label)
                     event = self._event(handle, raw)
                 if event is not None:
                     return next(self._numbers), event
@@ -255,24 +272,24 @@ class Engine(Member):
                 self._pending.append((number, event))
                 self._pending.sort(key=lambda entry: entry[0])
 
-    def _event(self, handle: int, raw: _abi.refit_event) -> Event | None:
+    def _event(self, handle: int, raw: native.refit_event) -> Event | None:
         kind = raw.kind
-        if kind == _abi.EVENT_NOTHING:
+        if kind == native.EVENT_NOTHING:
             return None
-        if kind == _abi.EVENT_PREPARE:
+        if kind == native.EVENT_PREPARE:
             return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, self)
-        if kind == _abi.EVENT_PART:
+        if kind == native.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
-        if kind == _abi.EVENT_COMMITTED:
+        if kind == native.EVENT_COMMITTED:
             self._mark_written()
             return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"), raw.digest)
-        if kind == _abi.EVENT_ABORTED:
+        if kind == native.EVENT_ABORTED:
             return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
-        if kind == _abi.EVENT_DRAINING:
+        if kind == native.EVENT_DRAINING:
             return Draining()
-        if kind == _abi.EVENT_LOST:
+        if kind == native.EVENT_LOST:
             return Lost(shown(raw.reason), Weights(raw.weights))
-        if kind == _abi.EVENT_REATTACHED:
+        if kind == native.EVENT_REATTACHED:
             return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
         return None  # an event of a later library
 
@@ -287,11 +304,11 @@ class Engine(Member):
             written += [tensor for _, tensor in _places.held_by(places.module)]
         _places.mark_written(written)
 
-    def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
+    def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
-        check(_abi.library().refit_engine_hold(handle, byref(out)), self.label)
+        check(native.library().refit_engine_hold(handle, byref(out)), self.label)
         assert out.value is not None
-        hold = Handle(out.value, _abi.library().refit_hold_free, "a part's memory")
+        hold = Handle(out.value, native.library().refit_hold_free, "a part's memory")
         views = []
         for i in range(raw.view_count):
             given = raw.views[i]
@@ -303,15 +320,15 @@ class Engine(Member):
         return tuple(views)
 
     def _bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-        return _devices.bytes_at(self.device, pointer, nbytes, owner)
+        return devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _new_bytes(self, nbytes: int) -> HostBytes | DeviceBytes:
         """New memory on this rank's device."""
-        kind = _devices.kind_of(self.device)
+        kind = devices.kind_of(self.device)
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
         # The memory is a region of its own, so it is page-aligned, and the system gets it back as soon as it is unused.
-        from .layout.regions import Region
+        from .layout.memory import Region
 
         room = Region(max(nbytes, 1))
         return HostBytes(room.pointer, nbytes, room)
@@ -354,7 +371,7 @@ class Engine(Member):
     @property
     def weights(self) -> Weights:
         """The state of the weights, as far as this rank knows it. Works until close(), also after the lease's end."""
-        return Weights(self._use(_abi.library().refit_engine_weights))
+        return Weights(self._use(native.library().refit_engine_weights))
 
     @property
     def version(self) -> int | None:
@@ -377,7 +394,7 @@ def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
     """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
-    from .layout.dtypes import resolve
+    from .layout.memory import resolve
 
     name, dtype, shape = entry
     return TensorSpec(name, resolve(dtype, f"tensor '{name}'").name, tuple(shape))

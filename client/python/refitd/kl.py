@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .layout.dtypes import resolve
 from .errors import FailedPrecondition, InvalidArgument
+from .layout.memory import resolve
 
 # The most KL, in nats a token, that passes for rounding without a control, by the dtype in which the engine computes. The error of a
 # log-probability grows with the dtype's unit of rounding u, and the KL with its square. Engines whose kernels differ from the

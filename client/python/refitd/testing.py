@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from ._core import binaries as _binaries
+from ._core import binaries
 from .errors import DeadlineExceeded, Unavailable
 
 # Far longer than anything takes; only what hangs reaches them.
@@ -42,7 +42,7 @@ def program(name: str) -> str:
     built = daemon / name if name == "refitd" else daemon / name / name
     if variable not in os.environ and built.is_file():
         return str(built)
-    return _binaries.daemon() if name == "refitd" else _binaries.refitctl()
+    return binaries.daemon() if name == "refitd" else binaries.refitctl()
 
 
 class Daemon:

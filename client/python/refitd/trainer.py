@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from ._core import abi as _abi, collector as _gc
-from .layout import devices as _devices
-from ._core.buffers import DeviceBytes, HostBytes
-from .layout.records import Box, Layout, PushedTensors, TensorSpec
-from ._core.lists import check_tensors
-from ._core.member import CLOSE_SECONDS, ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
+from ._core import native
+from ._core.member import CLOSE_SECONDS, Connect, GroupSpec, Member, Registration, checked_count, checked_version, milliseconds
 from ._core.native import Handle, check, refuse_fork, text
-from ._core.tensors import Packer
-from ._core.waiting import ends_soon, interruptible
-from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
-from ._core.tls import TLS
+from ._core.tensors import Packer, check_tensors
 from ._core.update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
+from ._core.waiting import ends_soon, interruptible, paused
+from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
+from .layout import devices
+from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
+from .layout.casting import DEFAULT_STAGING_BYTES
+from .layout.memory import DeviceBytes, HostBytes
 
 # A trainer does one of these with a version that is not greater than its group's.
 ON_OLDER = ("refuse", "next", "replace")
@@ -53,122 +52,115 @@ class Trainer(Member):
         *,
         rank: int = 0,
         world_size: int = 1,
-        min_instances: int = 1,
-        slot_bytes: int | None = None,
-        slots: int | None = None,
-        engine_only_tensors: Sequence[str] = (),
-        unwanted_tensors: Sequence[str] = (),
-        max_lag: int = 0,
-        encrypted_data: bool = False,
-        create: bool = True,
+        spec: GroupSpec | None = GroupSpec(),
         on_older: str = "refuse",
-        socket: str | None = None,
-        coordinator: str | None = None,
         device: str | None = None,
-        wait_seconds: float | None = None,
-        call_margin_seconds: float | None = None,
-        reattach_seconds: float | None = None,
-        silence_seconds: float | None = None,
-        client: str | None = None,
-        address: str | None = None,
-        tls: TLS | None = None,
-        insecure: bool = False,
+        socket: str | None = None,
+        connect: Connect = Connect(),
     ) -> None:
-        """Attaches, and waits for daemon and group for `wait_seconds` (10).
+        """Attaches, and waits for daemon and group for `connect.wait_seconds` (10 s).
 
-        The first rank makes the group; the others must bring an equal spec: `min_instances` that an update waits for, bytes and number
-        of staging slots (None: the daemon's), `engine_only_tensors` (patterns of names that trainers never bring), `unwanted_tensors`
-        (patterns of names that no engine need want, pushed or registered), `max_lag` (how far an instance's version may be behind the group's while
-        the instance counts as ready), `encrypted_data` (bytes cross between daemons encrypted or not at all; daemons that can't are
-        refused, and so are GPUs over several daemons). With `create=False` the group must be made by someone else.
+        Args:
+            group: The group's name.
+            rank: This rank's number, from 0.
+            world_size: How many trainer ranks the group has.
+            spec: What the group is; the first rank makes it, the others must bring an equal one. None: the group must be made by
+                someone else.
+            on_older: What refit() and update() do with a version that is not greater than the group's, as that of a trainer that goes
+                on from an older checkpoint; equal on all ranks. "refuse": raise FailedPrecondition. "next": take `next_version` in its
+                place; the result tells which. "replace": begin the group anew, which then takes any version: rank 0 replaces it (it
+                needs the role OPERATOR_WRITE at the daemon that has the group), every rank attaches again, and every engine is dirty
+                until the commit.
+            device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
+                process, else host memory.
+            socket: The path of the daemon's socket, in short for `connect.socket`.
+            connect: How the daemon is reached.
 
-        `on_older`: what refit() and update() do with a version that is not greater than the group's, as that of a trainer that goes on
-        from an older checkpoint. "refuse": raise FailedPrecondition. "next": take `next_version` in its place; the result tells which.
-        "replace": begin the group anew, which then takes any version: rank 0 replaces it (it needs the role OPERATOR_WRITE at the daemon
-        that has the group), every rank attaches again, and every engine is dirty until the commit. Equal on all ranks.
-
-        `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
-        the group; None: this one. It is one name, which the daemon resolves anew whenever it joins the group. `device`: where the
-        weights are, a GPU's UUID ("GPU-...") or "host";
-        None: the current GPU where torch has used CUDA in this process, else host memory. `reattach_seconds`: how long to try to attach
-        again to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for this long is
-        lost (30).
-        `call_margin_seconds`: added to what remains of an update as the deadline of its calls (5). `client`: free text for status pages.
-
-        `address`: "HOST:PORT" of the daemon, in place of `socket`. Over TCP nothing shares memory: this rank can push, and its pushes
-        travel inside calls of at most 1 MiB; it can't register. `tls`: the certificates that TCP takes; None: those that the
-        environment names. `insecure`: TCP without them is allowed, for laboratories.
-
-        Raises Unavailable where no daemon answers, Unauthenticated where a certificate is refused, DeadlineExceeded or NotFound where the
-        group does not appear, AlreadyExists where this rank is attached or the group has another spec, InvalidArgument, FailedPrecondition.
+        Raises:
+            Unavailable: No daemon answers.
+            Unauthenticated: A certificate is refused.
+            DeadlineExceeded, NotFound: The group does not appear.
+            AlreadyExists: This rank is attached, or the group has another spec.
+            InvalidArgument, FailedPrecondition: An argument is wrong, and the error names it.
         """
         super().__init__()
         refuse_fork()
         checked_count(world_size, "world_size", 1)
         if not isinstance(rank, int) or not 0 <= rank < world_size:
             raise InvalidArgument(f"trainer rank {rank} of group {group}: world_size is {world_size}", culprit=f"trainer rank {rank}")
-        if on_older not in ON_OLDER or (on_older == "replace" and not create):
+        if on_older not in ON_OLDER or (on_older == "replace" and spec is None):
             possible = " or ".join(map(repr, ON_OLDER))
-            raise InvalidArgument(f"on_older: {on_older!r} is not {possible}; 'replace' needs create=True", culprit="on_older")
+            raise InvalidArgument(f"on_older: {on_older!r} is not {possible}; 'replace' needs a spec", culprit="on_older")
         self.label = f"trainer rank {rank} of group {group}"
-        self._on_older, self._wait_seconds = on_older, WAIT_SECONDS if wait_seconds is None else wait_seconds
+        connect = connect.to(socket)
+        self._on_older, self._wait_seconds = on_older, WAIT_SECONDS if connect.wait_seconds is None else connect.wait_seconds
         self.group, self.rank, self.world_size = group, rank, world_size
-        self.device = device
-        if device is None and address is None:
-            self.device = _devices.current()
-        self.shares_memory = address is None  # with the daemon
-        spec = None
-        if create:
-            spec = group_spec(
-                world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors, max_lag, encrypted_data
-            )
-        connect = ConnectOptions(
-            group,
-            socket,
-            coordinator,
-            wait_seconds,
-            call_margin_seconds,
-            reattach_seconds,
-            silence_seconds,
-            self.device,
-            client,
-            address,
-            tls,
-            insecure,
-        ).structure(spec)
-        options = _abi.sized(_abi.refit_trainer_options, connect=ctypes.pointer(connect), rank=rank, world_size=world_size)
+        self.shares_memory = connect.address is None  # with the daemon
+        self.device = devices.current() if device is None and self.shares_memory else device
+        made = connect._structure(group, self.device, None if spec is None else spec._structure(world_size))
+        options = native.sized(native.refit_trainer_options, connect=ctypes.pointer(made), rank=rank, world_size=world_size)
 
         self._refitting: int | None = None  # the version of the refit that runs, if any
         self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
         self._packer = Packer()  # knows the same tensors
-        self._connect, self._attach_options = connect, options
+        self._connect, self._attach_options = made, options
         self._attach(options)
 
     # ---- shards that stay where they are ----
 
-    def register(self, shards: Any, *, dtype: Any = None, **options: Any) -> None:
+    def register(
+        self,
+        shards: Any,
+        *,
+        dtype: Any = None,
+        exceptions: Mapping[str, Any] | None = None,
+        buffers: bool | Sequence[str] = True,
+        leave_out: Sequence[str] = (),
+        any_cast: Sequence[str] = (),
+        tied: bool | Mapping[str, str] = True,
+        staging: str = "auto",
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+    ) -> None:
         """Registers this rank's shards for refit, in place of those registered before; not during an update of this rank.
-
-        `shards`: a dict of names to tensors (a state dict, with DTensors), a torch module, or a list of refitd.Shard. `dtype`: what
-        floating-point tensors are cast to on the way; None: as they are. `options`: as of refitd.layout.shards.collect.
 
         Host tensors in regions (`empty`, `adopt`) are moved from where they are; others are copied first at each refit, of which a
         StagingWarning tells. Names are bound to the module or dict, not to the tensors that are there now: each refit looks every name up
         again, and follows tensors and memory that took another's place. A list of Shard is bound to its tensors, whose memory is followed.
         refitd keeps what was registered alive.
 
-        Raises InvalidArgument, naming tensor and rank; FailedPrecondition where another rank's layout disagrees or an update runs.
-        Nothing has changed then.
+        Args:
+            shards: A dict of names to tensors (a state dict, with DTensors), a torch module, or a list of refitd.Shard.
+            dtype: What floating-point tensors are cast to on the way; None: as they are.
+            exceptions: Other dtypes, by pattern of names; None as a dtype: as they are. The first pattern that matches counts.
+            buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
+            leave_out: Patterns of names that are not taken.
+            any_cast: Patterns of names that may be cast also where values are lost.
+            tied: Whether names of the same memory are sent once; or the names that are not sent, and the name of each one's memory.
+            staging: "whole" keeps casts of all shards, "push" pushes casts, "auto" keeps at most `staging_bytes`. Equal on all ranks.
+            staging_bytes: Bytes; equal on all ranks.
+
+        Raises:
+            InvalidArgument: A tensor is wrong; the error names tensor and rank. Nothing has changed then.
+            FailedPrecondition: Another rank's layout disagrees, or an update runs. Nothing has changed then.
         """
         from .layout.shards import collect
 
-        with _gc.paused():
-            collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
-            self._register_collected(collected)
-
-    def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
-        """Registers a list of refitd.Shard(name, shape, dtype, tensor, offset): the foundation of `register`."""
-        self.register(list(shards), **options)
+        with paused():
+            self._register_collected(
+                collect(
+                    shards,
+                    dtype,
+                    exceptions,
+                    buffers=buffers,
+                    leave_out=leave_out,
+                    any_cast=any_cast,
+                    tied=tied,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    staging=staging,
+                    staging_bytes=staging_bytes,
+                )
+            )
 
     def register_layout(
         self,
@@ -177,13 +169,18 @@ class Trainer(Member):
         pushed: PushedTensors | None = None,
         before_refit: Callable[[], None] | None = None,
     ) -> None:
-        """Does what register() does, for plain records. `pushed`: tensors that every refit pushes instead. `before_refit`: the function
-        that each refit() calls first.
+        """Does what register() does, for plain records.
 
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
+
+        Args:
+            tensors: The tensors that this rank knows.
+            boxes: The boxes of them that it holds, by `tensor_index`.
+            pushed: Tensors that every refit pushes instead.
+            before_refit: The function that each refit() calls first.
         """
-        with _gc.paused():
+        with paused():
             self._register_collected(Layout(list(tensors), list(boxes), pushed, before_refit))
 
     def _register_collected(self, layout: Layout) -> None:
@@ -204,32 +201,40 @@ class Trainer(Member):
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
         The caller has written the version into the shards before the call, and may write the shards again once refit() has
-        returned. refit() waits for work that torch has queued on the GPU's current stream. `duration_seconds`: of the whole update;
-        None: the daemon's default. `verification`: "off", "transfer", "readback"; None: the daemon's default. `evict_late`: evict
-        instances that are late instead of aborting.
+        returned. refit() waits for work that torch has queued on the GPU's current stream.
 
-        Raises UpdateAborted (its `dirty` says whether engines' weights may be torn), DeadlineExceeded, FailedPrecondition where
-        layouts disagree, naming tensor and rank, before anything is written; Unavailable where the daemon went away.
+        Args:
+            version: The new version, an integer from 0 to 2^63 - 1.
+            duration_seconds: Of the whole update; None: the daemon's default.
+            verification: "off", "transfer", "readback"; None: the daemon's default.
+            evict_late: Whether instances that are late are evicted; else the update aborts.
+
+        Returns:
+            What was moved, in how many seconds, and which instances committed.
+
+        Raises:
+            UpdateAborted: Its `dirty` says whether engines' weights may be torn.
+            DeadlineExceeded: The update was not done in its time.
+            FailedPrecondition: Layouts disagree; the error names tensor and rank, and nothing was written.
+            Unavailable: The daemon went away.
         """
         version = self._version_for(version)
         rebound = self._renew()
         staged = self._fill()
         with self._lock:
             registration = self._registration
+        common = _common(version, duration_seconds, verification, evict_late)
         pushed = registration.pushed_tensors if registration is not None else None
         if pushed is not None:
-            return self._refit_with_pushes(version, duration_seconds, verification, evict_late, pushed, staged, rebound)
-        options = _abi.sized(
-            _abi.refit_refit_options,
-            version=version,
-            duration_ms=milliseconds(duration_seconds, "duration_seconds"),
-            verification=_number(VERIFICATIONS, verification, "verification"),
-            evict_late=int(evict_late),
-        )
+            with self._begin(version, native.sized(native.refit_begin_options, **common), with_layout=True) as update:
+                pushed.push(update)
+            assert update.result is not None
+            return replace(update.result, staged_bytes=staged, rebound=rebound)
+        options = native.sized(native.refit_refit_options, **common)
 
         def refit() -> UpdateResult:
-            raw = _abi.sized(_abi.refit_commit_result)
-            library = _abi.library()
+            raw = native.sized(native.refit_commit_result)
+            library = native.library()
             with self._handle as handle:
                 check(library.refit_trainer_refit(handle, byref(options), byref(raw)), f"{self.label}, version {version}")
                 return result_of(raw, "trainer", handle, staged, rebound)
@@ -258,7 +263,7 @@ class Trainer(Member):
             return 0
         rebound = 0
         if registration.source is not None:
-            with _gc.paused():
+            with paused():
                 try:
                     layout = registration.source.renewed()
                 except BaseException:
@@ -302,22 +307,6 @@ class Trainer(Member):
             )
         return self._fill()
 
-    def _refit_with_pushes(
-        self,
-        version: int,
-        duration_seconds: float | None,
-        verification: str | None,
-        evict_late: bool,
-        pushed: PushedTensors,
-        staged: int,
-        rebound: int,
-    ) -> UpdateResult:
-        update = self._begin(version, duration_seconds, verification, evict_late, with_layout=True)
-        with update:
-            pushed.push(update)
-        assert update.result is not None
-        return replace(update.result, staged_bytes=staged, rebound=rebound)
-
     # ---- pushed tensors ----
 
     def update(
@@ -335,55 +324,48 @@ class Trainer(Member):
     ) -> Update:
         """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
 
-        `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
-        `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
-        need the count, here or from Update.commit. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the
-        registered layout takes part, and the update ends by refit() instead of commit(); its names are looked up as refit() looks them up, at the begin, and its
-        bytes are read in the update's refit(). `note`: text for people, such as "step 1200", shown in the update's
-        status and in the daemon's log; at most 256 bytes of UTF-8 without control characters.
+        Args:
+            version: As of refit, with `verification` and `evict_late`.
+            duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
+            tensor_count: Tensors of all ranks together; engines with staged delivery and no manifest need the count, here or from
+                Update.commit.
+            total_bytes: Bytes of all ranks together.
+            broadcast: "auto", "direct", "chain", "symmetric" or "nccl".
+            with_layout: Whether the registered layout takes part, and the update ends by refit() instead of commit(); its names are looked up
+                as refit() looks them up, at the begin, and its bytes are read in the update's refit().
+            note: Text for people, such as "step 1200", shown in the update's status and in the daemon's log; at most 256 bytes of UTF-8
+                without control characters.
 
-        Raises DeadlineExceeded, naming who was waited for, FailedPrecondition, UpdateAborted, AlreadyExists where this rank has an
-        update open.
+        Returns:
+            The open update, which ends with a `with` block.
+
+        Raises:
+            DeadlineExceeded: Somebody was waited for; the error names who.
+            AlreadyExists: This rank has an update open.
+            FailedPrecondition, UpdateAborted: The update can't begin.
         """
         if "\0" in note:  # C would take the text to end there
             raise InvalidArgument(f"note {note!r} has a NUL character")
         version = self._version_for(version)
         rebound = self._renew() if with_layout else 0
-        update = self._begin(
-            version, duration_seconds, verification, evict_late, tensor_count, total_bytes, broadcast, with_layout, note
+        options = native.sized(
+            native.refit_begin_options,
+            tensor_count=tensor_count or 0,
+            total_bytes=total_bytes or 0,
+            broadcast=_number(native.BROADCASTS, broadcast, "broadcast"),
+            without_layout=int(not with_layout),
+            note=note.encode() or None,
+            **_common(version, duration_seconds, verification, evict_late),
         )
+        update = self._begin(version, options, with_layout)
         update._rebound = rebound
         update._fill = self._fill_unmoved if with_layout else None
         return update
 
-    def _begin(
-        self,
-        version: int,
-        duration_seconds: float | None,
-        verification: str | None,
-        evict_late: bool,
-        tensor_count: int | None = None,
-        total_bytes: int | None = None,
-        broadcast: str = "auto",
-        with_layout: bool = False,
-        note: str = "",
-    ) -> Update:
-        options = _abi.sized(
-            _abi.refit_begin_options,
-            version=version,
-            duration_ms=milliseconds(duration_seconds, "duration_seconds"),
-            verification=_number(VERIFICATIONS, verification, "verification"),
-            evict_late=int(evict_late),
-            tensor_count=tensor_count or 0,
-            total_bytes=total_bytes or 0,
-            broadcast=_number(_abi.BROADCASTS, broadcast, "broadcast"),
-            without_layout=int(not with_layout),
-            note=note.encode() or None,
-        )
-
+    def _begin(self, version: int, options: native.refit_begin_options, with_layout: bool) -> Update:
         def begin() -> Update:
             out = ctypes.c_void_p()
-            library = _abi.library()
+            library = native.library()
             with self._handle as handle:
                 label = f"{self.label}, version {version}"
                 check(library.refit_trainer_begin(handle, byref(options), byref(out)), label)
@@ -441,7 +423,7 @@ class Trainer(Member):
     def _begin_group_anew(self) -> None:
         before = self.reattachments
         if self.rank == 0:
-            interruptible(lambda: check(_abi.library().refit_replace_group(byref(self._connect)), self.label), cancel=ends_soon)
+            interruptible(lambda: check(native.library().refit_replace_group(byref(self._connect)), self.label), cancel=ends_soon)
         deadline = time.monotonic() + self._wait_seconds
         while self._attached_as(before):
             if time.monotonic() > deadline:
@@ -476,11 +458,11 @@ class Trainer(Member):
             pass  # the update had not begun, or has ended: then the call ends by itself
 
     def _slot_bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-        return _devices.bytes_at(self.device, pointer, nbytes, owner)
+        return devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _synchronize(self) -> None:
         """Waits for the work that wrote the shards."""
-        kind = _devices.kind_of(self.device)
+        kind = devices.kind_of(self.device)
         if kind is not None:
             kind.synchronize(self.device)
 
@@ -489,28 +471,29 @@ def replace_group(
     group: str,
     *,
     world_size: int = 1,
-    min_instances: int = 1,
-    slot_bytes: int | None = None,
-    slots: int | None = None,
-    engine_only_tensors: Sequence[str] = (),
-    unwanted_tensors: Sequence[str] = (),
-    max_lag: int = 0,
-    encrypted_data: bool = False,
+    spec: GroupSpec = GroupSpec(),
     socket: str | None = None,
-    wait_seconds: float | None = None,
-    address: str | None = None,
-    tls: TLS | None = None,
-    insecure: bool = False,
+    connect: Connect = Connect(),
 ) -> None:
-    """Begins a group anew, so that its next version may be any number; makes it where there is none. Arguments are as of Trainer, and the
-    spec must be the group's. Every instance is dirty until its next commit, and trainers' leases end: they attach again.
+    """Begins a group anew, so that its next version may be any number; makes it where there is none.
 
-    Raises PermissionDenied without the role OPERATOR_WRITE, AlreadyExists where the group has another spec, FailedPrecondition where an
-    update runs or another daemon has the group (named), Unavailable where no daemon answers.
+    Every instance is dirty until its next commit, and trainers' leases end: they attach again.
+
+    Args:
+        group: The group's name.
+        world_size: How many trainer ranks it has.
+        spec: What the group is, and stays.
+        socket: The path of the daemon's socket, in short for `connect.socket`.
+        connect: How the daemon is reached.
+
+    Raises:
+        PermissionDenied: The caller has not the role OPERATOR_WRITE.
+        AlreadyExists: The group has another spec.
+        FailedPrecondition: An update runs, or another daemon has the group (named).
+        Unavailable: No daemon answers.
     """
-    spec = group_spec(world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors, max_lag, encrypted_data)
-    made = ConnectOptions(group, socket=socket, wait_seconds=wait_seconds, address=address, tls=tls, insecure=insecure).structure(spec)
-    interruptible(lambda: check(_abi.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
+    made = connect.to(socket)._structure(group, None, spec._structure(world_size))
+    interruptible(lambda: check(native.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
 
 
 def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Sequence[int]) -> Registration:
@@ -524,6 +507,16 @@ def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Seque
         [replace(box, tensor_index=index[box.tensor_index]) for box in boxes],
         [index[old] for old in pushed],
     )
+
+
+def _common(version: int, duration_seconds: float | None, verification: str | None, evict_late: bool) -> dict[str, int]:
+    """The fields that refit_begin_options and refit_refit_options share."""
+    return {
+        "version": version,
+        "duration_ms": milliseconds(duration_seconds, "duration_seconds"),
+        "verification": _number(VERIFICATIONS, verification, "verification"),
+        "evict_late": int(evict_late),
+    }
 
 
 def _number(names: dict[Any, int], given: Any, what: str) -> int:

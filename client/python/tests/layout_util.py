@@ -5,10 +5,8 @@ from math import prod
 
 import torch
 
-from refitd.layout import dtypes as _dtypes
-from refitd._core.buffers import HostBytes
-from refitd._core.sources import source_of
-from refitd.layout.memory import FilledMemory, HostMemory
+from refitd._core.tensors import source_of
+from refitd.layout.memory import FilledMemory, HostBytes, HostMemory, torch_dtype
 
 
 class Reader:
@@ -30,7 +28,7 @@ class Reader:
 
     def view(self, box):
         """A view of the box's elements in their memory."""
-        dtype = _dtypes.torch_dtype(self._layout.tensors[box.tensor_index].dtype)
+        dtype = torch_dtype(self._layout.tensors[box.tensor_index].dtype)
         span = 1 + sum((n - 1) * s for n, s in zip(box.extent, box.strides))
         data = self._bytes_of(box.memory)[box.byte_offset : box.byte_offset + span * dtype.itemsize]
         return data.view(dtype).as_strided(box.extent, box.strides)
@@ -43,7 +41,7 @@ class Pushes(list):
     def push(self, name, tensor, *, shape, start):
         source = source_of(name, tensor)
         assert 0 <= start <= start + source.elements <= prod(shape)
-        dtype = _dtypes.torch_dtype(source.dtype.name)
+        dtype = torch_dtype(source.dtype.name)
         elements = torch.empty(source.elements, dtype=dtype)
         half = source.elements // 3
         for first, count in ((0, half), (half, source.elements - half)):
@@ -69,7 +67,7 @@ def assemble(layouts):
 
     def put(spec, index, values):
         if spec.name not in whole:
-            whole[spec.name] = torch.zeros(spec.shape, dtype=_dtypes.torch_dtype(spec.dtype))
+            whole[spec.name] = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
             filled[spec.name] = torch.zeros(spec.shape, dtype=torch.bool)
         assert values.dtype == whole[spec.name].dtype
         seen = filled[spec.name][index]
@@ -97,7 +95,7 @@ def assemble(layouts):
             if name not in whole:
                 whole[name] = torch.zeros(shape, dtype=values.dtype)
                 filled[name] = torch.zeros(shape, dtype=torch.bool)
-            assert values.dtype == _dtypes.torch_dtype(spec.dtype)
+            assert values.dtype == torch_dtype(spec.dtype)
             whole[name].view(-1)[start : start + len(values)] = values
             filled[name].view(-1)[start : start + len(values)] = True
     for name, seen in filled.items():

@@ -1,4 +1,4 @@
-"""refitd._core.abi against client/refit.h and refit_python.h, by the C compiler."""
+"""refitd._core.native against client/refit.h and refit_python.h, by the C compiler."""
 
 import ctypes
 import os
@@ -9,8 +9,8 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from refitd._core import abi as _abi, events, update
-from refitd.layout import dtypes as _dtypes
+from refitd._core import native, events, update
+from refitd.layout.memory import DTYPES
 from refitd import errors
 
 # The C headers lie in the checkout, or where the test runner put them.
@@ -39,14 +39,14 @@ def prototypes():
 
 class AbiTest(unittest.TestCase):
     def test_functions_that_are_declared_are_of_the_headers(self):
-        self.assertLessEqual(set(_abi.FUNCTIONS) | set(_abi.LOCKED_FUNCTIONS), {name for name, _, _ in prototypes()})
-        self.assertFalse(set(_abi.FUNCTIONS) & set(_abi.LOCKED_FUNCTIONS))
-        for library, functions in ((_abi.library(), _abi.FUNCTIONS), (_abi.locked_library(), _abi.LOCKED_FUNCTIONS)):
+        self.assertLessEqual(set(native.FUNCTIONS) | set(native.LOCKED_FUNCTIONS), {name for name, _, _ in prototypes()})
+        self.assertFalse(set(native.FUNCTIONS) & set(native.LOCKED_FUNCTIONS))
+        for library, functions in ((native.library(), native.FUNCTIONS), (native.locked_library(), native.LOCKED_FUNCTIONS)):
             for name in functions:
                 self.assertTrue(hasattr(library, name), name)
 
     def test_functions_take_and_give_what_the_header_says(self):
-        functions = _abi.FUNCTIONS | _abi.LOCKED_FUNCTIONS
+        functions = native.FUNCTIONS | native.LOCKED_FUNCTIONS
         for name, result, arguments in prototypes():
             if name not in functions:
                 continue  # this package does without it
@@ -63,22 +63,22 @@ class AbiTest(unittest.TestCase):
     @unittest.skipUnless(shutil.which("cc"), "no C compiler")
     def test_structures_and_constants_are_laid_out_as_the_compiler_lays_them_out(self):
         lines = ['#include "client/refit_python.h"', "#define SAME(a, b) _Static_assert((a) == (b), #a)"]
-        for structure in _abi.STRUCTURES:
+        for structure in native.STRUCTURES:
             name = structure.__name__
             lines.append(f"SAME(sizeof({name}), {ctypes.sizeof(structure)});")
             for field, *_ in structure._fields_:
                 lines.append(f"SAME(offsetof({name}, {field}), {getattr(structure, field).offset});")
                 lines.append(f"SAME(sizeof((({name}*)0)->{field}), {getattr(structure, field).size});")
         for name in ("WHOLE", "CUDA_IPC_HANDLE_BYTES"):
-            lines.append(f"SAME(REFIT_{name}, {getattr(_abi, name)});")
-        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(_abi).items() if name.startswith(("EVENT_", "WEIGHTS_LEFT_"))]
+            lines.append(f"SAME(REFIT_{name}, {getattr(native, name)});")
+        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(native).items() if name.startswith(("EVENT_", "WEIGHTS_LEFT_"))]
         lines += [f"SAME(REFIT_ROLE_{(role or 'unknown').upper()}, {i});" for i, role in enumerate(errors.ROLES)]
-        lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in _dtypes.DTYPES.values()]
+        lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in DTYPES.values()]
         lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]
         lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in events.Weights]
         lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(update.OUTCOMES)]
-        lines += [f"SAME(REFIT_DELIVERY_{name.upper()}, {i});" for name, i in _abi.DELIVERIES.items()]
-        lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in _abi.BROADCASTS.items()]
+        lines += [f"SAME(REFIT_DELIVERY_{name.upper()}, {i});" for name, i in native.DELIVERIES.items()]
+        lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in native.BROADCASTS.items()]
         lines += [f"SAME(REFIT_VERIFICATION_{(name or 'default').upper()}, {i});" for name, i in update.VERIFICATIONS.items()]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "same.c"
@@ -88,8 +88,8 @@ class AbiTest(unittest.TestCase):
             self.assertEqual(compiled.returncode, 0, compiled.stderr)
 
     def test_structures_that_are_declared_are_compared(self):
-        declared = {name for name, value in vars(_abi).items() if isinstance(value, type) and issubclass(value, ctypes.Structure)}
-        self.assertEqual(declared, {structure.__name__ for structure in _abi.STRUCTURES})
+        declared = {name for name, value in vars(native).items() if isinstance(value, type) and issubclass(value, ctypes.Structure)}
+        self.assertEqual(declared, {structure.__name__ for structure in native.STRUCTURES})
 
 
 if __name__ == "__main__":

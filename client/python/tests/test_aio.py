@@ -11,7 +11,7 @@ import unittest
 import refitd
 import refitd.aio
 from refitd import TensorSpec
-from refitd._core import native as _native
+from refitd._core import native
 from support import SECONDS, DaemonTest, wait_until, whole
 
 SPEC = TensorSpec("w", "uint8", (64,))
@@ -226,12 +226,12 @@ class StormTest(AsyncTest):
                 await server
 
         gc.collect()
-        before = len(_native._open_handles)
+        before = len(native._open_handles)
         self.run_async(main())
 
         def none_is_left():
             gc.collect()
-            return len(_native._open_handles) <= before
+            return len(native._open_handles) <= before
 
         wait_until(none_is_left, "no handle is left")
 

@@ -9,10 +9,10 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from refitd._core import binaries as _binaries
+from refitd._core import binaries
 
 SECONDS = 60  # far longer than anything takes; only a failing test reaches it
-PACKAGE_PARENT = str(Path(_binaries.__file__).parents[2])
+PACKAGE_PARENT = str(Path(binaries.__file__).parents[2])
 # Prints its arguments, then the signals that it ignores, then waits for the end of its input and ends with 7.
 PROGRAM = """#!/bin/sh
 echo "$$" "$@"
@@ -32,7 +32,7 @@ class BinariesTest(unittest.TestCase):
         self.addCleanup(environment.stop)
         for name in ("REFIT_LIBRARY", "REFITD_BINARY", "REFITCTL_BINARY"):
             os.environ.pop(name, None)
-        package = mock.patch.object(_binaries, "_IN_PACKAGE", self.folder / "_bin")
+        package = mock.patch.object(binaries, "_IN_PACKAGE", self.folder / "_bin")
         package.start()
         self.addCleanup(package.stop)
 
@@ -44,19 +44,19 @@ class BinariesTest(unittest.TestCase):
         return str(path)
 
     def test_the_environment_comes_before_the_package_and_the_package_before_the_system(self):
-        self.assertEqual(_binaries.library(), "librefit.so")
+        self.assertEqual(binaries.library(), "librefit.so")
         system = self.file("path/refitd")
-        self.assertEqual(_binaries.daemon(), system)
+        self.assertEqual(binaries.daemon(), system)
         carried = self.file("_bin/refitd")
-        self.assertEqual(_binaries.daemon(), carried)
+        self.assertEqual(binaries.daemon(), carried)
         library = self.file("_bin/librefit.so")
-        self.assertEqual(_binaries.library(), library)
+        self.assertEqual(binaries.library(), library)
         os.environ["REFITD_BINARY"] = os.environ["REFIT_LIBRARY"] = own = self.file("own")
-        self.assertEqual((_binaries.daemon(), _binaries.library()), (own, own))
+        self.assertEqual((binaries.daemon(), binaries.library()), (own, own))
 
     def test_a_variable_that_names_no_file_is_an_error_that_names_both(self):
         for variable, find in (
-            ("REFIT_LIBRARY", _binaries.library), ("REFITD_BINARY", _binaries.daemon), ("REFITCTL_BINARY", _binaries.refitctl)):
+            ("REFIT_LIBRARY", binaries.library), ("REFITD_BINARY", binaries.daemon), ("REFITCTL_BINARY", binaries.refitctl)):
             with mock.patch.dict(os.environ, {variable: "/none/such"}):
                 with self.assertRaisesRegex(FileNotFoundError, variable + ".*/none/such"):
                     find()
@@ -64,7 +64,7 @@ class BinariesTest(unittest.TestCase):
     def test_the_packages_own_script_on_the_path_is_not_taken_for_the_program(self):
         self.file("path/refitd", b"#!/usr/bin/python3\n")
         with self.assertRaisesRegex(FileNotFoundError, "REFITD_BINARY is not set"):
-            _binaries.daemon()
+            binaries.daemon()
 
     def start(self, command, *arguments, **environment):
         """Starts what the console script of that name starts."""

@@ -9,8 +9,8 @@ import unittest
 from unittest import mock
 
 import refitd
-from refitd.layout import devices as _devices, cuda
-from refitd.integrations.vllm import sleep_memory
+from refitd.integrations.vllm import versions as sleep_memory
+from refitd.layout import devices, cuda
 
 SIZE = 2 << 20
 POSIX_DESCRIPTOR = 1
@@ -201,17 +201,17 @@ class AnyOfTest(unittest.TestCase):
     """The device that a rank names which holds nothing."""
 
     def test_the_host_a_gpu_that_torch_does_not_use_and_a_kind_that_there_is_not(self):
-        self.assertEqual(_devices.any_of("cpu"), "host")
+        self.assertEqual(devices.any_of("cpu"), "host")
         with mock.patch.object(cuda, "driver", MadeUpDriver), mock.patch.object(cuda.KIND, "current", lambda used: None):
-            self.assertEqual(_devices.any_of("cuda"), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f")
+            self.assertEqual(devices.any_of("cuda"), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f")
             blind = MadeUpDriver()
             blind.fails_at = 1
             with mock.patch.object(cuda, "driver", lambda: blind), self.assertRaisesRegex(refitd.FailedPrecondition, "sees no GPU.*cuDeviceGet"):
-                _devices.any_of("cuda")
+                devices.any_of("cuda")
         with mock.patch.object(cuda.KIND, "current", lambda used: "GPU-1"):
-            self.assertEqual(_devices.any_of("cuda"), "GPU-1")
+            self.assertEqual(devices.any_of("cuda"), "GPU-1")
         with self.assertRaisesRegex(refitd.InvalidArgument, "device type 'xpu': 'cpu' and 'cuda' are possible"):
-            _devices.any_of("xpu")
+            devices.any_of("xpu")
 
 
 if __name__ == "__main__":

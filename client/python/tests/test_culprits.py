@@ -7,7 +7,8 @@ import unittest
 from pathlib import Path
 
 import refitd
-from refitd.serving import delivery, manifest
+from refitd.serving import delivery
+from refitd.serving.settings import read_manifest
 
 PACKAGE = Path(refitd.__file__).parent
 # A formatted culprit begins with one of these. Names of arguments, options and files stand alone, as plain expressions.
@@ -39,10 +40,10 @@ class CulpritsTest(unittest.TestCase):
 
     def test_engines_name_tensors_and_parameters_as_everybody_does(self):
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "manifest.json"
+            path = Path(folder) / "json"
             path.write_text('{"w": 7}')
             with self.assertRaises(refitd.InvalidArgument) as caught:
-                manifest.read_manifest(str(path))
+                read_manifest(str(path))
             self.assertEqual(caught.exception.culprit, "tensor 'w'")
         for arguments, culprit in (({}, "parameter 'w'"), ({"kind": "tensor"}, "tensor 'w'")):
             with self.assertRaises(refitd.FailedPrecondition) as caught:

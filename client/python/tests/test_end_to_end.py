@@ -40,7 +40,7 @@ def tensors_of(model):
 class EndToEndTest(DaemonTest):
     def engine_of(self, model):
         engine = self.engine()
-        engine.adopt(model)
+        refitd.adopt(model)
         engine.register(tensors_of(model))
         return Server(self, engine)
 
@@ -52,7 +52,7 @@ class EndToEndTest(DaemonTest):
 
     def test_a_module_that_was_adopted_is_refitted_in_place_without_a_copy(self):
         trained, served, trainer = Model(), Model(), self.trainer()
-        trainer.adopt(trained)
+        refitd.adopt(trained)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             trainer.register(trained)
@@ -88,7 +88,7 @@ class EndToEndTest(DaemonTest):
         served, expected = [Fused(rank) for rank in range(2)], [Fused(rank) for rank in range(2)]
         for rank, module in enumerate(served):
             engine = self.engine(rank=rank, world_size=2)
-            engine.adopt(module)
+            refitd.adopt(module)
             captured = refitd.capture(module.load_weights, source)
             self.assertEqual((captured.unsupported, captured.processed), ({}, {}))
             engine.register(captured)
@@ -103,13 +103,6 @@ class EndToEndTest(DaemonTest):
                 self.assertTrue(torch.equal(module.qkv, other.qkv))
                 self.assertTrue(torch.equal(module.gate_up, other.gate_up))
 
-    def test_capture_is_found_both_as_function_and_as_module(self):
-        import refitd.layout.capture as module
-
-        self.assertTrue(callable(refitd.capture))
-        self.assertIs(refitd.capture, module)
-        self.assertIs(refitd.Captured, module.Captured)
-
     def test_a_plain_state_dict_is_staged(self):
         trained, served, trainer = Model(), Model(), self.trainer()
         with pytest.warns(refitd.StagingWarning):
@@ -121,7 +114,7 @@ class EndToEndTest(DaemonTest):
 
     def test_a_cast_is_delivered_but_for_exceptions(self):
         trained, served, trainer = Model(), Model(torch.bfloat16), self.trainer()
-        trainer.adopt(trained)
+        refitd.adopt(trained)
         for version, staging in enumerate(("whole", "push")):
             trainer.register(trained, dtype=torch.bfloat16, exceptions={"router_bias": None}, staging=staging)
             if version == 0:
@@ -132,7 +125,7 @@ class EndToEndTest(DaemonTest):
 
     def test_parameters_whose_memory_moved_are_followed(self):
         trained, served, trainer = Model(), Model(), self.trainer()
-        trainer.adopt(trained)
+        refitd.adopt(trained)
         trainer.register(trained)
         self.engine_of(served)
         trained.up.weight.data = refitd.empty((40, 16), "float32")
@@ -152,7 +145,7 @@ class EndToEndTest(DaemonTest):
     def test_a_shape_that_differs_is_an_error_that_names_the_tensor_before_anything_is_written(self):
         trained, served, trainer = Model(), Model(), self.trainer()
         trained.down = torch.nn.Linear(41, 16)
-        trainer.adopt(trained)
+        refitd.adopt(trained)
         trainer.register(trained)
         before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
         self.engine_of(served)

@@ -82,8 +82,8 @@ class KilledDaemonTest(unittest.TestCase):
         self.assertTrue(update.ended)
 
     def test_with_reattaching_members_go_on_with_the_next_daemon(self):
-        trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host", reattach_seconds=SECONDS)
-        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host", reattach_seconds=SECONDS)
+        trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host", connect=refitd.Connect(reattach_seconds=SECONDS))
+        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host", connect=refitd.Connect(reattach_seconds=SECONDS))
         self.addCleanup(trainer.close)
         source, target = refitd.Region(64), refitd.Region(64)
         trainer.register_layout([SPEC], [whole(source, SPEC)])
@@ -125,7 +125,7 @@ class KilledMemberTest(DaemonTest):
         """
 
     def test_an_engine_that_is_killed_is_evicted_and_the_refit_commits(self):
-        trainer, engine = self.trainer(min_instances=2), self.engine("survivor")
+        trainer, engine = self.trainer(spec=refitd.GroupSpec(min_instances=2)), self.engine("survivor")
         target = refitd.Region(64)
         source = refitd.Region(64)
         source[:] = b"1" * 64
@@ -219,7 +219,7 @@ class KilledMemberTest(DaemonTest):
         self.assertIn("owned", shown)
 
     def test_eighty_dirty_instances_of_long_names_hid_the_status_of_the_update(self):
-        trainer = self.trainer(min_instances=80)
+        trainer = self.trainer(spec=refitd.GroupSpec(min_instances=80))
         names = [f"{i:03}-" + "n" * 120 for i in range(80)]
         for name in names:
             engine = self.engine(name)
@@ -292,7 +292,7 @@ class InterruptTest(DaemonTest):
     def test_ctrl_c_ends_a_begin_that_waits(self):
         status, output, _ = self.interrupted(
             """
-            trainer = refitd.Trainer(group, socket=socket, min_instances=3)
+            trainer = refitd.Trainer(group, socket=socket, spec=refitd.GroupSpec(min_instances=3))
             threading.Timer(0.2, print, ["waits"]).start()
             try:
                 trainer.update(1, duration_seconds=100)
@@ -304,7 +304,7 @@ class InterruptTest(DaemonTest):
 
     def test_ctrl_c_ends_attaching_and_waiting_for_events(self):
         for code in (
-            'refitd.Engine("nobody-makes-it", instance="a", socket=socket, wait_seconds=100)',
+            'refitd.Engine("nobody-makes-it", instance="a", socket=socket, connect=refitd.Connect(wait_seconds=100))',
             'refitd.Trainer(group, socket=socket); engine = refitd.Engine(group, instance="a", socket=socket); list(engine)',
         ):
             with self.subTest(code):
@@ -325,7 +325,7 @@ class InterruptTest(DaemonTest):
         status, output, _ = self.interrupted(
             """
             engine = None
-            trainer = refitd.Trainer(group, socket=socket, min_instances=3)
+            trainer = refitd.Trainer(group, socket=socket, spec=refitd.GroupSpec(min_instances=3))
             signal.signal(signal.SIGINT, lambda *_: print("handler ran"))
             threading.Timer(0.2, print, ["waits"]).start()
             try:

@@ -10,7 +10,7 @@ import unittest
 
 import refitd
 from refitd import TensorSpec
-from refitd._core import native as _native
+from refitd._core import native
 from support import SECONDS, DaemonTest, Server, wait_until, whole
 
 SPEC = TensorSpec("w", "uint8", (64,))
@@ -96,11 +96,11 @@ class InterruptsTest(DaemonTest):
         """Calls `scenario(interruption)` with an interruption at each point until one comes no more. No handle may be left over."""
         scenario(Interruption(-1))
         gc.collect()
-        at, handles = 0, len(_native._open_handles)
+        at, handles = 0, len(native._open_handles)
 
         def none_is_left():
             gc.collect()
-            return len(_native._open_handles) <= handles
+            return len(native._open_handles) <= handles
 
         while True:
             interruption = Interruption(at)

@@ -1,4 +1,4 @@
-"""A plain torch model as an engine: refitd.engine_loop."""
+"""A plain torch model as an engine: refitd.EngineLoop."""
 
 import threading
 import unittest
@@ -28,7 +28,7 @@ class EngineLoop(DaemonTest):
         trainer = self.trainer(rank=0, world_size=1)
         trainer.register(self.source)
         self.served = model(1)
-        loop = refitd.engine_loop(self.served, group=self.group, instance="a", socket=self.daemon.socket, **options)
+        loop = refitd.EngineLoop(self.served, group=self.group, instance="a", socket=self.daemon.socket, **options)
         self.addCleanup(loop.close)
         return trainer, loop
 
@@ -178,7 +178,7 @@ class EngineLoop(DaemonTest):
         trainer = self.trainer(rank=0, world_size=1)
         trainer.register(source)
         self.source, self.served = source, fused
-        loop = refitd.engine_loop(fused, group=self.group, instance="a", socket=self.daemon.socket, names=parts)
+        loop = refitd.EngineLoop(fused, group=self.group, instance="a", socket=self.daemon.socket, names=parts)
         self.addCleanup(loop.close)
         self.fill = lambda seed: [tensor.fill_(seed + i) for i, tensor in enumerate(source.values())]
         self.refit(trainer, loop, 1, 7)
@@ -205,7 +205,7 @@ class EngineLoop(DaemonTest):
         source = {"0.weight": refitd.empty((4, 8), "float32")}
         trainer = self.trainer(rank=0, world_size=1)
         trainer.register(source)
-        loop = refitd.engine_loop(served, group=self.group, instance="a", socket=self.daemon.socket)
+        loop = refitd.EngineLoop(served, group=self.group, instance="a", socket=self.daemon.socket)
         self.addCleanup(loop.close)
         view = served[0].weight.detach()[1:]
         for version in (1, 2):

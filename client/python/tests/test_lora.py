@@ -196,8 +196,8 @@ def daemon():
 def serve(socket, group, seen):
     """An engine that notes what it holds at each version."""
     model = torch.nn.Linear(10, 13, bias=False, dtype=torch.bfloat16)
-    options = dict(clean=False, socket=socket, wait_seconds=SECONDS)
-    with refitd.engine_loop(model, group=group, instance="a", names={"w": model.weight}, **options) as loop:
+    options = dict(clean=False, socket=socket, connect=refitd.Connect(wait_seconds=SECONDS))
+    with refitd.EngineLoop(model, group=group, instance="a", names={"w": model.weight}, **options) as loop:
         for version in (1, 2):
             loop.wait(version, SECONDS)
         seen[group] = model.weight.detach().clone()

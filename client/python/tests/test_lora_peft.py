@@ -122,7 +122,7 @@ def test_engines_get_the_merged_weights_under_the_models_own_names(daemon, which
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with trainer_of(group, daemon) as trainer:
         trainer.register(lora.merged(model), dtype=dtype)
-        with refitd.engine_loop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
+        with refitd.EngineLoop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
             trainer.refit(1)
             loop.wait(1, SECONDS)
             assert engine.differs(expected) == []
@@ -187,7 +187,7 @@ def test_the_callback_refits_a_model_of_pefts_at_each_step(daemon, tmp_path, kin
     )  # fmt: skip
     with trainer_of(group, daemon):
         pass  # the group is there, so that the engine attaches first
-    with refitd.engine_loop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
+    with refitd.EngineLoop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
         begin = expected()
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback, Compare()]).train()
     assert seen == [(1, []), (2, [])] and engine.differs(begin)
@@ -222,8 +222,8 @@ def test_fsdp2_shards_are_merged_where_they_are(daemon):
     loops = []
 
     def attach():
-        options = dict(clean=False, socket=daemon.socket, wait_seconds=SECONDS)
-        loops.append(refitd.engine_loop(engine, group="fsdp2", instance="a", names=engine.names, **options))
+        options = dict(clean=False, socket=daemon.socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        loops.append(refitd.EngineLoop(engine, group="fsdp2", instance="a", names=engine.names, **options))
 
     attaching = threading.Thread(target=attach)
     attaching.start()
@@ -248,7 +248,7 @@ def test_an_engine_computes_with_adapters_that_come_as_a_group_of_their_own(daem
     assert {name for name in tensors if not name.endswith("lora_scaling")} == saved.keys()
     with trainer_of("adapter", daemon) as trainer:
         trainer.register(tensors)
-        with lora.engine_loop(served, group="adapter", instance="a", socket=daemon.socket) as loop:
+        with lora.AdapterLoop(served, group="adapter", instance="a", socket=daemon.socket) as loop:
             for version, scale in ((1, 1.0), (2, 3.0)):
                 with_random_adapters(trained, version)
                 for layer in layers_of(trained).values():

@@ -21,8 +21,7 @@ from test_megatron import arena_of, config_of, parameters_of  # noqa: E402
 import refitd  # noqa: E402
 from refitd import kl, testing  # noqa: E402
 from refitd.integrations import megatron  # noqa: E402
-from refitd.layout.dtypes import torch_dtype  # noqa: E402
-from refitd.layout.regions import Region  # noqa: E402
+from refitd.layout.memory import Region, torch_dtype  # noqa: E402
 from refitd.layout.shards import Shard  # noqa: E402
 
 PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch builds it
@@ -181,13 +180,13 @@ def refit(daemon, mapping, full):
             failures.append(error)
 
     def train(rank):
-        options = dict(socket=daemon.socket, device="host", wait_seconds=SECONDS)
+        options = dict(socket=daemon.socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS))
         with refitd.Trainer(group, rank=rank, world_size=world, **options) as trainer:
             register(trainer, held[rank])
             trainer.refit(1, duration_seconds=SECONDS, verification="readback")
 
     def serve(rank):
-        options = dict(socket=daemon.socket, device="host", wait_seconds=SECONDS, dirty=True)
+        options = dict(socket=daemon.socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS), dirty=True)
         with refitd.Engine(group, instance="vllm", rank=rank, world_size=len(engines), **options) as engine:
             engine.register(engines[rank][0], tied=False)
             event = engine.next(SECONDS)

@@ -16,8 +16,8 @@ from layout_util import pushed_by  # noqa: E402
 
 import refitd  # noqa: E402
 from refitd import StagingWarning, testing  # noqa: E402
-from refitd.integrations import megatron_bridge, slime  # noqa: E402
 from refitd.errors import InvalidArgument, Unimplemented  # noqa: E402
+from refitd.integrations import megatron_bridge, slime  # noqa: E402
 from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, model_shards, shards, table_of  # noqa: E402
 from refitd.layout.shards import Shard, collect  # noqa: E402
 
@@ -307,7 +307,7 @@ def test_a_refit_of_a_model_finishes_its_gathers_and_follows_parameters_that_wer
         warnings.simplefilter("ignore", StagingWarning)  # the parameters are in plain memory
         with (
             refitd.Trainer(group, socket=running.socket, device="host") as trainer,
-            refitd.engine_loop(served, group=group, instance="engine", socket=running.socket, device="host", proof="off") as engine,
+            refitd.EngineLoop(served, group=group, instance="engine", socket=running.socket, device="host", proof="off") as engine,
         ):
             trainer.register(shards)
             for version in (1, 2):

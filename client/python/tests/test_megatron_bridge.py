@@ -145,8 +145,8 @@ def test_engines_get_without_a_gather_what_bridges_export_gathers(daemon, moe, w
         model = torch.nn.Module()
         for i, tensor in enumerate(names.values()):
             model.register_buffer(str(i), tensor)
-        options = dict(clean=False, socket=daemon.socket, wait_seconds=SECONDS)
-        with refitd.engine_loop(model, group=group, instance="a", names=names, **options) as loop:
+        options = dict(clean=False, socket=daemon.socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        with refitd.EngineLoop(model, group=group, instance="a", names=names, **options) as loop:
             loop.wait(1, SECONDS)
             arrived.update({name: tensor.clone() for name, tensor in names.items()})
 

@@ -143,8 +143,8 @@ def test_transformers_computes_with_the_weights_what_megatron_computes(daemon, t
 
     def attach():
         names = dict(by_checkpoint_names(model))
-        options = dict(socket=daemon.socket, wait_seconds=SECONDS, clean=False)
-        loops.append(refitd.engine_loop(model, group=group, instance="transformers", names=names, **options))
+        options = dict(socket=daemon.socket, connect=refitd.Connect(wait_seconds=SECONDS), clean=False)
+        loops.append(refitd.EngineLoop(model, group=group, instance="transformers", names=names, **options))
 
     attaching = threading.Thread(target=attach)
     attaching.start()

@@ -121,7 +121,7 @@ class NamesTest(DaemonTest):
 
     def test_a_single_text_is_no_list_of_names(self):
         with self.assertRaisesRegex(refitd.InvalidArgument, "engine_only_tensors: 'lm_head' is no list"):
-            self.trainer(engine_only_tensors="lm_head")
+            self.trainer(spec=refitd.GroupSpec(engine_only_tensors="lm_head"))
 
     def test_shapes_that_are_no_integers_are_refused(self):
         trainer, engine = self.trainer(), self.engine(staged=True)
@@ -155,7 +155,7 @@ class NamesTest(DaemonTest):
 
 class ClosingTest(DaemonTest):
     def test_close_gives_up_the_refit_of_another_thread(self):
-        trainer = self.trainer(min_instances=2)  # which never come
+        trainer = self.trainer(spec=refitd.GroupSpec(min_instances=2))  # which never come
         trainer.register_layout([refitd.TensorSpec("w", "uint8", (1,))], [])
         errors = []
 

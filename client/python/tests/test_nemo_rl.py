@@ -243,7 +243,7 @@ def test_the_base_class_is_that_of_the_facts():
 
 
 def test_each_sync_brings_the_policys_tensors_to_every_rollout_worker(daemon):
-    errors, rollouts = sync(daemon, "good", [good, good, good], slot_bytes=1 << 20)  # the large tensor comes in parts
+    errors, rollouts = sync(daemon, "good", [good, good, good], spec={"slot_bytes": 1 << 20})  # the large tensor comes in parts
     assert errors == [[None] * 3] * 2
     for rollout in rollouts:
         assert rollout.errors == []
@@ -272,7 +272,7 @@ def test_failures_of_the_policy_end_the_sync_on_every_worker_and_the_next_works(
 
 
 def test_a_first_tensor_larger_than_a_slot_and_a_float32_bias_among_bfloat16_arrive_as_they_are(daemon):
-    errors, rollouts = sync(daemon, "mixed", [mixed, mixed], slot_bytes=1 << 20)
+    errors, rollouts = sync(daemon, "mixed", [mixed, mixed], spec={"slot_bytes": 1 << 20})
     assert errors == [[None] * 2] * 2
     for rollout in rollouts:
         for version, held in enumerate(rollout.held, 1):
@@ -281,7 +281,7 @@ def test_a_first_tensor_larger_than_a_slot_and_a_float32_bias_among_bfloat16_arr
 
 
 def test_a_policy_rank_that_does_not_come_is_named_in_bounded_time(daemon):
-    errors, rollouts = sync(daemon, "missing", [missing], update_seconds=5.0, begin_seconds=20.0, wait_seconds=SECONDS)
+    errors, rollouts = sync(daemon, "missing", [missing], update_seconds=5.0, begin_seconds=20.0, connect={"wait_seconds": SECONDS})
     assert errors[0][0][0] == "DeadlineExceeded" and errors[0][0][2] == "trainer rank 1", errors
     assert errors[1] == [None]
     assert all([type(error) for error in rollout.errors] == [DeadlineExceeded] for rollout in rollouts)
@@ -320,7 +320,7 @@ def test_a_rollout_worker_that_does_not_come_is_named(daemon):
     engine.finalize()
 
 
-@pytest.mark.parametrize("options, message", [({"group": ""}, "group is missing"), ({"sockett": "x"}, "sockett: there is no such option")])
+@pytest.mark.parametrize("options, message", [({"group": ""}, "group is missing"), ({"sockett": "x"}, "sockett: there is no such option"), ({"spec": {"slot": 1}}, "spec.slot: there is no such option")])
 def test_options_that_are_wrong_are_refused_by_name(options, message):
     with pytest.raises(InvalidArgument, match=message):
         Transport(**{"group": "g", **options})

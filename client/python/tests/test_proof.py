@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import refitd
-from refitd.serving import proof
-from refitd.layout import shards
 from refitd.errors import FailedPrecondition
+from refitd.layout import shards
+from refitd.serving import proof
 from support import DaemonTest
 
 HIDDEN, WIDE, VOCABULARY, EXPERTS, CHOSEN = 16, 24, 200, 8, 2
@@ -315,11 +315,11 @@ class Deliveries(unittest.TestCase):
 
 
 class Loops(DaemonTest):
-    """refitd.engine_loop with a proof."""
+    """refitd.EngineLoop with a proof."""
 
     def loop(self, model, **options):
         self.trainer(rank=0, world_size=1)
-        made = refitd.engine_loop(model, group=self.group, instance="a", socket=self.daemon.socket, **options)
+        made = refitd.EngineLoop(model, group=self.group, instance="a", socket=self.daemon.socket, **options)
         self.addCleanup(made.close)
         return made
 

@@ -9,8 +9,8 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
-from refitd._core.buffers import HostBytes
 from refitd.layout.cuda import CudaBytes
+from refitd.layout.memory import HostBytes
 
 try:
     import numpy
@@ -350,7 +350,7 @@ class PushTest(DaemonTest):
 
     @unittest.skipIf(numpy is None, "needs numpy")
     def test_unwanted_and_engine_only_tensors_are_patterns_of_one_syntax_for_pushes_and_refits(self):
-        trainer = self.trainer(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"])
+        trainer = self.trainer(spec=refitd.GroupSpec(unwanted_tensors=["mtp.*.weight", "head"], engine_only_tensors=["*.inv_freq", "rope.?"]))
         engine = self.engine()
         held = {name: refitd.empty((4,), "uint8", like="numpy") for name in ("w", "a.inv_freq", "rope.1")}
         engine.register(held)
@@ -519,7 +519,7 @@ class PushTest(DaemonTest):
 
 class JoinerTest(unittest.TestCase):
     def test_parts_that_overlap_or_disagree_are_refused_by_name(self):
-        from refitd._core.buffers import HostBytes
+        from refitd.layout.memory import HostBytes
 
         class Engine:
             def _new_bytes(self, nbytes):

@@ -11,9 +11,9 @@ import unittest
 from unittest import mock
 
 import refitd
-from refitd._core import native as _native
+from refitd._core import native
 from refitd import errors, testing
-from refitd.layout import regions
+from refitd.layout.memory import ALIGNMENT
 
 try:
     import numpy
@@ -128,7 +128,7 @@ class RegionTest(unittest.TestCase):
     def test_empty_gives_aligned_zeros_that_do_not_overlap(self):
         arrays = [refitd.empty((3, n), "float32", like="numpy") for n in (1, 2, 5, 1000, 10_000_000)]
         for i, array in enumerate(arrays):
-            self.assertEqual(array.ctypes.data % regions.ALIGNMENT, 0)
+            self.assertEqual(array.ctypes.data % ALIGNMENT, 0)
             self.assertIsNotNone(refitd.locate(array.ctypes.data, array.nbytes))
             self.assertEqual(array.sum(), 0)
             array[:] = i + 1
@@ -171,14 +171,14 @@ class ErrorTest(unittest.TestCase):
         for status in refitd.Status:
             if status is refitd.Status.OK:
                 continue
-            error = _native.error_of(status, "Refit: trainer rank 9: tensor 'w' (weights are whole)", "trainer rank 0", told)
+            error = native.error_of(status, "Refit: trainer rank 9: tensor 'w' (weights are whole)", "trainer rank 0", told)
             self.assertEqual((error.status, error.culprit, error.dirty, error.tensor), (status, "engine a rank 3", True, None))
             self.assertEqual(str(error), "trainer rank 0: Refit: trainer rank 9: tensor 'w' (weights are whole)")
             self.assertIsInstance(error, refitd.Error)
-        self.assertIsInstance(_native.error_of(4, ""), TimeoutError)
-        self.assertIsInstance(_native.error_of(3, ""), ValueError)
-        self.assertEqual(_native.error_of(77, "?").status, refitd.Status.UNKNOWN)
-        forged = _native.error_of(10, "lost: tensor 'w' of engine a rank 0 (weights are dirty: instance a)")
+        self.assertIsInstance(native.error_of(4, ""), TimeoutError)
+        self.assertIsInstance(native.error_of(3, ""), ValueError)
+        self.assertEqual(native.error_of(77, "?").status, refitd.Status.UNKNOWN)
+        forged = native.error_of(10, "lost: tensor 'w' of engine a rank 0 (weights are dirty: instance a)")
         self.assertEqual((forged.culprit, forged.dirty, forged.suspects, forged.tensor), (None, None, (), None))
 
     def test_a_culprit_is_the_tensor_else_a_suspect_else_the_field(self):
@@ -195,7 +195,7 @@ class ErrorTest(unittest.TestCase):
     def test_a_message_keeps_nothing_that_a_terminal_obeys(self):
         error = refitd.InvalidArgument("tensor 'w\x1b[2J\x9b\u202e' of a hostile index\nsecond line")
         self.assertEqual(str(error), "tensor 'w\\x1b[2J\\x9b\\u202e' of a hostile index\nsecond line")
-        told = _native.error_of(10, "one\ntwo\r\u2066")
+        told = native.error_of(10, "one\ntwo\r\u2066")
         self.assertEqual(str(told), "one\\ntwo\\r\\u2066")
         self.assertEqual(str(refitd.Error("é 漢 plain")), "é 漢 plain")
 

@@ -127,12 +127,12 @@ def test_flat_ranges_make_the_tensor(seed):
     cuts = sorted({0, whole.numel(), *(rng.randint(0, whole.numel()) for _ in range(3))})
     flat = whole.reshape(-1).clone()
     layouts = [
-        collect(list(range_shards("w", shape, flat[a:b], a)), rank=rank, tied=False)
+        collect(list(range_shards(Shard("w", shape, flat[a:b]), a)), rank=rank, tied=False)
         for rank, (a, b) in enumerate(zip(cuts, cuts[1:]))
     ]
     assert torch.equal(assemble(layouts)["w"], whole)
     with pytest.raises(InvalidArgument, match="tensor 'w'"):
-        list(range_shards("w", shape, flat, 1))
+        list(range_shards(Shard("w", shape, flat), 1))
 
 
 def freed():

@@ -169,11 +169,11 @@ class Server:
             threading.Thread(target=lambda: [event.ready() for event in self.other if isinstance(event, refitd.Prepare)]).start()
             self.engine = self.half(0)
             return
-        self.engine = refitd.Engine(socket=self.socket, device=self.device, wait_seconds=SECONDS, **self.told, **options)
+        self.engine = refitd.Engine(socket=self.socket, device=self.device, connect=refitd.Connect(wait_seconds=SECONDS), **self.told, **options)
         self.engine.register(self.held)
 
     def half(self, rank):
-        engine = refitd.Engine(rank=rank, world_size=2, socket=self.socket, device=self.device, wait_seconds=SECONDS, **self.told)
+        engine = refitd.Engine(rank=rank, world_size=2, socket=self.socket, device=self.device, connect=refitd.Connect(wait_seconds=SECONDS), **self.told)
         shards = []
         for name, tensor in self.held.items():
             middle = (len(tensor) + 1) // 2

@@ -158,8 +158,8 @@ def test_each_update_brings_megatrons_parameters_to_the_engine(tmp_path, moe, ep
     held, seen = dict(by_checkpoint_names(model)), []
 
     def serve(socket):
-        options = dict(clean=False, socket=socket, wait_seconds=SECONDS)
-        with refitd.engine_loop(model, group="slime", instance="a", names=held, **options) as loop:
+        options = dict(clean=False, socket=socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        with refitd.EngineLoop(model, group="slime", instance="a", names=held, **options) as loop:
             seen.append(loop.wait(8, SECONDS))
 
     with testing.daemon() as running:

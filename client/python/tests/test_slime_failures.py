@@ -138,8 +138,8 @@ class Engine:
         self._thread.start()
 
     def _serve(self):
-        options = dict(clean=False, socket=self._socket, wait_seconds=SECONDS)
-        with refitd.engine_loop(self.model, group=GROUP, instance="a", names=self.held, **options) as loop:
+        options = dict(clean=False, socket=self._socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        with refitd.EngineLoop(self.model, group=GROUP, instance="a", names=self.held, **options) as loop:
             if self._until is None:
                 self.ended.wait(SECONDS)
                 self.seen = loop.version
@@ -199,7 +199,7 @@ def test_a_rank_without_a_parameter_fails_on_every_rank_and_the_next_update_work
 @pytest.mark.parametrize("framework", FACTS)
 def test_a_first_tensor_larger_than_a_slot_arrives(tmp_path, framework):
     with testing.daemon() as daemon:
-        of_ranks, engine = run(tmp_path, daemon.socket, framework, vocabulary=MANY_ROWS, slot_bytes=SLOT_BYTES)
+        of_ranks, engine = run(tmp_path, daemon.socket, framework, vocabulary=MANY_ROWS, spec=refitd.GroupSpec(slot_bytes=SLOT_BYTES))
     assert all(rows.nbytes > SLOT_BYTES and raised == [None, None] for raised, _, rows in of_ranks)
     check_second(of_ranks, engine)
 
@@ -208,7 +208,7 @@ def die_at_prepare(folder, socket):
     """An engine whose process is killed when an update has begun."""
     model = model_of(folder, 64)
     refitd.adopt(model)
-    with refitd.Engine(GROUP, instance="doomed", socket=socket, device="host", wait_seconds=SECONDS) as engine:
+    with refitd.Engine(GROUP, instance="doomed", socket=socket, device="host", connect=refitd.Connect(wait_seconds=SECONDS)) as engine:
         engine.register(dict(by_checkpoint_names(model)))
         for event in engine:
             if isinstance(event, refitd.Prepare):

@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 
 from refitd import TensorSpec  # noqa: E402
 from refitd._core import tensors as _tensors  # noqa: E402
-from refitd._core.bindings import Bindings, Marks  # noqa: E402
-from refitd._core.tensors import Addresses, Packer, TensorAddress  # noqa: E402
+from refitd._core.tensors import Addresses, Bindings, Marks, Packer, TensorAddress  # noqa: E402
 from refitd.layout.places import Places  # noqa: E402
 
 WAY = os.environ.get("REFITD_TEST_WAY", "")

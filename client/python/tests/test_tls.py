@@ -38,7 +38,7 @@ class TlsTest(DaemonTest):
         cls.certificate, cls.key = cls.authority.issue("trainer", "spiffe://prod/trainer")
 
     def over_tcp(self, **options):
-        made = refitd.Trainer(self.group, address=self.address, wait_seconds=20, **options)
+        made = refitd.Trainer(self.group, connect=refitd.Connect(address=self.address, wait_seconds=20, **options))
         self.addCleanup(made.close)
         return made
 
@@ -121,7 +121,7 @@ class TlsTest(DaemonTest):
                 self.over_tcp(**options)
         for name, options in (("tls", {"tls": self.tls()}), ("insecure", {"insecure": True})):
             with self.subTest(name=name), self.assertRaisesRegex(refitd.InvalidArgument, f"{name} is for a daemon over TCP"):
-                refitd.Trainer(self.group, socket=self.daemon.socket, **options)
+                refitd.Trainer(self.group, socket=self.daemon.socket, connect=refitd.Connect(**options))
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ class RefitTest(DaemonTest):
         first.close()
         self.assertEqual(self.attached(source).refit(2).version, 2)
         with self.assertRaises(refitd.AlreadyExists):
-            refitd.replace_group(self.group, min_instances=7, socket=self.daemon.socket)
-        for options in ({"on_older": "forget"}, {"on_older": "replace", "create": False}):
+            refitd.replace_group(self.group, spec=refitd.GroupSpec(min_instances=7), socket=self.daemon.socket)
+        for options in ({"on_older": "forget"}, {"on_older": "replace", "spec": None}):
             with self.assertRaisesRegex(refitd.InvalidArgument, "on_older"):
                 self.trainer(**options)
 
@@ -240,16 +240,19 @@ class RefitTest(DaemonTest):
             (refitd.InvalidArgument, dict(rank=2, world_size=2)),
             (refitd.InvalidArgument, dict(world_size=0)),
             (refitd.AlreadyExists, dict()),
-            (refitd.InvalidArgument, dict(wait_seconds=-1)),
-            (refitd.InvalidArgument, dict(client="a\0b")),
+            (refitd.InvalidArgument, dict(connect=refitd.Connect(wait_seconds=-1))),
+            (refitd.InvalidArgument, dict(connect=refitd.Connect(client="a\0b"))),
+            (refitd.InvalidArgument, dict(connect=refitd.Connect(socket="/run/other.sock"))),  # beside socket=
             (refitd.FailedPrecondition, dict(device="GPU-00000000-0000-0000-0000-000000000000")),
         ):
             with self.subTest(options), self.assertRaises(kind):
                 self.trainer(**options)
         with self.assertRaisesRegex(refitd.Unavailable, "/nonexistent"):
-            refitd.Trainer("g", socket="/nonexistent/refitd.sock", wait_seconds=0.01)
+            refitd.Trainer("g", socket="/nonexistent/refitd.sock", connect=refitd.Connect(wait_seconds=0.01))
         with self.assertRaises(refitd.Error):
-            refitd.Engine("no such group", instance="a", socket=self.daemon.socket, wait_seconds=0.01)
+            refitd.Engine("no such group", instance="a", socket=self.daemon.socket, connect=refitd.Connect(wait_seconds=0.01))
+        with self.assertRaisesRegex(refitd.InvalidArgument, "shares memory"):
+            refitd.Engine("g", instance="a", connect=refitd.Connect(address="localhost:1"))
 
     def test_nothing_works_after_close_and_nothing_crashes(self):
         trainer, server, source, target = self.pair()

@@ -91,16 +91,16 @@ def test_each_step_reaches_the_engine_as_save_pretrained_writes_it(daemon, tmp_p
     engine = Engine(tmp_path / "begin", dtype)
     group = f"{kind}-{dtype}"
     steps, seen = [], []
-    callback = RefitCallback(group, dtype=dtype, socket=daemon.socket, device="host", min_instances=1)
+    callback = RefitCallback(group, dtype=dtype, socket=daemon.socket, device="host")
 
     class Compare(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             with loop.use() as version:
                 seen.append((version, engine.tensors_unlike(f"{tmp_path}/step{state.global_step}")))
 
-    with refitd.Trainer(group, socket=daemon.socket, device="host", min_instances=1):
+    with refitd.Trainer(group, socket=daemon.socket, device="host"):
         pass  # the group is there, so that the engine attaches first
-    with refitd.engine_loop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
+    with refitd.EngineLoop(engine, group=group, instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
         with warnings.catch_warnings():
             warnings.simplefilter("error", refitd.StagingWarning)
             transformers.Trainer(
@@ -124,7 +124,7 @@ def train_on_rank(rank, world, socket, group, kind, dtype, folder, tolerate):
             if rank == 0:
                 model.save_pretrained(f"{folder}/step{state.global_step}")
 
-    callback = RefitCallback(group, dtype=dtype, tolerate=tolerate, socket=socket, device="host", min_instances=1)
+    callback = RefitCallback(group, dtype=dtype, tolerate=tolerate, socket=socket, device="host")
     given = arguments(folder, ddp_backend="gloo")
     assert (given.process_index, given.world_size) == (rank, world)
     model = model_of(kind)
@@ -146,7 +146,7 @@ class Holder:
     """An engine that keeps a copy of each version that was committed, and refuses `refused`."""
 
     def __init__(self, socket, group, engine, refused=None):
-        with refitd.Trainer(group, world_size=2, socket=socket, device="host", min_instances=1):
+        with refitd.Trainer(group, world_size=2, socket=socket, device="host"):
             pass  # the group is there, so that the engine attaches first
         self.by_version = {}
         self.refused = refused
@@ -215,10 +215,10 @@ def test_every_second_step_and_the_end_are_refitted(daemon, tmp_path):
         def on_step_end(self, args, state, control, **_):
             versions.append(callback.result and callback.result.version)
 
-    callback = RefitCallback("every", every=2, at_begin=False, socket=daemon.socket, device="host", min_instances=1)
-    with refitd.Trainer("every", socket=daemon.socket, device="host", min_instances=1):
+    callback = RefitCallback("every", every=2, at_begin=False, socket=daemon.socket, device="host")
+    with refitd.Trainer("every", socket=daemon.socket, device="host"):
         pass
-    with refitd.engine_loop(engine, group="every", instance="a", names=engine.names, socket=daemon.socket) as loop:
+    with refitd.EngineLoop(engine, group="every", instance="a", names=engine.names, socket=daemon.socket) as loop:
         transformers.Trainer(model, arguments(tmp_path), train_dataset=data(), callbacks=[callback, Look()]).train()
         assert versions == [None, 2, 2] and loop.wait(3, 60) == 3
 
@@ -227,7 +227,7 @@ def test_a_refit_that_fails_ends_training_unless_it_is_tolerated(daemon, tmp_pat
     engine_region = refitd.empty((4,), "float32", like="torch")
 
     def run(group, tolerate):
-        with refitd.Trainer(group, socket=daemon.socket, device="host", min_instances=1):
+        with refitd.Trainer(group, socket=daemon.socket, device="host"):
             pass
         def serve():
             for event in engine:
@@ -240,7 +240,7 @@ def test_a_refit_that_fails_ends_training_unless_it_is_tolerated(daemon, tmp_pat
         thread.start()
         source = refitd.empty((4,), "float32", like="torch")
         callback = RefitCallback(
-            group, tolerate=tolerate, shards=lambda model: {"w": source}, socket=daemon.socket, device="host", min_instances=1
+            group, tolerate=tolerate, shards=lambda model: {"w": source}, socket=daemon.socket, device="host"
         )
         try:
             transformers.Trainer(model_of("llama"), arguments(tmp_path), train_dataset=data(), callbacks=[callback]).train()
@@ -279,14 +279,14 @@ def test_grpo_of_trl_refits_each_step(daemon, tmp_path):
     model = model_of("llama")
     model.save_pretrained(tmp_path / "begin")
     engine = Engine(tmp_path / "begin", None)
-    callback = RefitCallback("grpo", socket=daemon.socket, device="host", min_instances=1)
+    callback = RefitCallback("grpo", socket=daemon.socket, device="host")
     options = trl.GRPOConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=6,
         learning_rate=1e-2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False,
     )  # fmt: skip
-    with refitd.Trainer("grpo", socket=daemon.socket, device="host", min_instances=1):
+    with refitd.Trainer("grpo", socket=daemon.socket, device="host"):
         pass
-    with refitd.engine_loop(engine, group="grpo", instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
+    with refitd.EngineLoop(engine, group="grpo", instance="a", names=engine.names, clean=False, socket=daemon.socket) as loop:
         trl.GRPOTrainer(
             model=model, args=options, processing_class=tokenizer, callbacks=[callback],
             train_dataset=datasets.Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"] * 4}),

@@ -82,7 +82,7 @@ def checkpoint(kind, folder):
 
 def configured(daemon, folder, group, **options):
     """verl's own configuration of PPO, with the checkpoint engine and what a CPU needs."""
-    engine = {"group": group, "socket": daemon.socket, "wait_seconds": SECONDS, "update_seconds": SECONDS, **options}
+    engine = {"group": group, "socket": daemon.socket, "connect": {"wait_seconds": SECONDS}, "update_seconds": SECONDS, **options}
     said = ", ".join(f"{name}: {value}" for name, value in engine.items())
     here = "actor_rollout_ref."
     overrides = [
@@ -278,8 +278,8 @@ def meet(store, name, count):
 def engine_of(socket, group, **options):
     from refitd.integrations.verl import RefitdCheckpointEngine
 
-    options = {"update_seconds": SECONDS, "begin_seconds": SECONDS, "wait_seconds": SECONDS, **options}
-    return RefitdCheckpointEngine(1 << 20, group=group, socket=socket, slot_bytes=1 << 20, device="host", **options)
+    options = {"update_seconds": SECONDS, "begin_seconds": SECONDS, "connect": {"wait_seconds": SECONDS}, **options}
+    return RefitdCheckpointEngine(1 << 20, group=group, socket=socket, spec={"slot_bytes": 1 << 20}, device="host", **options)
 
 
 def places(engine, trainers, rollouts, group, version):
@@ -348,7 +348,7 @@ def test_what_is_wrong_in_the_weights_fails_on_every_rank_and_the_next_sync_work
 
 def send_alone(rank, world, socket, group, said):
     """Rank 0 sends while the others do not. Returns the exception's text."""
-    engine = engine_of(socket, group, update_seconds=3.0, wait_seconds=3.0)
+    engine = engine_of(socket, group, update_seconds=3.0, connect={"wait_seconds": 3.0})
     engine.init_process_group(**said(engine, rank, world, group))
     try:
         if rank == 0:

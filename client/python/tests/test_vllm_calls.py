@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 from refitd.errors import FailedPrecondition
-from refitd.integrations.vllm import versions as _versions
-from refitd.serving.driver import check_backend
+from refitd.integrations.vllm import versions
+from refitd.integrations.vllm.controls import check_backend
 from refitd.integrations.vllm.endpoints import ServerControls, check_api_servers
 
 
@@ -100,28 +100,28 @@ class Calls(unittest.TestCase):
         modules = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core")}
         modules["vllm.v1.engine.core"].EngineCore = Core
         with mock.patch.dict(sys.modules, modules):
-            _versions.let_wake_up_stay_paused()
-            _versions.let_wake_up_stay_paused()
+            versions.let_wake_up_stay_paused()
+            versions.let_wake_up_stay_paused()
         core = Core()
-        self.assertTrue(core.wake_up([_versions.STAY_PAUSED]))
+        self.assertTrue(core.wake_up([versions.STAY_PAUSED]))
         self.assertEqual(core.calls, [None])
-        core.wake_up([_versions.STAY_PAUSED, "weights"])
+        core.wake_up([versions.STAY_PAUSED, "weights"])
         self.assertEqual(core.calls, [None, ["weights"]])
         core.wake_up()
         self.assertEqual(core.calls, [None, ["weights"], None, "resume"])
 
     def test_an_engine_core_that_does_not_know_how_to_wake_up_paused_is_told(self):
-        _versions.check_awake(True)
-        _versions.check_awake(None)
+        versions.check_awake(True)
+        versions.check_awake(None)
         with self.assertRaisesRegex(FailedPrecondition, "VLLM_PLUGINS"):
-            _versions.check_awake(False)
+            versions.check_awake(False)
 
     def test_a_pause_goes_past_the_sleep_of_pause_generation(self):
-        self.assertEqual(self.run_with(Engine, lambda engine, controls: _versions.pause(engine, "keep")), [("pause", "keep", False)])
+        self.assertEqual(self.run_with(Engine, lambda engine, controls: versions.pause(engine, "keep")), [("pause", "keep", False)])
 
         def without_core(engine, controls):
             engine.engine_core = None
-            return _versions.pause(engine, "wait")
+            return versions.pause(engine, "wait")
 
         self.assertEqual(self.run_with(Engine, without_core), [("pause_generation", "wait", False)])
 
@@ -134,7 +134,7 @@ class Calls(unittest.TestCase):
     def test_speculative_decoding_with_weights_of_its_own_is_told(self):
         for method, found in ((None, None), ("ngram", None), ("suffix", None), ("eagle3", "eagle3"), ("draft_model", "draft_model")):
             config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method))
-            self.assertEqual(_versions.draft_of(config), found)
+            self.assertEqual(versions.draft_of(config), found)
 
     def test_experts_that_are_moved_after_registration_are_refused_by_name(self):
         transfer = SimpleNamespace(backend="refitd")

@@ -5,7 +5,7 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 import refitd
-from refitd.serving import launched
+from refitd.integrations.vllm import controls as launched
 from refitd.serving.driver import Driver, Follower
 from refitd.serving.settings import Settings
 from support import SECONDS, DaemonTest
@@ -85,14 +85,12 @@ class Launched(DaemonTest):
 
         def make(controls):
             process = Process(controls.index, self.together)
-            follower = Follower.__new__(Follower)
             driver = Driver(controls, settings, world_size=WORLD, clean=True, device="cpu", patient=False, index=process.index, drivers=process.count)
             try:
-                follower._begin(driver, process)
+                return Follower(driver, process)
             except BaseException:
                 driver.close()
                 raise
-            return follower
 
         trainer = self.trainer()
         self.source = refitd.empty((4,), "float32")

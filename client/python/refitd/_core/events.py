@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Union
 
-from .buffers import DeviceBytes, HostBytes
-from ..layout.dtypes import DTYPES
 from ..errors import Failure, InvalidArgument
+from ..layout.memory import DTYPES, DeviceBytes, HostBytes
 
 if TYPE_CHECKING:
     import numpy

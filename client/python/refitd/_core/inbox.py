@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Optional
 
-from .waiting import start
 from .events import Event
+from .waiting import start
 
 Taken = tuple[int, Optional[Event]]  # an event with its number; no event: the time was over
 

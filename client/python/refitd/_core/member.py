@@ -1,35 +1,28 @@
-"""The parts that trainers and engines share: attaching, regions known to the daemon, layouts as C lists."""
+"""What trainers and engines share: how they reach their daemon, regions known to it, layouts as C lists."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import abi as _abi
-from ..layout import regions
-from ..layout.devices import connect_fields, kind_of, on_host
-from ..layout.dtypes import DTYPES
-from ..layout.records import Box, PushedTensors, Source, TensorSpec
-from .lists import Piece, PieceList, TensorList, check_boxes, numbers
-from .native import Handle, check, text, texts
-from .tensors import Addresses
-from .waiting import ends_soon, interruptible
 from ..errors import InvalidArgument, NotFound, StagingWarning
-from ..layout.memory import DeviceMemory, FilledMemory, HostMemory, RegionMemory
-from ..layout.regions import Region, aligned
-from .tls import TLS
+from ..layout.boxes import Box, PushedTensors, Source, TensorSpec
+from ..layout.devices import connect_fields, kind_of, on_host
+from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned, locate
+from . import native
+from .native import Handle, check, text, texts
+from .tensors import Addresses, Piece, PieceList, TensorList, check_boxes, numbers
+from .waiting import ends_soon, interruptible
 
 if TYPE_CHECKING:
-    from ..layout.device import Resolver
-
-# close() waits this long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
-CLOSE_SECONDS = 10.0
+    from ..layout.devices import Resolver
 
 Self = TypeVar("Self", bound="Member")
 T = TypeVar("T")
@@ -59,44 +52,99 @@ def checked_count(value: int, what: str, least: int = 0) -> int:
 
 
 @dataclass(frozen=True)
-class ConnectOptions:
-    """How a member attaches: keyword arguments of Trainer and Engine, with their meaning there."""
+class TLS:
+    """The certificates by which a member and a daemon over TCP know each other.
 
-    group: str
+    Fields that are None come from the environment: REFITD_TLS_CERTIFICATE, REFITD_TLS_KEY, REFITD_TLS_ROOTS and REFITD_TLS_SERVER.
+    The files are read anew for each lease.
+
+    Attributes:
+        certificate: The path of a PEM file with this member's certificate and the rest of its chain.
+        key: The path of a PEM file with the certificate's private key, without a password.
+        roots: The path of a PEM file with the roots that sign daemons' certificates.
+        server: The identity that the daemon must have: "spiffe://DOMAIN/PATH", the same with a last part of "*" for all below,
+            "dns:NAME" or "dns:*.DOMAIN". Without any, the daemon's certificate must be for the host of the address.
+    """
+
+    certificate: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+    roots: str | os.PathLike[str] | None = None
+    server: str | None = None
+
+    def _fields(self) -> dict[str, bytes | None]:
+        """The fields of refit_connect_options. Raises InvalidArgument, naming the one that is no text."""
+        return {f"tls_{name}": _encoded(f"tls.{name}", getattr(self, name)) for name in ("certificate", "key", "roots", "server")}
+
+
+def _encoded(what: str, value: str | os.PathLike[str] | None) -> bytes | None:
+    if value is None:
+        return None
+    try:
+        given = os.fspath(value)
+    except TypeError:
+        given = None
+    if not isinstance(given, str) or not given or "\0" in given:
+        raise InvalidArgument(f"{what}: {value!r} is no text", culprit=what)
+    return os.fsencode(given)
+
+
+@dataclass(frozen=True)
+class Connect:
+    """How a member reaches its daemon, and how long it waits.
+
+        trainer = refitd.Trainer("policy", connect=refitd.Connect(address="node-a:7411", tls=refitd.TLS("me.pem", "me.key", "roots.pem")))
+
+    Attributes:
+        socket: The path of the daemon's socket; None: REFITD_SOCKET, else /run/refitd/refitd.sock.
+        coordinator: "HOST:PORT" of the daemon that has the group; None: this one. It is one name, which the daemon resolves anew
+            whenever it joins the group.
+        wait_seconds: How long daemon and group are waited for (10).
+        call_margin_seconds: Added to what remains of an update as the deadline of its calls (5).
+        reattach_seconds: How long a daemon that went away is looked for, to attach again; None: the lease's end is the end.
+        silence_seconds: A daemon that is silent for this long is lost (30).
+        client: Free text for status pages.
+        address: "HOST:PORT" of the daemon, in place of `socket`, for trainers. Over TCP nothing shares memory: the rank can push, in
+            calls of at most 1 MiB each, and can't register.
+        tls: The certificates that TCP takes; None: those that the environment names.
+        insecure: Whether TCP without certificates is allowed, for laboratories.
+    """
+
     socket: str | None = None
     coordinator: str | None = None
     wait_seconds: float | None = None
     call_margin_seconds: float | None = None
     reattach_seconds: float | None = None
     silence_seconds: float | None = None
-    device: str | None = None
     client: str | None = None
     address: str | None = None
     tls: TLS | None = None
     insecure: bool = False
 
-    def structure(self, spec: _abi.refit_group_spec | None = None) -> _abi.refit_connect_options:
+    def to(self, socket: str | None) -> Connect:
+        """This, to the daemon at `socket` where that is given. Raises InvalidArgument where this names a daemon as well."""
+        if socket is None:
+            return self
+        if self.socket is not None:
+            raise InvalidArgument(f"both socket {socket!r} and connect.socket {self.socket!r} are given", culprit="socket")
+        return replace(self, socket=socket)
+
+    def _structure(self, group: str, device: str | None, spec: native.refit_group_spec | None = None) -> native.refit_connect_options:
         """The C structure. What it points to lives as long as the structure does."""
-        for name in ("group", "socket", "coordinator", "device", "client", "address"):
-            value = getattr(self, name)
+        texts_ = {name: getattr(self, name) for name in ("socket", "coordinator", "client", "address")}
+        for name, value in {"group": group, "device": device, **texts_}.items():
             if value is not None and (not isinstance(value, str) or "\0" in value):
                 raise InvalidArgument(f"{name}: {value!r} is no text", culprit=name)
         self._check_tcp()
-        made = _abi.sized(
-            _abi.refit_connect_options,
-            socket=text(self.socket),
-            group=text(self.group),
-            wait_ms=milliseconds(self.wait_seconds, "wait_seconds"),
-            call_margin_ms=milliseconds(self.call_margin_seconds, "call_margin_seconds"),
-            client=text(self.client),
-            coordinator=text(self.coordinator),
-            reattach_ms=milliseconds(self.reattach_seconds, "reattach_seconds"),
-            silence_ms=milliseconds(self.silence_seconds, "silence_seconds"),
-            device=text(None if on_host(self.device) else self.device),
-            address=text(self.address),
+        times = ("wait", "call_margin", "reattach", "silence")
+        made = native.sized(
+            native.refit_connect_options,
+            group=text(group),
+            device=text(None if on_host(device) else device),
             insecure=int(self.insecure),
+            **{name: text(value) for name, value in texts_.items()},
+            **{f"{name}_ms": milliseconds(getattr(self, f"{name}_seconds"), f"{name}_seconds") for name in times},
             **connect_fields(),
-            **({} if self.tls is None else self.tls.fields()),
+            **({} if self.tls is None else self.tls._fields()),
         )
         if spec is not None:
             made.spec = ctypes.pointer(spec)
@@ -112,38 +160,73 @@ class ConnectOptions:
             raise InvalidArgument(f"both socket {self.socket!r} and address {self.address!r} are given", culprit="address")
 
 
-def names_of(names: Sequence[str], what: str) -> list[str]:
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group is beside its name and its number of trainer ranks. The first rank makes the group; the others bring an equal spec.
+
+    Attributes:
+        min_instances: How many engine instances an update waits for.
+        slot_bytes: Bytes of a staging slot, a multiple of 4,096; None: the daemon's default.
+        slots: How many staging slots there are, 2 to 64; None: the daemon's default.
+        engine_only_tensors: Patterns of names that trainers never bring.
+        unwanted_tensors: Patterns of names that no engine need want, pushed or registered.
+        max_lag: How far an instance's version may be behind the group's while the instance counts as ready.
+        encrypted_data: Whether bytes cross between daemons encrypted or not at all: daemons that can't are refused, and so are GPUs
+            over several daemons.
+    """
+
+    min_instances: int = 1
+    slot_bytes: int | None = None
+    slots: int | None = None
+    engine_only_tensors: Sequence[str] = ()
+    unwanted_tensors: Sequence[str] = ()
+    max_lag: int = 0
+    encrypted_data: bool = False
+
+    def _structure(self, world_size: int) -> native.refit_group_spec:
+        """The C structure, of a group with `world_size` trainer ranks."""
+        engine_only = _names_of(self.engine_only_tensors, "engine_only_tensors")
+        unwanted = _names_of(self.unwanted_tensors, "unwanted_tensors")
+        return native.sized(
+            native.refit_group_spec,
+            trainer_ranks=checked_count(world_size, "world_size", 1),
+            min_instances=checked_count(self.min_instances, "min_instances", 1),
+            slot_bytes=0 if self.slot_bytes is None else self.slot_bytes,
+            slots=0 if self.slots is None else checked_count(self.slots, "slots", 1),
+            engine_only_count=len(engine_only),
+            engine_only_tensors=texts(engine_only),
+            unwanted_count=len(unwanted),
+            unwanted_tensors=texts(unwanted),
+            max_lag=checked_count(self.max_lag, "max_lag", 0),
+            encrypted_data=1 if self.encrypted_data else 0,
+        )
+
+
+def _names_of(names: Sequence[str], what: str) -> list[str]:
     """The names as a list; raises InvalidArgument for a single text, whose characters would be taken for names."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InvalidArgument(f"{what}: {names!r} is no list of names", culprit=what)
     return list(names)
 
 
-def group_spec(
-    trainer_ranks: int,
-    min_instances: int,
-    slot_bytes: int | None,
-    slots: int | None,
-    engine_only: Sequence[str],
-    unwanted: Sequence[str],
-    max_lag: int,
-    encrypted: bool,
-) -> _abi.refit_group_spec:
-    """The C structure of a group's spec; None is the daemon's default."""
-    engine_only, unwanted = names_of(engine_only, "engine_only_tensors"), names_of(unwanted, "unwanted_tensors")
-    return _abi.sized(
-        _abi.refit_group_spec,
-        trainer_ranks=checked_count(trainer_ranks, "world_size", 1),
-        min_instances=checked_count(min_instances, "min_instances", 1),
-        slot_bytes=0 if slot_bytes is None else slot_bytes,
-        slots=0 if slots is None else checked_count(slots, "slots", 1),
-        engine_only_count=len(engine_only),
-        engine_only_tensors=texts(engine_only),
-        unwanted_count=len(unwanted),
-        unwanted_tensors=texts(unwanted),
-        max_lag=checked_count(max_lag, "max_lag", 0),
-        encrypted_data=1 if encrypted else 0,
-    )
+def made_of(kind: type[T], given: T | Mapping[str, Any], where: str) -> T:
+    """A Connect, a GroupSpec or other dataclass of the fields that a framework's configuration gives.
+
+    Raises:
+        InvalidArgument: There is no field of a name in `given`; `where` names the place in the configuration.
+    """
+    if isinstance(given, kind):
+        return given
+    assert isinstance(given, Mapping)
+    known = {field.name for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise InvalidArgument(f"{where}.{name}: there is no such option", culprit=name)
+    return kind(**given)
+
+
+# close() waits this long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
+CLOSE_SECONDS = 10.0
 
 
 @dataclass
@@ -233,7 +316,7 @@ class Member:
 
         def attach() -> Handle:
             out = ctypes.c_void_p()
-            library = _abi.library()
+            library = native.library()
             check(getattr(library, f"refit_{self._kind}_attach")(ctypes.byref(options), ctypes.byref(out)), self.label)
             assert out.value is not None
             return Handle(out.value, getattr(library, f"refit_{self._kind}_free"), self.label)
@@ -251,7 +334,7 @@ class Member:
 
     def _check(self, function: str, *arguments: Any) -> None:
         """Makes a short call of the C function refit_<kind>_<function>, and raises what it answers."""
-        called = getattr(_abi.library(), f"refit_{self._kind}_{function}")
+        called = getattr(native.library(), f"refit_{self._kind}_{function}")
         self._use(lambda handle: check(called(handle, *arguments), self.label))
 
     def _ask_version(self, function: str) -> int | None:
@@ -294,21 +377,9 @@ class Member:
     @property
     def reattachments(self) -> int:
         """How often a lost lease was followed by another (`reattach_seconds`)."""
-        return int(self._use(getattr(_abi.library(), f"refit_{self._kind}_reattachments")))
+        return int(self._use(getattr(native.library(), f"refit_{self._kind}_reattachments")))
 
     # ---- memory ----
-
-    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
-        """Makes a tensor of zeros, of `shape` elements, in memory that the daemon can map, as `refitd.empty` does."""
-        return regions.empty(shape, dtype, like=like, inherit=inherit)
-
-    def adopt(self, module: Any, *, buffers: bool = True, inherit: bool = True) -> Region | None:
-        """Moves a torch module's CPU parameters into a region that the daemon can map, as `refitd.adopt` does."""
-        return regions.adopt(module, buffers=buffers, inherit=inherit)
-
-    def locate(self, pointer: int, nbytes: int) -> Region | None:
-        """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
-        return regions.locate(pointer, nbytes)
 
     def _known_region(self, region: Region) -> Handle:
         """The C region that makes `region` known to this member's daemon; made at its first use."""
@@ -316,11 +387,11 @@ class Member:
             known = self._known.get(region)
             if known is None:
                 out = ctypes.c_void_p()
-                add = getattr(_abi.library(), f"refit_{self._kind}_add_memfd")
+                add = getattr(native.library(), f"refit_{self._kind}_add_memfd")
                 with self._handle as handle:
                     check(add(handle, region.descriptor, region.nbytes, ctypes.byref(out)), self.label)
                 assert out.value is not None
-                known = Handle(out.value, _abi.library().refit_region_free, "a region")
+                known = Handle(out.value, native.library().refit_region_free, "a region")
                 self._known[region] = known
             return known
 
@@ -379,7 +450,7 @@ class Member:
             if isinstance(memory, RegionMemory):
                 places[id(memory)] = memory.region, memory.byte_offset
             elif isinstance(memory, HostMemory):
-                region = regions.locate(memory.pointer, memory.nbytes)
+                region = locate(memory.pointer, memory.nbytes)
                 if region is not None:
                     places[id(memory)] = region, memory.pointer - region.pointer
                 elif stage:
@@ -456,7 +527,7 @@ class Member:
     def _hand_over(self, registration: Registration) -> None:
         tensors = TensorList(registration.tensors)
         pieces = PieceList(registration.pieces)
-        register = getattr(_abi.library(), f"refit_{self._kind}_register")
+        register = getattr(native.library(), f"refit_{self._kind}_register")
         arguments: list[int] = [tensors.pointer, tensors.count, pieces.pointer, pieces.count]
         if self._kind == "trainer":
             pushed = numbers(registration.pushed)

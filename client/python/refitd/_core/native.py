@@ -1,4 +1,8 @@
-"""Handles of the C library that no call can use after they were freed, or in a forked child; statuses as exceptions."""
+"""The C interface of librefit.so (client/refit.h, refit_python.h), declared for ctypes, what this package uses of it; and the handles that it gives.
+
+ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). The library is loaded on
+first use; `REFIT_LIBRARY` names another file than the one that comes with the package.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,413 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p, py_object
+from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
-from . import abi as _abi
 from ..errors import ROLES, Closed, Error, Failure, Forked, Status, Suspect, escaped, subclass_of
+from . import binaries
+
+# refit_tensor.count
+WHOLE = -1
+CUDA_IPC_HANDLE_BYTES = 64
+
+# refit_engine_options.delivery
+DELIVERIES = {"registered": 0, "staged": 1}
+FILL_DEFAULT = 0
+FILL_NEVER = 1
+
+# refit_begin_options.broadcast
+BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
+
+# refit_failure.weights_left
+WEIGHTS_LEFT_CLEAN = 1
+WEIGHTS_LEFT_DIRTY = 2
+
+# refit_event.kind
+EVENT_NOTHING = 0
+EVENT_PREPARE = 1
+EVENT_PART = 2
+EVENT_COMMITTED = 3
+EVENT_ABORTED = 4
+EVENT_DRAINING = 5
+EVENT_LOST = 6
+EVENT_REATTACHED = 7
+
+
+class refit_tensor(ctypes.Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("dtype", c_int32),
+        ("dim_count", c_int32),
+        ("dims", c_void_p),
+        ("start", c_int64),
+        ("count", c_int64),
+    ]
+
+
+class refit_group_spec(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("trainer_ranks", c_int32),
+        ("min_instances", c_int32),
+        ("slot_bytes", c_int64),
+        ("slots", c_int32),
+        ("engine_only_count", c_int32),
+        ("engine_only_tensors", POINTER(c_char_p)),
+        ("unwanted_count", c_int32),
+        ("unwanted_tensors", POINTER(c_char_p)),
+        ("max_lag", c_int64),
+        ("encrypted_data", c_int32),
+    ]
+
+
+class refit_connect_options(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("socket", c_char_p),
+        ("group", c_char_p),
+        ("spec", POINTER(refit_group_spec)),
+        ("wait_ms", c_int64),
+        ("call_margin_ms", c_int64),
+        ("client", c_char_p),
+        ("coordinator", c_char_p),
+        ("reattach_ms", c_int64),
+        ("silence_ms", c_int64),
+        ("device", c_char_p),
+        ("cuda_library", c_char_p),
+        ("address", c_char_p),
+        ("tls_certificate", c_char_p),
+        ("tls_key", c_char_p),
+        ("tls_roots", c_char_p),
+        ("tls_server", c_char_p),
+        ("insecure", c_int64),
+    ]
+
+
+class refit_piece(ctypes.Structure):
+    _fields_ = [
+        ("tensor", c_int64),
+        ("offset", c_void_p),
+        ("extent", c_void_p),
+        ("strides", c_void_p),
+        ("region", c_void_p),
+        ("byte_offset", c_int64),
+    ]
+
+
+class refit_trainer_options(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("connect", POINTER(refit_connect_options)),
+        ("rank", c_int32),
+        ("world_size", c_int32),
+    ]
+
+
+class refit_begin_options(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("version", c_int64),
+        ("duration_ms", c_int64),
+        ("verification", c_int32),
+        ("evict_late", c_int32),
+        ("tensor_count", c_int64),
+        ("total_bytes", c_int64),
+        ("broadcast", c_int32),
+        ("without_layout", c_int32),
+        ("note", c_char_p),
+    ]
+
+
+class refit_bucket(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("tensors", c_void_p),
+        ("tensor_count", c_int64),
+        ("packed", c_int32),
+        ("chunk_count", c_int32),
+        ("byte_offsets", c_void_p),
+        ("region", c_void_p),
+        ("region_offsets", c_void_p),
+        ("slot", c_void_p),
+        ("chunks", c_void_p),
+        ("chunk_bytes", c_void_p),
+    ]
+
+
+class refit_commit_result(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("version", c_int64),
+        ("bytes", c_int64),
+        ("seconds", c_double),
+        ("instances", c_int32),
+        ("committed", c_int32),
+        ("pushed_bytes", c_int64 * 5),
+        ("left_out_tensors", c_int64),
+        ("left_out_bytes", c_int64),
+    ]
+
+
+class refit_refit_options(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("version", c_int64),
+        ("duration_ms", c_int64),
+        ("verification", c_int32),
+        ("evict_late", c_int32),
+    ]
+
+
+class refit_engine_options(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("connect", POINTER(refit_connect_options)),
+        ("instance", c_char_p),
+        ("rank", c_int32),
+        ("world_size", c_int32),
+        ("delivery", c_int32),
+        ("has_manifest", c_int32),
+        ("manifest", c_void_p),
+        ("manifest_count", c_int64),
+        ("has_held_version", c_int32),
+        ("held_version", c_int64),
+        ("dirty", c_int32),
+        ("held_origin", c_uint64),
+        ("fill", c_int32),
+        ("held_owner", c_char_p),
+        ("trainer_identity", c_char_p),
+        ("held_digest", c_uint64),
+    ]
+
+
+class refit_view(ctypes.Structure):
+    _fields_ = [("tensor", refit_tensor), ("data", c_void_p)]
+
+
+class refit_event(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("kind", c_int32),
+        ("dirty", c_int32),
+        ("version", c_int64),
+        ("remaining_ms", c_int64),
+        ("tensor_count", c_int64),
+        ("update_id", c_uint64),
+        ("part", c_int64),
+        ("view_count", c_int64),
+        ("views", POINTER(refit_view)),
+        ("reason", c_char_p),
+        ("weights", c_int32),
+        ("incarnation", c_uint64),
+        ("owner", c_char_p),
+        ("digest", c_uint64),
+    ]
+
+
+class refit_suspect(ctypes.Structure):
+    _fields_ = [
+        ("role", c_int32),
+        ("rank", c_int32),
+        ("pid", c_int64),
+        ("daemon", c_char_p),
+        ("instance", c_char_p),
+    ]
+
+
+class refit_failure(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("status", c_int32),
+        ("weights_left", c_int32),
+        ("what", c_char_p),
+        ("suspects", POINTER(refit_suspect)),
+        ("suspects_named", c_int64),
+        ("suspect_count", c_int64),
+        ("dirty_instances", POINTER(c_char_p)),
+        ("dirty_named", c_int64),
+        ("dirty_count", c_int64),
+        ("tensor", c_char_p),
+        ("field", c_char_p),
+        ("version", c_int64),
+        ("may_be_retried", c_int32),
+    ]
+
+
+class refit_python(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exchange", c_void_p),
+        ("is_negated", c_void_p),
+        ("storage", c_void_p),
+        ("storage_bytes", c_void_p),
+        ("storage_offset", c_void_p),
+        ("implementation_at", c_int64),
+        ("storage_at", c_int64),
+        ("get_storage_bytes", c_void_p),
+        ("get_storage_offset", c_void_p),
+        ("get_address", c_void_p),
+        ("get_dtype", c_void_p),
+        ("get_dim", c_void_p),
+        ("get_sizes", c_void_p),
+        ("get_strides", c_void_p),
+    ]
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    refit_tensor,
+    refit_group_spec,
+    refit_connect_options,
+    refit_piece,
+    refit_trainer_options,
+    refit_begin_options,
+    refit_bucket,
+    refit_commit_result,
+    refit_refit_options,
+    refit_engine_options,
+    refit_view,
+    refit_event,
+    refit_suspect,
+    refit_failure,
+    refit_python,
+)
+
+# void done(void* argument, refit_status status, const char* message)
+refit_done = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
+
+_OUT = POINTER(c_void_p)
+_STATUS = c_int
+
+# Each function's result and arguments. Handles are c_void_p.
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "refit_version": (c_char_p, ()),
+    "refit_last_error": (c_char_p, ()),
+    "refit_last_failure": (_STATUS, (POINTER(refit_failure),)),
+    "refit_region_free": (None, (c_void_p,)),
+    "refit_replace_group": (_STATUS, (POINTER(refit_connect_options),)),
+    "refit_trainer_attach": (_STATUS, (POINTER(refit_trainer_options), _OUT)),
+    "refit_trainer_free": (None, (c_void_p,)),
+    "refit_trainer_health": (_STATUS, (c_void_p,)),
+    "refit_trainer_reattachments": (c_int32, (c_void_p,)),
+    "refit_trainer_group_version": (_STATUS, (c_void_p, POINTER(c_int64))),
+    "refit_trainer_get_update": (_STATUS, (c_void_p, c_int64, POINTER(c_int32))),
+    "refit_trainer_abort": (_STATUS, (c_void_p, c_int64, c_char_p)),
+    "refit_trainer_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
+    "refit_trainer_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
+    "refit_trainer_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
+    "refit_trainer_begin": (_STATUS, (c_void_p, POINTER(refit_begin_options), _OUT)),
+    "refit_update_free": (None, (c_void_p,)),
+    "refit_update_instances": (c_int32, (c_void_p,)),
+    "refit_update_leasable_slots": (c_int32, (c_void_p,)),
+    "refit_update_lease_slot": (_STATUS, (c_void_p, c_int64, _OUT)),
+    "refit_slot_data": (c_void_p, (c_void_p,)),
+    "refit_slot_bytes": (c_int64, (c_void_p,)),
+    "refit_slot_free": (None, (c_void_p,)),
+    # `done` is c_void_p, to which refit_done objects are cast.
+    "refit_packer_push": (_STATUS, (c_void_p, c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
+    "refit_update_flush": (_STATUS, (c_void_p,)),
+    "refit_update_commit": (_STATUS, (c_void_p, c_int64, POINTER(refit_commit_result))),
+    "refit_update_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
+    "refit_trainer_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
+    "refit_update_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),
+    "refit_update_abort": (_STATUS, (c_void_p, c_char_p)),
+    "refit_update_lost": (_STATUS, (c_void_p,)),
+    "refit_trainer_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
+    "refit_trainer_refit": (_STATUS, (c_void_p, POINTER(refit_refit_options), POINTER(refit_commit_result))),
+    "refit_trainer_outcome": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p), POINTER(c_int32), POINTER(c_char_p))),
+    "refit_update_refit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
+    "refit_engine_attach": (_STATUS, (POINTER(refit_engine_options), _OUT)),
+    "refit_engine_free": (None, (c_void_p,)),
+    "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
+    "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
+    "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
+    "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "refit_engine_next": (_STATUS, (c_void_p, c_int64, POINTER(refit_event))),
+    "refit_engine_ready": (_STATUS, (c_void_p, c_int64)),
+    "refit_engine_ack": (_STATUS, (c_void_p, c_uint64, c_int64)),
+    "refit_engine_fail": (_STATUS, (c_void_p, c_int64, c_char_p)),
+    "refit_engine_hold": (_STATUS, (c_void_p, _OUT)),
+    "refit_hold_free": (None, (c_void_p,)),
+    "refit_engine_weights": (c_int32, (c_void_p,)),
+    "refit_engine_reattachments": (c_int32, (c_void_p,)),
+    "refit_engine_version": (_STATUS, (c_void_p, POINTER(c_int64))),
+}
+
+# These are called with the interpreter lock held: they are short, or work on Python's objects.
+LOCKED_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "refit_packer_new": (_STATUS, (c_void_p, _OUT)),
+    "refit_packer_free": (None, (c_void_p,)),
+    "refit_packer_learn": (_STATUS, (c_void_p, c_void_p, POINTER(c_int64))),
+    "refit_packer_begin": (_STATUS, (c_void_p, c_void_p, c_int64)),
+    "refit_packer_count": (c_int64, (c_void_p,)),
+    "refit_packer_room": (c_int64, (c_void_p, c_int64)),
+    "refit_packer_reserve": (_STATUS, (c_void_p, c_int64, c_int64, POINTER(c_int64))),
+    "refit_packer_add": (_STATUS, (c_void_p, c_int64, c_int64, c_int64, c_int64)),
+    "refit_packer_end": (None, (c_void_p,)),
+    "refit_python_use": (_STATUS, (POINTER(refit_python),)),
+    "refit_python_add_type": (None, (py_object,)),
+    "refit_python_pusher": (py_object, (c_void_p,)),
+    "refit_python_first_moved": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "refit_python_marks": (None, (c_void_p, c_void_p, c_int64)),
+    "refit_python_first_changed": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "refit_python_first_rebound": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "refit_python_first_altered": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+}
+
+_Sized = TypeVar("_Sized", bound=ctypes.Structure)
+
+
+def sized(kind: type[_Sized], **fields: Any) -> _Sized:
+    """A structure that begins with struct_size, as its REFIT_..._INIT macro makes it, with `fields` set."""
+    return kind(struct_size=ctypes.sizeof(kind), **fields)
+
+
+def library_path() -> str:
+    """The file of librefit.so: REFIT_LIBRARY, a checkout's build, the package's own, or the name for the loader to find."""
+    built = Path(__file__).resolve().parents[4] / "bazel-bin" / "client" / "librefit.so"
+    if "REFIT_LIBRARY" not in os.environ and built.is_file():
+        return str(built)
+    return binaries.library()
+
+
+_library: ctypes.CDLL | None = None
+_locked_library: ctypes.PyDLL | None = None
+_loading = threading.Lock()
+
+
+def library() -> ctypes.CDLL:
+    """librefit.so, with FUNCTIONS declared. Raises OSError where it can't be loaded."""
+    global _library
+    if _library is None:
+        with _loading:
+            if _library is None:
+                _library = _load(ctypes.CDLL, FUNCTIONS)
+    return _library
+
+
+def locked_library() -> ctypes.PyDLL:
+    """librefit.so, with LOCKED_FUNCTIONS declared, whose calls keep the interpreter lock."""
+    global _locked_library
+    if _locked_library is None:
+        with _loading:
+            if _locked_library is None:
+                _locked_library = _load(ctypes.PyDLL, LOCKED_FUNCTIONS)
+    return _locked_library
+
+
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+
+def _load(kind: type[_Library], functions: dict[str, tuple[Any, tuple[Any, ...]]]) -> _Library:
+    loaded = kind(library_path())
+    for name, (result, arguments) in functions.items():
+        function = getattr(loaded, name)
+        function.restype = result
+        function.argtypes = list(arguments)
+    return loaded
+
 
 _NOTHING = Failure()
 
@@ -41,13 +448,13 @@ def error_of(status: int, message: str, context: str = "", failure: Failure = _N
 
 def last_failure() -> Failure:
     """What the library knows of the failure that its last call on this thread told of."""
-    raw = _abi.sized(_abi.refit_failure)
-    if _abi.library().refit_last_failure(ctypes.byref(raw)) != 0:
+    raw = sized(refit_failure)
+    if library().refit_last_failure(ctypes.byref(raw)) != 0:
         return _NOTHING
     return Failure(
         suspects=tuple(_suspect(raw.suspects[i]) for i in range(raw.suspects_named)),
         suspect_count=raw.suspect_count,
-        dirty={_abi.WEIGHTS_LEFT_CLEAN: False, _abi.WEIGHTS_LEFT_DIRTY: True}.get(raw.weights_left),
+        dirty={WEIGHTS_LEFT_CLEAN: False, WEIGHTS_LEFT_DIRTY: True}.get(raw.weights_left),
         dirty_instances=tuple(_text(raw.dirty_instances[i]) for i in range(raw.dirty_named)),
         dirty_count=raw.dirty_count,
         tensor=_text(raw.tensor) or None,
@@ -57,7 +464,7 @@ def last_failure() -> Failure:
     )
 
 
-def _suspect(raw: _abi.refit_suspect) -> Suspect:
+def _suspect(raw: refit_suspect) -> Suspect:
     role = ROLES[raw.role] if 0 <= raw.role < len(ROLES) else ""
     return Suspect(role, _text(raw.daemon), _text(raw.instance), None if raw.rank < 0 else raw.rank, raw.pid or None)
 
@@ -75,7 +482,7 @@ def check(status: int, context: str = "") -> None:
     """Raises what the library says of its last call on this thread, unless `status` is OK."""
     if status != 0:
         failure = last_failure()
-        raise error_of(status, _text(_abi.library().refit_last_error()), context, failure)
+        raise error_of(status, _text(library().refit_last_error()), context, failure)
 
 
 def refuse_fork() -> None:

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import abi as _abi
-from .buffers import DeviceBytes, HostBytes
-from ..layout.records import TensorSpec
-from .lists import check_name, check_tensors
-from .native import Handle, check, error_of, last_failure, shown, text
-from .sources import Source, copy_host, is_torch, source_of
-from .tensors import Packer
-from .waiting import SLICE_SECONDS, ends_soon, interruptible
 from ..errors import Error, FailedPrecondition, Failure, InvalidArgument, UpdateAborted
+from ..layout.boxes import TensorSpec
+from ..layout.memory import BY_CODE, DeviceBytes, HostBytes
+from . import native
+from .native import Handle, check, error_of, last_failure, shown, text
+from .tensors import Packer, Source, check_name, check_tensors, copy_host, is_torch, source_of
+from .waiting import SLICE_SECONDS, ends_soon, interruptible
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -78,9 +76,9 @@ class UpdateResult:
 MAX_NAMED = 64
 
 
-def result_of(raw: _abi.refit_commit_result, of: str, handle: int, staged_bytes: int = 0, rebound: int = 0) -> UpdateResult:
+def result_of(raw: native.refit_commit_result, of: str, handle: int, staged_bytes: int = 0, rebound: int = 0) -> UpdateResult:
     """The result of a commit or refit, on the thread that made it; `of`: whose `handle` it is, "update" or "trainer"."""
-    ask = getattr(_abi.library(), f"refit_{of}_outcome")
+    ask = getattr(native.library(), f"refit_{of}_outcome")
     instances = []
     for i in range(raw.instances):
         name, reason = ctypes.c_char_p(), ctypes.c_char_p()
@@ -88,9 +86,9 @@ def result_of(raw: _abi.refit_commit_result, of: str, handle: int, staged_bytes:
         check(ask(handle, i, byref(name), byref(committed), byref(reason)))
         failure = Failure() if committed.value else last_failure()
         instances.append(InstanceOutcome((name.value or b"").decode(), bool(committed.value), shown(reason.value), failure))
-    pushed = {method: raw.pushed_bytes[i] for method, i in _abi.BROADCASTS.items() if raw.pushed_bytes[i]}
+    pushed = {method: raw.pushed_bytes[i] for method, i in native.BROADCASTS.items() if raw.pushed_bytes[i]}
     names = []
-    ask_name = getattr(_abi.library(), f"refit_{of}_left_out")
+    ask_name = getattr(native.library(), f"refit_{of}_left_out")
     for i in range(min(raw.left_out_tensors, MAX_NAMED)):
         name = ctypes.c_char_p()
         check(ask_name(handle, i, byref(name)))
@@ -151,7 +149,7 @@ def _on_answer(key: int, status: int, message: bytes) -> None:
     window.leave()
 
 
-_answered = _abi.refit_done(_on_answer)
+_answered = native.refit_done(_on_answer)
 
 
 class Known(NamedTuple):
@@ -209,8 +207,8 @@ class Update:
         self._fill: Callable[[], int] | None = None
         self._rebound = 0
         with handle as pointer:  # made by a call that is not interrupted
-            self.instances = int(_abi.library().refit_update_instances(pointer))
-            self.leasable_slots = int(_abi.library().refit_update_leasable_slots(pointer))
+            self.instances = int(native.library().refit_update_instances(pointer))
+            self.leasable_slots = int(native.library().refit_update_leasable_slots(pointer))
         self._window = _Window(max(1, self.leasable_slots))
 
     @property
@@ -223,12 +221,16 @@ class Update:
     def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:
         """Packs a tensor into the current slot, and hands slots over as they fill up. The tensor's bytes are copied when it returns.
 
-        `tensor`: a torch tensor of any strides and device, a numpy array, or anything with DLPack or the buffer protocol.
-        `shape`, `start`: for a part of a tensor, the whole tensor's shape and the first element, in row-major order, that `tensor`
-        holds. `dtype`: of raw bytes (uint8), what they hold; for all others only checked.
+        Args:
+            name: The tensor's name.
+            tensor: A torch tensor of any strides and device, a numpy array, or anything with DLPack or the buffer protocol.
+            shape: For a part of a tensor, the whole tensor's shape, in elements.
+            start: For a part of a tensor, the first element, in row-major order, that `tensor` holds.
+            dtype: Of raw bytes (uint8), what they hold; for all others only checked.
 
-        Raises InvalidArgument, naming the tensor; what the daemon refuses (a tensor that engines do not know, a wrong shape) is
-        raised by a later push or by the commit, as the push is not waited for.
+        Raises:
+            InvalidArgument: The tensor can't be pushed; the error names it. What the daemon refuses (a tensor that engines do not know, a
+                wrong shape) is raised by a later push or by the commit, as the push is not waited for.
         """
         # Most tensors of most updates take this way alone: exporters yield thousands of small tensors, the same every time.
         if shape is None and dtype is None and start == 0 and self._put_fast(name, tensor):
@@ -326,7 +328,7 @@ class Update:
                 self._inline = HostBytes(ctypes.addressof(ctypes.c_char.from_buffer(room)), INLINE_BYTES, room)
             return _Slot(None, self._inline, self._window)
         out = ctypes.c_void_p()
-        library = _abi.library()
+        library = native.library()
         with self._handle as update:
             check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
         assert out.value is not None
@@ -356,7 +358,7 @@ class Update:
         if not self._packer.count:
             slot.close()
             return
-        bucket = _abi.sized(_abi.refit_bucket, packed=1)
+        bucket = native.sized(native.refit_bucket, packed=1)
         try:
             if slot.handle is None:
                 self._push_bucket(bucket)
@@ -371,8 +373,8 @@ class Update:
             if slot.handle is not None:
                 slot.handle.close()
 
-    def _push_bucket(self, bucket: _abi.refit_bucket) -> None:
-        push = _abi.library().refit_packer_push
+    def _push_bucket(self, bucket: native.refit_bucket) -> None:
+        push = native.library().refit_packer_push
         done = ctypes.cast(_answered, ctypes.c_void_p)
         with self._handle as update:
             check(push(self._packer.pointer, update, byref(bucket), done, self._window.key), self._label)
@@ -382,7 +384,7 @@ class Update:
 
         def flush() -> None:
             with self._handle as update:
-                check(_abi.library().refit_update_flush(update), self._label)
+                check(native.library().refit_update_flush(update), self._label)
 
         with self._lock:
             self._send(flush)
@@ -397,7 +399,7 @@ class Update:
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
         push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
         """
-        return self._end(_abi.library().refit_update_commit, tensor_count or 0)
+        return self._end(native.library().refit_update_commit, tensor_count or 0)
 
     def refit(self) -> UpdateResult:
         """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.
@@ -406,13 +408,13 @@ class Update:
         """
         with self._lock:
             staged = self._fill() if self._fill is not None and not self.ended else 0
-            result = self._end(_abi.library().refit_update_refit)
+            result = self._end(native.library().refit_update_refit)
             self.result = replace(result, staged_bytes=staged, rebound=self._rebound)
             return self.result
 
     def _end(self, function: Callable[..., int], *arguments: int) -> UpdateResult:
         def end() -> None:
-            raw = _abi.sized(_abi.refit_commit_result)
+            raw = native.sized(native.refit_commit_result)
             with self._handle as update:
                 check(function(update, *arguments, byref(raw)), self._label)
                 self.result = result_of(raw, "update", update)
@@ -433,7 +435,7 @@ class Update:
             try:
                 with self._handle as update:
                     try:
-                        check(_abi.library().refit_update_abort(update, text(reason)), self._label)
+                        check(native.library().refit_update_abort(update, text(reason)), self._label)
                     finally:
                         self._ask_why_lost(update)
             finally:
@@ -444,7 +446,7 @@ class Update:
 
     def _ask_why_lost(self, update: int) -> None:
         try:
-            check(_abi.library().refit_update_lost(update), self._label)
+            check(native.library().refit_update_lost(update), self._label)
         except UpdateAborted as error:
             self.lost = error
         except Error:

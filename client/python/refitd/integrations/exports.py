@@ -7,31 +7,32 @@ an instance with staged delivery that hands the tensors to its framework's own l
 from __future__ import annotations
 
 import asyncio
+import weakref
 import hashlib
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from ..layout import devices as _devices, patterns as _patterns
-from .. import aio
+from .._core.events import Aborted, Committed, Joiner, Lost, Part, Prepare
+from .._core.inbox import Inbox
+from .._core.member import Connect, GroupSpec, made_of
+from .._core.update import UpdateResult
 from .._core.waiting import awaited
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
-from .._core.events import Aborted, Committed, Joiner, Lost, Part, Prepare
+from ..layout import devices
+from ..layout.boxes import compiled
 from ..layout.shards import CAST_FROM
 from ..trainer import Trainer
-from .._core.update import UpdateResult
 
 # An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
-
-CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
-TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors", "max_lag", "encrypted_data"}
 
 _Result = TypeVar("_Result")
 
@@ -41,7 +42,7 @@ async def on_thread(call: Callable[[], _Result]) -> _Result:
 
     Without this, the other thread would begin with torch's defaults.
     """
-    take_devices = _devices.thread_devices()
+    take_devices = devices.thread_devices()
 
     def run() -> _Result:
         take_devices()
@@ -59,7 +60,7 @@ class Casts:
         `exceptions`: other dtypes, by pattern of names. Raises InvalidArgument for what is no floating-point dtype."""
         self._dtype = _dtype_of(where, "dtype", dtype)
         of_patterns = {pattern: _dtype_of(where, f"exceptions: {pattern}", other) for pattern, other in dict(exceptions or {}).items()}
-        self._exceptions = [(_patterns.compiled(pattern), other) for pattern, other in of_patterns.items()]
+        self._exceptions = [(compiled(pattern), other) for pattern, other in of_patterns.items()]
         self._rules = of_patterns
 
     def rules(self, otherwise: torch.dtype) -> tuple[torch.dtype, dict[str, torch.dtype | None]]:
@@ -74,46 +75,63 @@ class Casts:
         return tensor if dtype is None else tensor.to(dtype)
 
 
+@dataclass(frozen=True)
 class Settings:
-    """The options that a framework's configuration gives to its checkpoint engine, equal on all workers: `group`, `begin_seconds`,
-    `options` of refitd.Trainer, and `sender`, with the rest of the options."""
+    """The options that a framework's configuration gives to its checkpoint engine, equal on all workers.
 
-    def __init__(
-        self,
-        where: str,
-        who: str,
-        *,
-        group: str = "",
-        begin_seconds: float = 600.0,
-        update_seconds: float = 600.0,
-        verification: str | None = None,
-        dtype: str | None = None,
-        exceptions: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> None:
-        """`where`: the place in the configuration, for errors. `who`: as of Sender. The rest is what users set:
+    Attributes:
+        group: The group of refitd.
+        begin_seconds: How long a rollout worker waits for the trainer to begin.
+        update_seconds: Of one sync, from its begin.
+        verification: As of Trainer.update.
+        dtype: The dtype to which floating-point tensors are cast before they are sent ("bfloat16"); None: as the trainer yields them.
+        exceptions: Other dtypes, by pattern of names; "" leaves the tensor as it is.
+        socket: As of refitd.Trainer and refitd.Engine, with `device`, and `connect` and `spec`, which may be mappings of their fields.
+    """
 
-        `group`: of refitd. `begin_seconds`: how long a rollout worker waits for the trainer to begin. `update_seconds`: of one sync,
-        from its begin. `verification`: as of Trainer.update. `dtype`: the dtype to which floating-point tensors are cast
-        before they are sent ("bfloat16"); None: as the trainer yields them. `exceptions`: other dtypes, by pattern of names; "" leaves
-        the tensor as it is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
+    group: str = ""
+    begin_seconds: float = 600.0
+    update_seconds: float = 600.0
+    verification: str | None = None
+    dtype: str | None = None
+    exceptions: Mapping[str, str] | None = None
+    socket: str | None = None
+    device: str | None = None
+    connect: Connect = Connect()
+    spec: GroupSpec = GroupSpec()
 
-        Raises InvalidArgument that names the option.
-        """
-        if not group:
+    @classmethod
+    def of(cls, where: str, given: Mapping[str, Any]) -> Settings:
+        """Settings of the options that stand at `where` in the configuration. Raises InvalidArgument that names the option."""
+        made = made_of(cls, given, where)
+        if not made.group:
             raise InvalidArgument(f"{where}.group is missing", culprit="group")
-        for name in options:
-            if name not in TRAINER_OPTIONS:
-                raise InvalidArgument(f"{where}.{name}: there is no such option", culprit=name)
-        self.group = group
-        self.begin_seconds = begin_seconds
-        self.options = options
-        casts = Casts(where, dtype, exceptions)
-        self.sender = Sender(who, casts, update_seconds=update_seconds, verification=verification)
+        connect = made_of(Connect, made.connect, f"{where}.connect").to(made.socket)
+        return replace(made, socket=None, connect=connect, spec=made_of(GroupSpec, made.spec, f"{where}.spec"))
 
-    def only(self, names: frozenset[str]) -> dict[str, Any]:
-        """Those of the options that have one of the names."""
-        return {name: value for name, value in self.options.items() if name in names}
+    def sender(self, where: str, who: str) -> Sender:
+        """The trainer ranks' end. `who`: as of Sender."""
+        casts = Casts(where, self.dtype, self.exceptions)
+        return Sender(who, casts, update_seconds=self.update_seconds, verification=self.verification)
+
+    def trainer(self, client: str, rank: int, world_size: int, min_instances: int | None = None) -> Trainer:
+        """Attaches a trainer rank. `client`: the framework, for status pages. `min_instances`: None: that of the spec."""
+        spec = self.spec if min_instances is None else replace(self.spec, min_instances=min_instances)
+        connect = replace(self.connect, client=client)
+        return Trainer(self.group, rank=rank, world_size=world_size, spec=spec, device=self.device, connect=connect)
+
+    def engine(self, client: str, instance: str) -> Engine:
+        """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. It says that its
+        weights are dirty, since nobody told which version they are of."""
+        device = devices.current_or_host() if self.device is None else self.device
+        connect = replace(self.connect, client=client)
+        return Engine(self.group, instance=instance, staged=True, dirty=True, device=device, connect=connect)
+
+    def init_info(self, instance: str) -> dict[str, Any]:
+        """What refitd's backend in vLLM's processes attaches by, dirty: vLLM has loaded weights that are none of the group's versions."""
+        reached = {name: getattr(self.connect, name) for name in ("socket", "coordinator", "wait_seconds")}
+        told = {name: value for name, value in reached.items() if value is not None}
+        return {"group": self.group, "instance": instance, "dirty": True, **told}
 
 
 class Ranks:
@@ -317,26 +335,26 @@ async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool)
     """
     begun: Prepare | None = None
     over = False
-    engine = aio.Engine(member)
+    inbox = Inbox(asyncio.get_running_loop(), member._take, member._restore)
     joiner = Joiner()
     deadline = asyncio.get_running_loop().time() + begin_seconds
     try:
         while not over:
-            event = await engine._next(max(0.0, deadline - asyncio.get_running_loop().time()))
+            event = await inbox.next(max(0.0, deadline - asyncio.get_running_loop().time()))
             if event is None:
                 what = f"{who} did not begin" if begun is None else f"no end of version {begun.version} came"
                 raise DeadlineExceeded(f"{member.label}: {what} in its time")
             if isinstance(event, Prepare):
                 begun = event
                 deadline = asyncio.get_running_loop().time() + event.remaining_seconds + MARGIN_SECONDS
-                await engine.ready(event.version)  # the framework has stopped generation before
+                await awaited(partial(member.ready, event.version))  # the framework has stopped generation before
             elif isinstance(event, Part):
                 tensors = _tensors_of(joiner, event, keep)
                 if not keep and tensors:
                     yield tensors
                     del tensors
                     _synchronize(member)
-                await engine.ack(event)
+                await awaited(partial(member.ack, event))
                 if keep and tensors:
                     yield tensors
             elif isinstance(event, (Aborted, Lost)):
@@ -371,11 +389,6 @@ def next_version(known: int | None, wanted: int | None = None) -> int:
     return 1 if known is None else known + 1
 
 
-def rollout_device() -> str:
-    """The device that this worker shares with its inference engine, or "host"."""
-    return _devices.current_or_host()
-
-
 def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if name else None
     if name and not (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in CAST_FROM):
@@ -398,13 +411,13 @@ def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch
         tensor = view.torch()
         tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
     if keep and tensors:
-        _devices.synchronize_tensor(tensors[0][1])
+        devices.synchronize_tensor(tensors[0][1])
     return tensors
 
 
 def _synchronize(member: Engine) -> None:
     """Waits for the device work that reads the tensors of a part."""
-    kind = _devices.kind_of(member.device)
+    kind = devices.kind_of(member.device)
     if kind is not None:
         kind.synchronize()
 
@@ -415,3 +428,22 @@ def _give_up(member: Engine, version: int) -> None:
     except Error:
         pass  # the update has ended
     member.close()
+
+
+# ---- verl's adapter of vLLM ----
+
+# The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
+IN_PLACE = "refitd_in_place"
+# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine is not told of it.
+_known_adapter: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def set_adapter(adapter: Any) -> None:
+    """Notes refitd's adapter of vLLM, when verl makes it."""
+    global _known_adapter
+    _known_adapter = weakref.ref(adapter)
+
+
+def adapter_here() -> Any:
+    """refitd's adapter of vLLM in this process; None where there is none."""
+    return _known_adapter()

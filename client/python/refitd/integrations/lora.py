@@ -10,7 +10,7 @@ their own, adapters are a group beside that of the weights, and engines compute 
 
     trainer = refitd.Trainer("policy-adapter", rank=rank, world_size=world_size)
     trainer.register(refitd.integrations.lora.adapters(peft_model))
-    loop = refitd.integrations.lora.engine_loop(peft_model_of_the_engine, group="policy-adapter", instance="worker-0")
+    loop = refitd.integrations.lora.AdapterLoop(peft_model_of_the_engine, group="policy-adapter", instance="worker-0")
 
 How a merged element is computed, in float32 (in float64 where the weight is float64), each operation rounded:
 
@@ -33,12 +33,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .._core.events import Committed
+from .._core.member import Connect
+from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout.casting import Added
 from ..layout.dtensor import is_dtensor, place
-from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from .._core.events import Committed
-from ..serving.loop import EngineLoop
 from ..layout.shards import MadeMapping, MadeOf
+from ..serving.loop import EngineLoop
 
 # Elements of a block: three of float32 stay in a core's cache on the host; on a GPU a block must outweigh the start of kernels.
 _HOST_BLOCK = 1 << 16
@@ -240,18 +241,35 @@ def adapters(model: Any, adapter: str = "default") -> MadeMapping:
     return MadeMapping(found, MadeOf([_base_of(model)], partial(adapters, model, adapter)))
 
 
-def engine_loop(model: Any, *, group: str, instance: str, adapter: str = "default", **options: Any) -> AdapterLoop:
-    """Attaches an engine that is a model of PEFT's, as refitd.engine_loop does, for its adapter: updates bring the adapter alone.
-
-    `options`: as of refitd.engine_loop. Raises as it does, and as adapters() does.
-    """
-    return AdapterLoop(model, adapter, group, instance, **options)
-
-
 class AdapterLoop(EngineLoop):
-    """The EngineLoop that `engine_loop` returns, over an adapter's matrices and scalings, which it updates where they are."""
+    """An EngineLoop of a model of PEFT's, for its adapter: updates bring the adapter's matrices and scalings alone, where they are."""
 
-    def __init__(self, model: Any, adapter: str, group: str, instance: str, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        group: str,
+        instance: str,
+        adapter: str = "default",
+        rank: int = 0,
+        world_size: int = 1,
+        clean: bool = True,
+        probe: Callable[[], Any] | None = None,
+        proof: str = "report",
+        device: str | None = None,
+        socket: str | None = None,
+        connect: Connect = Connect(),
+    ) -> None:
+        """Attaches.
+
+        Args:
+            model: The model that PEFT made.
+            adapter: Its adapter's name.
+            group: As of refitd.EngineLoop, with all further arguments.
+
+        Raises:
+            Error: As refitd.EngineLoop and adapters() do.
+        """
         import torch
 
         self._adapter = adapter
@@ -269,7 +287,20 @@ class AdapterLoop(EngineLoop):
                 held.register_parameter(str(i), tensor)
             else:
                 held.register_buffer(str(i), tensor)
-        super().__init__(held, group, instance, names=names, **options)
+        super().__init__(
+            held,
+            group=group,
+            instance=instance,
+            rank=rank,
+            world_size=world_size,
+            names=names,
+            clean=clean,
+            probe=probe,
+            proof=proof,
+            device=device,
+            socket=socket,
+            connect=connect,
+        )
 
     def _take(self, event: Any) -> None:
         if isinstance(event, Committed):

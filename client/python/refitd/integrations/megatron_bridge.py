@@ -22,10 +22,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import megatron
 from ..errors import Unimplemented
-from .megatron import QKV, Column, GatedMLP, Mapped, Place, Replicated, Row
 from ..layout.shards import MadeOf, MadeShards, Shard
+from . import megatron
+from .megatron import QKV, Column, GatedMLP, Mapped, Place, Replicated, Row
 
 Replica = tuple[int, int]  # a rank's number among those that hold the same, and how many they are
 

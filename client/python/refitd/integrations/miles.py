@@ -9,10 +9,14 @@ the transfer modes "p2p" and "disk-delta", for which miles has updaters of their
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from . import slime
+from .._core.member import Connect, GroupSpec
 from ..errors import Unimplemented
+from ..trainer import Trainer
+from . import slime
 from .megatron import Mapped
 
 
@@ -28,7 +32,10 @@ def install(
     table: Mapping[str, Mapped | None] | None = None,
     dtype: Any = None,
     update_seconds: float = 600.0,
-    **options: Any,
+    spec: GroupSpec = GroupSpec(),
+    device: str | None = None,
+    socket: str | None = None,
+    connect: Connect = Connect(),
 ) -> None:
     """Makes miles' actor of this process update weights through refitd; arguments and errors are those of refitd.integrations.slime.install.
 
@@ -37,7 +44,8 @@ def install(
     mode = getattr(args, "update_weight_transfer_mode", "broadcast")
     if mode != "broadcast":
         raise Unimplemented(f"--update-weight-transfer-mode {mode}: refitd takes the place of broadcast", culprit="update_weight_transfer_mode")
-    slime.install_updater(Updater, args, slime.Settings(group, table, dtype, update_seconds, options))
+    attach = partial(Trainer, device=device, socket=socket, connect=replace(connect, client="miles"))
+    slime.install_updater(Updater, args, slime.Settings(group, table, dtype, update_seconds, spec, attach))
 
 
 class Updater(slime.Updater):

@@ -20,21 +20,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from . import exports as _exports
-from ..layout import regions
-from .exports import CONNECT_OPTIONS
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
+from ..layout.memory import adopt
 from ..trainer import Trainer
+from . import exports
 from .vllm import backend_here
 
 _WHERE = 'refit_cfg["refitd.integrations.nemo_rl:Transport"]'
-_IN_PLACE_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds"})
 
 
 class Transport(CheckpointEngine):
@@ -53,7 +52,7 @@ class Transport(CheckpointEngine):
         release_after_refit: bool = False,
         in_place: bool = False,
         sharded: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Attaches nothing yet. The options are equal on all workers, because NeMo-RL makes all workers from one configuration.
 
@@ -64,12 +63,14 @@ class Transport(CheckpointEngine):
         """
         if sharded and not in_place:
             raise InvalidArgument(f"{_WHERE}.sharded needs in_place: engines that load full tensors can't take shards", culprit="sharded")
-        self._settings = _exports.Settings(_WHERE, "the policy", **options)
-        self._settings.options.setdefault("wait_seconds", self._settings.begin_seconds)
+        settings = exports.Settings.of(_WHERE, options)
+        if settings.connect.wait_seconds is None:
+            settings = replace(settings, connect=replace(settings.connect, wait_seconds=settings.begin_seconds))
+        self._settings = settings
         self.group = self._settings.group
         self.release_after_refit = release_after_refit
         self.in_place, self.sharded = in_place, sharded
-        self._sender = self._settings.sender
+        self._sender = settings.sender(_WHERE, "the policy")
         self._trainer: Trainer | None = None
         self._registered: tuple[Trainer, torch.nn.Module] | None = None  # the trainer that registered shards, and their model
         self._place: tuple[int, int] | None = None  # a trainer rank's number, and how many trainer ranks there are
@@ -130,8 +131,8 @@ class Transport(CheckpointEngine):
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")
         trainer = self._attached_trainer()
-        known = self._sender.agree(_exports.known_version(trainer, self._committed))
-        version = _exports.next_version(known)
+        known = self._sender.agree(exports.known_version(trainer, self._committed))
+        version = exports.next_version(known)
         if self.sharded:
             result = await self._sender.refit_async(trainer, self._instances, version, lambda: self._register(trainer, weights))
         else:
@@ -154,7 +155,7 @@ class Transport(CheckpointEngine):
             self._take_in_place()
             return
         member = self._attached_engine()
-        async with aclosing(_exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
+        async with aclosing(exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
             try:
                 async for batch in batches:
                     yield batch
@@ -212,19 +213,13 @@ class Transport(CheckpointEngine):
                 self._leave()
         if self._trainer is None:
             # An update waits for all rollout workers: one that failed in the sync before attaches when it is asked to receive.
-            self._trainer = Trainer(
-                self.group, rank=rank, world_size=world_size, min_instances=self._instances, client="nemo-rl", **self._settings.options
-            )
+            self._trainer = self._settings.trainer("nemo-rl", rank, world_size, min_instances=self._instances)
         return self._trainer
 
     def _attached_engine(self) -> Engine:
         """This worker's engine, attached anew where it gave an update up or its lease ended."""
         if self._engine is None:
-            options = self._settings.only(CONNECT_OPTIONS)
-            options.setdefault("device", _exports.rollout_device())
-            # vLLM has loaded weights that are none of the group's versions, so the engine says that they are dirty.
-            instance = f"nemo-rl-{self._rollout}"
-            self._engine = Engine(self.group, instance=instance, staged=True, dirty=True, client="nemo-rl", **options)
+            self._engine = self._settings.engine("nemo-rl", f"nemo-rl-{self._rollout}")
         return self._engine
 
     # ---- shards, and weights in place ----
@@ -234,7 +229,7 @@ class Transport(CheckpointEngine):
         model, dtype = _model_of(weights)
         if self._registered is not None and self._registered[0] is trainer and self._registered[1] is model:
             return
-        regions.adopt(model)
+        adopt(model)
         dtype, exceptions = self._sender.casts.rules(dtype)
         trainer.register(model, dtype=dtype, exceptions=exceptions)
         self._registered = (trainer, model)
@@ -246,13 +241,7 @@ class Transport(CheckpointEngine):
             if backend is None:
                 raise FailedPrecondition(_NO_BACKEND)
             assert self._rollout is not None
-            # vLLM has loaded weights that are none of the group's versions, so the instance says that they are dirty.
-            init_info = {
-                "group": self.group,
-                "instance": f"nemo-rl-{self._rollout // _ranks_of(backend)}",
-                "dirty": True,
-                **self._settings.only(_IN_PLACE_OPTIONS),
-            }
+            init_info = self._settings.init_info(f"nemo-rl-{self._rollout // _ranks_of(backend)}")
             backend.init_transfer_engine(backend.parse_init_info(init_info))
             self._backend = backend
         return self._backend

@@ -24,18 +24,20 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncInitInfo, WeightTransferSender, WeightTransferStrategy
 
-from ..layout import devices as _devices, regions
-from .exports import Ranks, on_thread
+from .._core.member import Connect, GroupSpec
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
+from ..layout import devices
+from ..layout.memory import adopt
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
+from .exports import Ranks, on_thread
 
 BACKEND = "refitd"
 
@@ -73,7 +75,8 @@ class Settings:
     sharded: bool = False
     first_version: int | None = None
     update_seconds: float = 600.0
-    options: dict[str, Any] = field(default_factory=dict)
+    attach: Callable[..., Trainer] = Trainer
+    spec: GroupSpec = GroupSpec()
 
 
 _settings: Settings | None = None
@@ -82,20 +85,30 @@ _torn = _Identities()
 
 
 def install(
-    group: str, *, sharded: bool = False, first_version: int | None = None, update_seconds: float = 600.0, **options: Any
+    group: str,
+    *,
+    sharded: bool = False,
+    first_version: int | None = None,
+    update_seconds: float = 600.0,
+    spec: GroupSpec = GroupSpec(),
+    device: str | None = None,
+    socket: str | None = None,
+    connect: Connect = Connect(),
 ) -> None:
     """Makes `weight_sync_backend=refitd` known to SkyRL in this process. Equal on all ranks; a later call changes later senders.
 
     `sharded`: move shards as they are, for FSDP2 models. `first_version`: of the first sync; each further sync has the next. None: the
     version after the group's, also after a restart of training. `update_seconds`: the longest that a rank waits for the others,
-    and then for the engines. `options`: of refitd.Trainer (`socket`, `coordinator`, ...).
+    and then for the engines. `spec`, `device`, `socket`, `connect`: as of refitd.Trainer; `spec.min_instances` is the number of engines,
+    whatever it says.
     """
     global _settings
     if _settings is None:
         _wrap("get_transfer_strategy_cls", Strategy)
         _wrap("get_transfer_strategy", BACKEND)
         _keep_paused()
-    _settings = Settings(group, sharded, first_version, update_seconds, options)
+    attach = functools.partial(Trainer, device=device, socket=socket, connect=connect)
+    _settings = Settings(group, sharded, first_version, update_seconds, attach, spec)
 
 
 def _wrap(name: str, ours: Any) -> None:
@@ -194,11 +207,11 @@ class Sender(WeightTransferSender):
         Raises InvalidArgument on every rank, before any attaches, where one has another group, version or path than rank 0.
         """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        options: dict[str, Any] = {"min_instances": init_info.instances, **settings.options}
         self._ranks = Ranks(settings.update_seconds)
         self._ranks.join(rank, world_size)
         self._compare_settings((init_info.group, settings.sharded, settings.first_version))
-        self._trainer = Trainer(init_info.group, rank=rank, world_size=world_size, **options)
+        spec = replace(settings.spec, min_instances=init_info.instances)
+        self._trainer = settings.attach(init_info.group, rank=rank, world_size=world_size, spec=spec)
         self._client = client if rank == 0 else None
         self._rank = rank
         self._update_seconds = settings.update_seconds
@@ -340,7 +353,7 @@ class Sender(WeightTransferSender):
         chunks.close()  # type: ignore[attr-defined]
         if self._registered is model:
             return
-        regions.adopt(model)
+        adopt(model)
         prefix = getattr(extractor, "weight_prefix", "") or ""
         tensors = _prefixed(model, prefix)
         differs = next((name for name in {**tensors, **expected} if name not in tensors or name not in expected), None)
@@ -380,7 +393,7 @@ def _push(update: Any, chunks: Iterable[Any], expected: dict[str, tuple[str, tup
                 _check_chunk(chunk, missing, expected)
                 if pushing is not None:
                     pushing.result()
-                pushing = pusher.submit(_push_chunk, update, chunk, _devices.thread_devices())
+                pushing = pusher.submit(_push_chunk, update, chunk, devices.thread_devices())
             if missing:
                 name, count = next(iter(missing)), len(missing)
                 raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", culprit=f"tensor '{name}'")

@@ -14,14 +14,15 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .._core.member import Connect, GroupSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from .megatron import Mapped, Place, finish_gather, shards, table_of
 from ..layout.shards import MadeOf, MadeShards
 from ..trainer import Trainer
+from .megatron import Mapped, Place, finish_gather, shards, table_of
 
 if TYPE_CHECKING:
     from .exports import Ranks
@@ -39,7 +40,8 @@ class Settings:
     table: Mapping[str, Mapped | None] | None = None
     dtype: Any = None
     update_seconds: float = 600.0
-    options: dict[str, Any] = field(default_factory=dict)
+    spec: GroupSpec = GroupSpec()
+    attach: Callable[..., Trainer] = Trainer
 
 
 def init(args: Any) -> None:
@@ -54,17 +56,21 @@ def install(
     table: Mapping[str, Mapped | None] | None = None,
     dtype: Any = None,
     update_seconds: float = 600.0,
-    **options: Any,
+    spec: GroupSpec = GroupSpec(),
+    device: str | None = None,
+    socket: str | None = None,
+    connect: Connect = Connect(),
 ) -> None:
     """Makes slime's actor of this process update weights through refitd; every rank calls it, before the actor is set up.
 
     `args`: slime's. `table`: as of refitd.integrations.megatron.shards; None: refitd.integrations.megatron.table_of the configuration of `args.hf_checkpoint`.
     `dtype`: as of Trainer.register. `update_seconds`: the longest that a rank waits for the others, and then for the engines.
-    `options`: of refitd.Trainer (`socket`, `coordinator`, `device`, ...).
+    `spec`, `device`, `socket`, `connect`: as of refitd.Trainer; `spec.min_instances` is the number of engines, whatever it says.
 
     Raises Unimplemented where slime is told to colocate engines or to offload training.
     """
-    install_updater(Updater, args, Settings(group, table, dtype, update_seconds, options))
+    attach = partial(Trainer, device=device, socket=socket, connect=replace(connect, client="slime"))
+    install_updater(Updater, args, Settings(group, table, dtype, update_seconds, spec, attach))
 
 
 def group_of_environment() -> str:
@@ -138,13 +144,11 @@ class Updater:
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
         self._ranks = Ranks(self._settings.update_seconds)
         self._ranks.join(rank, world_size)
-        trainer = Trainer(
+        trainer = self._settings.attach(
             self._settings.group,
             rank=rank,
             world_size=world_size,
-            min_instances=max(1, len(rollout_engines)),
-            client="slime",
-            **self._settings.options,
+            spec=replace(self._settings.spec, min_instances=max(1, len(rollout_engines))),
         )
         try:
             trainer.register(self._shards(rank), dtype=self._settings.dtype)

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import transformers
 
-from . import lora
-from ..layout import regions
-from .exports import next_version
-from ..layout.casting import Added
+from .._core.member import Connect, GroupSpec
+from .._core.update import UpdateResult
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
+from ..layout.casting import Added
+from ..layout.memory import adopt
 from ..layout.shards import MadeOf, MadeShards, Shard
 from ..trainer import Trainer
-from .._core.update import UpdateResult
+from .exports import next_version
 
 _EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.")
 
@@ -50,15 +50,19 @@ class RefitCallback(transformers.TrainerCallback):
         exceptions: Mapping[str, Any] | None = None,
         shards: Callable[[Any], Any] | None = None,
         tolerate: int = 0,
-        **options: Any,
+        spec: GroupSpec | None = GroupSpec(),
+        on_older: str = "refuse",
+        device: str | None = None,
+        socket: str | None = None,
+        connect: Connect = Connect(),
     ) -> None:
         """`group`: of refitd. `every`: optimizer steps from a refit to the next.
 
         `at_begin`: refit the weights with which training begins, so that engines may have started with none. `dtype`, `exceptions`:
         as of Trainer.register. `shards`: what to register of the model, in place of checkpoint_tensors(model). `tolerate`: so many
         updates in a row may end as UpdateAborted with the engines' old weights whole; each is a warning, and the next step's refit
-        brings the newer weights. `options`: of refitd.Trainer (`socket`, `min_instances`, ...); rank and world size are those of the
-        training.
+        brings the newer weights. `spec`, `on_older`, `device`, `socket`, `connect`: as of refitd.Trainer; rank and world size are those
+        of the training.
 
         Raises InvalidArgument. Errors of refits are raised by train().
         """
@@ -66,16 +70,17 @@ class RefitCallback(transformers.TrainerCallback):
             raise InvalidArgument(f"every is {every}, at least 1 is possible", culprit="every")
         self.trainer: Trainer | None = None
         self.result: UpdateResult | None = None
-        self._group, self._every, self._at_begin, self._tolerate = group, every, at_begin, tolerate
+        self._every, self._at_begin, self._tolerate = every, at_begin, tolerate
         self._dtype, self._exceptions = dtype, exceptions
-        self._shards, self._options = shards, options
+        self._shards = shards
+        self._attach = partial(Trainer, group, spec=spec, on_older=on_older, device=device, socket=socket, connect=connect)
         self._refitted: int | None = None
         self._failures = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Attaches and registers; `model` is as the Trainer prepared it."""
         self.close()
-        trainer = Trainer(self._group, **{"rank": args.process_index, "world_size": args.world_size, **self._options})
+        trainer = self._attach(rank=args.process_index, world_size=args.world_size)
         try:
             tensors = checkpoint_tensors(model) if self._shards is None else self._shards(model)
             trainer.register(tensors, dtype=self._dtype, exceptions=self._exceptions)
@@ -133,7 +138,9 @@ def checkpoint_tensors(model: Any) -> Any:
     if partitioned is not None:
         raise Unimplemented(f"parameter '{partitioned}' is partitioned by DeepSpeed: pass shards", culprit=f"parameter '{partitioned}'")
     given = model
-    regions.adopt(model)
+    adopt(model)
+    from . import lora
+
     adapted = lora.merged(model) if hasattr(model, "peft_config") else None
     held = dict(model.state_dict(keep_vars=True)) if adapted is None else {n: _base(tensor) for n, tensor in adapted.items()}
     model = model if adapted is None else model.get_base_model()

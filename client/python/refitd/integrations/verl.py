@@ -17,7 +17,6 @@ and the daemon writes their parameters where they are. See `refitd.integrations.
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,17 +25,14 @@ from typing import Any
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from . import exports as _exports
-from .exports import CONNECT_OPTIONS
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument
 from ..trainer import Trainer
+from . import exports
+from .exports import IN_PLACE, adapter_here
 
 BACKEND = "refitd"
-# The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
-IN_PLACE = "refitd_in_place"
-
-ADAPTER_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds"})
+_WHERE = "engine_kwargs.refitd"
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         *,
         is_master: bool = False,
         in_place: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
 
@@ -73,11 +69,11 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
         Raises InvalidArgument that names the option.
         """
-        self._settings = _exports.Settings("engine_kwargs.refitd", "the actor", **options)
+        self._settings = exports.Settings.of(_WHERE, options)
         self.group = self._settings.group
         self.in_place = in_place
         self.wire_format = IN_PLACE if in_place else "named_tensors"
-        self._sender = self._settings.sender
+        self._sender = self._settings.sender(_WHERE, "the actor")
         self._place: Place | None = None
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
@@ -85,9 +81,9 @@ class RefitdCheckpointEngine(CheckpointEngine):
         # Worker processes have no name of their own that stays the same when replicas are added and removed.
         self._instance = f"verl-{uuid.uuid4().hex[:12]}"
         if in_place:
-            from . import verl_vllm as _verl_vllm
+            from . import verl_vllm
 
-            _verl_vllm.install()
+            verl_vllm.install()
 
     # ---- what verl's manager calls, in this order, in each sync ----
 
@@ -95,7 +91,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Returns what `build_topology` gets of this worker. Ends what a failed sync left behind."""
         self._leave()
         self._place = None
-        adapter = _adapter() if self.in_place else None
+        adapter = adapter_here() if self.in_place else None
         return {
             "group": self.group,
             "in_place": self.in_place,
@@ -172,7 +168,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         if place is None or trainer is None:
             raise FailedPrecondition("send_weights: init_process_group did not make this worker a trainer rank")
         known = place.version if place.version is not None else trainer.group_version
-        version = _exports.next_version(known, global_steps)
+        version = exports.next_version(known, global_steps)
         note = "" if global_steps is None else f"verl's global step {global_steps}"
         result = await self._sender.send_async(trainer, place.instances, version, weights, note)
         self._committed = version
@@ -190,8 +186,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
         if member is None:
             raise FailedPrecondition("receive_weights: init_process_group did not make this worker an engine")
         # verl's adapter of SGLang keeps tensors until it has a bucket full of them.
-        batches = _exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the actor", keep=True)
-        async with aclosing(_exports.one_by_one(batches)) as tensors:
+        batches = exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the actor", keep=True)
+        async with aclosing(exports.one_by_one(batches)) as tensors:
             async for name, tensor in tensors:
                 yield name, tensor
 
@@ -207,7 +203,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             self._trainer.close()
             self._trainer = None
             return None
-        return _exports.known_version(self._trainer, self._committed)
+        return exports.known_version(self._trainer, self._committed)
 
     def _attach_trainer(self, place: Place) -> None:
         trainer = self._trainer
@@ -215,35 +211,18 @@ class RefitdCheckpointEngine(CheckpointEngine):
             trainer.close()
             trainer = self._trainer = None
         if trainer is None:
-            self._trainer = Trainer(self.group, rank=place.rank, world_size=place.world_size, client="verl", **self._settings.options)
+            self._trainer = self._settings.trainer("verl", place.rank, place.world_size)
 
     def _attach_engine(self) -> None:
-        options = self._settings.only(CONNECT_OPTIONS)
-        options.setdefault("device", _exports.rollout_device())
-        # This worker does not know which weights the engine behind verl's adapter holds, so it says that they are dirty.
-        self._engine = Engine(self.group, instance=self._instance, staged=True, dirty=True, client="verl", **options)
+        self._engine = self._settings.engine("verl", self._instance)
 
     def _attach_in_place(self) -> None:
-        adapter = _adapter()
+        adapter = adapter_here()
         if adapter is None:
             raise FailedPrecondition("in_place: this worker's rollout is not vLLM's, or was made before refitd.integrations.verl was imported")
-        adapter.attach(self.group, self._settings.begin_seconds, self._settings.only(ADAPTER_OPTIONS))
+        adapter.attach(self._settings)
 
     def _leave(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-
-
-# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine is not told of it.
-_known_adapter: Callable[[], Any] = lambda: None  # noqa: E731
-
-
-def set_adapter(adapter: Any) -> None:
-    """Notes refitd's adapter of vLLM, when verl makes it."""
-    global _known_adapter
-    _known_adapter = weakref.ref(adapter)
-
-
-def _adapter() -> Any:
-    return _known_adapter()

@@ -13,8 +13,8 @@ import ray
 from verl.workers.rollout import base
 from verl.workers.rollout.vllm_rollout import vllm_rollout
 
-from . import verl as checkpoint_engine
 from ..errors import FailedPrecondition
+from .exports import IN_PLACE, Settings, set_adapter
 
 
 def install() -> None:
@@ -28,24 +28,22 @@ class ServerAdapter(vllm_rollout.ServerAdapter):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._take_seconds = 0.0
-        checkpoint_engine.set_adapter(self)
+        set_adapter(self)
 
-    def attach(self, group: str, take_seconds: float, options: dict[str, Any]) -> None:
-        """Attaches the replica's processes, as one instance whose weights are dirty until the sync has ended.
-
-        `take_seconds`: how long they wait for the actor to begin. `options`: socket, coordinator, wait_seconds, as of refitd.Engine.
-        """
-        self._take_seconds = take_seconds
+    def attach(self, settings: Settings) -> None:
+        """Attaches the replica's processes, as one instance whose weights are dirty until the sync has ended. They wait for
+        `settings.begin_seconds` for the actor to begin."""
+        self._take_seconds = settings.begin_seconds
         if not self._ensure_server_handle():
             return
-        init_info = {"group": group, "instance": f"verl-replica-{self.replica_rank}", "dirty": True, **options}
+        init_info = settings.init_info(f"verl-replica-{self.replica_rank}")
         ray.get(self.server_handle.collective_rpc.remote("init_weight_transfer_engine", kwargs={"init_info": init_info}))
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **options: Any
     ) -> None:
         """Takes one sync. With `IN_PLACE` nothing comes in `weights`. Raises what vLLM's processes raise; they are detached then."""
-        if wire_format != checkpoint_engine.IN_PLACE:
+        if wire_format != IN_PLACE:
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)
             return
         async for name, _ in weights:

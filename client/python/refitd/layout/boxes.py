@@ -1,11 +1,40 @@
-"""Geometry of boxes: pure functions of integers. Offsets, extents and strides are in elements."""
+"""Plain records of a layout, which boxes of which global tensors lie where, the geometry of boxes, and patterns of tensors' names.
+
+Offsets, extents and strides are in elements. No framework is needed to make or read layouts: `refitd.layout.shards.collect` makes a `Layout` of
+a state dict, a module or a list of `Shard`s; `refitd.capture(...)` returns an object with the same attributes `tensors` and `boxes`.
+
+Patterns have one syntax in all options: '*' stands for any characters, '?' for any one, and everything else for itself, so that an exact name and
+a prefix with '*' are patterns too. transport/plan/name_patterns.h is the same in C++.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from .memory import Memory
+    from .._core.update import Update
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A regular expression to use with fullmatch()."""
+    return re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL)
+
+
+def matcher(patterns: Iterable[str], what: str) -> Callable[[str], bool]:
+    """A function that tells whether a name matches any of the patterns. Raises InvalidArgument, which names the option `what`, for a single
+    text, whose characters would be taken for patterns."""
+    if isinstance(patterns, str):
+        raise InvalidArgument(f"{what}: {patterns!r} is no list of patterns", culprit=what)
+    made = [compiled(pattern) for pattern in patterns]
+    return lambda name: any(pattern.fullmatch(name) for pattern in made)
+
 
 # A strided view is cut into at most this number of boxes. Views of real loaders need one to a few; more would make slow layouts.
 MAX_BOXES_PER_VIEW = 256
@@ -191,3 +220,65 @@ def first_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> t
                 return other_offset, offset
         open_boxes.append((offset, extent))
     return None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A global tensor: its name, dtype (a name such as "bfloat16") and unpadded shape, in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of tensor `tensor_index` and where its elements lie.
+
+    `offset`, `extent`: in elements of the global tensor, an entry a dimension. `strides`: in elements, an entry a dimension; they
+    may have any values that keep the box within the memory. `byte_offset`: of the box's first element in `memory`.
+    """
+
+    tensor_index: int
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    memory: Memory
+    byte_offset: int = 0
+
+
+class PushedTensors(Protocol):
+    """Tensors that every update pushes in buckets instead of moving them from their boxes, casts with bounded memory for instance."""
+
+    # Indices into the layout's tensors.
+    indices: Sequence[int]
+
+    def push(self, update: Update) -> None:
+        """Pushes all elements of these tensors that this rank supplies, with `update.push(name, tensor, shape=, start=)`."""
+
+
+class Source(Protocol):
+    """What a layout was made of: names, and the tensors that they were bound to then."""
+
+    rebound: int  # names that were bound to other tensors, or other memory, in the layout before; 0 for the first
+
+    def renewed(self) -> Layout | None:
+        """The layout of what the names are bound to now; None where nothing has changed. Raises FailedPrecondition, naming the tensor, where
+        a name is bound to nothing any more, or to a tensor of another dtype or shape."""
+
+
+@dataclass
+class Layout:
+    """Everything that one rank registers: what `refitd.layout.shards.collect` returns, and what a capture has by the same attributes.
+
+    A tensor may have no box of this rank, such as the second of two tied ones. `tied`: names without boxes whose memory is that of
+    another name, and that name. `before_refit`: called on every rank before each refit; it may communicate. `source`: what the layout was
+    made of, where names may be bound to other tensors later; None: nothing is looked up again.
+    """
+
+    tensors: list[TensorSpec] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    pushed: PushedTensors | None = None
+    before_refit: Callable[[], None] | None = None
+    tied: dict[str, str] = field(default_factory=dict)
+    source: Source | None = None

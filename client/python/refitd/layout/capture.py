@@ -14,8 +14,6 @@ Imports torch when used.
 
 from __future__ import annotations
 
-import sys
-import types
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +21,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from . import devices as _devices, dtypes as _dtypes, patterns as _patterns
-from .._core import collector as _gc
-from .boxes import NotBoxes, first_overlap, view_boxes
-from .records import Box, TensorSpec
+from .._core.waiting import paused
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from .memory import Memory
+from . import devices
+from .boxes import Box, NotBoxes, TensorSpec, first_overlap, matcher, view_boxes
+from .memory import Memory, resolve, torch_dtype
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
 MAX_RUNS = 64
@@ -101,7 +98,7 @@ class Captured:
             wanted = self.processed.get(name)
             if wanted is None:
                 raise InvalidArgument(f"parameter '{name}' is not processed", culprit=f"parameter '{name}'")
-            found = (_dtypes.resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
+            found = (resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
             if found != (wanted.dtype, wanted.shape, wanted.strides):
                 raise InvalidArgument(
                     f"parameter '{name}': the loader fills {wanted.dtype} {wanted.shape} with strides {wanted.strides}, the arena is "
@@ -162,19 +159,22 @@ def capture(
 ) -> Captured:
     """Runs a loader dry and returns which box of which tensor it puts where.
 
-    `load_weights`: called with an iterator of (name, tensor), once or more often. It must work on the calling thread, and through
-    torch's operations: what it writes from other threads or through `parameter.numpy()` can't be held back.
-    `manifest`: the tensors as trainers have them: TensorSpec or (name, dtype, shape) each, or a mapping of names to (dtype, shape)
-    or to tensors.
-    `parameters`: by name, the tensors that the loader fills; None: parameters and buffers of the module that `load_weights` is a
-    method of. *Live*: they are the engine's own, in the loader's format. *Meta*: they are on device meta, and `onto` has the
-    engine's own by the same names: where dtype, shape or strides differ the parameter is processed.
-    `processed`: parameters that the engine post-processes though their geometry tells nothing: patterns of names with '*', or a
-    function of the name.
-    `tied`: tensors of the manifest that share another's parameter, {"lm_head.weight": "model.embed_tokens.weight"}.
+    Args:
+        load_weights: Called with an iterator of (name, tensor), once or more often. It must work on the calling thread, and through torch's
+            operations: what it writes from other threads or through `parameter.numpy()` can't be held back.
+        manifest: The tensors as trainers have them: TensorSpec or (name, dtype, shape) each, or a mapping of names to (dtype, shape) or to
+            tensors.
+        parameters: By name, the tensors that the loader fills; None: parameters and buffers of the module that `load_weights` is a method of.
+            *Live*: they are the engine's own, in the loader's format. *Meta*: they are on device meta, and `onto` has the engine's own.
+        onto: The engine's own parameters, by the same names: where dtype, shape or strides differ the parameter is processed.
+        processed: Parameters that the engine post-processes though their geometry tells nothing: patterns of names with '*', or a function of
+            the name.
+        tied: Tensors of the manifest that share another's parameter, {"lm_head.weight": "model.embed_tokens.weight"}.
 
-    Raises InvalidArgument for a manifest or parameters that can't be used, Unimplemented for a loader that can't be run dry,
-    FailedPrecondition where the loader itself fails; `culprit` is the tensor that it was at.
+    Raises:
+        InvalidArgument: The manifest or the parameters can't be used.
+        Unimplemented: The loader can't be run dry.
+        FailedPrecondition: The loader itself fails; `culprit` is the tensor that it was at.
     """
     specs = _specs_of(manifest)
     destinations = _Destinations(_parameters_of(load_weights) if parameters is None else parameters, onto)
@@ -182,7 +182,7 @@ def capture(
     for _ in range(MAX_RUNS):
         run = _Run(specs, skipped, destinations)
         try:
-            with _gc.paused():
+            with paused():
                 run.run(load_weights)
                 module = getattr(load_weights, "__self__", None) if parameters is None else None
                 return _conclude(run, destinations, _predicate(processed), tied or {}, module)
@@ -214,7 +214,7 @@ def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSp
             raise InvalidArgument(f"manifest has tensor '{name}' twice", culprit=f"tensor '{name}'")
         known = names.get(dtype)
         if known is None:
-            known = names[dtype] = _dtypes.resolve(dtype, f"manifest: tensor '{name}'").name
+            known = names[dtype] = resolve(dtype, f"manifest: tensor '{name}'").name
         specs[name] = TensorSpec(name, known, tuple(shape))
     return specs
 
@@ -229,7 +229,7 @@ def _parameters_of(load_weights: Any) -> dict[str, Any]:
 def _predicate(processed: Callable[[str], bool] | Sequence[str]) -> Callable[[str], bool]:
     if callable(processed):
         return processed
-    return _patterns.matcher(processed, "processed")
+    return matcher(processed, "processed")
 
 
 # ---- the run ----
@@ -419,7 +419,7 @@ class _Run:
             if name in self.skipped:
                 continue
             self._at = name
-            meta = torch.empty(spec.shape, dtype=_dtypes.torch_dtype(spec.dtype), device="meta")
+            meta = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             yield name, lazy(self, meta, meta, (name,), None)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
@@ -780,7 +780,7 @@ def _processed_of(processed: dict[str, Processed], destinations: _Destinations, 
     found = processed.get(name)
     if found is None:
         tensor = destinations.parameters[name]
-        dtype = _dtypes.resolve(tensor.dtype, f"parameter '{name}'").name
+        dtype = resolve(tensor.dtype, f"parameter '{name}'").name
         found = processed[name] = Processed(name, dtype, tuple(tensor.shape), tuple(tensor.stride()))
     return found
 
@@ -873,14 +873,4 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
     what = f"parameter '{name}'"
     pointer_now = tensor.data_ptr
-    return _devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize
-
-
-class _Callable(types.ModuleType):
-    """This module can be called as its function, since both have the name refitd.capture."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Captured:
-        return capture(*arguments, **options)
-
-
-sys.modules[__name__].__class__ = _Callable
+    return devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize

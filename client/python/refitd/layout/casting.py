@@ -24,15 +24,14 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zlib import crc32
 
-from . import devices as _devices, dtypes as _dtypes
-from .boxes import range_boxes, row_major
-from .records import Box
-from .._core.sources import Source
+from .._core.tensors import Source
 from ..errors import FailedPrecondition, InvalidArgument
-from .memory import DeviceMemory, FilledMemory, HostMemory
+from . import devices
+from .boxes import Box, range_boxes, row_major
+from .memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, torch_dtype
 
 if TYPE_CHECKING:
-    from .._core.buffers import DeviceBytes, HostBytes
+    from .memory import DeviceBytes, HostBytes
     from .._core.update import Update
 
 DEFAULT_STAGING_BYTES = 256 << 20
@@ -91,7 +90,7 @@ class Cast:
 
     @property
     def nbytes(self) -> int:
-        return int(self.source.numel()) * _dtypes.DTYPES[self.dtype].itemsize
+        return int(self.source.numel()) * DTYPES[self.dtype].itemsize
 
 
 @dataclass
@@ -203,7 +202,7 @@ class _Room:
             self._cast_into(targets)
             return int(room.data_ptr())
 
-        return _devices.memory_at(device, room.data_ptr(), self.nbytes, room, label, refresh, what=label, culprit=label)
+        return devices.memory_at(device, room.data_ptr(), self.nbytes, room, label, refresh, what=label, culprit=label)
 
     def fill(self, view: memoryview) -> None:
         """Casts every shard into `view`, of `nbytes` bytes."""
@@ -216,7 +215,7 @@ class _Room:
 
     def _targets_in(self, room: Any) -> list[Any]:
         return [
-            room[at : at + cast.nbytes].view(_dtypes.torch_dtype(cast.dtype)).view(cast.source.shape)
+            room[at : at + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape)
             for cast, at in zip(self.casts, self.offsets)
         ]
 
@@ -236,7 +235,7 @@ class _Room:
 
 
 class CastPush:
-    """Tensors that every update casts into its slots; see refitd.layout.records.PushedTensors."""
+    """Tensors that every update casts into its slots; see refitd.layout.boxes.PushedTensors."""
 
     def __init__(self, casts: Sequence[Cast]) -> None:
         self._casts = casts
@@ -268,7 +267,7 @@ def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
                 cast.write(room[: elements.numel()].view(extent), elements, [a + b for a, b in zip(at, offset)])
                 room = room[elements.numel() :]
 
-    return Source(_dtypes.DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
+    return Source(DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
 
 
 def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterator[tuple[int, Sequence[int], Any]]:

@@ -1,20 +1,169 @@
-"""The places where memory may be: the host, or a device of a kind that this module lists. No other module knows which kinds exist."""
+"""The places where memory may be: the host, or a device of a kind that this module lists. Everything else in refitd asks here.
+
+A kind's own module (`refitd.layout.cuda`) implements `DeviceKind`. Devices are named as the daemon names them (a GPU by its UUID). Torch tensors
+tell their kind by `tensor.device.type`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import abc
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from . import cuda
-from .._core.buffers import DeviceBytes, HostBytes
-from .device import DeviceKind
 from ..errors import InvalidArgument
-from .memory import DeviceMemory, HostMemory
+from .memory import DeviceBytes, DeviceMemory, HostBytes, HostMemory
+
+if TYPE_CHECKING:
+    from .memory import DeviceBytes
+    from .boxes import Box
+    from .._core.tensors import Piece
+    from .._core.native import Handle
+
+# The limit of each call that the doctor makes: a machine that needs longer is not well.
+CALL_SECONDS = 30.0
+
+
+class State(str, Enum):
+    """OK: as it should be. NOTE: refitd works, but not everything does or it may be slow. BROKEN: refitd does not work like this."""
+
+    OK = "ok"
+    NOTE = "note"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A thing that was looked at, what was found in words, what to do about it ("" where nothing is), and figures for programs.
+
+    Bytes and seconds are named so in `figures`.
+    """
+
+    what: str
+    state: State
+    text: str
+    advice: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Resolver(abc.ABC):
+    """Makes pieces of one registration's boxes on a device, and the regions that hold their bytes."""
+
+    # By base address: what the driver says of the memory there, and its region.
+    regions: dict[int, tuple[Any, Handle]]
+
+    @abc.abstractmethod
+    def pieces(self, box: Box, what: str) -> list[Piece]:
+        """The pieces of `box`, whose tensor `what` names. Raises InvalidArgument where the memory is not on the member's device."""
+
+
+class DeviceKind(abc.ABC):
+    """A kind of device. Its objects have no state but caches, and are thread-safe."""
+
+    name: str  # for people
+    torch_type: str  # the `type` of this kind's torch.device
+
+    # ---- the process ----
+
+    @abc.abstractmethod
+    def knows(self, device: str) -> bool:
+        """Whether a device may have this name, which need not exist."""
+
+    @abc.abstractmethod
+    def current(self, used: bool) -> str | None:
+        """The name of torch's current device; None where torch sees none, or with `used`, where this process has used none."""
+
+    @abc.abstractmethod
+    def name_of(self, device: Any) -> str:
+        """The name of a torch.device of this kind."""
+
+    @abc.abstractmethod
+    def first(self) -> str:
+        """The name of the first device that this process sees, told without torch. Raises FailedPrecondition or Unavailable where it sees none."""
+
+    @abc.abstractmethod
+    def thread_device(self) -> Callable[[], None] | None:
+        """A function that makes this thread's current device and stream those of the thread that calls it; None: torch sees no device."""
+
+    @abc.abstractmethod
+    def connect_fields(self) -> dict[str, Any]:
+        """Fields of refit_connect_options for this kind."""
+
+    @abc.abstractmethod
+    def looks(self) -> Sequence[tuple[str, Callable[[], Finding]]]:
+        """The things that refitd.doctor looks at, by name."""
+
+    # ---- memory ----
+
+    @abc.abstractmethod
+    def memory_at(
+        self,
+        device: Any,
+        pointer: int,
+        nbytes: int,
+        owner: Any,
+        label: str,
+        pointer_now: Callable[[], int] | None,
+        check_moved: Callable[[], None] | None,
+    ) -> DeviceMemory:
+        """Names memory on a torch.device; see DeviceMemory."""
+
+    @abc.abstractmethod
+    def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> DeviceBytes:
+        """The `nbytes` bytes at an address of the device; `owner` keeps the memory allocated.
+
+        Raises InvalidArgument where this process does not see the device.
+        """
+
+    @abc.abstractmethod
+    def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
+        """Lets other processes open the memory that the driver knows by `handle`, which is mapped whole at `base` on device `index`. Address
+        and bytes stay; nothing uses the memory meanwhile. Returns the handle of what is there then: `handle` itself where the memory could be
+        opened already. Raises FailedPrecondition; the memory is as it was then."""
+
+    @abc.abstractmethod
+    def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:
+        """New memory on the device, which is freed with the last reference."""
+
+    @abc.abstractmethod
+    def resolver(
+        self,
+        label: str,
+        member_kind: str,
+        member: Handle,
+        device: str | None,
+        itemsizes: Sequence[int],
+        regions: dict[int, tuple[Any, Handle]],
+    ) -> Resolver:
+        """A resolver for a registration of `member`, of the kind "trainer" or "engine". `regions`: those of the registration before."""
+
+    # ---- waiting for work that torch has queued ----
+
+    @abc.abstractmethod
+    def synchronize(self, device: str | None = None) -> None:
+        """Waits for the current stream of the device; None: of the current one."""
+
+    @abc.abstractmethod
+    def synchronize_tensor(self, tensor: Any) -> None:
+        """Waits for the current stream of the device that the tensor is on."""
+
+    @abc.abstractmethod
+    def synchronize_all(self) -> None:
+        """Waits for all streams of the current device."""
+
 
 HOST = "host"
 
-# A name that no kind knows goes to the first, whose error says which devices there are.
-KINDS: tuple[DeviceKind, ...] = (cuda.KIND,)
+
+@functools.cache
+def kinds() -> tuple[DeviceKind, ...]:
+    """The kinds that there are; each one's module imports this one. A name that no kind knows goes to the first, whose error says which
+    devices there are."""
+    from . import cuda
+
+    return (cuda.KIND,)
 
 
 def on_host(device: str | None) -> bool:
@@ -27,19 +176,19 @@ def kind_of(device: str | None) -> DeviceKind | None:
     if on_host(device):
         return None
     assert device is not None
-    return next((kind for kind in KINDS if kind.knows(device)), KINDS[0])
+    return next((kind for kind in kinds() if kind.knows(device)), kinds()[0])
 
 
 def kind_of_tensors(tensors: Iterable[Any]) -> DeviceKind | None:
     """The kind of device that any of these torch tensors is on; None: all are elsewhere."""
     types = {tensor.device.type for tensor in tensors}
-    return next((kind for kind in KINDS if kind.torch_type in types), None)
+    return next((kind for kind in kinds() if kind.torch_type in types), None)
 
 
 def device_of(tensors: Iterable[Any]) -> str | None:
     """The name of the device that has the first of these torch tensors that is on one; None: all are elsewhere."""
     for tensor in tensors:
-        for kind in KINDS:
+        for kind in kinds():
             if tensor.device.type == kind.torch_type:
                 return kind.name_of(tensor.device)
     return None
@@ -47,22 +196,22 @@ def device_of(tensors: Iterable[Any]) -> str | None:
 
 def current() -> str | None:
     """The name of torch's current device, where this process has used one; None elsewhere."""
-    return next((name for kind in KINDS if (name := kind.current(used=True)) is not None), None)
+    return next((name for kind in kinds() if (name := kind.current(used=True)) is not None), None)
 
 
 def current_or_host() -> str:
     """The name of torch's current device, whether this process has used it or not; else "host"."""
-    return next((name for kind in KINDS if (name := kind.current(used=False)) is not None), HOST)
+    return next((name for kind in kinds() if (name := kind.current(used=False)) is not None), HOST)
 
 
 def kind_of_type(torch_type: str) -> DeviceKind | None:
     """The kind of device with this type in torch; None: the host. Raises InvalidArgument for a type that no kind has."""
     if torch_type == "cpu":
         return None
-    for kind in KINDS:
+    for kind in kinds():
         if kind.torch_type == torch_type:
             return kind
-    raise InvalidArgument(f"device type '{torch_type}': 'cpu' and {', '.join(repr(kind.torch_type) for kind in KINDS)} are possible", culprit="device")
+    raise InvalidArgument(f"device type '{torch_type}': 'cpu' and {', '.join(repr(kind.torch_type) for kind in kinds())} are possible", culprit="device")
 
 
 def any_of(torch_type: str) -> str:
@@ -74,7 +223,7 @@ def any_of(torch_type: str) -> str:
 
 def thread_devices() -> Callable[[], None]:
     """A function that makes this thread's current devices and streams those of the thread that calls it."""
-    setters = [setter for kind in KINDS if (setter := kind.thread_device()) is not None]
+    setters = [setter for kind in kinds() if (setter := kind.thread_device()) is not None]
 
     def take() -> None:
         for setter in setters:
@@ -85,7 +234,7 @@ def thread_devices() -> Callable[[], None]:
 
 def connect_fields() -> dict[str, Any]:
     """Fields of refit_connect_options that the kinds fill in."""
-    return {name: value for kind in KINDS for name, value in kind.connect_fields().items()}
+    return {name: value for kind in kinds() for name, value in kind.connect_fields().items()}
 
 
 def memory_at(
@@ -104,10 +253,10 @@ def memory_at(
     and `culprit`, where refitd moves nothing of such a device."""
     if device.type == "cpu":
         return HostMemory(pointer, nbytes, owner, name, pointer_now, check_moved)
-    for kind in KINDS:
+    for kind in kinds():
         if device.type == kind.torch_type:
             return kind.memory_at(device, pointer, nbytes, owner, name, pointer_now, check_moved)
-    possible = " and ".join(["host memory", *(kind.name for kind in KINDS)])
+    possible = " and ".join(["host memory", *(kind.name for kind in kinds())])
     raise InvalidArgument(f"{what} is on device {device}: {possible} are possible", culprit=culprit)
 
 

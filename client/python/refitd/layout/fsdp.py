@@ -83,9 +83,8 @@ def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
             yield Shard(name, tuple(shape), None, None, local.dtype, (0, 1), largest, True)
             continue
         elements = local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-        yield from range_shards(
-            name, tuple(shape), elements, info.intra_param_start_idx, replica=replica, largest=largest
-        )
+        whole = Shard(name, tuple(shape), elements, replica=replica, largest=largest)
+        yield from range_shards(whole, info.intra_param_start_idx)
     for shared in flat._shared_param_infos:
         shape = shapes[_join(shared.prim_module_name, shared.prim_param_name)]
         name = _clean(prefix + _join(shared.module_name, shared.param_name))

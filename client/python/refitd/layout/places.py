@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from .._core.bindings import Bindings, Marks
+from .._core.tensors import Bindings, Marks
 from ..errors import FailedPrecondition
 
 

@@ -19,17 +19,14 @@ from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
-from . import devices as _devices, dtypes as _dtypes, patterns as _patterns
-from .._core import collector as _gc
-from .._core.bindings import Bindings, Marks
-from .boxes import first_overlap, range_boxes
-from .records import Box, Layout, TensorSpec
-from .._core.lists import integers
-from .._core.tensors import TensorAddress
+from .._core.tensors import Bindings, Marks, TensorAddress, integers
+from .._core.waiting import paused
+from ..errors import FailedPrecondition, InvalidArgument
+from . import devices
+from .boxes import Box, Layout, TensorSpec, compiled, first_overlap, matcher, range_boxes
 from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
-from ..errors import FailedPrecondition, InvalidArgument
-from .memory import HostMemory, Memory
+from .memory import DTYPES, HostMemory, Memory, resolve
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
 CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -69,20 +66,20 @@ class Shard:
     addition: Addition | None = None
 
 
-def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **options: Any) -> Iterator[Shard]:
-    """The shards of a flat range: `elements`, one-dimensional, are [start, start + len(elements)) of the row-major tensor.
+def range_shards(shard: Shard, start: int) -> Iterator[Shard]:
+    """The shards of a flat range: `shard.tensor`, one-dimensional, is [start, start + its length) of the row-major tensor.
 
-    A range that begins and ends within rows is at most 2 * len(shape) - 1 boxes, all of them views of `elements`. `options`: of
-    Shard. Raises InvalidArgument if the range is not within the tensor.
+    A range that begins and ends within rows is at most 2 * len(shape) - 1 boxes, all of them views of the tensor. Raises
+    InvalidArgument if the range is not within the tensor.
     """
     try:
-        boxes = range_boxes(shape, start, len(elements))
+        boxes = range_boxes(shard.shape, start, len(shard.tensor))
     except ValueError as error:
-        raise InvalidArgument(f"tensor '{name}': {error}", culprit=f"tensor '{name}'") from None
+        raise InvalidArgument(f"tensor '{shard.name}': {error}", culprit=f"tensor '{shard.name}'") from None
     at = 0
     for offset, extent in boxes:
         count = prod(extent)
-        yield Shard(name, shape, elements[at : at + count].reshape(extent), offset, ranges=True, **options)
+        yield replace(shard, tensor=shard.tensor[at : at + count].reshape(extent), offset=offset, ranges=True)
         at += count
 
 
@@ -106,7 +103,7 @@ def collect(
     `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say, either may
     be in a casting.Added), or an iterable of `Shard`.
     `dtype`: deliver floating-point tensors (float64, float32, float16, bfloat16) in this type; None: as they are.
-    `exceptions`: patterns of names (refitd.layout.patterns), and the dtype to deliver those in, None as they are; the first that
+    `exceptions`: patterns of names (refitd.layout.boxes), and the dtype to deliver those in, None as they are; the first that
     matches counts. {"*.e_score_correction_bias": torch.float32} keeps router biases.
     `buffers`: of a module: whether persistent buffers are taken, or patterns of those that are. A mapping has no buffers.
     `leave_out`: patterns of names that are not taken. `any_cast`: patterns of names that may be cast also where values are lost: between
@@ -129,7 +126,7 @@ def collect(
     where = None if device is None else str(device)
     rules = _Rules(dtype, exceptions or {}, any_cast, rank)
     options = _Options(
-        rules, buffers, _patterns.matcher(leave_out, "leave_out"), tied, rank, world_size, where, staging, staging_bytes
+        rules, buffers, matcher(leave_out, "leave_out"), tied, rank, world_size, where, staging, staging_bytes
     )
     return _collect(x, options, _find(x, options))
 
@@ -152,7 +149,7 @@ class _Options:
 def _collect(x: Any, options: _Options, found: _Found) -> Layout:
     collector = _Collector(options.rules, options.tied, options.rank, options.device)
     held: list[_Held] = []
-    with _gc.paused():
+    with paused():
         for each in _held(found.named, options):
             collector.add(each)
             held.append(each)
@@ -252,7 +249,7 @@ def _find(x: Any, options: _Options) -> _Found:
 
 
 class _Source:
-    """Looks up what a layout was collected from: see refitd.layout.records.Source."""
+    """Looks up what a layout was collected from: see refitd.layout.boxes.Source."""
 
     def __init__(self, x: Any, options: _Options, found: _Found, held: Sequence[_Held], specs: Mapping[str, _Spec]) -> None:
         self.rebound = 0
@@ -267,7 +264,7 @@ class _Source:
         self._bound = list(zip(objects, self._marks.values, [id(each.shard.addition) for each in held]))
 
     def renewed(self) -> Layout | None:
-        """See refitd.layout.records.Source."""
+        """See refitd.layout.boxes.Source."""
         found = self._found
         holds = found.bindings is not None and found.bindings.hold()
         if holds and self._marks.same():
@@ -388,7 +385,7 @@ def _of_module(module: Any, buffers: bool | Sequence[str]) -> dict[str, Any]:
     tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     if buffers is True:
         return tensors
-    taken = _patterns.matcher(buffers or (), "buffers")
+    taken = matcher(buffers or (), "buffers")
     names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: tensor for name, tensor in tensors.items() if name not in names or taken(name)}
 
@@ -466,12 +463,12 @@ class _Rules:
     """Decides in which dtype each tensor is delivered."""
 
     def __init__(self, dtype: Any, exceptions: Mapping[str, Any], any_cast: Sequence[str], rank: int) -> None:
-        self._dtype = None if dtype is None else _dtypes.resolve(dtype, "dtype").name
+        self._dtype = None if dtype is None else resolve(dtype, "dtype").name
         self._exceptions = [
-            (_patterns.compiled(pattern), None if to is None else _dtypes.resolve(to, f"exceptions['{pattern}']").name)
+            (compiled(pattern), None if to is None else resolve(to, f"exceptions['{pattern}']").name)
             for pattern, to in exceptions.items()
         ]
-        self._any_cast = _patterns.matcher(any_cast, "any_cast")
+        self._any_cast = matcher(any_cast, "any_cast")
         self._rank = rank
         self._names: dict[Any, str] = {}
 
@@ -480,7 +477,7 @@ class _Rules:
         found = self._names.get(dtype)
         if found is None:
             try:
-                found = self._names[dtype] = _dtypes.resolve(dtype).name
+                found = self._names[dtype] = resolve(dtype).name
             except InvalidArgument as error:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}': {error}. If engines need it not, leave it out: leave_out=['{name}'], or of a "
@@ -605,7 +602,7 @@ class _Collector:
         delivered = self._rules.delivered(name, stored, shard.dtype)
         index = self._index_of(name, shape, stored, delivered)
         offset, extent = self._box_of(name, shape, tensor, shard.offset)
-        itemsize = _dtypes.DTYPES[stored].itemsize
+        itemsize = DTYPES[stored].itemsize
         staged = delivered != stored or shard.addition is not None
         if staged:
             self._demand(held, delivered, extent)
@@ -668,7 +665,7 @@ class _Collector:
     def _demand(self, held: _Held, delivered: str, extent: tuple[int, ...]) -> None:
         """Notes what the cast takes. Tied tensors count as well, as a rank with an empty shard can't tell that they are."""
         shard = held.shard
-        nbytes = None if shard.largest is None else shard.largest * _dtypes.DTYPES[delivered].itemsize
+        nbytes = None if shard.largest is None else shard.largest * DTYPES[delivered].itemsize
         ranges = extent[1:] == tuple(shard.shape[1:]) if shard.ranges is None else shard.ranges
         demand = self.demands.setdefault(shard.name, Demand(nbytes, ranges))
         demand.nbytes = None if demand.nbytes is None or nbytes is None else max(demand.nbytes, nbytes)
@@ -751,4 +748,4 @@ class _Collector:
             return HostMemory(view.pointer, view.nbytes, tensor, name)
         check = partial(held.check, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._rank)
         what, culprit = f"rank {self._rank}: tensor '{name}'", f"tensor '{name}'"
-        return _devices.memory_at(view.device, view.pointer, view.nbytes, tensor, name, held.address, check, what=what, culprit=culprit)
+        return devices.memory_at(view.device, view.pointer, view.nbytes, tensor, name, held.address, check, what=what, culprit=culprit)

@@ -1,31 +1,160 @@
-"""Decides for each parameter of a vLLM model how new weights get there.
+"""Decides for each parameter of an engine's model how new weights get there, by evidence, and proves it.
 
-- *direct*: the daemon writes the parameter itself. Only where the evidence (`evidence.py`) says that the module's kernel reads what
-  the loader wrote.
-- *processed*: the daemon writes the checkpoint's tensors into an arena, and vLLM's own reload takes them from there: it fills the
+- *direct*: the daemon writes the parameter itself. Only where the evidence says that the module's kernel reads what the loader wrote.
+- *processed*: the daemon writes the checkpoint's tensors into an arena, and the engine's own reload takes them from there: it fills the
   module in the loader's format, post-processes it, and copies the result into the old storage, module by module. Modules that only
   prepack their parameters (`Prepacked`) need no reload: the daemon writes their parameters in the loader's format, and they prepack
   these, without the copies in between.
 - *constant*: no checkpoint has it (buffers that the model computes from its configuration).
 
 What is none of them is refused by name, before anything is registered.
+
+Equal shapes prove nothing: some kernels shuffle weights in place, and some keep a prepacked copy aside. So the engine's loader takes a
+`Snapshot` of each module between loading and post-processing, with a digest of every parameter, filled with random values. Afterwards
+`changes` lists what is different: a parameter's bytes or geometry, or anything that the module or its quantisation method got and that may
+hold a copy of weights. A module without a change reads what the loader wrote.
+
+The forward proof (`proved`) of what is written in place and of modules that are processed: what fails is processed, where it was direct and
+the engine post-processes its module, and proved again; what fails then is refused by name. An engine that serves its checkpoint keeps its
+weights: versions are delivered both ways only into random ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..layout import dtypes as _dtypes
+from ..errors import Error, FailedPrecondition
+from ..layout.boxes import Box, TensorSpec
+from ..layout.memory import DTYPES, adopt_tensors, empty, resolve, torch_dtype
 from ..layout.places import Places
-from ..layout.records import Box, TensorSpec
-from ..errors import FailedPrecondition
-from .proof import Proof
-from ..integrations.vllm import versions as _versions
-from . import evidence
+from . import proof
+from .proof import Probe, Proof, Prover, digest
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+# The attribute of a model that has its evidence: {module: reasons}.
+ATTRIBUTE = "_refitd_evidence"
+# The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
+CONFIGURATION = "_refitd_vllm_config"
+# Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
+MAX_OBJECTS = 4096
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, slice, range)
+
+
+@dataclass
+class Snapshot:
+    """A module's parameters and other attributes at one moment."""
+
+    tensors: dict[str, tuple[Any, ...]]
+    attributes: dict[str, Any]
+    method: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: Any) -> Snapshot:
+        held: dict[str, Any] = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+        tensors: dict[str, tuple[Any, ...]] = {name: (t.dtype, tuple(t.shape), t.stride(), t.data_ptr(), digest(t)) for name, t in held.items()}
+        return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
+
+
+def changes(module: Any, before: Snapshot) -> list[str]:
+    """Says in words what post-processing did to the module that may keep its kernel from reading what a loader writes later."""
+    after = Snapshot.of(module)
+    found = []
+    for name in sorted(before.tensors.keys() | after.tensors.keys()):
+        was, now = before.tensors.get(name), after.tensors.get(name)
+        if was is None or now is None:
+            found.append(f"'{name}' was {'added' if was is None else 'removed'}")
+        elif was[:3] != now[:3]:
+            found.append(f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}")
+        elif was[4] != now[4]:
+            found.append(f"the bytes of '{name}' were changed")
+    # On a CPU delivery in place moves a parameter's memory into a region: a view that was taken before stays with the old memory.
+    held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
+    own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
+    same = {id(t) for t in held}
+    for what, was_all, now_all in (("", before.attributes, after.attributes), ("quant_method.", before.method, after.method)):
+        for name, now in now_all.items():
+            if name in was_all and was_all[name] is now:
+                continue
+            why = may_hold_copy(now, own, same)
+            if why:
+                found.append(f"'{what}{name}' {why}")
+    return found
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """The attributes that are no parameters, buffers or submodules; kept, so that no other object takes the place of one."""
+    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
+
+
+def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
+    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and its tensors are those with ids `same` or
+    lie in storages `own`."""
+    import torch
+
+    queue: list[Any] = [value]
+    seen: set[int] = set()
+    while queue:
+        item = queue.pop()
+        if isinstance(item, _PLAIN) or id(item) in seen or isinstance(item, (torch.dtype, torch.device, torch.Size, torch.layout)):
+            continue
+        seen.add(id(item))
+        if len(seen) > MAX_OBJECTS:
+            return "reaches too many objects to be searched"
+        if isinstance(item, torch.Tensor):
+            if item.numel() and id(item) not in same and item.untyped_storage().data_ptr() not in own:
+                return f"has a tensor of its own or a view, {item.dtype} {tuple(item.shape)}"
+            continue
+        reached = _reached(item)
+        if reached is None:
+            return f"has a {type(item).__module__}.{type(item).__qualname__}, whose inside can't be seen"
+        queue.extend(reached)
+    return None
+
+
+def _reached(item: Any) -> Iterable[Any] | None:
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return list(item)
+    if isinstance(item, dict):
+        return [*item.keys(), *item.values()]
+    if isinstance(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, types.MethodType):
+        return [item.__self__, item.__func__]
+    if isinstance(item, types.FunctionType):
+        cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
+        return [*cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+    if isinstance(item, (types.BuiltinFunctionType, types.ModuleType)):
+        return []
+    if hasattr(item, "__dict__") and type(item).__module__.split(".")[0] not in ("builtins", "_ctypes"):
+        slots = [getattr(item, name) for kind in type(item).__mro__ for name in _slots(kind) if hasattr(item, name)]
+        return [*vars(item).values(), *slots]
+    return None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
 
 UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
 
@@ -105,7 +234,7 @@ def decide(
     manifest: Sequence[TensorSpec],
     arena_bytes: int,
     device: Any,
-    inside: Any = _versions,
+    inside: Any,
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> Delivery:
     """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with
@@ -182,7 +311,7 @@ def _held(model: Any) -> list[_Held]:
 
 def _reasons(model: Any, held: Sequence[_Held], inside: Any) -> dict[str, str]:
     """By parameter, why its module can't be written in place."""
-    evident: dict[int, list[str]] | None = getattr(model, evidence.ATTRIBUTE, None)
+    evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
     reasons = {}
     for entry in held:
         if evident is not None and id(entry.module) in evident:
@@ -274,7 +403,7 @@ def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None
 def _tied_modules(model: Any) -> list[Any]:
     """Modules that are post-processed and whose parameter is another's, an output layer that is tied to the embedding: vLLM's reload
     leaves them as they are, since it loads no tensor for them. Raises FailedPrecondition where doing that again is not safe."""
-    evident: dict[int, list[str]] | None = getattr(model, evidence.ATTRIBUTE, None)
+    evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
     first: dict[int, Any] = {}
     found = []
     for name, module in model.named_modules():
@@ -333,7 +462,7 @@ def _conclude(
     padded = _padded(held, captured, inside)
     specs = {spec.name: spec for spec in manifest}
     packing = _prepacked(model, held, captured, prepacked)
-    total = sum(prod(specs[name].shape) * _dtypes.DTYPES[specs[name].dtype].itemsize for name in names)
+    total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, arena_bytes, processed)
     arena = _make_arena([specs[name] for name in sorted(names)], device)
@@ -404,7 +533,6 @@ def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[
     """The modules with ids `prepacked`, with memory for what the daemon writes; pages of it that nobody wrote take no memory."""
     import torch
 
-    from ..layout import regions
     from ..layout.capture import _span
 
     names = {id(module): name for name, module in model.named_modules()}
@@ -416,8 +544,8 @@ def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[
         found = made.setdefault(module, Prepacked(names[module], entry.module, {}, 0))
         wanted = captured.processed[entry.name]
         filled = entry.tensor
-        if (_dtypes.resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
-            whole = regions.empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
+        if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
+            whole = empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
             filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
             found.beside += whole.nbytes
         found.filled[entry.name.rpartition(".")[2]] = filled
@@ -427,22 +555,19 @@ def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[
 def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
     import torch
 
-    from ..layout import regions
-
     if device.type == "cpu":
-        return {spec.name: regions.empty(spec.shape, spec.dtype, like="torch") for spec in specs}
-    return {spec.name: torch.zeros(spec.shape, dtype=_dtypes.torch_dtype(spec.dtype), device=device) for spec in specs}
+        return {spec.name: empty(spec.shape, spec.dtype, like="torch") for spec in specs}
+    return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
 def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
     """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
-    from ..layout import regions
     from ..layout.capture import _boxes_in
     from ..layout.shards import collect
 
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
-        regions.adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
+        adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
     boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
@@ -451,3 +576,156 @@ def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequenc
         name = whole.tensors[box.tensor_index].name
         boxes.append(Box(index[name], box.offset, box.extent, box.strides, box.memory, box.byte_offset))
     return boxes
+
+
+logger = logging.getLogger("refitd.serving.proof")
+
+# What is unproved where versions were not delivered both ways.
+DELIVERIES = "delivery by the engine's own loader"
+
+
+@dataclass
+class Steps:
+    """What is known of the engine. `inside`: as of decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
+    first version is committed. `process`: brings what the arena has into the modules. `load`: puts tensors there by the engine's own loader;
+    returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it is not."""
+
+    inside: Any
+    try_out: Callable[[Delivery], None]
+    process: Callable[[Delivery], None]
+    load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
+    probe: Callable[[], Probe]
+
+
+def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Delivery:
+    """The delivery of the tensors in `manifest` with its proof. `clean`: whether the weights must be kept. Raises FailedPrecondition that
+    names what can't be delivered, fails or, where that is asked for, is unproved."""
+    failed: dict[str, str] = {}
+    while True:
+        made = decide(model, manifest, settings.arena_bytes, device, steps.inside, failed)
+        if not clean:
+            zero_padding(model, made)
+            if made.arena:
+                steps.try_out(made)
+        if settings.proof == "off":
+            return made
+        found = made.proof = _prove(model, made, manifest, device, clean, steps)
+        logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
+        again = {name for name in made.direct if _is_processed_again(model, name)}
+        again |= {name.rpartition(".")[0] for name in again}
+        more = {name: f"failed the forward proof: {why}" for name, why in found.failed.items() if name in again}
+        if not more or more.keys() <= failed.keys():
+            break
+        failed.update(more)
+    made.proof.check(require=settings.proof == "require")
+    if made.proof.unproved:
+        logger.warning("refitd: the forward proof says nothing of %d parameters: %s", len(made.proof.unproved), made.proof.unproved)
+    if not clean:
+        zero_padding(model, made)
+    return made
+
+
+def zero_padding(model: Any, made: Delivery) -> None:
+    """Zeroes the rows beyond the vocabulary, as loading a checkpoint does, in an engine that loaded random weights instead."""
+    import torch
+
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in made.padded:
+            named[name].zero_()
+
+
+def _is_processed_again(model: Any, name: str) -> bool:
+    """Whether the engine post-processes the parameter's module: to load any other anew changes nothing but the parameter."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "quant_method", None) is not None
+
+
+def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Proof:
+    own = [name for entry in made.prepacked for name in (f"{entry.name}.{own}" for own in entry.filled)]
+    names = [*(name for name in made.direct if name not in own), *made.derived]
+    try:
+        probe = steps.probe()
+    except Exception as error:  # another version of the engine may have another inside
+        return Proof(unproved=dict.fromkeys((*names, *made.processed), f"can't be told: {type(error).__name__}: {error}"))
+    deliver = partial(_deliver, made, device, steps)
+    why = "the engine serves its checkpoint, which would be lost" if clean else ""
+    if not why:
+        try:
+            deliver(1)
+        except Error as error:
+            why = str(error)
+    prover = Prover(model, probe, names, made.tied)
+    if not prover.runs:
+        prover.proof.unproved.update(dict.fromkeys(made.processed, prover.proof.unproved.get(names[0], "") if names else "the model can't be run"))
+        return prover.proof
+    prover.perturb()
+    processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}, **_that_derive(model, made)}
+    if why:
+        prover.proof.unproved.update({DELIVERIES: why, **{name: why for name in processed}})
+        return prover.proof
+    first, derived = prover.states(processed.values()), _digests(model, made.derived)
+    deliver(2)
+    ours = prover.states(processed.values())
+    prover.compare_processed(first, ours, processed)
+    same = [name for name, before in _digests(model, made.derived).items() if derived[name] == before]
+    prover.proof.failed.update(dict.fromkeys(same, "is made of other parameters, and is the same after another version was delivered"))
+    deliver(1)  # what the loader does not reach is not of its version then
+    try:
+        passed_over = steps.load(made, ((spec.name, proof.values(spec, 2, device)) for spec in manifest))
+    except Exception as error:
+        prover.proof.unproved[DELIVERIES] = f"it failed: {type(error).__name__}: {error}"
+        deliver(2)
+        return prover.proof
+    if passed_over:
+        prover.proof.unproved[DELIVERIES] = f"it passes over {len(passed_over)} modules, such as '{passed_over[0]}'"
+    else:
+        prover.compare_deliveries(ours, prover.states(processed.values()))
+    return prover.proof
+
+
+def _that_derive(model: Any, made: Delivery) -> dict[str, Any]:
+    """By name, the modules that keep something made of other modules' parameters."""
+    layers = {name.rpartition(".")[0] for name in made.derived}
+    return {name: module for name, module in model.named_modules() if name in layers or any(module is entry for entry in made.tied)}
+
+
+def _digests(model: Any, names: Iterable[str]) -> dict[str, int]:
+    named = dict(model.named_parameters())
+    return {name: proof.digest(named[name]) for name in names}
+
+
+def _deliver(made: Delivery, device: Any, steps: Steps, seed: int) -> None:
+    proof.deliver(made.tensors, made.boxes, lambda spec: proof.values(spec, seed, device))
+    steps.process(made)
+
+
+# ---- memory of modules ----
+
+
+def tensors_of(layer: Any) -> dict[str, Any]:
+    """Parameters, buffers and tensors among the other attributes of a module, without its submodules."""
+    import torch
+
+    held = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+    return {**held, **{name: t for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None}}
+
+
+def keep_memory(layer: Any, before: dict[str, Any]) -> None:
+    """Puts what post-processing made into the memory that CUDA graphs know. `before`: tensors_of(layer) until then."""
+    import torch
+
+    now = tensors_of(layer)
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None or new is old or (new.shape, new.dtype, new.stride()) != (old.shape, old.dtype, old.stride()):
+            continue
+        with torch.no_grad():
+            old.copy_(new)
+        setattr(layer, name, old)
+
+
+def synchronise(device: Any) -> None:
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()

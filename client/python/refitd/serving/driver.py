@@ -1,8 +1,14 @@
-"""Lets a vLLM engine take new weights when the trainer refits, with no call to the engine from outside.
+"""Lets an engine take new weights when the trainer refits, with no call to the engine from outside; and routes that tell how it stands.
 
 The driver is one more rank of the engine's instance, after the workers', with no weights. So it hears Prepare itself, pauses the engine,
-lets the workers' ranks answer, and is ready last; the daemon writes nothing before. Under an external launcher each process has a driver,
-which is a rank of its own. What to do when is decided by `lifecycle.py`; this module carries it out through calls that vLLM has for everyone.
+lets the workers' ranks answer, and is ready last; the daemon writes nothing before. Under vLLM's external launcher each process has a driver,
+which is a rank of its own. What to do when is decided by `lifecycle.py`; this module carries it out through `Controls`.
+
+An HTTP server made with FastAPI gets these routes, and the version as a header of every answer:
+
+    GET /refitd/ready?max_behind=N   200 where the engine may get requests, else 503; both with the status as JSON
+    GET /refitd/version              {"version": ...}
+    GET /refitd/status               the status
 """
 
 from __future__ import annotations
@@ -11,14 +17,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Optional, Protocol, TypeVar
 
-from ..layout import devices as _devices
+from .._core.events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
-from .._core.events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
-from . import launched, lifecycle
+from ..layout import devices
+from . import lifecycle
 from .lifecycle import Lifecycle
 from .settings import Settings
 
@@ -190,6 +197,10 @@ class Driver:
         if member is not None:
             member.close()
 
+    def serve_on_thread(self) -> None:
+        """Calls serve() on a thread of its own."""
+        threading.Thread(target=self.serve, name="refitd-driver", daemon=True).start()
+
     def serve(self) -> None:
         """Starts, and steps until close(): for a thread of its own. What fails is logged, and tried again."""
         started = False
@@ -283,17 +294,13 @@ class Driver:
             instance=settings.instance,
             rank=self._world_size + self._index,
             world_size=self._world_size + self._drivers,
-            socket=settings.socket,
-            coordinator=settings.coordinator,
             held_owner=self._owner,
             trainer_identity=settings.trainer_identity,
             # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
-            device=_devices.any_of(self._device),
+            device=devices.any_of(self._device),
             dirty=dirty,
             fill=False,  # like the workers' ranks
-            wait_seconds=ATTACH_SECONDS,
-            reattach_seconds=settings.reattach_seconds,
-            client="vllm driver",
+            connect=replace(settings.connect("engine driver"), wait_seconds=ATTACH_SECONDS),
             **held,
         )
         self._member = member
@@ -374,51 +381,34 @@ class Driver:
             heard.append(error)
 
 
+Value = TypeVar("Value")
+
+
+class Alone:
+    """An LLM whose workers all belong to this process. `index`: of this process among `count`. `apart`: whether the processes differ in
+    version or in whether they serve, so that none may generate."""
+
+    index, count, apart = 0, 1, False
+
+    def all(self, value: Value) -> list[Value]:
+        """The values of all processes, by index; each must call this alike. Raises RuntimeError where another process has ended."""
+        return [value]
+
+    def compare(self, serves: bool, version: int | None) -> None:
+        """Sets `apart`."""
+
+
 class Follower:
-    """An offline `vllm.LLM` that takes new versions in `poll` and `wait`, between calls of `generate`.
+    """An offline engine that takes new versions in `poll` and `wait`, between calls of `generate`.
 
-        llm = vllm.LLM(model, load_format="refitd", weight_transfer_config={"backend": "refitd"})
-        weights = refitd.integrations.vllm.follow(llm, group="policy", instance="vllm-0")
-        weights.wait(1)
-        outputs = llm.generate(prompts)
-
-    Not thread-safe: call it where you call the LLM. With vLLM's external launcher make one in every process, and call its methods alike
-    in all of them, as those of the LLM: each version is then in all of them between the same two calls of `generate`.
+    From now on `generate` raises FailedPrecondition while the weights are not one whole version, and the engine's sleep and wake-up detach
+    and attach. Not thread-safe: call it where you call the engine. An engine that generates for another thread meanwhile would read weights
+    that change: don't let it.
     """
 
-    def __init__(self, llm: Any, **options: Any) -> None:
-        """`options`: fields of refitd.serving.settings.Settings; else the environment says them. Waits for daemon and group.
-
-        Raises what attaching raises: FailedPrecondition, naming the parameter that can't be delivered, Unavailable, ...
-        From now on `llm.generate` raises FailedPrecondition while the weights are not one whole version, and `llm.sleep` and
-        `llm.wake_up` detach and attach.
-        An engine that generates for another thread meanwhile would read weights that change: don't let it.
-        """
-        config = llm.llm_engine.vllm_config
-        check_backend(config)
-        processes = launched.Launched() if launched.by_external_launcher(config.parallel_config) else launched.Alone()
-        controls = OfflineControls(llm, processes)
-        driver = Driver(
-            controls,
-            Settings.of(options),
-            world_size=world_size_of(config),
-            clean=starts_clean(config),
-            device=device_of(config),
-            patient=False,
-            index=processes.index,
-            drivers=processes.count,
-        )
-        controls.stand_before_sleep(driver)
-        self._begin(driver, processes)
-
-    @classmethod
-    def of(cls, driver: Driver) -> Follower:
-        """Makes a Follower of an offline engine that is no vllm.LLM, by its driver."""
-        made = cls.__new__(cls)
-        made._begin(driver, launched.Alone())
-        return made
-
-    def _begin(self, driver: Driver, processes: launched.Alone) -> None:
+    def __init__(self, driver: Driver, processes: Alone = Alone()) -> None:
+        """Waits for daemon and group. Raises what attaching raises: FailedPrecondition, naming the parameter that can't be delivered,
+        Unavailable, ..."""
         self.driver = driver
         self._processes = processes
         failure: Exception | None = None
@@ -465,118 +455,70 @@ class Follower:
         self.driver.close()
 
 
-class OfflineControls:
-    """The calls to a vllm.LLM, which generates only while `generate` runs: so pausing it means that it takes no request (P2)."""
-
-    def __init__(self, llm: Any, processes: launched.Alone) -> None:
-        self._llm = llm
-        self._paused = False
-        self._sleep, self._wake_up = llm.sleep, llm.wake_up
-        add_request = llm.llm_engine.add_request
-
-        def add_request_unless_paused(*arguments: Any, **options: Any) -> Any:
-            if self._paused or processes.apart:
-                raise FailedPrecondition("the engine's weights are not one whole version: call Follower.wait before generate")
-            return add_request(*arguments, **options)
-
-        llm.llm_engine.add_request = add_request_unless_paused
-
-    def stand_before_sleep(self, driver: Driver) -> None:
-        """From now on `sleep` and `wake_up` of the LLM tell the driver, which detaches before and attaches anew afterwards."""
-
-        def sleep(level: int = 1, *arguments: Any, **options: Any) -> None:
-            if driver.closed or level < 1:  # level 0 keeps all memory
-                self._sleep(level, *arguments, **options)
-            else:
-                driver.sleep(level)
-
-        def wake_up(tags: list[str] | None = None) -> Any:
-            if driver.closed or driver.machine.state is not lifecycle.State.ASLEEP:
-                return self._wake_up(tags)
-            if tags is not None:
-                raise FailedPrecondition("the engine sleeps and wakes as a whole, without tags")
-            driver.wake()
-            return True
-
-        self._llm.sleep, self._llm.wake_up = sleep, wake_up
-
-    def pause(self, mode: str) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-
-    def _reset_caches(self) -> None:
-        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise RuntimeError("vLLM did not reset its prefix cache")
-        self._llm.reset_mm_cache()
-        self._llm.llm_engine.reset_encoder_cache()
-
-    def register(self, init_info: dict[str, Any]) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def unregister(self) -> None:
-        from ..integrations.vllm import versions as _versions
-
-        llm = self._llm
-        if hasattr(llm, "shutdown_weight_transfer_engine"):
-            llm.shutdown_weight_transfer_engine()
-            return
-        llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
-        llm.update_weights({"update_info": LEAVE})
-        llm.finish_weight_update()
-
-    def write(self, version: int, reset_caches: bool) -> None:
-        from ..integrations.vllm import versions as _versions
-
-        if reset_caches:
-            self._reset_caches()
-        llm = self._llm
-        llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
-        llm.update_weights({"update_info": update_info(version)})
-        llm.finish_weight_update(*_versions.finish_arguments(llm.finish_weight_update, version))
-
-    def sleep(self, level: int) -> None:
-        self._sleep(level)
-
-    def wake(self) -> None:
-        self._wake_up()
-
-
-# This update tells the workers only to detach.
-LEAVE = {"leave": True}
-
-
 def update_info(version: int) -> dict[str, Any]:
     """For the workers, to whom Prepare comes when it comes to the driver."""
     return {"version": version, "wait_seconds": PREPARE_SECONDS}
 
 
-def world_size_of(config: Any) -> int:
-    """How many workers' ranks the instance has; the same rule as backend.place."""
-    parallel = config.parallel_config
-    if launched.by_external_launcher(parallel):
-        return int(parallel.world_size)
-    if getattr(parallel, "data_parallel_external_lb", False) or getattr(parallel, "data_parallel_hybrid_lb", False):
-        return int(parallel.world_size)
-    return int(parallel.data_parallel_size * parallel.world_size)
+DriverOf = Callable[[], Optional[Driver]]
+HEADER = b"x-refitd-version"
 
 
-def device_of(config: Any) -> str:
-    """The type in torch of the device that vLLM runs on."""
-    return str(config.device_config.device_type)
+def add_routes(app: Any, driver_of: DriverOf) -> None:
+    """Adds routes and header to a server that has not started. `driver_of`: None where nothing drives updates, or not yet."""
+    from fastapi import APIRouter
+    from fastapi.responses import JSONResponse
+
+    router = APIRouter()
+
+    def status(code: int = 200) -> Any:
+        driver = driver_of()
+        if driver is None:
+            return JSONResponse({"ready": False, "reason": "refitd drives no engine here"}, status_code=503)
+        return JSONResponse(driver.status(), status_code=code)
+
+    async def ready(max_behind: Optional[int] = None) -> Any:
+        driver = driver_of()
+        return status(200 if driver is not None and driver.ready(max_behind) else 503)
+
+    async def version() -> Any:
+        driver = driver_of()
+        return JSONResponse({"version": None if driver is None else driver.version})
+
+    async def whole_status() -> Any:
+        return status()
+
+    router.add_api_route("/refitd/ready", ready, methods=["GET"])
+    router.add_api_route("/refitd/version", version, methods=["GET"])
+    router.add_api_route("/refitd/status", whole_status, methods=["GET"])
+    app.include_router(router)
+    app.add_middleware(_VersionHeader, driver_of=driver_of)
 
 
-def starts_clean(config: Any) -> bool:
-    """Whether vLLM loaded a checkpoint, and no random weights."""
-    return str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) not in ("dummy", "refitd")
+def refusal(driver: Driver) -> Any:
+    """The answer to a request that would resume the engine: 409 while its weights are not one whole version; None where it may be resumed."""
+    from fastapi.responses import JSONResponse
+
+    machine = driver.machine
+    return None if machine.serves else JSONResponse({"error": f"refitd: not while {machine.state.value}", **driver.status()}, status_code=409)
 
 
-def check_backend(config: Any) -> None:
-    """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
-    from ..integrations.vllm import versions as _versions
+class _VersionHeader:
+    """ASGI middleware that adds the header to answers as they begin."""
 
-    _versions.check_experts_stay(config.parallel_config)
-    transfer = config.weight_transfer_config
-    if transfer is None or transfer.backend != "refitd":
-        raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
+    def __init__(self, app: Any, driver_of: DriverOf) -> None:
+        self._app = app
+        self._driver_of = driver_of
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_version(message: Any) -> None:
+            driver = self._driver_of()
+            if message["type"] == "http.response.start" and driver is not None and driver.version is not None:
+                message["headers"] = [*message.get("headers", []), (HEADER, str(driver.version).encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_version)

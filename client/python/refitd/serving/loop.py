@@ -2,7 +2,7 @@
 
     import refitd
 
-    with refitd.engine_loop(model, group="policy", instance="worker-0") as weights:
+    with refitd.EngineLoop(model, group="policy", instance="worker-0") as weights:
         while True:
             with weights.use() as version:      # None: whatever the model came with
                 outputs = model.generate(**batch)
@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..layout import places as _places, devices as _devices, regions
+from .._core.events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
+from .._core.member import Connect
 from ..engine import Engine
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
-from .._core.events import Aborted, Committed, Draining, Lost, Prepare, Reattached, Weights
+from ..layout import places, devices
+from ..layout.memory import adopt
 from .proof import PROOFS, Probe, Proof, Prover, token_ids, tokens_for
 
 
@@ -31,20 +33,48 @@ RETRY_SECONDS = 0.02
 
 
 class EngineLoop:
-    """The engine that `engine_loop` returns. Thread-safe: any number of threads may be within `use`."""
+    """A torch module as one rank of an engine, which answers events on a thread until close().
+
+    Thread-safe: any number of threads may be within `use`. Tensors are known by their names in the module: one that was replaced, or
+    whose memory moved, is brought back into the registered memory (on the host) or registered anew between updates. An update is refused,
+    naming the tensor, where neither was possible (P11).
+    """
 
     def __init__(
         self,
         model: Any,
+        *,
         group: str,
         instance: str,
-        *,
+        rank: int = 0,
+        world_size: int = 1,
         names: Any = None,
         clean: bool = True,
         probe: Callable[[], Any] | None = None,
         proof: str = "report",
-        **options: Any,
+        trainer_identity: str | None = None,
+        device: str | None = None,
+        socket: str | None = None,
+        connect: Connect = Connect(),
     ) -> None:
+        """Attaches, and proves the forward.
+
+        Args:
+            model: The module.
+            group: As of refitd.Engine, with `instance`, `rank`, `world_size`, `trainer_identity`, `socket` and `connect`.
+            names: By the checkpoint's names, the tensors to fill, of any shape and dtype that trainers send; None: the module's state
+                dict, whose CPU tensors move into memory that the daemon can map (refitd.adopt).
+            clean: Whether the model's weights may be used before the first version.
+            probe: Runs the model on 64 fixed tokens, or inputs like these, and returns its output; None: that of a language model of
+                transformers is known. With one, the forward is proved to read what is registered, before this returns
+                (refitd.serving.proof): a parameter that it does not read is refused by name.
+            proof: "report" tells in `EngineLoop.proof` what is unproved, "require" refuses it, "off" runs nothing.
+            device: Where the weights are, as of refitd.Engine; None: where the model's tensors are.
+
+        Raises:
+            Error: What refitd.Engine and Engine.register raise, naming the tensor.
+            FailedPrecondition: The forward does not read a parameter, or is unproved where that is refused.
+        """
         self._changed = threading.Condition()
         self._uses = 0
         self._preparing = False
@@ -52,13 +82,23 @@ class EngineLoop:
         self._version: int | None = None
         self._error: Exception | None = None
         self._model = model
-        self._views = None if names is None else _places.Views(model, names)
+        self._views = None if names is None else places.Views(model, names)
         self._refusal = ""  # why what the model has now was not registered
         parameters = self._tensors()
-        self._kind = _devices.kind_of_tensors(parameters.values())
-        if "device" not in options:
-            options["device"] = _devices.HOST if self._kind is None else _devices.device_of(parameters.values())
-        self.engine = Engine(group, instance=instance, dirty=not clean, **options)
+        self._kind = devices.kind_of_tensors(parameters.values())
+        if device is None:
+            device = devices.HOST if self._kind is None else devices.device_of(parameters.values())
+        self.engine = Engine(
+            group,
+            instance=instance,
+            rank=rank,
+            world_size=world_size,
+            trainer_identity=trainer_identity,
+            dirty=not clean,
+            device=device,
+            socket=socket,
+            connect=connect,
+        )
         try:
             self._register()
             self.proof = self._prove(probe, proof)
@@ -128,10 +168,10 @@ class EngineLoop:
 
     def _register(self) -> None:
         if self._kind is None:
-            regions.adopt(self._model)
+            adopt(self._model)
         tensors = self._tensors()
         self.engine.register(tensors)
-        self._places = _places.Places(self._model, tensors.keys() if self._views is None else self._views.held_names)
+        self._places = places.Places(self._model, tensors.keys() if self._views is None else self._views.held_names)
         self._refusal = ""
 
     def _prove(self, probe: Callable[[], Any] | None, how: str) -> Proof:
@@ -158,7 +198,7 @@ class EngineLoop:
     def _changed_memory(self) -> str:
         """What in the model is not as it was registered; "": nothing."""
         changed = self._places.changed()
-        return _places.describe(changed, self.engine.label)[0] + self._refusal if changed else ""
+        return places.describe(changed, self.engine.label)[0] + self._refusal if changed else ""
 
     def _register_anew(self) -> None:
         """Registers what the model has now, where it is not what was registered. Where that can't be, because an update has begun or because
@@ -249,30 +289,3 @@ def _run_of(model: Any, tokens: int) -> Callable[[], Any] | None:
         return model(input_ids=token_ids(vocabulary, tokens, device)[None], use_cache=False).logits
 
     return run
-
-
-def engine_loop(
-    model: Any,
-    *,
-    group: str,
-    instance: str,
-    names: Any = None,
-    clean: bool = True,
-    probe: Callable[[], Any] | None = None,
-    proof: str = "report",
-    **options: Any,
-) -> EngineLoop:
-    """Attaches a torch module as one rank of an engine, and answers events on a thread until close().
-
-    `names`: by the checkpoint's names, the tensors to fill, of any shape and dtype that trainers send; None: the module's state dict,
-    whose CPU tensors move into memory that the daemon can map (refitd.adopt). `clean`: whether the model's weights may be used before
-    the first version. `probe`: runs the model on 64 fixed tokens, or inputs like these, and returns its output; None: that of a language
-    model of transformers is known. With one, the forward is proved to read what is registered, before this returns (refitd.serving.proof): a
-    parameter that it does not read is refused by name. `proof`: "report" tells in `EngineLoop.proof` what is unproved, "require" refuses it,
-    "off" runs nothing. `options`: as of refitd.Engine (`rank`, `world_size`, `socket`, ...).
-
-    Raises what refitd.Engine and Engine.register raise, naming the tensor. Tensors are known by their names in the module: one that was
-    replaced, or whose memory moved, is brought back into the registered memory (on the host) or registered anew between updates. An update
-    is refused, naming the tensor, where neither was possible (P11).
-    """
-    return EngineLoop(model, group, instance, names=names, clean=clean, probe=probe, proof=proof, **options)

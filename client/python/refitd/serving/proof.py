@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ..layout.dtypes import torch_dtype
-from ..layout.records import Box, TensorSpec
-from ..layout.places import mark_written
 from ..errors import DataLoss, FailedPrecondition, Internal
+from ..layout.boxes import Box, TensorSpec
+from ..layout.memory import torch_dtype
+from ..layout.places import mark_written
 
 # How many tokens a probe has at least; more where this many would not reach all experts.
 TOKENS = 64

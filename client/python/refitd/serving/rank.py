@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from . import proof
-from ..layout.places import describe
+from .._core.events import Aborted, Committed, Lost, Prepare
 from ..engine import Engine
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, UpdateAborted
-from .._core.events import Aborted, Committed, Lost, Prepare
-from .delivery import Delivery
+from ..layout.places import describe
+from . import proof
+from .delivery import Delivery, synchronise
 from .settings import Settings
 
 # How long `take` waits for Prepare by default. A trainer that calls the engine itself does so before it begins the update; the driver calls
@@ -73,17 +73,13 @@ class Rank:
             instance=instance,
             rank=rank,
             world_size=world_size,
-            socket=settings.socket,
-            coordinator=settings.coordinator,
             held_owner=self._owner,
             trainer_identity=settings.trainer_identity,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
             # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
             fill=False,
-            wait_seconds=settings.wait_seconds,
-            reattach_seconds=settings.reattach_seconds,
-            client=self._client,
+            connect=settings.connect(self._client),
             **held,
         )
         try:
@@ -205,7 +201,6 @@ class Rank:
             self.detach()
             raise
 
-
     def _logits_key(self, member: Engine, event: Committed) -> str:
         """Names logits that engines of one shape have in common."""
         shape = f"{member.rank}of{member.world_size}-{device_name(self._device)}"
@@ -218,32 +213,3 @@ def device_name(device: Any) -> str:
     import torch
 
     return str(torch.get_device_module(device).get_device_name(device))
-
-
-def tensors_of(layer: Any) -> dict[str, Any]:
-    """Parameters, buffers and tensors among the other attributes of a module, without its submodules."""
-    import torch
-
-    held = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
-    return {**held, **{name: t for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None}}
-
-
-def keep_memory(layer: Any, before: dict[str, Any]) -> None:
-    """Puts what post-processing made into the memory that CUDA graphs know. `before`: tensors_of(layer) until then."""
-    import torch
-
-    now = tensors_of(layer)
-    for name, old in before.items():
-        new = now.get(name)
-        if new is None or new is old or (new.shape, new.dtype, new.stride()) != (old.shape, old.dtype, old.stride()):
-            continue
-        with torch.no_grad():
-            old.copy_(new)
-        setattr(layer, name, old)
-
-
-def synchronise(device: Any) -> None:
-    if device.type != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()

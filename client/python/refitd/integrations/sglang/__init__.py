@@ -12,7 +12,10 @@ where they are used only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from ..._core.member import Connect
 
 if TYPE_CHECKING:
     from ...serving.driver import Follower
@@ -26,23 +29,26 @@ def register() -> None:
     inside.register_hooks()
 
 
-def follow(engine: Any, **options: Any) -> Follower:
+def follow(engine: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     """Attaches an offline `sglang.Engine`, whose updates then happen in `Follower.poll` and `Follower.wait`, between calls of
-    `generate`. `options`: fields of refitd.serving.settings.Settings; else the environment says them. See `refitd.serving.driver.Follower`.
+    `generate`. `settings`: fields of refitd.serving.settings.Settings by name; the environment says the others. See
+    `refitd.serving.driver.Follower`.
     """
     from .controls import follow as begin
 
-    return begin(engine, options)
+    return begin(engine, settings)
 
 
-def follow_adapter(engine: Any, adapter: str, *, group: str, instance: str, **options: Any) -> AdapterFollower:
+def follow_adapter(
+    engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
+) -> AdapterFollower:
     """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`.
 
     `adapter`: a folder as PEFT writes it, for names, shapes and configuration. See `refitd.integrations.sglang.adapters.AdapterFollower`.
     """
     from .adapters import AdapterFollower
 
-    return AdapterFollower(engine, adapter, group=group, instance=instance, **options)
+    return AdapterFollower(engine, adapter, group=group, instance=instance, name=name, socket=socket, connect=connect)
 
 
 __all__ = ["follow", "follow_adapter", "register"]

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..._core.member import Connect
 from ...errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ...serving.loop import EngineLoop
-from ...serving.manifest import read_manifest
+from ...serving.settings import read_manifest
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 _SCALING = ".lora_scaling"  # as refitd.integrations.lora.adapters names it
@@ -30,15 +31,17 @@ class AdapterFollower:
     `name`: the adapter's name in SGLang.
     """
 
-    def __init__(self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", **options: Any) -> None:
+    def __init__(
+        self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
+    ) -> None:
         """`adapter`: a folder that PEFT's save_pretrained wrote; its tensors' names, dtypes and shapes are read, and its configuration.
-        `options`: as of refitd.Engine (`socket`, `wait_seconds`, ...). Waits for daemon and group.
+        `group`, `instance`, `socket`, `connect`: as of refitd.Engine. Waits for daemon and group.
 
         Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
         """
         import torch
 
-        from ...layout import regions
+        from ...layout.memory import empty
 
         self.name = name
         self._engine = engine
@@ -51,13 +54,15 @@ class AdapterFollower:
             if matrix is None:
                 what = f"tensor '{spec.name}'"
                 raise Unimplemented(f"{what} of {adapter} is no matrix of a linear layer's adapter: merge it (refitd.integrations.lora)", culprit=what)
-            self._tensors[spec.name] = regions.empty(spec.shape, spec.dtype, like="torch")
+            self._tensors[spec.name] = empty(spec.shape, spec.dtype, like="torch")
             scaling = spec.name.removesuffix(matrix) + _SCALING
-            self._scalings.setdefault(scaling, regions.empty(1, "float32", like="torch"))
+            self._scalings.setdefault(scaling, empty(1, "float32", like="torch"))
         if not self._tensors:
             raise InvalidArgument(f"{adapter} has no tensor", culprit=adapter)
         names = {**self._tensors, **self._scalings}
-        self._loop = EngineLoop(torch.nn.Module(), group, instance, names=names, clean=False, **options)
+        self._loop = EngineLoop(
+            torch.nn.Module(), group=group, instance=instance, names=names, clean=False, socket=socket, connect=connect
+        )
 
     @property
     def version(self) -> int | None:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import FailedPrecondition
-from ...serving import evidence
-from ...serving.rank import keep_memory, tensors_of
+from ...serving.delivery import ATTRIBUTE, Snapshot, changes, keep_memory, tensors_of
 
 # The attribute of a model whose parameters had the loader's format while the evidence was gathered: {id of module: {name: meta tensor}}.
 _FORMATS = "_refitd_formats"
@@ -37,20 +36,20 @@ def _update(original: Any, manager: Any, request: Any) -> Any:
 
 
 def _serve(original: Any, *arguments: Any, **options: Any) -> Any:
-    from .server import serve
+    from .controls import serve
 
     return serve(original, *arguments, **options)
 
 
 def _release(original: Any, manager: Any, *arguments: Any) -> Any:
-    from .server import SLEEP
+    from .controls import SLEEP
 
     sleep = getattr(manager, SLEEP, None)
     return original(manager, *arguments) if sleep is None else sleep.release(original, manager, *arguments)
 
 
 def _resume(original: Any, manager: Any, *arguments: Any) -> Any:
-    from .server import SLEEP
+    from .controls import SLEEP
 
     sleep = getattr(manager, SLEEP, None)
     return original(manager, *arguments) if sleep is None else sleep.resume(original, manager, *arguments)
@@ -67,7 +66,7 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
     model = original(loader, **options)
     if _loading:
         snapshots, formats = _loading
-        object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): evidence.changes(layer, before) for layer, before in snapshots})
+        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, before) for layer, before in snapshots})
         object.__setattr__(model, _FORMATS, formats)
         _loading.clear()
     return model
@@ -75,10 +74,10 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
 
 def _loaded(result: None, model: Any) -> None:
     """Runs after random weights were made, and before modules are post-processed. At updates this does nothing that matters."""
-    if hasattr(model, evidence.ATTRIBUTE):
+    if hasattr(model, ATTRIBUTE):
         return
     _loading[:] = [
-        [(layer, evidence.Snapshot.of(layer)) for layer in model.modules()],
+        [(layer, Snapshot.of(layer)) for layer in model.modules()],
         {id(layer): {name: _on_meta(t) for name, t in _tensors(layer)} for layer in model.modules()},
     ]
 

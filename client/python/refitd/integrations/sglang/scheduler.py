@@ -1,4 +1,7 @@
-"""In each scheduler process of SGLang: one tensor-parallel rank as one rank of a refitd instance.
+"""Runs a scheduler's model of SGLang alone, for refitd.serving.proof: on fixed tokens of one made-up request, by SGLang's own attention, without captured
+graphs. The request takes free room of SGLang's cache, and gives it back (`Room`). Written for SGLang 0.5.23.
+
+In each scheduler process of SGLang: one tensor-parallel rank as one rank of a refitd instance.
 
 A request of the driver's comes to all ranks at once, as JSON in the place of serialized tensors. All ranks carry it out, and each hears
 what became of it on the others, so that the answer, which SGLang takes from the first rank, tells of a failure on any.
@@ -6,22 +9,161 @@ what became of it on the others, so that the answer, which SGLang takes from the
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ... import errors
-from ...layout.records import TensorSpec
-from ...serving import evidence
-from ...serving.delivery import Delivery, decide
-from ...serving.manifest import read_manifest
-from ...serving.proof import Probe
-from ...serving.proving import Steps, proved
-from ...serving.rank import Rank, synchronise
-from ...serving.settings import Settings
-from . import inside, running
+from ...errors import FailedPrecondition
+from ...serving.delivery import ATTRIBUTE, Delivery, Steps, proved, synchronise
+from ...serving.proof import Probe, digest, token_ids, tokens_for
+from ...serving.rank import Rank
+from ...serving.settings import Settings, read_manifest
+from . import inside
+
+# So many tokens follow the first ones, one by one, each by the decode kernels.
+DECODED = 1
+
+
+def probe_of(runner: Any, room: Room) -> Probe:
+    """How a scheduler's model is run on fixed tokens: the first all at once, a last one by itself."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.runtime_context import get_model, get_parallel
+
+    model, group = runner.model, get_parallel().tp_group
+    ids = token_ids(runner.model_config.vocab_size, room.tokens + DECODED, runner.device)
+    batches = [_extend(runner, room, ids[: room.tokens]), _decode(runner, room, ids[room.tokens :])]
+    context = ForwardContext(attn_backend=runner.attn_backend)
+
+    @contextmanager
+    def around(batch: Any) -> Iterator[None]:
+        with get_model().override(shared_experts=model.shared_experts_config), forward_context(context, forward_batch=batch):
+            yield
+
+    def run() -> Any:
+        made = []
+        for batch in batches:
+            runner.attn_backend.init_forward_metadata(batch)
+            with around(batch):
+                made.append(model.forward(batch.input_ids, batch.positions, _kept(batch)).next_token_logits.clone())
+        return made
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        runner.attn_backend.init_forward_metadata(batches[0])
+        with around(batches[0]):
+            yield
+
+    def agree(names: set[str]) -> set[str]:
+        import torch.distributed
+
+        if group.world_size == 1:
+            return names
+        found: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(found, names, group=group.cpu_group)
+        return set().union(*found)
+
+    return Probe(run, room.tokens, alone, turn=(group.rank_in_group, group.world_size), agree=agree, keep=_kept, beyond=beyond(runner))
+
+
+def beyond(runner: Any) -> dict[str, str]:
+    """By name, ways in which this engine runs its model that a probe does not take, and why."""
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    why = "are not replayed by the proof, which runs the model without them"
+    runners = {"decode graphs": "decode_cuda_graph_runner", "prefill graphs": "prefill_cuda_graph_runner"}
+    return {name: why for name, held in runners.items() if not isinstance(getattr(runner, held, None), (EagerRunner, type(None)))}
+
+
+class Room:
+    """Room in SGLang's cache for one request of `tokens` tokens and DECODED more, until `close`. Raises FailedPrecondition where there is none."""
+
+    def __init__(self, runner: Any) -> None:
+        self.tokens = tokens_for(runner.model)
+        self._slots_pool, self._requests = runner.token_to_kv_pool_allocator, runner.req_to_token_pool
+        page = getattr(self._slots_pool, "page_size", 1)
+        whole = -(-(self.tokens + DECODED) // page) * page
+        self.request: int | None = None
+        self.slots: Any = None
+        if self._requests.free_slots and whole <= self._requests.req_to_token.shape[1]:
+            self.slots = self._slots_pool.alloc(whole)
+        if self.slots is None:
+            raise FailedPrecondition(f"SGLang's cache has no room for a request of {whole} tokens")
+        self.request = self._requests.free_slots.pop()
+        self._requests.req_to_token[self.request, :whole] = self.slots.to(self._requests.req_to_token.dtype)
+
+    def close(self) -> None:
+        if self.request is not None:
+            self._requests.free_slots.append(self.request)
+            self._slots_pool.free(self.slots)
+        self.request = self.slots = None
+
+
+def _extend(runner: Any, room: Room, ids: Any) -> Any:
+    """The batch with all tokens but those to decode."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    count = len(ids)
+
+    def one(value: int) -> Any:
+        return torch.tensor([value], dtype=torch.int32, device=runner.device)
+
+    extend = dict(
+        extend_num_tokens=count, extend_seq_lens=one(count), extend_prefix_lens=one(0), extend_start_loc=one(0), extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[count], extend_logprob_start_lens_cpu=[0],
+    )  # fmt: skip
+    return _batch(runner, room, ids, ForwardMode.EXTEND, 0, **extend)
+
+
+def _decode(runner: Any, room: Room, ids: Any) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return _batch(runner, room, ids, ForwardMode.DECODE, room.tokens)
+
+
+def _batch(runner: Any, room: Room, ids: Any, mode: Any, before: int, **extend: Any) -> Any:
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+    length = before + len(ids)
+    lengths = torch.tensor([length], dtype=torch.int64)
+    positions = torch.arange(before, length, device=runner.device)
+    made = ForwardBatch(
+        forward_mode=mode, batch_size=1, input_ids=ids, req_pool_indices=torch.tensor([room.request], dtype=torch.int64, device=runner.device),
+        seq_lens=lengths.to(runner.device), seq_lens_cpu=lengths, orig_seq_lens=lengths.to(torch.int32).to(runner.device), seq_lens_sum=length,
+        out_cache_loc=room.slots[before:length], positions=positions, mrope_positions=positions.expand(3, -1).contiguous(),
+        spec_algorithm=runner.spec_algorithm, capture_hidden_mode=CaptureHiddenMode.NULL, global_forward_mode=mode, **extend,
+    )  # fmt: skip
+    runner.kv_index_translator.bind_runner_slots(made)
+    return runner.prepare_dummy_forward_batch(made)
+
+
+def _kept(thing: Any) -> Any:
+    """A batch as it is now: layers leave the residual stream in it, and what they cache."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    if not isinstance(thing, ForwardBatch):
+        return thing
+    made = copy.copy(thing)
+    stream = getattr(thing, "residual_stream", None)
+    if stream is not None:
+        made.residual_stream = copy.copy(stream)
+        if isinstance(stream.residual, torch.Tensor):
+            made.residual_stream.residual = stream.residual.clone()
+        if stream.pending is not None:
+            made.residual_stream.pending = copy.copy(stream.pending)
+            if isinstance(stream.pending.value, torch.Tensor):
+                made.residual_stream.pending.value = stream.pending.value.clone()
+    return made
+
+
+__all__ = ["DECODED", "Room", "beyond", "probe_of"]
+
 
 logger = logging.getLogger("sglang.refitd")
 
@@ -80,7 +222,7 @@ class Backend:
 
         self.model: Any = runner.model
         self._runner = runner
-        clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
+        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         device = torch.device(next(self.model.parameters()).device)
         self._device = device
         self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
@@ -97,36 +239,21 @@ class Backend:
 
     def digests(self) -> dict[str, Any]:
         held = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {"digests": {name: [str(t.dtype), list(t.shape), evidence.digest(t)] for name, t in held}}
+        return {"digests": {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}}
 
     def _decide(self, settings: Settings) -> Delivery:
         manifest = read_manifest(settings.manifest or self._runner.model_config.model_path)
         synchronise(self._device)  # batches that the scheduler has launched read the weights
         with ExitStack() as rooms:
-            steps = Steps(
-                decide=lambda failed: self._made(settings, manifest, failed),
-                process=self._process,
-                load=self._load,
-                probe=lambda: self._probe(rooms),
-            )
-            made = proved(self.model, settings.proof, manifest, self._device, self.rank.clean, steps)
-        if not self.rank.clean:
-            self._zero_padding(made)
-        return made
-
-    def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
-        made = decide(self.model, manifest, settings.arena_bytes, self._device, inside, failed)
-        if not self.rank.clean:
-            self._zero_padding(made)
-            if made.arena:
-                self._try_out(made)
+            steps = Steps(inside, self._try_out, self._process, self._load, lambda: self._probe(rooms))
+            made = proved(self.model, settings, manifest, self._device, self.rank.clean, steps)
         return made
 
     def _probe(self, rooms: ExitStack) -> Probe:
         """How the model is run alone, until `rooms` closes."""
-        room = running.Room(self._runner)
+        room = Room(self._runner)
         rooms.callback(room.close)
-        return running.probe_of(self._runner, room)
+        return probe_of(self._runner, room)
 
     def _logits(self) -> Any:
         with ExitStack() as rooms:
@@ -139,15 +266,6 @@ class Backend:
         self._derive(delivery)
         return []
 
-    def _zero_padding(self, made: Delivery) -> None:
-        """Zeroes the rows beyond the vocabulary, as loading a checkpoint does; this engine loaded random weights instead."""
-        import torch
-
-        named = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name in made.padded:
-                named[name].zero_()
-
     def _try_out(self, made: Delivery) -> None:
         """Processes two sets of random weights. A parameter that both leave the same is passed over, and refused by name."""
         import torch
@@ -159,7 +277,7 @@ class Backend:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator, device=self._device).to(tensor.dtype))
             inside.reload(self.model, made.arena.items(), made.modules)
             named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
-            seen.append({name: evidence.digest(named[name]) for name in made.processed if named[name].numel()})
+            seen.append({name: digest(named[name]) for name in made.processed if named[name].numel()})
         for name, first in seen[0].items():
             if seen[1].get(name) == first:
                 raise errors.FailedPrecondition(

@@ -13,7 +13,7 @@ vLLM, torch and FastAPI are imported where they are used only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 def register() -> None:
     """Adds the backend and the load format `refitd` to vLLM in this process, and lets its engine core wake up paused; a repeated call
     changes nothing."""
-    from . import versions as _versions
+    from . import versions
 
-    _versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
-    _versions.register_load_format()
-    _versions.let_wake_up_stay_paused()
+    versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
+    versions.register_load_format()
+    versions.let_wake_up_stay_paused()
 
 
-def follow(llm: Any, **options: Any) -> Follower:
+def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     """Attaches an offline `vllm.LLM`, whose updates then happen in `Follower.poll` and `Follower.wait`. See `driver.Follower`."""
-    from ...serving.driver import Follower
+    from .controls import follow as begin
 
-    return Follower(llm, **options)
+    return begin(llm, settings)
 
 
 # The backend that vLLM made in this worker's process, for frameworks whose own code in the worker is not told of it.

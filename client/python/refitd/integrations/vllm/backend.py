@@ -15,26 +15,20 @@ launcher each process has a driver.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from ...layout.records import TensorSpec
 from ...errors import FailedPrecondition
-from . import running, set_backend
-from . import versions as _versions
-from ...serving import evidence
-from ...serving.delivery import Delivery, decide
-from ...serving.launched import by_external_launcher
-from ...serving.manifest import read_manifest
+from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Delivery, Steps, keep_memory, proved, synchronise, tensors_of, zero_padding
 from ...serving.proof import Probe
-from ...serving.proving import Steps, proved
-from ...serving.rank import PREPARE_SECONDS, Rank, keep_memory, synchronise, tensors_of
-from ...serving.settings import Settings
-from .sleep_memory import make_exportable
+from ...serving.rank import PREPARE_SECONDS, Rank
+from ...serving.settings import Settings, read_manifest
+from . import running, set_backend, versions
+from .versions import by_external_launcher, make_exportable
 
 
 @dataclass
@@ -86,13 +80,13 @@ class RefitdBackend(WeightTransferEngine):
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         super().__init__(config, *arguments)
-        self.parallel_config, self._vllm_config = _versions.init_arguments(arguments)
+        self.parallel_config, self._vllm_config = versions.init_arguments(arguments)
         self.model: Any = arguments[-1]
         if self._vllm_config is None:
-            self._vllm_config = getattr(self.model, evidence.CONFIGURATION, None)
+            self._vllm_config = getattr(self.model, CONFIGURATION, None)
         parameters = list(self.model.parameters())
         self.device: Any = parameters[0].device
-        clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
+        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         set_backend(self)
         self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
 
@@ -101,10 +95,10 @@ class RefitdBackend(WeightTransferEngine):
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
-        _versions.check_experts_stay(self.parallel_config)
+        versions.check_experts_stay(self.parallel_config)
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
-            self._zero_padding(self.rank.delivery)
+            zero_padding(self.model, self.rank.delivery)
         rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
@@ -118,40 +112,15 @@ class RefitdBackend(WeightTransferEngine):
     def _decide(self, settings: Settings) -> Delivery:
         if self._vllm_config is None:
             raise FailedPrecondition("this version of vLLM gives a backend no configuration: start it with --load-format refitd")
-        draft = _versions.draft_of(self._vllm_config)
+        draft = versions.draft_of(self._vllm_config)
         if draft is not None:
             raise FailedPrecondition(
                 f"vLLM was started with a draft model (speculative_config, method '{draft}'), whose weights would stay as they are",
                 culprit="speculative_config",
             )
         manifest = read_manifest(settings.manifest or self._vllm_config.model_config.model)
-        steps = Steps(
-            decide=lambda failed: self._made(settings, manifest, failed),
-            process=self._process,
-            load=self._load,
-            probe=lambda: self._probe(settings.proof == "require"),
-        )
-        made = proved(self.model, settings.proof, manifest, self.device, self.rank.clean, steps)
-        if not self.rank.clean:
-            self._zero_padding(made)
-        return made
-
-    def _made(self, settings: Settings, manifest: Sequence[TensorSpec], failed: Mapping[str, str]) -> Delivery:
-        made = decide(self.model, manifest, settings.arena_bytes, self.device, failed=failed)
-        if not self.rank.clean:
-            self._zero_padding(made)
-            if made.arena:  # what vLLM's reload passes over is refused now, and not after the first version was committed
-                self._process(made)
-        return made
-
-    def _zero_padding(self, made: Delivery) -> None:
-        """Rows beyond the vocabulary are zeros after a checkpoint was loaded; here random weights were."""
-        import torch
-
-        named = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name in made.padded:
-                named[name].zero_()
+        steps = Steps(versions, self._process, self._process, self._load, lambda: self._probe(settings.proof == "require"))
+        return proved(self.model, settings, manifest, self.device, self.rank.clean, steps)
 
     # ---- updates ----
 
@@ -182,9 +151,9 @@ class RefitdBackend(WeightTransferEngine):
 
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
-        with self._derived(delivery), _versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
+        with self._derived(delivery), versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
             if delivery.arena:
-                _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
+                versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
             else:
                 self._process_attention(delivery)
 
@@ -198,12 +167,12 @@ class RefitdBackend(WeightTransferEngine):
             if own and getattr(layer, "quant_method", None) is not None:  # not those whose parameters are all another's
                 wanted[name] = layer
         with self._derived(delivery):
-            return _versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
+            return versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
     @contextmanager
     def _derived(self, delivery: Delivery) -> Iterator[None]:
         """Around what processes modules: what attention and tied modules derive gets into its old memory."""
-        with _versions.current_config(self._vllm_config):
+        with versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
             yield
             for layer, before in memories:
@@ -215,7 +184,7 @@ class RefitdBackend(WeightTransferEngine):
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without one, this does."""
         import torch
 
-        evident = getattr(self.model, evidence.ATTRIBUTE, None)
+        evident = getattr(self.model, ATTRIBUTE, None)
         for layer in delivery.attention:
             if evident is None or evident.get(id(layer)):
                 with torch.no_grad():

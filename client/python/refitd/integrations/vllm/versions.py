@@ -1,5 +1,17 @@
 """All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside, but for those by which
-a model is run alone (`running.py`)."""
+a model is run alone (`running.py`).
+
+The load format `refitd`: an engine starts with random weights, reads no checkpoint, and gets its first version from refitd.
+
+While vLLM loads, this format also gathers the evidence of `py`: it knows the moment between loading and post-processing.
+
+Weights in the memory of vLLM's sleep mode (`enable_sleep_mode` on a GPU), which only vLLM's own process can open.
+
+vLLM's allocator makes this memory by cuMemCreate without asking for handles that other processes can import, so that no daemon could write
+it. It is made for the sake of unmapping: the addresses stay reserved, and memory comes and goes beneath them. So `make_exportable` puts
+memory that can be exported beneath the addresses of the weights. CUDA graphs keep their addresses, and vLLM unmaps and releases the new
+memory as its own when it sleeps. What vLLM maps when it wakes up is memory of its own kind again.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +20,13 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import c_uint64
+from functools import lru_cache
 from typing import Any
 
 from ...errors import FailedPrecondition
+from ...layout import devices
+from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Snapshot, changes
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -61,7 +77,6 @@ def register_load_format() -> None:
     from vllm.model_executor import model_loader
 
     if "refitd" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
-        from .loader import loader_class
 
         model_loader.register_model_loader("refitd")(loader_class())
 
@@ -295,3 +310,90 @@ async def pause(engine: Any, mode: str) -> None:
         await engine.pause_generation(mode=mode, clear_cache=False)
     else:
         await core(mode=mode, clear_cache=False)
+
+
+@lru_cache(maxsize=1)
+def loader_class() -> Any:
+    """vLLM's loader of random weights, with the evidence."""
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class RefitdModelLoader(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            # A checkpoint leaves as they are the buffers that it does not have, and the parameters that attention layers have for scales.
+            kept = [tensor for layer in model.modules() for tensor in layer._buffers.values()]
+            kept += [tensor for layer in model.modules() if is_attention(layer) for tensor in layer._parameters.values()]
+            values = [(tensor, tensor.detach().clone()) for tensor in kept if tensor is not None]
+            super().load_weights(model, model_config)
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
+            self._before = [(layer, Snapshot.of(layer)) for layer in model.modules()]
+
+        def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
+            model = super().load_model(vllm_config, *arguments, **options)
+            found = {id(layer): changes(layer, before) for layer, before in self._before}
+            # By module, and not by name: names of wrapped models differ from those of the loaded one.
+            object.__setattr__(model, ATTRIBUTE, found)
+            object.__setattr__(model, CONFIGURATION, vllm_config)
+            del self._before
+            return model
+
+    return RefitdModelLoader
+
+
+def make_exportable(device_type: str) -> int:
+    """Makes all weights in memory of vLLM's sleep mode exportable; they keep their addresses and bytes. Returns how many bytes were
+    not exportable before. Nothing may run on the device meanwhile. `device_type`: of the weights' device in torch.
+
+    Raises FailedPrecondition where the device lacks the memory for a second copy of the largest allocation.
+    """
+    kind = devices.kind_of_type(device_type)
+    if kind is None:
+        return 0
+    changed = 0
+    for index, nbytes, base, where in weights_of_sleep_mode():
+        handle = c_uint64.from_address(where)  # vLLM's allocator takes it from there when it unmaps
+        made = kind.make_exportable(index, base, nbytes, handle.value)
+        changed += nbytes if made != handle.value else 0
+        handle.value = made
+    return changed
+
+
+# ---- what the configuration says ----
+
+# This update tells the workers only to detach.
+LEAVE = {"leave": True}
+
+
+def by_external_launcher(parallel: Any) -> bool:
+    """Whether the parallel config of vLLM says so. Its world_size then counts data-parallel replicas too, and its rank is of them all."""
+    return bool(parallel.distributed_executor_backend == "external_launcher")
+
+
+def world_size_of(config: Any) -> int:
+    """How many workers' ranks the instance has; the same rule as backend.place."""
+    parallel = config.parallel_config
+    if by_external_launcher(parallel):
+        return int(parallel.world_size)
+    if getattr(parallel, "data_parallel_external_lb", False) or getattr(parallel, "data_parallel_hybrid_lb", False):
+        return int(parallel.world_size)
+    return int(parallel.data_parallel_size * parallel.world_size)
+
+
+def device_of(config: Any) -> str:
+    """The type in torch of the device that vLLM runs on."""
+    return str(config.device_config.device_type)
+
+
+def starts_clean(config: Any) -> bool:
+    """Whether vLLM loaded a checkpoint, and no random weights."""
+    return str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) not in ("dummy", "refitd")
+
+
+def check_backend(config: Any) -> None:
+    """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
+    check_experts_stay(config.parallel_config)
+    transfer = config.weight_transfer_config
+    if transfer is None or transfer.backend != "refitd":
+        raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
