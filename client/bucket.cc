@@ -34,7 +34,7 @@ absl::Status CheckTensors(const Bucket& bucket) {
     return WrongLength("ranges", bucket.ranges.size(), bucket.tensors.size());
   }
   for (size_t i = 0; i < bucket.tensors.size(); ++i) {
-    REFITD_RETURN_IF_ERROR(ValidateTensor(bucket.tensors[i]));
+    REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(bucket.tensors[i]), "bucket.tensors"));
     if (bucket.ranges.empty()) continue;
     const TensorRange& range = bucket.ranges[i];
     REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(bucket.tensors[i].shape));

@@ -20,7 +20,9 @@ absl::StatusOr<TensorSpec> SpecOf(const refit_tensor& tensor) {
   if (tensor.name == nullptr) return Null("tensor.name");
   TensorSpec spec;
   spec.name = tensor.name;
-  REFITD_ASSIGN_OR_RETURN(spec.dtype, DTypeFromProto(tensor.dtype));
+  const absl::StatusOr<DType> dtype = DTypeFromProto(tensor.dtype);
+  if (!dtype.ok()) return AboutField(dtype.status(), "tensor.dtype");
+  spec.dtype = *dtype;
   if (tensor.dim_count < 0 || tensor.dim_count > kMaxDims ||
       (tensor.dim_count > 0 && tensor.dims == nullptr)) {
     return InvalidField("tensor.dim_count", "\"{}\": dim_count is {}{}; 0 to {} are known",

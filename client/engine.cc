@@ -170,7 +170,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
     return InvalidField("manifest", "a manifest is for {} delivery only",
                         DeliveriesWith(DeclaresManifest));
   }
-  for (const TensorSpec& tensor : *options.manifest) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
+  for (const TensorSpec& tensor : *options.manifest) {
+    REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(tensor), "manifest"));
+  }
   return absl::OkStatus();
 }
 

@@ -4,6 +4,7 @@
 
 #include "client/call.h"
 #include "proto/convert.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -96,7 +97,9 @@ absl::StatusOr<uint64_t> Registration::Upload(Connection* connection, const Star
 
 absl::StatusOr<uint64_t> Registration::Register(Connection* connection, const StartUpload& start,
                                                 Layout layout) {
-  for (const TensorSpec& tensor : layout.tensors) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
+  for (const TensorSpec& tensor : layout.tensors) {
+    REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(tensor), "layout.tensors"));
+  }
   REFITD_ASSIGN_OR_RETURN(const uint64_t generation, Upload(connection, start, layout, {}));
   if (!keep_) return generation;
   layout_regions_ = regions_->Of(layout);

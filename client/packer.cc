@@ -28,7 +28,7 @@ bool KnownTensor::Matches(const DlpackTensor& shown) const {
 }
 
 absl::StatusOr<int64_t> KnownTensors::Learn(TensorSpec spec) {
-  REFITD_RETURN_IF_ERROR(ValidateTensor(spec));
+  REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(spec), "tensor"));
   REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(spec.shape));
   auto known = std::make_unique<KnownTensor>();
   known->elements = elements;

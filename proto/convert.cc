@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
@@ -62,25 +63,29 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
                                            int index) {
   const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
   const auto type = DTypeFromProto(dtype);
+  const auto about = [&](const absl::Status& status, std::string_view list) {
+    return AboutTensor(AboutField(status, fmt::format("{}.{}", field, list)), name);
+  };
   if (!type.ok()) {
-    return AboutTensor(Annotate(type.status(), fmt::format("{}.dtypes[{}] = {} of {}", field, index,
-                                                           dtype, tensor())),
-                       name);
+    return about(Annotate(type.status(),
+                          fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor())),
+                 "dtypes");
   }
   if (!dims.ok()) {
-    return AboutTensor(
-        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())), name);
+    return about(
+        Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor())),
+        "shapes");
   }
   REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(*dims));
   if (count > kMaxTensorBytes / ElementBytes(*type)) {
-    return AboutTensor(
-        Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes", field,
-              index, tensor(), ToString(*type, *dims), kMaxTensorBytes),
-        name);
+    return about(Invalid("{}.shapes[{}] of {}: {} is more than {} bytes", field, index, tensor(),
+                         ToString(*type, *dims), kMaxTensorBytes),
+                 "shapes");
   }
   TensorSpec spec{std::move(name), *type, *dims};
   if (absl::Status status = ValidateTensor(spec); !status.ok()) {
-    return Annotate(status, fmt::format("{}.names[{}]", field, index));
+    return AboutField(Annotate(status, fmt::format("{}.names[{}]", field, index)),
+                      fmt::format("{}.names", field));
   }
   return spec;
 }
@@ -88,8 +93,8 @@ absl::StatusOr<TensorSpec> TensorFromProto(std::string name, int dtype,
 absl::Status CheckLength(std::string_view field, std::string_view list, int got,
                          std::string_view other, int want) {
   if (got == want) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "{}.{} has {} entries where {} has {}", field, list,
-               got, other, want);
+  return InvalidField(fmt::format("{}.{}", field, list), "{}.{} has {} entries where {} has {}",
+                      field, list, got, other, want);
 }
 
 int64_t VarintBytes(uint64_t value) {
@@ -163,21 +168,22 @@ absl::Status CheckPieceArrays(const v1::LayoutChunk& chunk,
   for (int i = 0; i < pieces; ++i) {
     const uint32_t tensor = chunk.piece_tensor(i);
     if (tensor >= tensors.size()) {
-      return Error(StatusCode::kInvalidArgument,
-                   "layout.piece_tensor[{}] is {} where {} tensors were named", i, tensor,
-                   tensors.size());
+      return InvalidField("layout.piece_tensor",
+                          "layout.piece_tensor[{}] is {} where {} tensors were named", i, tensor,
+                          tensors.size());
     }
     ranks += static_cast<int64_t>(tensors[tensor].shape.size());
   }
   if (chunk.piece_boxes_size() != 2 * ranks) {
-    return Error(StatusCode::kInvalidArgument,
-                 "layout.piece_boxes has {} entries where the pieces' tensors need {}",
-                 chunk.piece_boxes_size(), 2 * ranks);
+    return InvalidField("layout.piece_boxes",
+                        "layout.piece_boxes has {} entries where the pieces' tensors need {}",
+                        chunk.piece_boxes_size(), 2 * ranks);
   }
   if (chunk.piece_strides_size() != 0 && chunk.piece_strides_size() != ranks) {
-    return Error(StatusCode::kInvalidArgument,
-                 "layout.piece_strides has {} entries where the pieces' tensors need {} or none",
-                 chunk.piece_strides_size(), ranks);
+    return InvalidField(
+        "layout.piece_strides",
+        "layout.piece_strides has {} entries where the pieces' tensors need {} or none",
+        chunk.piece_strides_size(), ranks);
   }
   return absl::OkStatus();
 }
@@ -191,9 +197,9 @@ absl::StatusOr<std::string> CodedName(const v1::LayoutChunk& chunk, int i,
   for (const auto& [field, bytes] :
        {std::pair("name_prefix", prefix), std::pair("name_suffix", suffix)}) {
     if (bytes <= last.size()) continue;
-    return Error(StatusCode::kInvalidArgument,
-                 "layout.{}[{}] is {} where the name before has {} bytes", field, i, bytes,
-                 last.size());
+    return InvalidField(fmt::format("layout.{}", field),
+                        "layout.{}[{}] is {} where the name before has {} bytes", field, i, bytes,
+                        last.size());
   }
   std::string name;
   name.reserve(prefix + chunk.name_middles(i).size() + suffix);
@@ -243,12 +249,12 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
     layout_.binding_generation = chunk.binding_generation();
   } else if (chunk.binding_generation() != 0 &&
              chunk.binding_generation() != layout_.binding_generation) {
-    return Error(StatusCode::kInvalidArgument,
-                 "layout.binding_generation is {} where the first chunk said {}",
-                 chunk.binding_generation(), layout_.binding_generation);
+    return InvalidField("layout.binding_generation",
+                        "layout.binding_generation is {} where the first chunk said {}",
+                        chunk.binding_generation(), layout_.binding_generation);
   }
   if (last_) {
-    return Error(StatusCode::kInvalidArgument, "layout.last: a chunk came after the last one");
+    return InvalidField("layout.last", "layout.last: a chunk came after the last one");
   }
   any_ = true;
   last_ = chunk.last();
@@ -263,9 +269,9 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
   const bool coded = chunk.name_middles_size() > 0;
   const char* names_field = coded ? "name_middles" : "names";
   if (coded && chunk.names_size() > 0) {
-    return Error(StatusCode::kInvalidArgument,
-                 "layout.names has {} entries in a chunk with {} name_middles", chunk.names_size(),
-                 chunk.name_middles_size());
+    return InvalidField("layout.names",
+                        "layout.names has {} entries in a chunk with {} name_middles",
+                        chunk.names_size(), chunk.name_middles_size());
   }
   const int names = coded ? chunk.name_middles_size() : chunk.names_size();
   const auto check = [&](std::string_view list, int got, int want) {
@@ -296,9 +302,9 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
     }
     const uint32_t back = chunk.shape_back_size() == 0 ? 0 : chunk.shape_back(i);
     if (back > layout_.tensors.size()) {
-      return Error(StatusCode::kInvalidArgument,
-                   "layout.shape_back[{}] is {} where {} tensors were named", i, back,
-                   layout_.tensors.size());
+      return InvalidField("layout.shape_back",
+                          "layout.shape_back[{}] is {} where {} tensors were named", i, back,
+                          layout_.tensors.size());
     }
     absl::StatusOr<Dims> dims = back == 0 ? DimsFromProto(chunk.shapes(next_shape))
                                           : layout_.tensors[layout_.tensors.size() - back].shape;
@@ -359,14 +365,14 @@ absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
   for (int i = 0; i < chunk.pushed_tensors_size(); ++i) {
     const uint32_t tensor = chunk.pushed_tensors(i);
     if (tensor >= layout_.tensors.size()) {
-      return Error(StatusCode::kInvalidArgument,
-                   "layout.pushed_tensors[{}] is {} where {} tensors were named", i, tensor,
-                   layout_.tensors.size());
+      return InvalidField("layout.pushed_tensors",
+                          "layout.pushed_tensors[{}] is {} where {} tensors were named", i, tensor,
+                          layout_.tensors.size());
     }
     if (!pushed.empty() && tensor <= pushed.back()) {
-      return Error(StatusCode::kInvalidArgument,
-                   "layout.pushed_tensors[{}] is {}, which comes after {}: they must ascend", i,
-                   tensor, pushed.back());
+      return InvalidField("layout.pushed_tensors",
+                          "layout.pushed_tensors[{}] is {}, which comes after {}: they must ascend",
+                          i, tensor, pushed.back());
     }
     pushed.push_back(tensor);
   }
@@ -381,14 +387,14 @@ absl::Status LayoutDecoder::AddTies(const v1::LayoutChunk& chunk) {
   for (int i = 0; i < chunk.tied_tensors_size(); ++i) {
     const Tie tie{chunk.tied_tensors(i), chunk.tied_to(i)};
     if (tie.tensor >= layout_.tensors.size() || tie.same_as >= layout_.tensors.size()) {
-      return Error(StatusCode::kInvalidArgument,
-                   "layout.tied_tensors[{}] is {}, tied to {}, where {} tensors were named", i,
-                   tie.tensor, tie.same_as, layout_.tensors.size());
+      return InvalidField("layout.tied_tensors",
+                          "layout.tied_tensors[{}] is {}, tied to {}, where {} tensors were named",
+                          i, tie.tensor, tie.same_as, layout_.tensors.size());
     }
     if (!ties.empty() && tie.tensor <= ties.back().tensor) {
-      return Error(StatusCode::kInvalidArgument,
-                   "layout.tied_tensors[{}] is {}, which comes after {}: they must ascend", i,
-                   tie.tensor, ties.back().tensor);
+      return InvalidField("layout.tied_tensors",
+                          "layout.tied_tensors[{}] is {}, which comes after {}: they must ascend",
+                          i, tie.tensor, ties.back().tensor);
     }
     ties.push_back(tie);
   }
@@ -397,11 +403,10 @@ absl::Status LayoutDecoder::AddTies(const v1::LayoutChunk& chunk) {
 
 absl::StatusOr<Layout> LayoutDecoder::Finish() && {
   if (!any_) {
-    return Error(StatusCode::kInvalidArgument, "layout: the stream ended without a chunk");
+    return InvalidField("layout", "layout: the stream ended without a chunk");
   }
   if (!last_) {
-    return Error(StatusCode::kInvalidArgument,
-                 "layout.last: the stream ended before a chunk that says so");
+    return InvalidField("layout.last", "layout.last: the stream ended before a chunk that says so");
   }
   return std::move(layout_);
 }
@@ -454,8 +459,8 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
   REFITD_RETURN_IF_ERROR(CheckLength(field, "dtypes", dtypes.size(), "names", names.size()));
   REFITD_RETURN_IF_ERROR(CheckLength(field, "shapes", shapes.size(), "names", names.size()));
   if (names.size() > max_tensors) {
-    return Error(StatusCode::kInvalidArgument, "{}.names has {} entries, more than {}", field,
-                 names.size(), max_tensors);
+    return InvalidField(fmt::format("{}.names", field), "{}.names has {} entries, more than {}",
+                        field, names.size(), max_tensors);
   }
   std::vector<TensorSpec> tensors;
   tensors.reserve(static_cast<size_t>(names.size()));
@@ -465,8 +470,8 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor, TensorFromProto(names[i], dtypes[i],
                                                                DimsFromProto(shapes[i]), field, i));
     if (!seen.insert(names[i]).second) {
-      return Error(StatusCode::kInvalidArgument, "{}.names[{}] is {}, which came before", field, i,
-                   Quoted(names[i]));
+      return InvalidField(fmt::format("{}.names", field), "{}.names[{}] is {}, which came before",
+                          field, i, Quoted(names[i]));
     }
     tensors.push_back(std::move(tensor));
   }
@@ -496,8 +501,8 @@ absl::StatusOr<std::optional<Verification>> VerificationFromProto(v1::Verificati
     case v1::VERIFICATION_READBACK:
       return Verification::kReadback;
     default:
-      return Error(StatusCode::kInvalidArgument, "verification is {}, which is not known",
-                   static_cast<int>(verification));
+      return InvalidField("verification", "verification is {}, which is not known",
+                          static_cast<int>(verification));
   }
 }
 
@@ -515,8 +520,7 @@ v1::BroadcastTotals BroadcastTotalsToProto(BroadcastMethod method, int64_t bytes
 
 absl::StatusOr<BroadcastMethod> BroadcastFromProto(v1::BroadcastMethod method) {
   if (v1::BroadcastMethod_IsValid(method)) return static_cast<BroadcastMethod>(method);
-  return Error(StatusCode::kInvalidArgument, "broadcast is {}, which is not known",
-               static_cast<int>(method));
+  return InvalidField("broadcast", "broadcast is {}, which is not known", static_cast<int>(method));
 }
 
 static_assert(static_cast<int>(DType::kFloat64) == v1::DTYPE_FLOAT64);

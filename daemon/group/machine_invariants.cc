@@ -136,8 +136,9 @@ void Coordinator::Impl::CheckSpread() const {
   for (const auto& [seq, part] : s.parts) {
     REFITD_CHECK(part.header.header.part == seq && part.header.header.update == s.update);
     REFITD_CHECK(!part.sinks.contains(part.root));
-    // A cut part may have lost all its sinks.
-    REFITD_CHECK(part.header.wired ? part.cut || !part.sinks.empty() : part.sinks.empty());
+    // A part that is, or was, cut may have lost all its sinks.
+    const bool may_lack_sinks = part.cut || s.abandoned;
+    REFITD_CHECK(part.header.wired ? may_lack_sinks || !part.sinks.empty() : part.sinks.empty());
     REFITD_CHECK(!part.cut || (part.header.wired && !s.abandoned));
     REFITD_CHECK(
         std::includes(part.sinks.begin(), part.sinks.end(), part.lack.begin(), part.lack.end()));

@@ -18,6 +18,9 @@ namespace refitd {
 namespace {
 
 constexpr int kMaxAcceptsPerWakeup = 64;  // after these, other events have their turn
+// After so many that were kept out, others wait a moment: who connects again and again without an
+// end would take a processor's time.
+constexpr int kKeptOutPerWakeup = 16;
 
 // The inode of an open socket; 0: `fd` is no open socket.
 uint64_t SocketInode(int fd) {
@@ -158,10 +161,12 @@ int AcceptLoop::TimeoutMs() const {
 }
 
 void AcceptLoop::AcceptAll() {
+  int kept_out = 0;
   for (int i = 0; i < kMaxAcceptsPerWakeup; ++i) {
+    if (kept_out >= kKeptOutPerWakeup) return PauseAccepting();
     UniqueFd connection(accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (connection.valid()) {
-      Admit(std::move(connection));
+      if (!Admit(std::move(connection))) ++kept_out;
       continue;
     }
     if (errno == EINTR || errno == ECONNABORTED) continue;
@@ -177,7 +182,7 @@ void AcceptLoop::AcceptAll() {
   }
 }
 
-void AcceptLoop::Admit(UniqueFd connection) {
+bool AcceptLoop::Admit(UniqueFd connection) {
   if (peers_ == nullptr) {
     const std::string peer = ConnectionGuard::PeerOfSocket(connection.get());
     return Hand(std::move(connection), peer.substr(0, peer.rfind(':')));
@@ -185,16 +190,17 @@ void AcceptLoop::Admit(UniqueFd connection) {
   auto peer = PeerOf(connection.get(), /*with_pidfd=*/true);
   if (!peer.ok()) {
     LogWarning("connection on {} refused: {}", path_, Message(peer.status()));
-    return;
+    return true;
   }
   const std::string source = fmt::format("uid:{}", peer->uid);
   peers_->Record(connection.get(), std::move(peer).value());
-  Hand(std::move(connection), source);
+  return Hand(std::move(connection), source);
 }
 
-void AcceptLoop::Hand(UniqueFd connection, const std::string& source) {
-  if (guard_ != nullptr && !guard_->Watch(connection.get(), source)) return;
+bool AcceptLoop::Hand(UniqueFd connection, const std::string& source) {
+  if (guard_ != nullptr && !guard_->Watch(connection.get(), source)) return false;
   serve_(std::move(connection));
+  return true;
 }
 
 void AcceptLoop::Sweep() {

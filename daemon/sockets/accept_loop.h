@@ -115,8 +115,9 @@ class AcceptLoop {
   void Run();
   int TimeoutMs() const;
   void AcceptAll();
-  void Admit(UniqueFd connection);
-  void Hand(UniqueFd connection, const std::string& source);
+  // False: the guard keeps the connection out.
+  bool Admit(UniqueFd connection);
+  bool Hand(UniqueFd connection, const std::string& source);
   void Sweep();
   void PauseAccepting();
   void ResumeAccepting();

@@ -200,7 +200,8 @@ TEST_CASE_METHOD(Fixture, "Whoever finds the path can connect: never refused whi
   std::thread looker([&] {
     const sockaddr_un address = UnixAddress(path);
     while (!stop) {
-      const UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      // One that waited for a place in the listener would be refused when that ends.
+      const UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
       const int result =
           connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
       if (result != 0 && errno == ECONNREFUSED) ++refused;

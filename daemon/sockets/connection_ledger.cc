@@ -91,18 +91,24 @@ std::string ConnectionLedger::Excess(const Connection& connection) {
 }
 
 void ConnectionLedger::CheckAccount(const Accounts::iterator& account) {
-  if (account->second.streams > kIdentityStreams) {
-    return EndMost(account,
-                   fmt::format("more than {} streams that no call explains, of {}",
-                               kIdentityStreams, account->first),
-                   [](const Connection& each) { return each.streams; });
+  const int64_t streams = LimitOf(account->second, kIdentityStreams);
+  if (account->second.streams > streams) {
+    return EndMost(
+        account,
+        fmt::format("more than {} streams that no call explains, of {}", streams, account->first),
+        [](const Connection& each) { return each.streams; });
   }
-  if (account->second.message_bytes > identity_message_bytes_) {
+  const int64_t bytes = LimitOf(account->second, identity_message_bytes_);
+  if (account->second.message_bytes > bytes) {
     EndMost(account,
-            fmt::format("more than {} bytes of unfinished messages, of {}", identity_message_bytes_,
-                        account->first),
+            fmt::format("more than {} bytes of unfinished messages, of {}", bytes, account->first),
             [](const Connection& each) { return each.scanner.message_bytes(); });
   }
+}
+
+int64_t ConnectionLedger::LimitOf(const Account& account, int64_t most) const {
+  const bool floods = account.flooded.has_value() && now_ - *account.flooded < kFloodPause;
+  return floods ? most / 4 : most;
 }
 
 void ConnectionLedger::EndMost(const Accounts::iterator& account, const std::string& why,
@@ -177,6 +183,7 @@ void ConnectionLedger::EndFlood(Id id, Connection* connection, std::string why) 
   Floods& floods = floods_[connection->source];
   ++floods.count;
   floods.last = now_;
+  connection->account->second.flooded = now_;
   End(id, connection, std::move(why));
 }
 

@@ -15,7 +15,8 @@
 //     kUnfinishedLimit.
 //  4. All connections of an identity, and all that are not proven, together have at most
 //     kIdentityStreams streams that no handler has seen, and at most so many bytes of unfinished
-//     messages as the constructor says. The connection that has most of them ends.
+//     messages as the constructor says. The connection that has most of them ends. For kFloodPause
+//     after that the others have a quarter, since gRPC frees what an ended one had only bit by bit.
 //  5. After kFloods connections of a source that ended for what no client does by mistake, none of
 //     that source is let in for kFloodPause.
 //  6. At most kIdentityConnections of an identity are proven at a time: the last one ends.
@@ -29,6 +30,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -110,6 +112,7 @@ class ConnectionLedger {
     int64_t proven = 0;
     int64_t streams = 0;
     int64_t message_bytes = 0;
+    std::optional<TimePoint> flooded{};
   };
   using Accounts = std::map<std::string, Account>;
   struct Connection {
@@ -134,6 +137,7 @@ class ConnectionLedger {
   void EndMost(const Accounts::iterator& account, const std::string& why,
                int64_t (*share)(const Connection&));
   void CheckAccount(const Accounts::iterator& account);
+  int64_t LimitOf(const Account& account, int64_t most) const;
   void Explain(Connection* connection);
   void MakeRoom();
 

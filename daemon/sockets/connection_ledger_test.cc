@@ -140,6 +140,9 @@ TEST_CASE_METHOD(Fixture, "An identity that a rule names left messages unfinishe
   CHECK_FALSE(ledger.TakeClear(second, "more"));  // which had more than the first
   CHECK(ledger.TakeClear(victim, Opened(3)));
   ledger.Close(second);
+  CHECK(Unfinished(Open(), 300, 60'000) * 60'000 < kIdentityMessageBytes / 4);  // for a while
+  now += kFloodPause;
+  ledger.Sweep(now);
   CHECK(Unfinished(Open(), 300, 60'000) == 300);
 }
 

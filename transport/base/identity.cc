@@ -4,6 +4,7 @@
 #include <charconv>
 #include <string>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -46,10 +47,10 @@ bool IsSpiffeId(std::string_view uri) {
 
 absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view field) {
   const auto wrong = [&] {
-    return Error(kInvalid,
-                 "{} is \"{}\", must be spiffe://DOMAIN/PATH, spiffe://DOMAIN/PATH/*, "
-                 "spiffe://DOMAIN/*, dns:NAME or dns:*.DOMAIN",
-                 field, pattern);
+    return InvalidField(field,
+                        "{} is \"{}\", must be spiffe://DOMAIN/PATH, spiffe://DOMAIN/PATH/*, "
+                        "spiffe://DOMAIN/*, dns:NAME or dns:*.DOMAIN",
+                        field, pattern);
   };
   if (pattern.size() > kMaxIdentityBytes || !IsPlain(pattern)) return wrong();
   if (pattern.starts_with(kDnsScheme)) {

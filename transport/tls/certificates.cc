@@ -17,6 +17,7 @@
 #include <ctime>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 #include "transport/tls/openssl_ptr.h"
@@ -137,11 +138,11 @@ absl::Status CheckTlsFiles(const TlsFiles& files, std::string_view certificate_f
                                     {&files.key, key_field},
                                     {&files.roots, roots_field}}) {
     if (path->empty()) {
-      return Error(kInvalid, "{} is empty: TLS needs all of {}, {} and {}", field,
-                   certificate_field, key_field, roots_field);
+      return InvalidField(field, "{} is empty: TLS needs all of {}, {} and {}", field,
+                          certificate_field, key_field, roots_field);
     }
     if (path->find('\0') != std::string::npos) {
-      return Error(kInvalid, "{} has a zero byte after \"{}\"", field, path->c_str());
+      return InvalidField(field, "{} has a zero byte after \"{}\"", field, path->c_str());
     }
   }
   return absl::OkStatus();
