@@ -91,14 +91,15 @@ std::string ConnectionLedger::Excess(const Connection& connection) {
 }
 
 void ConnectionLedger::CheckAccount(const Accounts::iterator& account) {
-  const int64_t streams = LimitOf(account->second, kIdentityStreams);
+  const int64_t streams = LimitOf(account->second, kIdentityStreams, kFloodedStreams);
   if (account->second.streams > streams) {
     return EndMost(
         account,
         fmt::format("more than {} streams that no call explains, of {}", streams, account->first),
         [](const Connection& each) { return each.streams; });
   }
-  const int64_t bytes = LimitOf(account->second, identity_message_bytes_);
+  const int64_t bytes =
+      LimitOf(account->second, identity_message_bytes_, identity_message_bytes_ / 4);
   if (account->second.message_bytes > bytes) {
     EndMost(account,
             fmt::format("more than {} bytes of unfinished messages, of {}", bytes, account->first),
@@ -106,9 +107,9 @@ void ConnectionLedger::CheckAccount(const Accounts::iterator& account) {
   }
 }
 
-int64_t ConnectionLedger::LimitOf(const Account& account, int64_t most) const {
+int64_t ConnectionLedger::LimitOf(const Account& account, int64_t most, int64_t flooded) const {
   const bool floods = account.flooded.has_value() && now_ - *account.flooded < kFloodPause;
-  return floods ? most / 4 : most;
+  return floods ? flooded : most;
 }
 
 void ConnectionLedger::EndMost(const Accounts::iterator& account, const std::string& why,

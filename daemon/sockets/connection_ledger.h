@@ -16,7 +16,8 @@
 //  4. All connections of an identity, and all that are not proven, together have at most
 //     kIdentityStreams streams that no handler has seen, and at most so many bytes of unfinished
 //     messages as the constructor says. The connection that has most of them ends. For kFloodPause
-//     after that the others have a quarter, since gRPC frees what an ended one had only bit by bit.
+//     after that the others have kFloodedStreams and a quarter of the bytes, since gRPC frees what
+//     an ended one had only bit by bit.
 //  5. After kFloods connections of a source that ended for what no client does by mistake, none of
 //     that source is let in for kFloodPause.
 //  6. At most kIdentityConnections of an identity are proven at a time: the last one ends.
@@ -60,6 +61,7 @@ inline constexpr int64_t kUnconfirmedStreams = 512;
 // More than the calls that a rank may have open at a time. gRPC keeps up to 20 KiB of a stream that
 // is reset at once.
 inline constexpr int64_t kIdentityStreams = 1'024;
+inline constexpr int64_t kFloodedStreams = 64;
 // At least this for an identity. A message of the greatest size may be on its way several times.
 inline constexpr int64_t kIdentityMessageBytes = 32 << 20;
 inline constexpr int64_t kIdentityMessages = 4;
@@ -137,7 +139,7 @@ class ConnectionLedger {
   void EndMost(const Accounts::iterator& account, const std::string& why,
                int64_t (*share)(const Connection&));
   void CheckAccount(const Accounts::iterator& account);
-  int64_t LimitOf(const Account& account, int64_t most) const;
+  int64_t LimitOf(const Account& account, int64_t most, int64_t flooded) const;
   void Explain(Connection* connection);
   void MakeRoom();
 

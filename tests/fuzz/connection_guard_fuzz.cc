@@ -170,7 +170,7 @@ class World {
     for (const Slot& each : slots_) {
       if (each.id != 0 && !each.ended) all += each.streams;
     }
-    REFITD_CHECK(all > kIdentityStreams / 4);
+    REFITD_CHECK(all > kFloodedStreams);
     slot->ended = true;
   }
   void Allow(Slot* slot) {

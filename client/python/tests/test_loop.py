@@ -290,7 +290,7 @@ class Ranks(DaemonTest):
     def decide(self, settings):
         refitd.adopt(self.served)
         layout = collect(self.served)
-        made = Delivery(list(self.source), {}, [], [], [], {}, layout.tensors, layout.boxes, [], {}, [], [])
+        made = Delivery(list(self.source), {}, [], [], [], {}, layout.tensors, layout.boxes, [], {}, [], [], [])
         made.places = Places(self.served)
         return made
 

@@ -148,7 +148,7 @@ class Backend:
     def _decide(self, settings):
         tensors = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.held.items()]
         layout = collect(self.held)
-        return Delivery(list(self.held), {}, [], [], [], {}, tensors, layout.boxes, [], {}, [], [])
+        return Delivery(list(self.held), {}, [], [], [], {}, tensors, layout.boxes, [], {}, [], [], [])
 
     def parse_init_info(self, said):
         return said

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from refitd import TensorSpec  # noqa: E402
 from refitd._core import tensors as _tensors  # noqa: E402
 from refitd._core.tensors import Addresses, Bindings, Marks, Packer, TensorAddress  # noqa: E402
+from refitd.layout.places import Places  # noqa: E402
 
 WAY = os.environ.get("REFITD_TEST_WAY", "")
 if WAY == "methods":  # without torch's functions of storages, and with no place to read ahead
@@ -243,6 +244,39 @@ def test_a_tensor_with_another_address_dtype_shape_or_strides_has_another_mark()
             assert marks.same()
     tensors[-1].shape = (2, 8)
     assert not marks.same()
+
+
+def test_a_module_is_looked_at_name_by_name_only_where_it_has_changed():
+    asked = []
+
+    class Model(torch.nn.Sequential):
+        def named_parameters(self, *arguments, **options):
+            asked.append(True)
+            return super().named_parameters(*arguments, **options)
+
+    def changed():
+        asked.clear()
+        return places.changed()
+
+    model = Model(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    weight = model[0].weight
+    places = Places(model)
+    assert changed() == {} and not asked
+    model[0].weight = torch.nn.Parameter(torch.ones(2, 2))
+    assert changed() == {"0.weight": "lies elsewhere than when it was registered"}
+    assert places.bring_back() == {}
+    assert model[0].weight.data_ptr() == weight.data_ptr()
+    assert changed() == {} and not asked
+    model[1].running_mean.data = torch.ones(2, dtype=torch.float64)
+    assert set(changed()) == {"1.running_mean"}
+    model[1].running_mean.data = places._memory["1.running_mean"]
+    assert changed() == {} and not asked
+    model[0].scale = torch.nn.Parameter(torch.ones(1))
+    assert changed() == {"0.scale": "was not there when the module was registered"}
+    del model[0].scale
+    assert changed() == {} and not asked
+    model[0].weight = None
+    assert changed() == {"0.weight": "is no longer there"}
 
 
 @pytest.mark.skipif(WAY != "", reason="itself such a process")

@@ -12,8 +12,10 @@ Imports torch where used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+from .._core.tensors import Bindings, Marks
 from ..errors import FailedPrecondition
 
 
@@ -28,12 +30,16 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> Place:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = _local(tensor)
         return cls(local.data_ptr(), str(local.device), local.dtype, tuple(local.shape), tuple(local.stride()))
 
     @property
     def form(self) -> tuple[Any, ...]:
         return self[1:]
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_module(thing: Any) -> bool:
@@ -56,9 +62,20 @@ class Places:
         self._known = set(held)
         self._places = {name: Place.of(held[name]) for name in wanted}
         self._memory = {name: held[name].detach() for name in wanted}
+        self._wanted = wanted
+        self._note(held)
+
+    def _note(self, held: Mapping[str, Any]) -> None:
+        """Notes the module as it is now, so that an unchanged module is recognised without looking at each name."""
+        tensors = [held[name] for name in self._wanted]
+        bindings = Bindings.of_modules(self.module)
+        self._bindings = bindings if bindings.holds_all(held.values()) else None
+        self._marks = Marks(tensors, [partial(_local, tensor) for tensor in tensors])
 
     def changed(self) -> dict[str, str]:
         """By name, what is otherwise now. Parameters that came are among them: nothing delivers these."""
+        if self._bindings is not None and self._bindings.hold() and self._marks.same():
+            return {}
         held = dict(held_by(self.module))
         found = {}
         for name, before in self._places.items():
@@ -92,7 +109,10 @@ class Places:
                 with torch.no_grad():
                     memory.copy_(tensor.detach())
                 tensor.data = memory
-        return self.changed()
+        left = self.changed()
+        if not left:
+            self._note(dict(held_by(self.module)))
+        return left
 
 
 def describe(changed: Mapping[str, str], owner: str) -> tuple[str, str]:
@@ -189,9 +209,9 @@ def mark_written(tensors: Iterable[Any]) -> None:
 
     distinct = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()}.values())
     increment: Any = getattr(torch.autograd.graph, "increment_version", None)
-    for tensor in distinct:
-        if increment is not None:
-            increment(tensor)
-        else:  # before torch 2.1
+    try:
+        increment(distinct)
+    except TypeError:  # an older torch, whose function takes one tensor, or that has none
+        for tensor in distinct:
             with torch.no_grad():
                 tensor.detach().as_strided((0,), (1,)).zero_()
