@@ -142,25 +142,33 @@ class World {
     ledger_.Close(slot->id);
     *slot = Slot();
     slot->id = ledger_.Open("uid:1", now_);
+    if (slot->id == 0) {  // its source is kept out for a while
+      REFITD_CHECK(ends_ >= kFloods);
+      return;
+    }
     slot->left = kUnprovenBytes;
     REFITD_CHECK(ledger_.TakeClear(slot->id, kBeginning));
+    NoteEnds();
   }
   void Bring(Slot* slot, int64_t bytes) {
     if (slot->id == 0) return;
     if (!slot->proven) {
       slot->left -= bytes;
-      slot->ended = slot->ended || slot->left <= 0;
+      if (slot->left <= 0) End(slot);
     }
     REFITD_CHECK(ledger_.Take(slot->id, bytes) == !slot->ended);
   }
   void OpenStreams(Slot* slot, size_t count) {
     if (slot->id == 0 || count == 0) return;
     if (!slot->ended) slot->streams += static_cast<int64_t>(count);
-    if (!slot->proven && slot->streams > kUnprovenStreams) slot->ended = true;
+    if (!slot->proven && slot->streams > kUnprovenStreams) End(slot);
     // The model has no limit of all connections together, so it takes note of that.
     const bool taken = ledger_.TakeClear(slot->id, HeadersOf(count));
-    for (const ConnectionLedger::Ended& each : ledger_.TakeEnded()) NoteEnd(each.id);
+    NoteEnds();
     REFITD_CHECK(taken == !slot->ended);
+  }
+  void NoteEnds() {
+    for (const ConnectionLedger::Ended& each : ledger_.TakeEnded()) NoteEnd(each.id);
   }
   void NoteEnd(ConnectionLedger::Id id) {
     const auto slot = std::find_if(slots_.begin(), slots_.end(),
@@ -171,6 +179,10 @@ class World {
       if (each.id != 0 && !each.ended) all += each.streams;
     }
     REFITD_CHECK(all > kFloodedStreams);
+    End(&*slot);
+  }
+  void End(Slot* slot) {
+    if (!slot->ended) ++ends_;
     slot->ended = true;
   }
   void Allow(Slot* slot) {
@@ -191,7 +203,7 @@ class World {
     for (Slot& slot : slots_) {
       if (slot.id == 0 || slot.ended) continue;
       if (!slot.proven) {
-        slot.ended = late;
+        if (late) End(&slot);
       } else if (late || !swept_) {
         slot.streams = std::max<int64_t>(slot.streams - 1, 0);
       }
@@ -212,6 +224,7 @@ class World {
   TimePoint now_{std::chrono::hours(1)};
   ConnectionLedger ledger_{8 << 20};
   std::array<Slot, kSlots> slots_;
+  int ends_ = 0;  // of connections that the ledger ended
   bool swept_ = false;
 };
 
