@@ -1,5 +1,9 @@
 #include "daemon/execute/executor.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstring>
@@ -32,7 +36,9 @@ class TestMemory : public MemoryResolver {
     const auto it = regions.find({member, region});
     if (it == regions.end()) return absl::NotFoundError("no such region");
     const auto origin = origins.find(member);
-    return MemorySpan{it->second->data(), static_cast<int64_t>(it->second->size()), it->second,
+    const auto at = elsewhere.find({member, region});
+    return MemorySpan{at == elsewhere.end() ? it->second->data() : at->second,
+                      static_cast<int64_t>(it->second->size()), it->second,
                       origin == origins.end() ? MemoryOrigin() : origin->second};
   }
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
@@ -66,6 +72,8 @@ class TestMemory : public MemoryResolver {
     return -1;
   }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
+  // Where a region lies that is no string, with the size of its string.
+  std::map<std::pair<MemberId, RegionId>, char*> elsewhere;
   std::map<MemberId, MemoryOrigin> origins;
   std::vector<std::shared_ptr<std::string>> slots;
   std::map<MemberId, size_t> devices;  // not listed: host memory
@@ -321,6 +329,27 @@ TEST_CASE("a transfer writes every destination and the slot, and reads back as w
   CHECK(verified.failed_destinations.empty());
 }
 
+// A page that is mapped at two addresses, as two processes have it.
+struct TwiceMapped {
+  static constexpr size_t kBytes = 4096;
+  TwiceMapped() {
+    const int fd = memfd_create("twice", MFD_CLOEXEC);
+    REQUIRE(ftruncate(fd, kBytes) == 0);
+    for (char*& address : addresses) {
+      void* const at = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+      REQUIRE(at != MAP_FAILED);
+      address = static_cast<char*>(at);
+    }
+    close(fd);
+  }
+  TwiceMapped(const TwiceMapped&) = delete;
+  TwiceMapped& operator=(const TwiceMapped&) = delete;
+  ~TwiceMapped() {
+    for (char* const address : addresses) munmap(address, kBytes);
+  }
+  std::array<char*, 2> addresses{};
+};
+
 TEST_CASE(
     "a push from memory that can't be recognised is read before and after it moves, the first "
     "time") {
@@ -329,14 +358,17 @@ TEST_CASE(
     bench->memory.origins = {{kTrainer, {MemoryOrigin::Kind::kUnknown, 0, 0, 0}},
                              {MemberId(10), exported}};
   };
-  Bench shifted;  // the engine's matrix begins 64 bytes behind the trainer's, in the same memory
+  // The engine's matrix begins 64 bytes behind the trainer's, in the same memory, which each of the
+  // two has at an address of its own.
+  Bench shifted;
   elsewhere(&shifted);
-  shifted.memory.regions[{MemberId(10), RegionId(10)}] =
-      shifted.memory.regions[{kTrainer, RegionId(1)}];
-  shifted.source().resize(512, 'x');
+  const TwiceMapped memory;
+  shifted.memory.elsewhere = {{{kTrainer, RegionId(1)}, memory.addresses[0]},
+                              {{MemberId(10), RegionId(10)}, memory.addresses[1]}};
   for (int update = 0; update < 2; ++update) {  // what changed is looked at again
-    std::string& source = shifted.source();
-    for (size_t b = 0; b < source.size(); ++b) source[b] = static_cast<char>(b * 7 + b / 64 * 31);
+    for (size_t b = 0; b < 512; ++b) {
+      memory.addresses[0][b] = static_cast<char>(b * 7 + b / 64 * 31);
+    }
     const absl::Status changed = shifted.Transfer(Verification::kOff).status;
     CHECK(changed.code() == absl::StatusCode::kDataLoss);
     CHECK_THAT(std::string(changed.message()), Catch::Contains("tensor matrix: its bytes changed"));
