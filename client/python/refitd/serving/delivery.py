@@ -580,7 +580,7 @@ def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequenc
 
 logger = logging.getLogger("refitd.serving.proof")
 
-# What is unproved where versions were not delivered both ways.
+# The proof lists this as unproved where versions were not delivered both ways.
 DELIVERIES = "delivery by the engine's own loader"
 
 

@@ -100,6 +100,17 @@ class Probe:
     beyond: Mapping[str, str] = field(default_factory=dict)
 
 
+def union_over(group: Any, names: set[str]) -> set[str]:
+    """The union of the names of all ranks of `group`, an engine's GroupCoordinator. Every rank calls it."""
+    import torch.distributed
+
+    if group.world_size == 1:
+        return names
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, names, group=group.cpu_group)
+    return set().union(*found)
+
+
 def token_ids(vocabulary: int, count: int, device: Any) -> Any:
     """`count` tokens that are spread over the whole vocabulary, and thereby over the ranks that share it."""
     import torch

@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from ... import errors
 from ...errors import FailedPrecondition
 from ...serving.delivery import ATTRIBUTE, Delivery, Steps, proved, synchronise
-from ...serving.proof import Probe, digest, token_ids, tokens_for
+from ...serving.proof import Probe, digest, token_ids, tokens_for, union_over
 from ...serving.rank import Rank
 from ...serving.settings import Settings, read_manifest
 from . import inside
@@ -57,16 +58,7 @@ def probe_of(runner: Any, room: Room) -> Probe:
         with around(batches[0]):
             yield
 
-    def agree(names: set[str]) -> set[str]:
-        import torch.distributed
-
-        if group.world_size == 1:
-            return names
-        found: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(found, names, group=group.cpu_group)
-        return set().union(*found)
-
-    return Probe(run, room.tokens, alone, turn=(group.rank_in_group, group.world_size), agree=agree, keep=_kept, beyond=beyond(runner))
+    return Probe(run, room.tokens, alone, turn=(group.rank_in_group, group.world_size), agree=partial(union_over, group), keep=_kept, beyond=beyond(runner))
 
 
 def beyond(runner: Any) -> dict[str, str]:

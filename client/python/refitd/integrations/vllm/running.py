@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...errors import FailedPrecondition
-from ...serving.proof import Probe, token_ids, tokens_for
+from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from .versions import current_config
 
 logger = logging.getLogger("refitd.proof")
@@ -51,15 +51,6 @@ def probe_of(model: Any, vllm_config: Any, device: Any, thorough: bool = False) 
             made = model(positions=requests.positions, inputs_embeds=None, **given)
             return model.compute_logits(made) if stage.is_last_rank else made
 
-    def agree(names: set[str]) -> set[str]:
-        import torch.distributed
-
-        if group.world_size == 1:
-            return names
-        found: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(found, names, group=group.cpu_group)
-        return set().union(*found)
-
     shows_nothing = partial(_shows_nothing, requests)
     turn = (group.rank_in_group, group.world_size)
     not_taken = beyond(vllm_config.compilation_config)
@@ -69,7 +60,7 @@ def probe_of(model: Any, vllm_config: Any, device: Any, thorough: bool = False) 
         if every.layers:
             del not_taken[_COMPILED]
             ways[_COMPILED] = partial(run, partial(_alone, model, vllm_config, every, compiled=True), every)
-    return Probe(run, tokens, alone, shows_nothing, turn, agree, ways=ways, beyond=not_taken)
+    return Probe(run, tokens, alone, shows_nothing, turn, partial(union_over, group), ways=ways, beyond=not_taken)
 
 
 def beyond(compilation: Any) -> dict[str, str]:
@@ -222,7 +213,7 @@ def _alone(model: Any, vllm_config: Any, requests: Requests, compiled: bool = Fa
     ):
         context = get_forward_context()
         if hasattr(context, "all_moe_layers") and not compiled:
-            context.all_moe_layers = None  # layers are told by name, and not by their turn in a whole forward
+            context.all_moe_layers = None  # layers are found by name, and not by their turn in a whole forward
         for layer in layers:
             layer.forward = partial(_stand_in, layer)
         try:
