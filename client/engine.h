@@ -139,8 +139,10 @@ struct Committed {
   // The incarnation of the group in which the version was committed; versions of two incarnations
   // can't be compared. An engine that comes back in another process tells both (EngineOptions).
   uint64_t incarnation = 0;
-  std::string owner{};  // the identity that owns the group; told in the same way
-  // Of this rank's registered memory, told in the same way; 0: it was not read back.
+  // The identity that owns the group. The engine brings it back with the version, as it does the
+  // digest.
+  std::string owner{};
+  // The digest of this rank's registered memory; 0: the update did not read that memory back.
   uint64_t digest = 0;
 };
 

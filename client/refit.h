@@ -657,7 +657,8 @@ typedef struct refit_event {
   uint64_t incarnation;
   const char*
       owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
-  /* COMMITTED: of this rank's registered memory, told in the same way; 0: it was not read back. */
+  /* COMMITTED: the digest of this rank's registered memory, which an engine brings back with the
+   * version; 0: the update did not read that memory back. */
   uint64_t digest;
 } refit_event;
 #define REFIT_EVENT_INIT \

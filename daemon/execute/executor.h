@@ -183,7 +183,8 @@ class Executor {
   static std::vector<uint64_t> ContentOf(const KeptReadback& kept,
                                          const std::vector<uint64_t>& digests);
 
-  // Where the destinations of pushes lie, for the next part with the same destinations.
+  // KeptPlaces says where the destinations of pushes lie, for the next part with the same
+  // destinations.
   struct KeptPlaces {
     std::weak_ptr<const DestinationIndex> index;
     std::vector<MemberId> destinations;

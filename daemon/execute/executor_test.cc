@@ -72,7 +72,7 @@ class TestMemory : public MemoryResolver {
     return -1;
   }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
-  // Where a region lies that is no string, with the size of its string.
+  // A region named here lies at this address and not in its string, whose size it has.
   std::map<std::pair<MemberId, RegionId>, char*> elsewhere;
   std::map<MemberId, MemoryOrigin> origins;
   std::vector<std::shared_ptr<std::string>> slots;

@@ -568,7 +568,7 @@ struct UpdateAssembled {
   Verification verification = Verification::kOff;
   std::vector<NodeId> nodes;  // nodes with a trainer or engine rank in the update; ascending
   std::vector<MemberId> destinations;  // registered ranks
-  // Of the destinations, if all ranks of the update are on this daemon; else null.
+  // The index of the destinations' layouts. Null: some ranks of the update are on other daemons.
   std::shared_ptr<const DestinationIndex> index;
   std::optional<ProgramUse> program{};
 };

@@ -526,8 +526,8 @@ struct Group::Impl {
   // Of the versions of earlier incarnations that clean instances brought, the one that most of them
   // hold; nullopt: there is none, or the group has committed a version itself.
   std::optional<group::HeldVersion> lineage;
-  // Of the same instances: by version and the digest of an instance's layouts, the content that
-  // most of them brought.
+  // The content that most of the same instances brought, by version and by the digest of an
+  // instance's layouts.
   Contents contents;
   // The last version of this incarnation that was committed to each rank, with the digest of what
   // was read back, also of instances that are gone, by instance and rank: what a rank that comes

@@ -447,7 +447,8 @@ std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instanc
   return common;
 }
 
-// What the instance claims to hold; nullopt: no version, or a rank brought no digest with it.
+// Returns the content that the instance claims to hold; nullopt: it holds no version, or a rank
+// brought no digest with it.
 std::optional<Group::Impl::Claim> Group::Impl::ClaimOf(const Instance& instance) const {
   const std::optional<group::HeldVersion> held = VersionOf(instance);
   if (!held.has_value()) return std::nullopt;

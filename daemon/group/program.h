@@ -1,4 +1,4 @@
-// What a daemon's worker asks of the executor, and the answers.
+// A daemon's worker asks the executor for these steps, and the executor answers.
 //
 //   PeerHeader  -> StartTransfer -> TransferDone          a part of a bucket
 //   PeerVerify  -> StartVerify -> VerifyDone              the read-back
@@ -52,7 +52,6 @@ struct StartTransfer {
   std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
   std::vector<MemberId> destinations;             // in index order
   std::vector<bool> skip_destination;             // true: evicted since
-  std::vector<uint32_t> touched;                  // destinations that the part has elements for
   std::vector<MemberId> staged;                   // ranks that will be handed the slot
   // True: the wire then sends the slot to other daemons, so the executor fills the place of the
   // slot that the wire reads.

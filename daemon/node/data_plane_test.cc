@@ -682,7 +682,6 @@ struct Part {
     start.index = *DestinationIndex::Make({layout}, {"engine"});
     start.destinations = {MemberId(1)};
     start.skip_destination = {false};
-    start.touched = {0};
     start.verification = Verification::kReadback;
   }
   std::shared_ptr<std::string> memory = std::make_shared<std::string>(16, '-');

@@ -36,8 +36,8 @@ inline constexpr int kMaxGuardedFds = 65'536;
 struct GuardOptions {
   bool tls = false;                 // TCP is served with TLS
   int64_t message_bytes = 8 << 20;  // of the longest message that gRPC takes
-  // Is told why a connection of a source was ended, on any thread, without a mutex; null: nobody
-  // is.
+  // The guard calls this where it ends a connection of a source, with the reason, on any thread and
+  // without a mutex; null: it calls nobody.
   std::function<void(const std::string& source, const std::string& why)> ended{};
 };
 
