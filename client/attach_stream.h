@@ -119,7 +119,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
           options_.daemon);
     }
     const absl::Status end = status();
-    return SaysSo(end) ? Prefixed(end, "{}", what) : Prefixed(end, "{}: the lease ended", what);
+    return IsLeaseEnd(end) ? Prefixed(end, "{}", what) : Prefixed(end, "{}: the lease ended", what);
   }
 
   // True if the lease has ended and no event is left.
@@ -155,7 +155,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
 
   // Whether the words of such an end say that the lease ended: Finish puts them before the first
   // two, and daemons end leases with the third.
-  static bool SaysSo(const absl::Status& end) {
+  static bool IsLeaseEnd(const absl::Status& end) {
     return absl::IsUnavailable(end) || absl::IsDeadlineExceeded(end) || absl::IsAborted(end);
   }
 

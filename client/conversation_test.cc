@@ -895,7 +895,7 @@ v1::EngineEvent CommittedEvent(int64_t version) {
 std::unique_ptr<Engine> AttachEngine(const Daemon& daemon) {
   auto engine = Engine::Attach({.connect = daemon.connect(),
                                 .instance = "i",
-                                .delivery = Delivery::kStaged,
+                                .delivery = Delivery::kLoader,
                                 .held_version = Version(3)});
   INFO(engine.status());
   REQUIRE(engine.ok());
@@ -931,11 +931,11 @@ TEST_CASE("an engine serves the version it was told is committed, and says so") 
   REQUIRE(engine->Ready(Version(4)).ok());
   CHECK(absl::IsFailedPrecondition(engine->Ready(Version(4))));
   Await<Committed>(engine.get());
-  CHECK(engine->weights() == Weights::kGood);
+  CHECK(engine->weights() == Weights::kClean);
   CHECK(engine->version() == Version(4));
 }
 
-TEST_CASE("a lease lost after Ready leaves doubt, before Ready none") {
+TEST_CASE("a lease lost after Ready leaves unknown weights, before Ready clean ones") {
   bool ready = false;
   SECTION("before") {}
   SECTION("after") { ready = true; }
@@ -953,7 +953,7 @@ TEST_CASE("a lease lost after Ready leaves doubt, before Ready none") {
   CHECK(absl::IsUnavailable(lost));
   CHECK_THAT(std::string(lost.message()), Catch::Contains("gone"));
   CHECK_THAT(std::string(lost.message()), Catch::Contains(daemon.connect().socket));
-  CHECK(engine->weights() == (ready ? Weights::kInDoubt : Weights::kGood));
+  CHECK(engine->weights() == (ready ? Weights::kUnknown : Weights::kClean));
   CHECK(engine->version() == (ready ? std::nullopt : std::optional(Version(3))));
 }
 
@@ -1086,7 +1086,7 @@ TEST_CASE("a lease that ends while Next takes an event is lost when that is take
   ConnectOptions connect = daemon.connect();
   connect.call_margin = 2 * kPatience;
   const auto attached =
-      Engine::Attach({.connect = connect, .instance = "i", .delivery = Delivery::kStaged});
+      Engine::Attach({.connect = connect, .instance = "i", .delivery = Delivery::kLoader});
   INFO(attached.status());
   REQUIRE(attached.ok());
   Engine* const engine = attached->get();
@@ -1114,7 +1114,7 @@ TEST_CASE("a lease that ends while Next takes an event is lost when that is take
   CHECK(asked);
   CHECK(taking == Weights::kPaused);
   CHECK(absl::IsUnavailable(end));
-  CHECK(engine->weights() == Weights::kInDoubt);
+  CHECK(engine->weights() == Weights::kUnknown);
 }
 
 TEST_CASE("device memory that goes waits for the daemon for long, and holds nobody else up") {
@@ -1219,7 +1219,7 @@ void Greet(RepeatedEngineService::Stream* stream) {
 std::unique_ptr<Engine> AttachAgainAndAgain(const Daemon& daemon) {
   EngineOptions options{.connect = daemon.connect(),
                         .instance = "i",
-                        .delivery = Delivery::kStaged,
+                        .delivery = Delivery::kLoader,
                         .held_version = Version(3),
                         .held_origin = kOrigin};
   options.connect.reattach = kPatience;
@@ -1231,7 +1231,8 @@ std::unique_ptr<Engine> AttachAgainAndAgain(const Daemon& daemon) {
 }
 
 TEST_CASE(
-    "a rank in doubt reports no version at its next lease, and no clean abort makes it good") {
+    "a rank with unknown weights reports no version at its next lease, and no clean abort makes it "
+    "good") {
   bool ready = false;
   SECTION("lost before Ready") {}
   SECTION("lost after Ready") { ready = true; }
@@ -1260,7 +1261,7 @@ TEST_CASE(
   Await<Prepare>(engine.get());
   if (ready) REQUIRE(engine->Ready(Version(4)).ok());
   const Lost lost = Await<Lost>(engine.get());
-  CHECK(lost.weights == (ready ? Weights::kInDoubt : Weights::kGood));
+  CHECK(lost.weights == (ready ? Weights::kUnknown : Weights::kClean));
   CHECK_THAT(lost.reason, Catch::Contains("gone"));
   const Reattached again = Await<Reattached>(engine.get());
   CHECK(again.weights == lost.weights);
@@ -1308,7 +1309,7 @@ TEST_CASE("an engine that attached as dirty says so to every daemon, until a com
   });
   const Daemon daemon(&service);
   EngineOptions options{
-      .connect = daemon.connect(), .instance = "i", .delivery = Delivery::kStaged, .dirty = true};
+      .connect = daemon.connect(), .instance = "i", .delivery = Delivery::kLoader, .dirty = true};
   options.connect.reattach = kPatience;
   options.connect.wait = kPatience;
   auto attached = Engine::Attach(options);
@@ -1324,7 +1325,7 @@ TEST_CASE("an engine that attached as dirty says so to every daemon, until a com
   Await<Prepare>(engine);
   REQUIRE(engine->Ready(Version(5)).ok());
   Await<Committed>(engine);
-  CHECK(engine->weights() == Weights::kGood);
+  CHECK(engine->weights() == Weights::kClean);
   Await<Lost>(engine);
   CHECK(Await<Reattached>(engine).held_version == Version(5));
   const auto hellos = service.hellos();
@@ -1368,7 +1369,7 @@ TEST_CASE("answers to the events of a lost lease are dropped, and do not reach t
       std::this_thread::yield();
     }
     CHECK(engine->Ready(Version(4)).ok());
-    CHECK(engine->weights() == Weights::kGood);
+    CHECK(engine->weights() == Weights::kClean);
     Await<Lost>(engine.get());
     Await<Reattached>(engine.get());
     CHECK(absl::IsFailedPrecondition(engine->Ready(Version(4))));
@@ -1400,7 +1401,7 @@ TEST_CASE(
   Await<Prepare>(engine.get());
   REQUIRE(engine->Ready(Version(4)).ok());
   CHECK(Await<Committed>(engine.get()).incarnation == kIncarnation);
-  CHECK(Await<Lost>(engine.get()).weights == Weights::kGood);
+  CHECK(Await<Lost>(engine.get()).weights == Weights::kClean);
   CHECK(Await<Reattached>(engine.get()).held_version == Version(4));
   CHECK(service.hellos().at(1).held_version() == 4);
   CHECK(service.hellos().at(1).held_origin() == kIncarnation);

@@ -145,7 +145,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
   hello->set_dirty(options.dirty);
-  hello->set_fill(options.fill && Fills(options.delivery));
+  hello->set_catch_up(options.catch_up && CatchesUp(options.delivery));
   return message;
 }
 
@@ -196,7 +196,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_origin = origin_;
       options.held_owner = owner_;
       options.held_digest = digest_;
-      options.dirty = state_.weights() != Weights::kGood;
+      options.dirty = state_.weights() != Weights::kClean;
     }
   }
   session->held = options.held_version;
@@ -303,18 +303,18 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     origin_ = committed->incarnation;
     owner_ = committed->owner;
     digest_ = committed->digest;
-    if (state_.weights() == Weights::kGood) return event;
+    if (state_.weights() == Weights::kClean) return event;
     Failure failure;
     failure.version = committed->version.value();
-    failure.weights = WeightsLeft::kDirty;
+    failure.weights = Weights::kDirty;
     return Aborted{committed->version, "it was committed, but this rank had failed",
                    /*dirty=*/true, failure};
   } else if (auto* aborted = std::get_if<Aborted>(&event)) {
     if (!state_.OnAborted(aborted->version, aborted->dirty)) return Nothing{};
     // A restarted daemon does not know what the daemon before it left in this memory; this rank
     // does (P2).
-    aborted->dirty = aborted->dirty || state_.weights() != Weights::kGood;
-    if (aborted->dirty) aborted->failure.weights = WeightsLeft::kDirty;
+    aborted->dirty = aborted->dirty || state_.weights() != Weights::kClean;
+    if (aborted->dirty) aborted->failure.weights = Weights::kDirty;
   }
   return event;
 }

@@ -1,4 +1,4 @@
-// An engine rank: attach, register parameters (or take staged delivery), then answer events.
+// An engine rank: attach, register parameters (or take loader delivery), then answer events.
 //
 //   EngineOptions options{.connect = {.group = "policy"}, .instance = "vllm-0"};
 //   REFITD_ASSIGN_OR_RETURN(auto engine, Engine::Attach(options));
@@ -17,28 +17,28 @@
 //     } else if (auto* aborted = std::get_if<Aborted>(&event)) {
 //       if (!aborted->dirty) resume();
 //     } else if (auto* lost = std::get_if<Lost>(&event)) {  // with ConnectOptions::reattach
-//       if (lost->weights == Weights::kGood) resume();
+//       if (lost->weights == Weights::kClean) resume();
 //     }
 //   }
 //
 // The rank resumes on Committed or a clean Aborted only. If the lease is lost between Ready and the
-// outcome, the rank is in doubt: `weights()` then says kInDoubt, which counts as dirty. The client
+// outcome, `weights()` then says kUnknown, which counts as dirty. The client
 // never guesses the outcome (P2).
 //
-// Only this object remembers that the rank is in doubt: the daemon forgets a rank with its lease. A
-// process that attaches anew over memory that an earlier Engine served (or that another process
-// left) must therefore say what the memory holds: `held_version` if weights() of the earlier Engine
-// was kGood and version() told a version, else `dirty`. If you don't know whether the weights are
-// whole, say `dirty`.
+// Only this object remembers that the rank's weights are unknown: the daemon forgets a rank with
+// its lease. A process that attaches anew over memory that an earlier Engine served (or that
+// another process left) must therefore say what the memory holds: `held_version` if weights() of
+// the earlier Engine was kClean and version() told a version, else `dirty`. If you don't know
+// whether the weights are whole, say `dirty`.
 //
 // With ConnectOptions::reattach a lease that is lost with its daemon is no error: Next() gives
 // Lost, then Reattached once a daemon at the socket has taken the rank back, with the same regions
 // and the layout that was registered last. The daemon is told a held version only if the weights
-// are kGood; a rank in doubt stays in doubt, through every later lease, until an update commits.
-// Between the two events the rank serves its weights, if they are good. Attaching again begins when
-// all events of the lost lease were taken, so keep calling Next(). After Lost, the views of parts
-// of the lost lease must no longer be used; answers to events of the lost lease are dropped and
-// return OK.
+// are kClean; a rank whose weights are unknown keeps that, through every later lease, until an
+// update commits. Between the two events the rank serves its weights, if they are good. Attaching
+// again begins when all events of the lost lease were taken, so keep calling Next(). After Lost,
+// the views of parts of the lost lease must no longer be used; answers to events of the lost lease
+// are dropped and return OK.
 #ifndef REFITD_CLIENT_ENGINE_H_
 #define REFITD_CLIENT_ENGINE_H_
 
@@ -57,37 +57,31 @@ namespace refitd::client {
 class SlotMemory;  // client/slot_memory.h
 
 using Delivery = refitd::DeliveryMode;
-
-// The state of the weights in this rank's memory.
-enum class Weights : uint8_t {
-  kGood,     // the memory holds version(), or what was loaded if there is no version yet
-  kPaused,   // Prepare came; not resumed yet
-  kDirty,    // an update was lost after writing began, or the rank attached as dirty
-  kInDoubt,  // the lease was lost between Ready and the outcome: counts as dirty
-};
+using Weights = refitd::Weights;
 
 struct EngineOptions {
   ConnectOptions connect{};
   std::string instance{};
   int rank = 0;
   int world_size = 1;
-  Delivery delivery = Delivery::kRegistered;
-  // Staged delivery: the tensors that must arrive in every update.
+  Delivery delivery = Delivery::kInPlace;
+  // Loader delivery: the tensors that must arrive in every update.
   std::optional<std::vector<TensorSpec>> manifest{};
-  // Registered delivery: the rank takes part in fills. If its instance lacks the group's version,
+  // In-place delivery: the rank takes part in catch-ups. If its instance lacks the group's version,
   // it gets that version from clean instances, by Prepare and its outcome as in any update; so keep
   // calling Next(). If its instance holds the version, its registered memory is read at any time
   // and given to others: from Committed to the next Ready, the end of the lease or the next
   // Register, that memory must be the rank's weights, unchanged. Set false if it is not, as for an
-  // arena that is overwritten or released between updates. Has no effect with staged delivery.
-  bool fill = true;
+  // arena that is overwritten or released between updates. Has no effect with loader delivery.
+  bool catch_up = true;
   // The version that the memory holds, complete and verified, from an earlier lease. Absent: refitd
   // installed no version there.
   std::optional<Version> held_version{};
   // With held_version: the Committed::incarnation that came with that version. 0: not known.
   uint64_t held_origin = 0;
-  // With held_version: the Committed::digest that came with that version. 0: not known. With `fill`
-  // the daemon compares the registered memory with it; a difference means that no version is held.
+  // With held_version: the Committed::digest that came with that version. 0: not known. With
+  // `catch_up` the daemon compares the registered memory with it; a difference means that no
+  // version is held.
   uint64_t held_digest = 0;
   // The Committed::owner that came with the last version that was committed into this memory, also
   // if it is dirty since. Empty: not known. A group that is made again belongs to that owner; a
@@ -160,11 +154,11 @@ struct Nothing {};  // the timeout passed
 // again.
 struct Lost {
   std::string reason;
-  Weights weights = Weights::kGood;  // kGood: serving may go on
+  Weights weights = Weights::kClean;  // kClean: serving may go on
 };
 // The client has attached again.
 struct Reattached {
-  Weights weights = Weights::kGood;
+  Weights weights = Weights::kClean;
   std::optional<Version> held_version;  // the version that the daemon was told this rank holds
 };
 
@@ -176,9 +170,9 @@ class Engine : public SharesMemory {
   static absl::StatusOr<std::unique_ptr<Engine>> Attach(const EngineOptions& options);
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without
-  // any piece: trainers may push or refit the other, and nothing is written for it. Register fills
-  // in binding_generation. UNAVAILABLE while the lease is lost: call Register once more after
-  // Reattached.
+  // any piece: trainers may push or refit the other, and nothing is written for it. Register
+  // catch-ups in binding_generation. UNAVAILABLE while the lease is lost: call Register once more
+  // after Reattached.
   virtual absl::Status Register(Layout layout) = 0;
 
   // The next event, or Nothing after `timeout`. An error (UNAVAILABLE, ABORTED, ...) says why the
@@ -199,7 +193,7 @@ class Engine : public SharesMemory {
   virtual absl::Status Fail(Version version, const std::string& reason) = 0;
 
   virtual Weights weights() const = 0;
-  // The version installed and committed here; nullopt: none, or weights() is not kGood.
+  // The version installed and committed here; nullopt: none, or weights() is not kClean.
   virtual std::optional<Version> version() const = 0;
   // How often this engine attached again after it lost its lease.
   virtual int reattachments() const = 0;

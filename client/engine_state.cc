@@ -23,7 +23,7 @@ bool EngineState::OnPart(UpdateId update, PartSeq part) {
 
 bool EngineState::OnCommitted(Version version) {
   if (!Running(version) || (phase_ != Phase::kReady && phase_ != Phase::kFailed)) return false;
-  settled_ = phase_ == Phase::kReady ? Weights::kGood : Weights::kDirty;
+  settled_ = phase_ == Phase::kReady ? Weights::kClean : Weights::kDirty;
   version_ = version;
   phase_ = Phase::kIdle;
   return true;
@@ -39,7 +39,7 @@ bool EngineState::OnAborted(Version version, bool dirty) {
 }
 
 void EngineState::OnLost() {
-  if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kInDoubt;
+  if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kUnknown;
   phase_ = Phase::kLost;
 }
 
@@ -78,7 +78,7 @@ Weights EngineState::weights() const {
 }
 
 std::optional<Version> EngineState::version() const {
-  return weights() == Weights::kGood ? version_ : std::nullopt;
+  return weights() == Weights::kClean ? version_ : std::nullopt;
 }
 
 }  // namespace refitd::client

@@ -6,18 +6,18 @@
 //   Prepared   Fail(v)                Refused        kPaused
 //   Ready      Part(v, p)             Ready          kPaused; p is outstanding
 //   Ready      Fail(v)                Failed         kPaused
-//   Ready      Committed(v)           Idle           kGood, version v
+//   Ready      Committed(v)           Idle           kClean, version v
 //   Failed     Committed(v)           Idle           kDirty: Fail(v) came too late to stop the
 //                                                    commit, and this rank does not have v
 //   any but Idle  Aborted(v, dirty)   Idle           kDirty if dirty, else as before Prepare
 //   Prepared, Refused  lease lost     Lost           as before Prepare: nothing is written before
 //                                                    Ready
-//   Ready, Failed      lease lost     Lost           kInDoubt until a commit (P2: the outcome is
+//   Ready, Failed      lease lost     Lost           kUnknown until a commit (P2: the outcome is
 //                                                    never guessed)
 //   Idle               lease lost     Lost           unchanged
 //   Lost               attached again Idle           unchanged: the daemon is told a held version
-//                                                    only if the weights are kGood, else dirty
-// A rank starts in Idle: kGood, or kDirty if it attached as dirty, which only a commit ends.
+//                                                    only if the weights are kClean, else dirty
+// A rank starts in Idle: kClean, or kDirty if it attached as dirty, which only a commit ends.
 // Outstanding parts outlive the update: the daemon gets their slots back only when they are
 // acknowledged.
 //
@@ -40,7 +40,7 @@ class EngineState {
   // holds; `dirty` says that the memory holds no whole version, or that nobody knows (then there is
   // no `held`).
   explicit EngineState(std::optional<Version> held, bool dirty = false)
-      : settled_(dirty ? Weights::kDirty : Weights::kGood), version_(held) {}
+      : settled_(dirty ? Weights::kDirty : Weights::kClean), version_(held) {}
 
   // Events. False: the event does not belong to the running update, and changed nothing.
   void OnPrepare(Version version, UpdateId update);
@@ -71,8 +71,8 @@ class EngineState {
   Phase phase_ = Phase::kIdle;
   Version running_;  // has no meaning in kIdle and kLost
   UpdateId update_;
-  Weights settled_;                 // the weights outside of an update: kGood, kDirty, kInDoubt
-  std::optional<Version> version_;  // of the weights, if they are kGood
+  Weights settled_;                 // the weights outside of an update: kClean, kDirty, kUnknown
+  std::optional<Version> version_;  // of the weights, if they are kClean
   std::set<std::pair<UpdateId, PartSeq>> outstanding_;
 };
 

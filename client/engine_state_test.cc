@@ -54,7 +54,7 @@ EngineState At(const Reached& phase) {
 
 TEST_CASE("an engine serves what it held at attach until told otherwise") {
   CHECK(EngineState(kOld).version() == kOld);
-  CHECK(EngineState(kOld).weights() == Weights::kGood);
+  CHECK(EngineState(kOld).weights() == Weights::kClean);
   CHECK_FALSE(EngineState(std::nullopt).version().has_value());
 }
 
@@ -72,19 +72,19 @@ TEST_CASE("in every phase each answer is taken exactly where it is due") {
   }
 }
 
-TEST_CASE("a lost lease leaves doubt exactly between Ready and the outcome") {
+TEST_CASE("a lost lease leaves unknown weights exactly between Ready and the outcome") {
   for (const Reached& phase : Phases()) {
     INFO(phase.phase);
     EngineState state = At(phase);
     state.OnLost();
-    CHECK(state.weights() == (phase.answered ? Weights::kInDoubt : Weights::kGood));
+    CHECK(state.weights() == (phase.answered ? Weights::kUnknown : Weights::kClean));
     CHECK(state.version() == (phase.answered ? std::nullopt : std::optional(kOld)));
     state.OnLost();
-    CHECK(state.weights() == (phase.answered ? Weights::kInDoubt : Weights::kGood));
+    CHECK(state.weights() == (phase.answered ? Weights::kUnknown : Weights::kClean));
   }
 }
 
-TEST_CASE("attaching again changes no weights: what was in doubt stays so until a commit") {
+TEST_CASE("attaching again changes no weights: unknown weights stay so until a commit") {
   for (const Reached& phase : Phases()) {
     INFO(phase.phase);
     EngineState state = At(phase);
@@ -94,7 +94,7 @@ TEST_CASE("attaching again changes no weights: what was in doubt stays so until 
     state.OnReattached();
     CHECK(state.weights() == lost);
     CHECK(state.version() == held);
-    CHECK(held.has_value() == (lost == Weights::kGood));
+    CHECK(held.has_value() == (lost == Weights::kClean));
     // Answers to the lost update are not due any more.
     CHECK(absl::IsFailedPrecondition(state.Ready(kNew)));
     CHECK_FALSE(state.OnCommitted(kNew));
@@ -104,7 +104,7 @@ TEST_CASE("attaching again changes no weights: what was in doubt stays so until 
     state.OnPrepare(kNew, kUpdate);
     REQUIRE(state.Ready(kNew).ok());
     REQUIRE(state.OnCommitted(kNew));
-    CHECK(state.weights() == Weights::kGood);
+    CHECK(state.weights() == Weights::kClean);
     CHECK(state.version() == kNew);
   }
 }
@@ -117,11 +117,11 @@ TEST_CASE("only a rank that answered Ready takes Committed, and after Fail it ma
     const bool taken = state.OnCommitted(kNew);
     CHECK(taken == phase.answered);
     if (!taken) continue;
-    CHECK(state.weights() == (phase.given_up ? Weights::kDirty : Weights::kGood));
+    CHECK(state.weights() == (phase.given_up ? Weights::kDirty : Weights::kClean));
     CHECK(state.version() == (phase.given_up ? std::nullopt : std::optional(kNew)));
     CHECK_FALSE(state.OnCommitted(kNew));
     state.OnLost();
-    CHECK(state.weights() == (phase.given_up ? Weights::kDirty : Weights::kGood));
+    CHECK(state.weights() == (phase.given_up ? Weights::kDirty : Weights::kClean));
   }
 }
 
@@ -150,7 +150,7 @@ TEST_CASE("a dirty rank stays dirty through a clean abort, and a commit heals it
   state.OnPrepare(next, UpdateId(8));
   REQUIRE(state.Ready(next).ok());
   REQUIRE(state.OnCommitted(next));
-  CHECK(state.weights() == Weights::kGood);
+  CHECK(state.weights() == Weights::kClean);
   CHECK(state.version() == next);
 }
 
@@ -174,7 +174,7 @@ TEST_CASE("a rank that attached as dirty says so, through aborts and losses, unt
   state.OnPrepare(kNew, kUpdate);
   REQUIRE(state.Ready(kNew).ok());
   REQUIRE(state.OnCommitted(kNew));
-  CHECK(state.weights() == Weights::kGood);
+  CHECK(state.weights() == Weights::kClean);
   CHECK(state.version() == kNew);
 }
 

@@ -87,12 +87,12 @@ TEST_CASE("a message of a kind that this client does not know is no event") {
 }
 
 TEST_CASE("what the client itself tells has a C structure too") {
-  const Event lost = Lost{"gone", Weights::kInDoubt};
+  const Event lost = Lost{"gone", Weights::kUnknown};
   refit_event shown = Shown(lost);
   CHECK(shown.kind == REFIT_EVENT_LOST);
   CHECK(std::string(shown.reason) == "gone");
-  CHECK(shown.weights == REFIT_WEIGHTS_IN_DOUBT);
-  shown = Shown(Reattached{Weights::kGood, Version(6)});
+  CHECK(shown.weights == REFIT_WEIGHTS_UNKNOWN);
+  shown = Shown(Reattached{Weights::kClean, Version(6)});
   CHECK(shown.kind == REFIT_EVENT_REATTACHED);
   CHECK(shown.version == 6);
   CHECK(Shown(Reattached{Weights::kDirty, std::nullopt}).version == -1);

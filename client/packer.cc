@@ -10,7 +10,7 @@
 
 namespace refitd::client {
 
-bool KnownTensor::Matches(const DlpackTensor& shown) const {
+bool PackedTensor::Matches(const DlpackTensor& shown) const {
   if (!(shown.type == type) || !ReadableByHost(shown.device_type) ||
       shown.dim_count != static_cast<int32_t>(spec.shape.size()) ||
       (shown.data == nullptr && bytes != 0)) {
@@ -27,10 +27,10 @@ bool KnownTensor::Matches(const DlpackTensor& shown) const {
   return true;
 }
 
-absl::StatusOr<int64_t> KnownTensors::Learn(TensorSpec spec) {
+absl::StatusOr<int64_t> TensorTable::Learn(TensorSpec spec) {
   REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(spec), "tensor"));
   REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(spec.shape));
-  auto known = std::make_unique<KnownTensor>();
+  auto known = std::make_unique<PackedTensor>();
   known->elements = elements;
   known->bytes = elements * ElementBytes(spec.dtype);
   known->type = DlpackTypeOf(spec.dtype);
@@ -46,7 +46,7 @@ absl::StatusOr<int64_t> KnownTensors::Learn(TensorSpec spec) {
   return found->second;
 }
 
-int64_t KnownTensors::Find(std::string_view name) {
+int64_t TensorTable::Find(std::string_view name) {
   // Exporters name tensors in the same order in every update, so try the tensor after the last one.
   int64_t number = next_ < static_cast<int64_t>(tensors_.size()) ? next_ : 0;
   if (tensors_.empty() || tensors_[number]->spec.name != name) {
@@ -58,7 +58,7 @@ int64_t KnownTensors::Find(std::string_view name) {
   return number;
 }
 
-void KnownTensors::Release() {
+void TensorTable::Release() {
   if (--holders_ == 0) replaced_.clear();
 }
 
@@ -98,7 +98,7 @@ std::optional<int64_t> Packer::Reserve(int64_t number, int64_t bytes) {
 }
 
 absl::Status Packer::Add(int64_t number, int64_t start, int64_t count, int64_t offset) {
-  const KnownTensor* tensor = &known_->At(number);
+  const PackedTensor* tensor = &known_->At(number);
   if (start < 0 || count < 0 || start > tensor->elements || count > tensor->elements - start) {
     return AboutTensor(InvalidField("tensor", "tensor '{}': elements from {}, {} of them, of {}",
                                     tensor->spec.name, start, count, tensor->elements),
@@ -120,7 +120,7 @@ absl::Status Packer::Add(int64_t number, int64_t start, int64_t count, int64_t o
 
 bool Packer::Put(int64_t number, const void* source) {
   if (data_ == nullptr) return false;
-  const KnownTensor& tensor = known_->At(number);
+  const PackedTensor& tensor = known_->At(number);
   const std::optional<int64_t> offset = Reserve(number, tensor.bytes);
   if (!offset.has_value()) return false;
   if (tensor.bytes > 0) std::memcpy(data_ + *offset, source, static_cast<size_t>(tensor.bytes));

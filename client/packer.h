@@ -29,7 +29,7 @@ namespace refitd::client {
 
 // A tensor that a packer knows. It never changes, so pointers into it are valid as long as the
 // object lives.
-struct KnownTensor {
+struct PackedTensor {
   TensorSpec spec;
   int64_t elements = 0;
   int64_t bytes = 0;
@@ -40,7 +40,7 @@ struct KnownTensor {
 };
 
 // Tensors by name and by number. A name keeps its number.
-class KnownTensors {
+class TensorTable {
  public:
   // Makes a tensor known, in place of the one of the same name.
   absl::StatusOr<int64_t> Learn(TensorSpec spec);
@@ -49,17 +49,17 @@ class KnownTensors {
   int64_t Find(std::string_view name);
   bool Has(int64_t number) const { return number >= 0 && number < static_cast<int64_t>(count()); }
   size_t count() const { return tensors_.size(); }
-  const KnownTensor& At(int64_t number) const { return *tensors_[number]; }
+  const PackedTensor& At(int64_t number) const { return *tensors_[number]; }
   // From Hold to Release, objects that At() gave stay, even if they are replaced.
   void Hold() { ++holders_; }
   void Release();
 
  private:
-  std::vector<std::unique_ptr<const KnownTensor>> tensors_;
+  std::vector<std::unique_ptr<const PackedTensor>> tensors_;
   absl::flat_hash_map<std::string, int64_t> numbers_;
   int64_t next_ = 0;  // the number after that of the last name found
   int holders_ = 0;
-  std::vector<std::unique_ptr<const KnownTensor>> replaced_;  // while there are holders
+  std::vector<std::unique_ptr<const PackedTensor>> replaced_;  // while there are holders
 };
 
 class Packer {
@@ -67,12 +67,12 @@ class Packer {
   static constexpr int64_t kAlignment =
       64;  // vector loads of those who read a slot want 16 or more
 
-  explicit Packer(std::shared_ptr<KnownTensors> known) : known_(std::move(known)) {}
+  explicit Packer(std::shared_ptr<TensorTable> known) : known_(std::move(known)) {}
   ~Packer();
   Packer(const Packer&) = delete;
   Packer& operator=(const Packer&) = delete;
 
-  const std::shared_ptr<KnownTensors>& known() const { return known_; }
+  const std::shared_ptr<TensorTable>& known() const { return known_; }
 
   // Begins an empty bucket of `bytes` bytes at `data`; `data` is null where only the caller can
   // copy to the memory.
@@ -94,7 +94,7 @@ class Packer {
   void End() { open_ = false; }
   // Elements [start, start + count) of a tensor, which are at `offset` of the bucket's memory.
   struct Entry {
-    const KnownTensor* tensor = nullptr;
+    const PackedTensor* tensor = nullptr;
     int64_t start = 0;
     int64_t count = 0;
     int64_t offset = 0;
@@ -104,8 +104,8 @@ class Packer {
   std::span<const char> bytes() const { return {data_, static_cast<size_t>(used_)}; }
 
  private:
-  const std::shared_ptr<KnownTensors> known_;
-  bool holds_ = false;  // whether this packer holds known_ (KnownTensors::Hold)
+  const std::shared_ptr<TensorTable> known_;
+  bool holds_ = false;  // whether this packer holds known_ (TensorTable::Hold)
   bool open_ = false;
   char* data_ = nullptr;
   int64_t bytes_ = 0;

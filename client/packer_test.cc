@@ -10,7 +10,7 @@ namespace refitd::client {
 namespace {
 
 struct Fixture {
-  std::shared_ptr<KnownTensors> known = std::make_shared<KnownTensors>();
+  std::shared_ptr<TensorTable> known = std::make_shared<TensorTable>();
   Packer packer{known};
   std::vector<char> memory = std::vector<char>(1024);
 

@@ -169,7 +169,7 @@ bool PutTensor(Packer* packer, void* name, void* tensor) {
   if (text == nullptr) return Failed();
   const int64_t number = packer->known()->Find({text, static_cast<size_t>(length)});
   if (number < 0) return false;
-  const KnownTensor* known = &packer->known()->At(number);
+  const PackedTensor* known = &packer->known()->At(number);
   const int64_t bytes = known->bytes;
   DlpackTensor shown;
   if (bytes > kMostBytesLocked || bytes > packer->RoomFor(number) || !IsPlain(tensor) ||

@@ -406,12 +406,12 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
-  if (given.fill != REFIT_FILL_DEFAULT && given.fill != REFIT_FILL_NEVER) {
-    return InvalidField("fill", "fill is {}", given.fill);
+  if (given.catch_up != REFIT_CATCH_UP_DEFAULT && given.catch_up != REFIT_CATCH_UP_NEVER) {
+    return InvalidField("catch_up", "catch_up is {}", given.catch_up);
   }
-  // Callers that were compiled before the field `fill` existed take no part in fills.
-  constexpr size_t kWithFill = offsetof(refit_engine_options, fill) + sizeof(given.fill);
-  options.fill = given.struct_size >= kWithFill && given.fill == REFIT_FILL_DEFAULT;
+  // Callers that were compiled before the field `catch_up` existed take no part in catch-ups.
+  constexpr size_t kWithCatchUp = offsetof(refit_engine_options, catch_up) + sizeof(given.catch_up);
+  options.catch_up = given.struct_size >= kWithCatchUp && given.catch_up == REFIT_CATCH_UP_DEFAULT;
   return options;
 }
 
@@ -909,7 +909,7 @@ int64_t refit_joiner_unfinished(const refit_joiner* joiner) {
 }
 
 int32_t refit_engine_weights(const refit_engine* engine) {
-  if (engine == nullptr) return REFIT_WEIGHTS_IN_DOUBT;
+  if (engine == nullptr) return REFIT_WEIGHTS_UNKNOWN;
   return static_cast<int32_t>(engine->engine->weights());
 }
 
@@ -934,7 +934,7 @@ refit_status refit_packer_new(const refit_packer* like, refit_packer** packer) {
     if (packer == nullptr) return Null("packer");
     auto made = std::make_unique<refit_packer>();
     made->packer = std::make_shared<client::Packer>(
-        like == nullptr ? std::make_shared<client::KnownTensors>() : like->packer->known());
+        like == nullptr ? std::make_shared<client::TensorTable>() : like->packer->known());
     *packer = made.release();
     return absl::OkStatus();
   });

@@ -10,11 +10,11 @@
  * (refit_trainer_register), and a version is one call: refit_trainer_refit.
  *
  * An engine rank attaches once (refit_engine_attach), registers its parameters
- * (refit_engine_register) unless it takes staged delivery, and then answers events for as long as
+ * (refit_engine_register) unless it takes loader delivery, and then answers events for as long as
  * it serves. It calls refit_engine_next, and does what the event's kind asks for:
  *
  * - PREPARE: pause, synchronise the device, then call refit_engine_ready.
- * - PART (staged delivery only): load the views, then call refit_engine_ack.
+ * - PART (loader delivery only): load the views, then call refit_engine_ack.
  * - COMMITTED: resume on the new version.
  * - ABORTED: resume on the old version, unless `dirty`: then stay paused until a COMMITTED.
  *
@@ -100,11 +100,15 @@ typedef struct refit_suspect {
   const char* instance; /* an engine's, else "" */
 } refit_suspect;
 
-/* What the end of an update left of the weights that engines hold. */
+/* What is known of weights in engines' memory: of one rank, or, in a failure, of all engines that
+ * the update would have written. */
 enum {
-  REFIT_WEIGHTS_LEFT_UNKNOWN = 0, /* the failure is not of an update's end, or it is not known */
-  REFIT_WEIGHTS_LEFT_CLEAN = 1,   /* every engine still holds the version before */
-  REFIT_WEIGHTS_LEFT_DIRTY = 2    /* an engine has no version until the next commit */
+  REFIT_WEIGHTS_UNKNOWN = 0, /* an outcome was not heard (the rank counts as dirty), or the failure
+                                is not of an update's end */
+  REFIT_WEIGHTS_CLEAN = 1,   /* every engine holds its version, or what was loaded */
+  REFIT_WEIGHTS_DIRTY = 2,   /* an engine was written in part, or attached as dirty: it holds no
+                                version until the next commit */
+  REFIT_WEIGHTS_PAUSED = 3   /* of one rank: prepare came; not resumed yet */
 };
 
 /* What is known of a failure, as data: programs decide by this and by the status, never by the
@@ -112,7 +116,7 @@ enum {
 typedef struct refit_failure {
   size_t struct_size;
   int32_t status;       /* a refit_status; REFIT_OK: there is no failure */
-  int32_t weights_left; /* one of REFIT_WEIGHTS_LEFT_* */
+  int32_t weights_left; /* one of REFIT_WEIGHTS_* */
   const char* what;     /* refit_last_error() */
   const refit_suspect* suspects;
   int64_t suspects_named; /* entries of suspects, the likeliest first */
@@ -227,7 +231,7 @@ typedef struct refit_connect_options {
    * it); NULL: host memory. REFIT_FAILED_PRECONDITION if the daemon does not serve that GPU. */
   const char* device;
   /* The name of the CUDA driver library, for dlopen(); NULL: "libcuda.so.1". Members on a GPU load
-   * the driver to map slots: staged engines, and trainers that lease slots. */
+   * the driver to map slots: loader engines, and trainers that lease slots. */
   const char* cuda_library;
   /* "HOST:PORT" of the daemon, in place of `socket`; NULL: the socket. Over TCP nothing shares
    * memory: no regions and no slots, so trainers push inline bytes. */
@@ -535,9 +539,9 @@ refit_status refit_update_refit(refit_update* update, refit_commit_result* resul
 
 /* ---- engine ---- */
 
-enum { REFIT_DELIVERY_REGISTERED = 0, REFIT_DELIVERY_STAGED = 1 };
-/* Whether a rank takes part in fills (refit_engine_options.fill). */
-enum { REFIT_FILL_DEFAULT = 0, REFIT_FILL_NEVER = 1 };
+enum { REFIT_DELIVERY_IN_PLACE = 0, REFIT_DELIVERY_LOADER = 1 };
+/* Whether a rank takes part in catch-ups (refit_engine_options.catch-up). */
+enum { REFIT_CATCH_UP_DEFAULT = 0, REFIT_CATCH_UP_NEVER = 1 };
 
 typedef struct refit_engine_options {
   size_t struct_size;
@@ -546,7 +550,7 @@ typedef struct refit_engine_options {
   int32_t rank;
   int32_t world_size; /* 0: 1 */
   int32_t delivery;
-  /* Not 0 (staged delivery): the tensors of `manifest` must arrive in every update. */
+  /* Not 0 (loader delivery): the tensors of `manifest` must arrive in every update. */
   int32_t has_manifest;
   const refit_tensor* manifest; /* start and count are ignored */
   int64_t manifest_count;
@@ -557,19 +561,19 @@ typedef struct refit_engine_options {
    * or its outcome was never heard. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
    * daemon forgets a rank with its lease, and a new engine knows nothing of a freed engine. So
    * attach anew with has_held_version if refit_engine_version() of the freed engine told a version,
-   * and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_GOOD. The rank stays dirty
+   * and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_CLEAN. The rank stays dirty
    * until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
   int32_t dirty;
   /* With held_version: the refit_event.incarnation that came with that version; 0: not known. */
   uint64_t held_origin;
-  /* REFIT_FILL_DEFAULT: with registered delivery the rank takes part in fills. If its instance
-   * lacks the group's version, it gets that version from clean instances, by PREPARE and its
-   * outcome as in any update; so keep asking for events. If its instance holds the version, its
+  /* REFIT_CATCH_UP_DEFAULT: with in-place delivery the rank takes part in catch-ups. If its
+   * instance lacks the group's version, it gets that version from clean instances, by PREPARE and
+   * its outcome as in any update; so keep asking for events. If its instance holds the version, its
    * registered memory is read at any time and given to others: from COMMITTED to the next ready,
    * the end of the lease or the next registration, that memory must be the rank's weights,
-   * unchanged. Choose REFIT_FILL_NEVER if that memory may change, or if events are not asked for
-   * between updates. Callers that were compiled before this field existed take no part. */
-  int32_t fill;
+   * unchanged. Choose REFIT_CATCH_UP_NEVER if that memory may change, or if events are not asked
+   * for between updates. Callers that were compiled before this field existed take no part. */
+  int32_t catch_up;
   /* The refit_event.owner that came with the last version that was committed into this memory, also
    * if it is dirty since; NULL: not known. A group that is made again belongs to that owner; a
    * group that another identity owns refuses the rank (REFIT_PERMISSION_DENIED). */
@@ -579,8 +583,8 @@ typedef struct refit_engine_options {
    * refuses the rank (REFIT_PERMISSION_DENIED). NULL: any owner's. */
   const char* trainer_identity;
   /* With held_version: the refit_event.digest that came with that version; 0: not known. Without
-   * REFIT_FILL_NEVER the daemon compares the registered memory with it; a difference means that no
-   * version is held. */
+   * REFIT_CATCH_UP_NEVER the daemon compares the registered memory with it; a difference means that
+   * no version is held. */
   uint64_t held_digest;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
@@ -603,7 +607,7 @@ refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int
 refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
                                           uint64_t address, refit_region** region);
 
-/* Registers the parameters of this rank (registered delivery). Not allowed during an update. If two
+/* Registers the parameters of this rank (in-place delivery). Not allowed during an update. If two
  * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit
  * either or both, the memory is written once, and values that differ are refused. Trainers may also
  * send a tensor that is in `tensors` without any piece; nothing is written for it. The pieces'
@@ -619,7 +623,7 @@ enum {
   REFIT_EVENT_COMMITTED = 3, /* resume on `version` */
   REFIT_EVENT_ABORTED = 4,   /* resume on what was there, unless `dirty` */
   REFIT_EVENT_DRAINING = 5,  /* the daemon opens no new update */
-  /* With reattach_ms only. The daemon went away: resume if `weights` is REFIT_WEIGHTS_GOOD, use no
+  /* With reattach_ms only. The daemon went away: resume if `weights` is REFIT_WEIGHTS_CLEAN, use no
    * views any more, and go on calling refit_engine_next(). Answers to events of the lost lease are
    * dropped. */
   REFIT_EVENT_LOST = 6,
@@ -714,14 +718,7 @@ void refit_joiner_reset(refit_joiner* joiner);
 /* The number of tensors begun and not complete; 0 for NULL. */
 int64_t refit_joiner_unfinished(const refit_joiner* joiner);
 
-enum {
-  REFIT_WEIGHTS_GOOD = 0,
-  REFIT_WEIGHTS_PAUSED = 1, /* prepare came; not resumed yet */
-  /* An update was lost after writing began, or the engine attached as dirty. */
-  REFIT_WEIGHTS_DIRTY = 2,
-  REFIT_WEIGHTS_IN_DOUBT = 3 /* the lease was lost before the outcome: counts as dirty */
-};
-/* Returns one of REFIT_WEIGHTS_*; REFIT_WEIGHTS_IN_DOUBT for NULL. */
+/* Returns one of REFIT_WEIGHTS_*; REFIT_WEIGHTS_UNKNOWN for NULL. */
 int32_t refit_engine_weights(const refit_engine* engine);
 /* How often this engine attached again after it lost its lease (reattach_ms); 0 for NULL. */
 int32_t refit_engine_reattachments(const refit_engine* engine);

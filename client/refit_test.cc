@@ -22,7 +22,7 @@ TEST_CASE("the last failure is told as data, into a structure of any size") {
   REQUIRE(refit_last_failure(&failure) == REFIT_OK);
   CHECK(failure.status == REFIT_INVALID_ARGUMENT);
   CHECK(std::string(failure.what) == refit_last_error());
-  CHECK(failure.weights_left == REFIT_WEIGHTS_LEFT_UNKNOWN);
+  CHECK(failure.weights_left == REFIT_WEIGHTS_UNKNOWN);
   CHECK(failure.suspects_named == 0);
   CHECK(failure.suspect_count == 0);
   CHECK(failure.dirty_named == 0);
@@ -125,7 +125,7 @@ TEST_CASE("null handles can be freed and asked for their values") {
   CHECK(refit_slot_bytes(nullptr) == 0);
   CHECK(refit_update_instances(nullptr) == 0);
   CHECK(refit_update_leasable_slots(nullptr) == 0);
-  CHECK(refit_engine_weights(nullptr) == REFIT_WEIGHTS_IN_DOUBT);
+  CHECK(refit_engine_weights(nullptr) == REFIT_WEIGHTS_UNKNOWN);
   CHECK(refit_engine_reattachments(nullptr) == 0);
   CHECK(refit_trainer_reattachments(nullptr) == 0);
 }
@@ -244,8 +244,8 @@ TEST_CASE("dirty engine options are taken, older ones mean that they are not") {
 }
 
 TEST_CASE("every delivery mode can be chosen, and no other number") {
-  CHECK(REFIT_DELIVERY_REGISTERED + 1 == static_cast<int>(refitd::DeliveryMode::kRegistered));
-  CHECK(REFIT_DELIVERY_STAGED + 1 == static_cast<int>(refitd::DeliveryMode::kStaged));
+  CHECK(REFIT_DELIVERY_IN_PLACE + 1 == static_cast<int>(refitd::DeliveryMode::kInPlace));
+  CHECK(REFIT_DELIVERY_LOADER + 1 == static_cast<int>(refitd::DeliveryMode::kLoader));
   const refit_connect_options connect = ConnectToNobody();
   auto options = Initialised<refit_engine_options>();
   options.connect = &connect;

@@ -42,7 +42,7 @@ void RunOnClientThread(std::function<void()> run) {
 }
 
 // The state of a trainer that outlives its leases.
-struct Known {
+struct TrainerState {
   Mutex mutex;
   std::optional<Version> group_version ABSL_GUARDED_BY(mutex);
 
@@ -58,7 +58,7 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   Duration default_duration = kDefaultDuration;
   // The binding generation of the layout that the daemon has; 0: it has no layout.
   std::atomic<uint64_t> binding_generation{0};
-  std::shared_ptr<Known> known;
+  std::shared_ptr<TrainerState> known;
 
   Stub* async() { return stub->async(); }
 
@@ -679,7 +679,7 @@ class TrainerImpl final : public Member<Trainer, Core> {
   absl::Status RegisterNow(const Layout& layout, std::shared_ptr<Core>* core);
 
   const TrainerOptions options_;
-  const std::shared_ptr<Known> known_ = std::make_shared<Known>();
+  const std::shared_ptr<TrainerState> known_ = std::make_shared<TrainerState>();
   struct Begun {
     Version version;
     uint64_t incarnation = 0;
@@ -887,7 +887,7 @@ v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
 }
 
 // Trainers act on their calls' answers; of the events only the group's version is kept.
-Core::Stream::Handler TrainerEvents(std::shared_ptr<Known> known) {
+Core::Stream::Handler TrainerEvents(std::shared_ptr<TrainerState> known) {
   return [known = std::move(known)](const v1::TrainerEvent& event) {
     if (event.has_welcome()) return false;
     if (event.has_committed()) known->Committed(Version(event.committed().version()));

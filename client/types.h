@@ -77,7 +77,7 @@ struct ConnectOptions {
   // (FAILED_PRECONDITION).
   std::string device{};
 
-  // The name of the CUDA driver library, for dlopen(). It is loaded when a staged engine on a GPU
+  // The name of the CUDA driver library, for dlopen(). It is loaded when a loader engine on a GPU
   // attaches, or when a trainer on a GPU first leases a slot: both map the staging pool of their
   // GPU.
   std::string cuda_library{"libcuda.so.1"};

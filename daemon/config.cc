@@ -110,7 +110,7 @@ constexpr std::array kSettings = {
             "connections of the data plane between two daemons; 0: the daemon chooses"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
     Setting{"relay-slow-ms", "peers.relay_slow_ms",
-            "updates leave a daemon that holds them back for longer to fills; 0: none"},
+            "updates leave a daemon that holds them back for longer to catch-ups; 0: none"},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
     Setting{"readiness-ms", "peers.readiness_ms",
             "instances' last known readiness counts for so long without the coordinator; 0: none"},
@@ -125,7 +125,8 @@ constexpr std::array kSettings = {
     Setting{"cuda-nccl", "cuda.nccl", "load NCCL where there is a GPU, true or false"},
     Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
-    Setting{"fills", "fills", "late instances get the version from clean ones, true or false"},
+    Setting{"catch_ups", "catch_ups",
+            "late instances get the version from clean ones, true or false"},
 };
 
 std::string VariableOf(const Setting& setting) {
@@ -751,7 +752,7 @@ Config FromProto(const RefitdConfig& in) {
                            .nccl = in.cuda().nccl(),
                            .nccl_library = in.cuda().nccl_library()};
   config.default_verification = FromProto(in.default_verification());
-  config.fills = in.fills();
+  config.catch_ups = in.catch_ups();
   return config;
 }
 
@@ -799,7 +800,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_cuda()->set_nccl(config.cuda.nccl);
   out.mutable_cuda()->set_nccl_library(config.cuda.nccl_library);
   out.set_default_verification(ToProto(config.default_verification));
-  out.set_fills(config.fills);
+  out.set_catch_ups(config.catch_ups);
   return out;
 }
 

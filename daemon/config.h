@@ -164,7 +164,7 @@ struct Config {
   AuditConfig audit;
   int copy_threads = 0;  // host transport; 0: one for each core, at most 16
   Verification default_verification = Verification::kReadback;
-  bool fills = true;  // late instances get the version from clean ones
+  bool catch_ups = true;  // late instances get the version from clean ones
   bool operator==(const Config&) const = default;
 };
 

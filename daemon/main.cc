@@ -35,7 +35,7 @@
 #include "daemon/process/log_limit.h"
 #include "daemon/process/service_manager.h"
 #include "daemon/process/version.h"
-#include "daemon/services/door.h"
+#include "daemon/services/authorizer.h"
 #include "daemon/services/engine_service.h"
 #include "daemon/services/health_service.h"
 #include "daemon/services/operator_service.h"
@@ -83,8 +83,8 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.advertise = config.peers.advertise;
   options.peers.peer = config.peers.silence;
   options.peers.wire = config.peers.wire;
-  // A daemon that updates leave out gets its versions by fills.
-  if (config.fills) options.peers.slow = config.peers.relay_slow;
+  // A daemon that updates leave out gets its versions by catch-ups.
+  if (config.catch_ups) options.peers.slow = config.peers.relay_slow;
   options.keep_readiness = config.peers.readiness;
   options.group.default_duration = config.limits.default_duration;
   options.group.max_duration = config.limits.max_duration;
@@ -95,7 +95,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.group.outstanding_buckets = config.limits.outstanding_buckets;
   options.group.compare_every = config.limits.compare_every;
   options.group.default_verification = config.default_verification;
-  options.group.fills = config.fills;
+  options.group.catch_ups = config.catch_ups;
   options.default_slot_bytes = config.staging.slot_bytes;
   options.default_slots = config.staging.slots;
   options.max_pool_bytes = config.staging.max_pool_bytes;
@@ -218,7 +218,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
 }
 
 // Logs what anybody who reaches a port can cause.
-void LogOfStrangers(const std::string& line) {
+void LogLimited(const std::string& line) {
   static auto* const limit = new LogLimit;
   const std::optional<int64_t> left_out = limit->Admit(std::chrono::steady_clock::now());
   if (!left_out.has_value()) return;
@@ -234,7 +234,7 @@ void TakeGrpcLog() {
     const std::string text = fmt::format("gRPC: {}", line->message);
     // gRPC ends the process after this line, so no limit may leave it out.
     if (!std::string_view(line->message).starts_with("assertion failed")) {
-      return LogOfStrangers(text);
+      return LogLimited(text);
     }
     LogError("{}", text);
     FlushLog();
@@ -260,7 +260,7 @@ absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Conf
                          .outcome = "UNAUTHENTICATED",
                          .reason = why});
         }
-        LogOfStrangers(fmt::format(
+        LogLimited(fmt::format(
             "TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
             identity.empty() ? "somebody without an identity" : identity, issuer, why));
       });
@@ -450,7 +450,7 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
   SocketWireOptions options;
   options.interface = config.peers.interface;
   options.port = config.data.port;
-  options.log = LogOfStrangers;
+  options.log = LogLimited;
   if (certificates != nullptr && !config.data.unencrypted) {
     options.certificates = [certificates] { return certificates->Current(); };
     options.identities = config.peers.identity;
@@ -516,7 +516,8 @@ struct Sockets {
 // `peers` is told who is at the other end of each connection of the unix socket. The servers must
 // be started before the sockets.
 absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
-                    const Door* door, ConnectionGuard* guard, Daemon* daemon, Sockets* sockets) {
+                    const Authorizer* authorizer, ConnectionGuard* guard, Daemon* daemon,
+                    Sockets* sockets) {
   // The unix socket comes first: of two daemons with one path only one may start.
   REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
                           AcceptLoop::Create(
@@ -531,7 +532,10 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
       DescriptorSocket::Create(
           {.path = config.listen.unix_path + std::string(kDescriptorSocketSuffix),
            .mode = config.listen.unix_mode,
-           .admit = [door](const PeerCredentials& peer) { return door->AdmitToDescriptors(peer); }},
+           .admit =
+               [authorizer](const PeerCredentials& peer) {
+                 return authorizer->AdmitToDescriptors(peer);
+               }},
           &daemon->regions()));
   return absl::OkStatus();
 }
@@ -556,7 +560,7 @@ std::vector<std::string> ListenersOf(const Config& config, const Sockets& socket
 // Null: the configuration asks for no metrics.
 absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config,
                                                             const CertificateStore* certificates,
-                                                            const Door* door,
+                                                            const Authorizer* authorizer,
                                                             const Metrics* metrics,
                                                             Daemon* daemon) {
   if (config.metrics.listen.empty()) return nullptr;
@@ -565,24 +569,26 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
   options.collect = [metrics, daemon] {
     return metrics->Text([daemon] { return StatusOf(daemon); });
   };
-  options.log = LogOfStrangers;
+  options.log = LogLimited;
   if (certificates != nullptr && !config.metrics.insecure) {
     options.certificates = [certificates] { return certificates->Current(); };
-    options.admit = [door](const std::string& identity) { return door->AdmitToMetrics(identity); };
+    options.admit = [authorizer](const std::string& identity) {
+      return authorizer->AdmitToMetrics(identity);
+    };
   }
   return MetricsServer::Start(std::move(options));
 }
 
 // The services of the daemon.
 struct Services {
-  Services(const Config& config, const Door* door, Daemon* daemon)
-      : trainers(MakeTrainerService(daemon, door)),
-        engines(daemon, door),
-        operators(daemon, door),
-        links(&daemon->joiners(), config.limits.message_bytes, LinkDoorOf(door)),
-        health(daemon, door),
-        reflection(door, Names(/*members=*/true, /*links=*/config.peers.listen.empty())),
-        reflection_of_links(door, Names(/*members=*/false, /*links=*/true)) {}
+  Services(const Config& config, const Authorizer* authorizer, Daemon* daemon)
+      : trainers(MakeTrainerService(daemon, authorizer)),
+        engines(daemon, authorizer),
+        operators(daemon, authorizer),
+        links(&daemon->joiners(), config.limits.message_bytes, LinkAuthorizerOf(authorizer)),
+        health(daemon, authorizer),
+        reflection(authorizer, Names(/*members=*/true, /*links=*/config.peers.listen.empty())),
+        reflection_of_links(authorizer, Names(/*members=*/false, /*links=*/true)) {}
 
   static std::vector<std::string> Names(bool members, bool links) {
     std::vector<std::string> names = {
@@ -710,11 +716,10 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   ConnectionGuard guard({.tls = *certificates != nullptr,
                          .message_bytes = config.limits.message_bytes,
                          .ended = [](const std::string& source, const std::string& why) {
-                           LogOfStrangers(
-                               fmt::format("a connection of {} is ended: {}", source, why));
+                           LogLimited(fmt::format("a connection of {} is ended: {}", source, why));
                          }});
   Identities& identities = daemon.identities();
-  const Door door(
+  const Authorizer authorizer(
       {.peers = &peers,
        .policies = &policies,
        .owner = [&identities](const std::string& group) { return identities.OwnerOf(group); },
@@ -722,13 +727,13 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
        .audit = audit->get(),
        .guard = &guard,
        .tls = *certificates != nullptr});
-  Services services(config, &door, &daemon);
+  Services services(config, &authorizer, &daemon);
   Followed followed{certificates->get(), audit->get(), &policies, config, std::move(reload)};
   followed.Tell(absl::OkStatus());
 
   Servers servers;
   Sockets sockets;
-  if (absl::Status status = Listen(config, &peers, servers, &door, &guard, &daemon, &sockets);
+  if (absl::Status status = Listen(config, &peers, servers, &authorizer, &guard, &daemon, &sockets);
       !status.ok()) {
     return Fail(status);
   }
@@ -737,7 +742,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
     return kExitInUse;
   }
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      StartMetrics(config, certificates->get(), &door, &metrics, &daemon);
+      StartMetrics(config, certificates->get(), &authorizer, &metrics, &daemon);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
   if (!StartServers(config, certificates->get(), &services, &servers)) {
     return Fail(absl::InternalError("the gRPC server does not start"));

@@ -28,7 +28,7 @@ using Labels = std::vector<Label>;
 constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "decide"};
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
 // The names of FillEnd's values, in their order.
-constexpr std::array<std::string_view, 3> kFillEndNames = {"committed", "gave_way", "failed"};
+constexpr std::array<std::string_view, 3> kCatchUpEndNames = {"committed", "gave_way", "failed"};
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -125,13 +125,13 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   }
 }
 
-void Metrics::FillEnded(const std::string& group, FillEnd end, int64_t bytes, Duration took) {
+void Metrics::CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes, Duration took) {
   MutexLock lock(&mutex_);
   GroupCounts* counts = Find(group);
   if (counts == nullptr) return;
-  ++counts->fills[static_cast<size_t>(end)];
-  counts->fill_bytes += Positive(bytes);
-  if (end == FillEnd::kCommitted) counts->fill.Observe(took);
+  ++counts->catch_ups[static_cast<size_t>(end)];
+  counts->catch_up_bytes += Positive(bytes);
+  if (end == CatchUpEnd::kCommitted) counts->catch_up.Observe(took);
 }
 
 void Metrics::BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) {
@@ -195,17 +195,17 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
                       {{"group", group}, {"move", std::string(kMoveNames[i])}},
                       counts.moved_bytes[i]);
   }
-  for (size_t i = 0; i < kFillEnds; ++i) {
-    families->Counter("refitd_fills_total",
-                      "Fills of late instances from clean ones that have ended, by outcome.",
-                      {{"group", group}, {"result", std::string(kFillEndNames[i])}},
-                      counts.fills[i]);
+  for (size_t i = 0; i < kCatchUpEnds; ++i) {
+    families->Counter("refitd_catch_ups_total",
+                      "Catch-ups of late instances from clean ones that have ended, by outcome.",
+                      {{"group", group}, {"result", std::string(kCatchUpEndNames[i])}},
+                      counts.catch_ups[i]);
   }
-  families->Counter("refitd_fill_bytes_total",
-                    "Tensor data that fills wrote into the instances that they committed.",
-                    {{"group", group}}, counts.fill_bytes);
-  families->Seconds("refitd_fill_seconds", "Start to outcome of fills that were committed.",
-                    {{"group", group}}, counts.fill);
+  families->Counter("refitd_catch_up_bytes_total",
+                    "Tensor data that catch-ups wrote into the instances that they committed.",
+                    {{"group", group}}, counts.catch_up_bytes);
+  families->Seconds("refitd_catch_up_seconds", "Start to outcome of catch-ups that were committed.",
+                    {{"group", group}}, counts.catch_up);
   families->Counter("refitd_integrity_failures_total",
                     "Times that verification found other bytes than were meant.",
                     {{"group", group}}, counts.integrity_failures);
@@ -276,10 +276,10 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
   for (const auto& [state, count] : slots) {
     families->Gauge("refitd_slots", "Staging slots by state.", {name, {"state", state}}, count);
   }
-  if (group.has_epoch()) {
-    families->Gauge("refitd_epoch",
+  if (group.has_communicator()) {
+    families->Gauge("refitd_communicator",
                     "Of the group's communicator between daemons; none is open: no series.", {name},
-                    static_cast<int64_t>(group.epoch()));
+                    static_cast<int64_t>(group.communicator()));
   }
   std::map<std::string, bool> peers;  // a restarted daemon may be listed twice for a while
   for (const v1::NodeStatus& node : group.nodes()) {
@@ -305,7 +305,7 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
   for (const auto& [daemon, is_slow] : slow) {
     families->Gauge(
         "refitd_daemon_slow",
-        "1 while updates leave that daemon's instances to fills: it held the others back for "
+        "1 while updates leave that daemon's instances to catch-ups: it held the others back for "
         "longer than peers.relay_slow_ms. Told by the coordinator.",
         {name, {"daemon", daemon}}, int64_t{is_slow});
   }

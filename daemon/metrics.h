@@ -48,7 +48,8 @@ class Metrics : public DaemonObserver {
   explicit Metrics(size_t max_groups);
 
   void UpdateEnded(const UpdateReport& report) override;
-  void FillEnded(const std::string& group, FillEnd end, int64_t bytes, Duration took) override;
+  void CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes,
+                    Duration took) override;
   void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) override;
   void IntegrityFailure(const std::string& group) override;
   void InstanceEvicted(const std::string& group, std::string_view reason) override;
@@ -70,18 +71,18 @@ class Metrics : public DaemonObserver {
   };
   static constexpr size_t kPhases = 4;
   static constexpr size_t kMoves = 3;
-  static constexpr size_t kFillEnds = 3;
+  static constexpr size_t kCatchUpEnds = 3;
   struct GroupCounts {
     std::array<uint64_t, kUpdateReasons.size()> updates{};    // [0]: committed
     std::array<uint64_t, kUpdateReasons.size()> evictions{};  // [0]: none
     uint64_t update_bytes = 0;
     std::array<uint64_t, kPushMethods.size()> pushed_bytes{};
     std::array<uint64_t, kMoves> moved_bytes{};
-    std::array<uint64_t, kFillEnds> fills{};
-    uint64_t fill_bytes = 0;
+    std::array<uint64_t, kCatchUpEnds> catch_ups{};
+    uint64_t catch_up_bytes = 0;
     uint64_t integrity_failures = 0;
     Histogram total;
-    Histogram fill;  // of fills that were committed
+    Histogram catch_up;  // of catch-ups that were committed
     std::array<Histogram, kPhases> phases;
   };
   class Families;

@@ -68,8 +68,8 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
   metrics.BytesMoved("policy", MoveKind::kExchange, 7);
   metrics.IntegrityFailure("policy");
-  metrics.FillEnded("policy", FillEnd::kCommitted, 300, seconds(2));
-  metrics.FillEnded("policy", FillEnd::kGaveWay, 0, seconds(1));
+  metrics.CatchUpEnded("policy", CatchUpEnd::kCommitted, 300, seconds(2));
+  metrics.CatchUpEnded("policy", CatchUpEnd::kGaveWay, 0, seconds(1));
   const std::string text = TextOf(metrics);
   INFO(text);
   const auto value = [&](const std::string& series) { return ValueOf(text, series); };
@@ -85,11 +85,11 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="broadcast"})") == "0");
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="exchange"})") == "7");
   CHECK(value(R"(refitd_integrity_failures_total{group="policy"})") == "1");
-  CHECK(value(R"(refitd_fills_total{group="policy",result="committed"})") == "1");
-  CHECK(value(R"(refitd_fills_total{group="policy",result="gave_way"})") == "1");
-  CHECK(value(R"(refitd_fills_total{group="policy",result="failed"})") == "0");
-  CHECK(value(R"(refitd_fill_bytes_total{group="policy"})") == "300");
-  CHECK(value(R"(refitd_fill_seconds_count{group="policy"})") == "1");
+  CHECK(value(R"(refitd_catch_ups_total{group="policy",result="committed"})") == "1");
+  CHECK(value(R"(refitd_catch_ups_total{group="policy",result="gave_way"})") == "1");
+  CHECK(value(R"(refitd_catch_ups_total{group="policy",result="failed"})") == "0");
+  CHECK(value(R"(refitd_catch_up_bytes_total{group="policy"})") == "300");
+  CHECK(value(R"(refitd_catch_up_seconds_count{group="policy"})") == "1");
   CHECK(value(R"(refitd_update_seconds_count{group="policy"})") == "3");
   CHECK(std::stod(value(R"(refitd_update_seconds_sum{group="policy"})")) == Approx(38.606));
   CHECK(value(R"(refitd_update_seconds_bucket{group="policy",le="5"})") == "2");
@@ -183,12 +183,12 @@ v1::GetStatusResponse SomeStatus() {
   return status;
 }
 
-TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator") {
+TEST_CASE("A scrape shows the peers of a group and the communicator of its communicator") {
   const auto status = [] {
     v1::GetStatusResponse status;
     v1::GroupStatus* group = status.add_groups();
     group->set_name("policy");
-    group->set_epoch(7);
+    group->set_communicator(7);
     const auto add = [&](const std::string& id, const std::string& state) {
       v1::NodeStatus* node = group->add_nodes();
       node->set_daemon_id(id);
@@ -220,8 +220,8 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
   CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="c"})") == "1");
   CHECK(ValueOf(text, R"(refitd_daemon_slow{group="policy",daemon="b"})") == "1");
   CHECK(ValueOf(text, R"(refitd_daemon_slow{group="policy",daemon="c"})") == "0");
-  CHECK(ValueOf(text, R"(refitd_epoch{group="policy"})") == "7");
-  CHECK(SeriesNaming(text, "refitd_epoch") == 1);
+  CHECK(ValueOf(text, R"(refitd_communicator{group="policy"})") == "7");
+  CHECK(SeriesNaming(text, "refitd_communicator") == 1);
 }
 
 // A group with this many instances that are ready, and "odd", which is 3 versions behind.

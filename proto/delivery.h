@@ -16,7 +16,7 @@
 namespace refitd {
 
 // The numbers are those of refitd.v1.Delivery.
-enum class DeliveryMode : uint8_t { kRegistered = 1, kStaged = 2 };
+enum class DeliveryMode : uint8_t { kInPlace = 1, kLoader = 2 };
 
 struct DeliveryTraits {
   DeliveryMode mode;
@@ -29,25 +29,25 @@ struct DeliveryTraits {
   // The rank may declare the tensors that every update must bring.
   bool declares_manifest;
   // The rank may give its weights to other instances, and be given theirs.
-  bool fills;
+  bool catch_ups;
 };
 
 // The modes in the order of their numbers, which begin at 1.
 inline constexpr std::array kDeliveries = {
-    DeliveryTraits{.mode = DeliveryMode::kRegistered,
-                   .name = "registered",
+    DeliveryTraits{.mode = DeliveryMode::kInPlace,
+                   .name = "in-place",
                    .how = "the daemon writes in place",
                    .needs_layout = true,
                    .reads_slots = false,
                    .declares_manifest = false,
-                   .fills = true},
-    DeliveryTraits{.mode = DeliveryMode::kStaged,
-                   .name = "staged",
+                   .catch_ups = true},
+    DeliveryTraits{.mode = DeliveryMode::kLoader,
+                   .name = "loader",
                    .how = "through slots",
                    .needs_layout = false,
                    .reads_slots = true,
                    .declares_manifest = true,
-                   .fills = false},
+                   .catch_ups = false},
 };
 
 namespace delivery_internal {
@@ -67,7 +67,7 @@ constexpr const DeliveryTraits& TraitsOf(DeliveryMode mode) {
 constexpr bool NeedsLayout(DeliveryMode mode) { return TraitsOf(mode).needs_layout; }
 constexpr bool ReadsSlots(DeliveryMode mode) { return TraitsOf(mode).reads_slots; }
 constexpr bool DeclaresManifest(DeliveryMode mode) { return TraitsOf(mode).declares_manifest; }
-constexpr bool Fills(DeliveryMode mode) { return TraitsOf(mode).fills; }
+constexpr bool CatchesUp(DeliveryMode mode) { return TraitsOf(mode).catch_ups; }
 constexpr std::string_view Name(DeliveryMode mode) { return TraitsOf(mode).name; }
 
 // Returns the mode with this number of refitd.v1.Delivery; nullopt: there is none.
@@ -82,8 +82,8 @@ constexpr std::optional<DeliveryMode> DeliveryOf(std::string_view name) {
   return std::nullopt;
 }
 
-// Returns the names of the modes for which `has` holds, in order, for errors: "registered and
-// staged".
+// Returns the names of the modes for which `has` holds, in order, for errors: "in-place and
+// loader".
 inline std::string DeliveriesWith(bool (*has)(DeliveryMode)) {
   std::string names;
   for (const DeliveryTraits& traits : kDeliveries) {

@@ -36,16 +36,16 @@ TEST_CASE("A rank gets its bytes in its layout, or else in slots, or in both") {
   for (const DeliveryTraits& traits : kDeliveries) {
     INFO(traits.name);
     CHECK((traits.needs_layout || traits.reads_slots));
-    // A fill reads and writes registered memory.
-    if (traits.fills) CHECK(traits.needs_layout);
+    // A catch-up reads and writes registered memory.
+    if (traits.catch_ups) CHECK(traits.needs_layout);
     // A manifest names tensors that arrive in slots.
     if (traits.declares_manifest) CHECK(traits.reads_slots);
   }
 }
 
 TEST_CASE("Errors name the modes that have a property") {
-  CHECK(DeliveriesWith(Fills) == "registered");
-  CHECK(DeliveriesWith(DeclaresManifest) == "staged");
+  CHECK(DeliveriesWith(CatchesUp) == "in-place");
+  CHECK(DeliveriesWith(DeclaresManifest) == "loader");
   CHECK(DeliveriesWith([](DeliveryMode) { return true; }) == "registered and staged");
 }
 

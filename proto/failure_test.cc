@@ -36,7 +36,7 @@ TEST_CASE("the bytes of a failure are those that Protocol Buffers write and read
   CHECK(message.suspects(0).pid() == 4711);
   CHECK_FALSE(message.suspects(1).has_rank());
   CHECK(message.suspect_count() == 2);
-  CHECK(message.weights() == v1::WEIGHTS_LEFT_DIRTY);
+  CHECK(message.weights() == v1::WEIGHTS_DIRTY);
   CHECK(message.dirty_instances(0) == "blue");
   CHECK(message.dirty_count() == 1);
   CHECK(message.tensor() == "model.w");
@@ -63,7 +63,7 @@ TEST_CASE("80 dirty instances of long names made a status that gRPC could not ca
   CHECK(StatusText(status).size() <= kMaxStatusTextBytes);
   CHECK(StatusText(status).ends_with(" the end"));
   const Failure read = FailureOf(WithStatusDetails(absl::AbortedError("lost"), details));
-  CHECK(read.weights == WeightsLeft::kDirty);
+  CHECK(read.weights == Weights::kDirty);
   CHECK(read.dirty_count == 80);
   CHECK(read.suspect_count == 80);
   REQUIRE(!read.dirty_instances.empty());
@@ -116,7 +116,7 @@ TEST_CASE("a caller's text is in no field of a failure") {
   const absl::Status status =
       absl::AbortedError("loader died (weights are whole): trainer rank 3, tensor 'w'");
   CHECK(FailureOf(status) == Failure());
-  CHECK(FailureOf(AboutField(status, "reason")).weights == WeightsLeft::kUnknown);
+  CHECK(FailureOf(AboutField(status, "reason")).weights == Weights::kUnknown);
 }
 
 TEST_CASE("names in a failure lose what a terminal would obey") {

@@ -1,6 +1,6 @@
 // The wire over the memory of devices, and the communicators of a transport that has such memory:
-// how the daemon opens epochs there, and what it tells people of them. `transport/cuda/nccl/`
-// implements it.
+// how the daemon opens communicators there, and what it tells people of them.
+// `transport/cuda/nccl/` implements it.
 #ifndef REFITD_TRANSPORT_DEVICE_WIRE_H_
 #define REFITD_TRANSPORT_DEVICE_WIRE_H_
 
@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "transport/wire_epochs.h"
+#include "transport/wire_communicators.h"
 
 namespace refitd {
 
@@ -26,7 +26,7 @@ struct CollectivesReport {
 
 // A communicator over devices of this process, for people and status calls.
 struct CommunicatorStatus {
-  uint64_t epoch = 0;
+  uint64_t number = 0;
   std::vector<int> devices;   // ordinals, by rank
   bool copy_engines = false;  // copy engines do its all-gathers
   int windows = 0;            // open
@@ -42,36 +42,38 @@ class CommunicatorsOwner {
   virtual std::vector<CommunicatorStatus> Communicators() const = 0;
 };
 
-// This daemon's end of an epoch, for people and status calls.
-struct DeviceEpochStatus {
-  EpochId epoch;
+// This daemon's end of a communicator, for people and status calls.
+struct DeviceCommunicatorStatus {
+  CommunicatorId communicator;
   int device = 0;  // ordinal
   int rank = 0;
   int size = 0;
-  // "open", "connecting", "connected" and "lost" mean what transport/wire.h says; a "closing" epoch
-  // is closed, but not freed yet.
+  // "open", "connecting", "connected" and "lost" mean what transport/wire.h says; a "closing"
+  // communicator is closed, but not freed yet.
   std::string_view state;
   WireStats moved;
   absl::Status status;  // why it was lost; OK if it was not lost
 };
 
 // A wire over the memory of devices. Thread-safe.
-class DeviceWire : public EpochWire {
+class DeviceWire : public CommunicatorWire {
  public:
   // Does what Wire::Open does, for a communicator on the device with this ordinal. It also returns
   // INVALID_ARGUMENT if there is no such device. The first call takes some 100 ms.
-  virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
+  virtual absl::StatusOr<std::string> OpenOn(int device, CommunicatorId communicator, int rank,
+                                             int size) = 0;
   // Does what OpenOn does, on device 0.
-  absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
-    return OpenOn(0, epoch, rank, size);
+  absl::StatusOr<std::string> Open(CommunicatorId communicator, int rank, int size) override {
+    return OpenOn(0, communicator, rank, size);
   }
-  // Describes the epochs that are open or not yet freed. Waits for nothing.
-  virtual std::vector<DeviceEpochStatus> Describe() const = 0;
-  // The number of epochs since the start in which this daemon was rank 0 and that never connected.
+  // Describes the communicators that are open or not yet freed. Waits for nothing.
+  virtual std::vector<DeviceCommunicatorStatus> Describe() const = 0;
+  // The number of communicators since the start in which this daemon was rank 0 and that never
+  // connected.
   virtual int64_t Abandoned() const = 0;
 
  protected:
-  using EpochWire::EpochWire;
+  using CommunicatorWire::CommunicatorWire;
 };
 
 }  // namespace refitd

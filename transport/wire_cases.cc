@@ -20,7 +20,7 @@ TEST_CASE("a broadcast reaches every rank from every root, whatever its size") {
   const int size = GENERATE(1, 2, 3, 4);
   CAPTURE(size);
   Mesh mesh(size);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   uint64_t seq = 0;
   int64_t payload = 0;
   for (const size_t bytes : {size_t{1}, size_t{0}, size_t{4097}, (size_t{4} << 20) - 1,
@@ -32,7 +32,7 @@ TEST_CASE("a broadcast reaches every rank from every root, whatever its size") {
       memory[root] = expected;
       std::vector<Result> results(size);
       for (int rank = 0; rank < size; ++rank) {
-        mesh.wires[rank]->Submit(Broadcast(kEpoch, seq, root, Span(memory[rank])),
+        mesh.wires[rank]->Submit(Broadcast(kCommunicator, seq, root, Span(memory[rank])),
                                  Into(&results[rank]));
       }
       for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
@@ -45,7 +45,7 @@ TEST_CASE("a broadcast reaches every rank from every root, whatever its size") {
   int64_t received = 0;
   for (const auto& wire : mesh.wires) {
     sent += wire->Stats().bytes_sent;
-    received += wire->Stats(kEpoch).bytes_received;
+    received += wire->Stats(kCommunicator).bytes_received;
   }
   CHECK(sent == payload);
   CHECK(received == payload);
@@ -54,14 +54,14 @@ TEST_CASE("a broadcast reaches every rank from every root, whatever its size") {
 TEST_CASE("a broadcast of one gibibyte arrives") {
   constexpr size_t kUnit = size_t{32} << 20;
   Mesh mesh(2);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   RepeatedMemory source(kUnit, 32);
   RepeatedMemory destination(kUnit, 32);
   const std::vector<char> expected = RandomBytes(kUnit, kSeed);
   std::memcpy(source.data(), expected.data(), kUnit);
   std::vector<Result> results(2);
-  mesh.wires[0]->Submit(Broadcast(kEpoch, 1, 0, source.span()), Into(&results[0]));
-  mesh.wires[1]->Submit(Broadcast(kEpoch, 1, 0, destination.span()), Into(&results[1]));
+  mesh.wires[0]->Submit(Broadcast(kCommunicator, 1, 0, source.span()), Into(&results[0]));
+  mesh.wires[1]->Submit(Broadcast(kCommunicator, 1, 0, destination.span()), Into(&results[1]));
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   CHECK(std::memcmp(destination.data(), expected.data(), kUnit) == 0);
   CHECK(mesh.wires[1]->Stats().bytes_received == int64_t{1} << 30);
@@ -70,7 +70,7 @@ TEST_CASE("a broadcast of one gibibyte arrives") {
 TEST_CASE("an exchange moves every leg, each with its own size") {
   constexpr int kSize = 4;
   Mesh mesh(kSize);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   const auto bytes = [](int from, int to) {
     return (from + to) % 5 == 3 ? size_t{0} : size_t(from * 3 + to) * 700'001 + 1;
   };
@@ -80,7 +80,7 @@ TEST_CASE("an exchange moves every leg, each with its own size") {
     for (int rank = 0; rank < kSize; ++rank) {
       out[rank].resize(kSize);
       in[rank].resize(kSize);
-      WireExchange exchange{kEpoch, WireSeq(seq), {}, {}, kLong};
+      WireExchange exchange{kCommunicator, WireSeq(seq), {}, {}, kLong};
       for (int peer = 0; peer < kSize; ++peer) {
         if (peer == rank) continue;
         out[rank][peer] = RandomBytes(bytes(rank, peer), seq * 100 + rank * 10 + peer);
@@ -101,14 +101,14 @@ TEST_CASE("an exchange moves every leg, each with its own size") {
 
 TEST_CASE("an exchange may leave ranks out") {
   Mesh mesh(3);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   std::vector<char> out = RandomBytes(100'000, kSeed);
   std::vector<char> in(out.size());
   std::vector<Result> results(3);
-  mesh.wires[0]->Submit(WireExchange{kEpoch, WireSeq(1), {{2, Span(out)}}, {}, kLong},
+  mesh.wires[0]->Submit(WireExchange{kCommunicator, WireSeq(1), {{2, Span(out)}}, {}, kLong},
                         Into(&results[0]));
-  mesh.wires[1]->Submit(WireExchange{kEpoch, WireSeq(1), {}, {}, kLong}, Into(&results[1]));
-  mesh.wires[2]->Submit(WireExchange{kEpoch, WireSeq(1), {}, {{0, Span(in)}}, kLong},
+  mesh.wires[1]->Submit(WireExchange{kCommunicator, WireSeq(1), {}, {}, kLong}, Into(&results[1]));
+  mesh.wires[2]->Submit(WireExchange{kCommunicator, WireSeq(1), {}, {{0, Span(in)}}, kLong},
                         Into(&results[2]));
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   CHECK((in == out));
@@ -118,21 +118,21 @@ TEST_CASE(
     "operations run in the order of their submission, also those submitted before the connection") {
   constexpr int kOperations = 60;
   Mesh mesh(3);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
   std::vector<Result> connected(3);
   std::vector<std::vector<int>> order(3);
   std::vector<std::vector<Result>> results(3);
   std::vector<std::vector<std::vector<char>>> memory(3);
   for (int rank = 0; rank < 3; ++rank) {
-    mesh.wires[rank]->Connect(kEpoch, addresses, kLong, Into(&connected[rank]));
+    mesh.wires[rank]->Connect(kCommunicator, addresses, kLong, Into(&connected[rank]));
     results[rank].resize(kOperations);
     memory[rank].resize(kOperations);
     for (int i = 0; i < kOperations; ++i) {
       memory[rank][i] = i % 3 == rank ? RandomBytes(5000, i) : std::vector<char>(5000, 'x');
       auto done = Into(&results[rank][i]);
-      mesh.wires[rank]->Submit(Broadcast(kEpoch, i, i % 3, Span(memory[rank][i])),
+      mesh.wires[rank]->Submit(Broadcast(kCommunicator, i, i % 3, Span(memory[rank][i])),
                                [&order, rank, i, done](absl::Status status) {
-                                 // No mutex: one thread makes all calls of an epoch.
+                                 // No mutex: one thread makes all calls of a communicator.
                                  order[rank].push_back(i);
                                  done(std::move(status));
                                });
@@ -146,7 +146,8 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("ranks at different operations get an error that names both, and the epoch is lost") {
+TEST_CASE(
+    "ranks at different operations get an error that names both, and the communicator is lost") {
   struct Case {
     uint64_t seq;
     size_t bytes;
@@ -155,12 +156,12 @@ TEST_CASE("ranks at different operations get an error that names both, and the e
   const Case c = GENERATE(Case{5, 8 << 20, "seq 5 "}, Case{4, 100, " 100 bytes"},
                           Case{4, 0, " 0 bytes"}, Case{4, 9 << 20, "9437184 bytes"});
   Mesh mesh(2);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   std::vector<char> source(8 << 20, 's');
   std::vector<char> destination(c.bytes, '\xcd');
   std::vector<Result> results(2);
-  mesh.wires[0]->Submit(Broadcast(kEpoch, 4, 0, Span(source)), Into(&results[0]));
-  mesh.wires[1]->Submit(Broadcast(kEpoch, c.seq, 0, Span(destination)), Into(&results[1]));
+  mesh.wires[0]->Submit(Broadcast(kCommunicator, 4, 0, Span(source)), Into(&results[0]));
+  mesh.wires[1]->Submit(Broadcast(kCommunicator, c.seq, 0, Span(destination)), Into(&results[1]));
   const absl::Status status = Get(results[1]);
   CHECK(status.code() == StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(status), Contains("rank 0") && Contains("8388608 bytes") &&
@@ -169,40 +170,40 @@ TEST_CASE("ranks at different operations get an error that names both, and the e
   CHECK((destination == std::vector<char>(c.bytes, '\xcd')));
 
   Result later;
-  mesh.wires[1]->Submit(Broadcast(kEpoch, 6, 0, Span(destination)), Into(&later));
+  mesh.wires[1]->Submit(Broadcast(kCommunicator, 6, 0, Span(destination)), Into(&later));
   const absl::Status lost = Get(later);
   CHECK(lost.code() == StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(lost), Contains("is lost") && Contains(Message(status)));
 }
 
-TEST_CASE("an operation that is malformed is refused and leaves the epoch as it was") {
+TEST_CASE("an operation that is malformed is refused and leaves the communicator as it was") {
   Mesh mesh(2);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   std::vector<char> memory(10, 'm');
   const auto refused = [&](auto operation) {
     Result result;
     mesh.wires[0]->Submit(std::move(operation), Into(&result));
     return Get(result).code() == StatusCode::kInvalidArgument;
   };
-  CHECK(refused(Broadcast(kEpoch, 1, 2, Span(memory))));
-  CHECK(refused(Broadcast(kEpoch, 1, -1, Span(memory))));
-  CHECK(refused(Broadcast(kEpoch, 1, 0, {memory.data(), -1, nullptr})));
-  CHECK(refused(Broadcast(kEpoch, 1, 0, {nullptr, 1, nullptr})));
-  CHECK(refused(WireExchange{kEpoch, WireSeq(1), {{0, Span(memory)}}, {}, kLong}));
-  CHECK(refused(WireExchange{kEpoch, WireSeq(1), {}, {{2, Span(memory)}}, kLong}));
-  CHECK(
-      refused(WireExchange{kEpoch, WireSeq(1), {{1, Span(memory)}, {1, Span(memory)}}, {}, kLong}));
+  CHECK(refused(Broadcast(kCommunicator, 1, 2, Span(memory))));
+  CHECK(refused(Broadcast(kCommunicator, 1, -1, Span(memory))));
+  CHECK(refused(Broadcast(kCommunicator, 1, 0, {memory.data(), -1, nullptr})));
+  CHECK(refused(Broadcast(kCommunicator, 1, 0, {nullptr, 1, nullptr})));
+  CHECK(refused(WireExchange{kCommunicator, WireSeq(1), {{0, Span(memory)}}, {}, kLong}));
+  CHECK(refused(WireExchange{kCommunicator, WireSeq(1), {}, {{2, Span(memory)}}, kLong}));
+  CHECK(refused(
+      WireExchange{kCommunicator, WireSeq(1), {{1, Span(memory)}, {1, Span(memory)}}, {}, kLong}));
   std::vector<Result> results(2);
   std::vector<char> in(10);
-  mesh.wires[0]->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), Into(&results[0]));
-  mesh.wires[1]->Submit(Broadcast(kEpoch, 1, 0, Span(in)), Into(&results[1]));
+  mesh.wires[0]->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), Into(&results[0]));
+  mesh.wires[1]->Submit(Broadcast(kCommunicator, 1, 0, Span(in)), Into(&results[1]));
   for (Result& result : results) CHECK(Get(result) == absl::OkStatus());
   CHECK((in == memory));
 }
 
 TEST_CASE("a rank that does not come to an operation is named when the timeout has passed") {
   Mesh mesh(3);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   std::vector<std::vector<char>> memory(3, std::vector<char>(6 << 20, 'a'));
   std::weak_ptr<int> alive;
   std::vector<Result> results(2);
@@ -211,8 +212,9 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
     if (rank == 1) alive = keep;
     MemorySpan span = Span(memory[rank]);
     span.keep_alive = std::move(keep);
-    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 0, std::move(span), rank == 1 ? kMedium : kLong),
-                             Into(&results[rank]));
+    mesh.wires[rank]->Submit(
+        Broadcast(kCommunicator, 1, 0, std::move(span), rank == 1 ? kMedium : kLong),
+        Into(&results[rank]));
   }
   const absl::Status status = Get(results[1]);
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
@@ -224,34 +226,34 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
 
 TEST_CASE("Close cancels what runs and what is queued, and the peers learn of it") {
   Mesh mesh(3);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   RepeatedMemory source(1 << 20, 64);
   std::vector<Result> results(3);
   for (int i = 0; i < 3; ++i) {
     // Rank 2 never submits its receives, so these sends can't end by themselves.
-    mesh.wires[0]->Submit(WireExchange{kEpoch, WireSeq(i), {{2, source.span()}}, {}, kLong},
+    mesh.wires[0]->Submit(WireExchange{kCommunicator, WireSeq(i), {{2, source.span()}}, {}, kLong},
                           Into(&results[i]));
   }
   Result peer;
   std::vector<char> in(1 << 20);
-  // If `peer_waits`, rank 1 waits for bytes from rank 0 when rank 0 closes the epoch.
+  // If `peer_waits`, rank 1 waits for bytes from rank 0 when rank 0 closes the communicator.
   const bool peer_waits = GENERATE(false, true);
   if (peer_waits) {
-    mesh.wires[1]->Submit(WireExchange{kEpoch, WireSeq(9), {{0, Span(in)}}, {}, kLong},
+    mesh.wires[1]->Submit(WireExchange{kCommunicator, WireSeq(9), {{0, Span(in)}}, {}, kLong},
                           Into(&peer));
   }
-  mesh.wires[0]->Close(kEpoch);
-  mesh.wires[0]->Close(kEpoch);
+  mesh.wires[0]->Close(kCommunicator);
+  mesh.wires[0]->Close(kCommunicator);
   for (Result& result : results) CHECK(Get(result).code() == StatusCode::kCancelled);
   if (peer_waits) {
     const absl::Status status = Get(peer);
     CHECK(status.code() == StatusCode::kUnavailable);
     CHECK_THAT(Message(status), Contains("rank 0"));
   }
-  mesh.wires[1]->Close(kEpoch);
-  mesh.wires[2]->Close(kEpoch);
-  // A new epoch may have the id of the closed one.
-  mesh.Connect(kEpoch);
+  mesh.wires[1]->Close(kCommunicator);
+  mesh.wires[2]->Close(kCommunicator);
+  // A new communicator may have the id of the closed one.
+  mesh.Connect(kCommunicator);
 }
 
 TEST_CASE("Close while bytes move ends both sides soon and lets go of the memory") {
@@ -259,34 +261,35 @@ TEST_CASE("Close while bytes move ends both sides soon and lets go of the memory
   RepeatedMemory source(1 << 20, 1024);
   RepeatedMemory destination(1 << 20, 1024);
   for (int closer = 0; closer < 2; ++closer) {
-    const EpochId epoch(100 + closer);
-    mesh.Connect(epoch);
+    const CommunicatorId communicator(100 + closer);
+    mesh.Connect(communicator);
     auto keep = std::make_shared<int>(1);
     const std::weak_ptr<int> alive = keep;
     std::vector<Result> results(2);
     for (int rank = 0; rank < 2; ++rank) {
       MemorySpan span = rank == 0 ? source.span() : destination.span();
       span.keep_alive = keep;
-      mesh.wires[rank]->Submit(Broadcast(epoch, 1, 0, std::move(span)), Into(&results[rank]));
+      mesh.wires[rank]->Submit(Broadcast(communicator, 1, 0, std::move(span)),
+                               Into(&results[rank]));
     }
     keep.reset();
-    REQUIRE(Until([&] { return mesh.wires[1]->Stats(epoch).bytes_received > 0; }));
-    mesh.wires[closer]->Close(epoch);
+    REQUIRE(Until([&] { return mesh.wires[1]->Stats(communicator).bytes_received > 0; }));
+    mesh.wires[closer]->Close(communicator);
     const StatusCode closed = Get(results[closer]).code();
     const StatusCode other = Get(results[1 - closer]).code();
     // On a fast machine the operation may have ended before Close.
     CHECK((closed == StatusCode::kCancelled || closed == StatusCode::kOk));
     CHECK((other == StatusCode::kUnavailable || other == closed));
     CHECK(Until([&] { return alive.expired(); }));
-    mesh.wires[1 - closer]->Close(epoch);
+    mesh.wires[1 - closer]->Close(communicator);
   }
 }
 
 TEST_CASE("a rank that closes right after its last operation takes nothing from its peers") {
   Mesh mesh(3);
   for (uint64_t round = 0; round < 30; ++round) {
-    const EpochId epoch(1000 + round);
-    mesh.Connect(epoch);
+    const CommunicatorId communicator(1000 + round);
+    mesh.Connect(communicator);
     const std::vector<char> expected = RandomBytes(1 << 20, round);
     std::vector<std::vector<char>> memory(3, std::vector<char>(expected.size()));
     memory[0] = expected;
@@ -294,9 +297,9 @@ TEST_CASE("a rank that closes right after its last operation takes nothing from 
     for (int rank = 0; rank < 3; ++rank) {
       Wire* wire = mesh.wires[rank].get();
       auto done = Into(&results[rank]);
-      wire->Submit(Broadcast(epoch, 1, 0, Span(memory[rank])),
-                   [wire, epoch, done](absl::Status status) {
-                     wire->Close(epoch);
+      wire->Submit(Broadcast(communicator, 1, 0, Span(memory[rank])),
+                   [wire, communicator, done](absl::Status status) {
+                     wire->Close(communicator);
                      done(std::move(status));
                    });
     }
@@ -307,42 +310,42 @@ TEST_CASE("a rank that closes right after its last operation takes nothing from 
 
 TEST_CASE("Connect ends by its timeout and names the rank that did not come") {
   Mesh mesh(2);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
   // One of the two ranks listens and waits; the other connects to a socket that listens but never
   // accepts.
   const int rank = GENERATE(0, 1);
   Result result;
-  mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&result));
+  mesh.wires[rank]->Connect(kCommunicator, addresses, kShort, Into(&result));
   const absl::Status status = Get(result);
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
   CHECK_THAT(Message(status), Contains("rank " + std::to_string(1 - rank)));
   Result later;
   std::vector<char> memory(1);
-  mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), Into(&later));
+  mesh.wires[rank]->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), Into(&later));
   CHECK(Get(later).code() == StatusCode::kFailedPrecondition);
 }
 
 TEST_CASE("Close interrupts a Connect whose peer never comes") {
   Mesh mesh(2);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
   const int rank = GENERATE(0, 1);
   Result result;
   Result queued;
   std::vector<char> memory(1);
-  mesh.wires[rank]->Connect(kEpoch, addresses, kLong, Into(&result));
-  mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), Into(&queued));
-  mesh.wires[rank]->Close(kEpoch);
+  mesh.wires[rank]->Connect(kCommunicator, addresses, kLong, Into(&result));
+  mesh.wires[rank]->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), Into(&queued));
+  mesh.wires[rank]->Close(kCommunicator);
   CHECK(Get(result).code() == StatusCode::kCancelled);
   CHECK(Get(queued).code() == StatusCode::kCancelled);
 }
 
 TEST_CASE("a peer that is gone before the connection is an error that names it") {
   Mesh mesh(2);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
   const int rank = GENERATE(0, 1);
   mesh.wires[1 - rank] = nullptr;
   Result result;
-  mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&result));
+  mesh.wires[rank]->Connect(kCommunicator, addresses, kShort, Into(&result));
   const absl::Status status = Get(result);
   // The connection is refused or times out, depending on which of the two ranks connects.
   CHECK((status.code() == StatusCode::kUnavailable ||
@@ -353,12 +356,12 @@ TEST_CASE("a peer that is gone before the connection is an error that names it")
 TEST_CASE("a rank that waited itself was blamed beside the one that never connected") {
   constexpr int kRanks = 4;
   Mesh mesh(kRanks);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
   const int absent = GENERATE(0, 1, 2, 3);
   std::vector<Result> results(kRanks);
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == absent) continue;
-    mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&results[rank]));
+    mesh.wires[rank]->Connect(kCommunicator, addresses, kShort, Into(&results[rank]));
   }
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == absent) continue;
@@ -375,26 +378,27 @@ TEST_CASE("a rank that waited itself was blamed beside the one that never connec
   }
 }
 
-TEST_CASE("Open refuses what is out of bounds, and an epoch that is open") {
+TEST_CASE("Open refuses what is out of bounds, and a communicator that is open") {
   const auto wire = MakeWire();
   for (const auto& [rank, size] :
        std::vector<std::pair<int, int>>{{0, 0}, {-1, 2}, {2, 2}, {0, kMaxWireRanks + 1}, {0, -1}}) {
-    CHECK(wire->Open(kEpoch, rank, size).status().code() == StatusCode::kInvalidArgument);
+    CHECK(wire->Open(kCommunicator, rank, size).status().code() == StatusCode::kInvalidArgument);
   }
-  REQUIRE(wire->Open(kEpoch, 0, 2).ok());
-  CHECK(wire->Open(kEpoch, 0, 2).status().code() == StatusCode::kAlreadyExists);
-  for (size_t i = 1; i < kMaxWireEpochs; ++i) REQUIRE(wire->Open(EpochId(100 + i), 0, 1).ok());
-  CHECK(wire->Open(EpochId(1), 0, 1).status().code() == StatusCode::kResourceExhausted);
-  wire->Close(kEpoch);
-  CHECK(wire->Open(EpochId(1), 0, kMaxWireRanks).value().size() <= kMaxWireAddressBytes);
+  REQUIRE(wire->Open(kCommunicator, 0, 2).ok());
+  CHECK(wire->Open(kCommunicator, 0, 2).status().code() == StatusCode::kAlreadyExists);
+  for (size_t i = 1; i < kMaxWireCommunicators; ++i)
+    REQUIRE(wire->Open(CommunicatorId(100 + i), 0, 1).ok());
+  CHECK(wire->Open(CommunicatorId(1), 0, 1).status().code() == StatusCode::kResourceExhausted);
+  wire->Close(kCommunicator);
+  CHECK(wire->Open(CommunicatorId(1), 0, kMaxWireRanks).value().size() <= kMaxWireAddressBytes);
 }
 
-TEST_CASE("an answer never comes inside the call, also when there is no such epoch") {
+TEST_CASE("an answer never comes inside the call, also when there is no such communicator") {
   const auto wire = MakeWire();
   const auto caller = std::this_thread::get_id();
   std::promise<std::pair<StatusCode, std::thread::id>> promise;
   std::vector<char> memory(1);
-  wire->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), [&](const absl::Status& status) {
+  wire->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), [&](const absl::Status& status) {
     promise.set_value({status.code(), std::this_thread::get_id()});
   });
   auto future = promise.get_future();
@@ -406,14 +410,14 @@ TEST_CASE("an answer never comes inside the call, also when there is no such epo
 
 TEST_CASE("an operation before Connect, and a second Connect, are refused") {
   const auto wire = MakeWire();
-  const auto address = wire->Open(kEpoch, 0, 1);
+  const auto address = wire->Open(kCommunicator, 0, 1);
   REQUIRE(address.ok());
   std::vector<char> memory(1);
   std::vector<Result> results(4);
-  wire->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), Into(&results[0]));
-  wire->Connect(kEpoch, {*address}, kLong, Into(&results[1]));
-  wire->Connect(kEpoch, {*address}, kLong, Into(&results[2]));
-  wire->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), Into(&results[3]));
+  wire->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), Into(&results[0]));
+  wire->Connect(kCommunicator, {*address}, kLong, Into(&results[1]));
+  wire->Connect(kCommunicator, {*address}, kLong, Into(&results[2]));
+  wire->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), Into(&results[3]));
   CHECK(Get(results[0]).code() == StatusCode::kFailedPrecondition);
   CHECK(Get(results[1]).ok());
   CHECK(Get(results[2]).code() == StatusCode::kFailedPrecondition);
@@ -422,9 +426,9 @@ TEST_CASE("an operation before Connect, and a second Connect, are refused") {
 
 TEST_CASE("opening and closing leaks no descriptor and no thread") {
   Mesh mesh(2);
-  mesh.Connect(EpochId(1));  // makes everything that is made only once
-  mesh.wires[0]->Close(EpochId(1));
-  mesh.wires[1]->Close(EpochId(1));
+  mesh.Connect(CommunicatorId(1));  // makes everything that is made only once
+  mesh.wires[0]->Close(CommunicatorId(1));
+  mesh.wires[1]->Close(CommunicatorId(1));
   // There must not be more entries than before. There may be fewer, since a thread or descriptor
   // that was counted may have been about to end.
   const auto settled = [](const char* path, int expected) {
@@ -432,7 +436,7 @@ TEST_CASE("opening and closing leaks no descriptor and no thread") {
   };
   int descriptors = 0;
   int threads = 0;
-  REQUIRE(Until([&] {  // the two epochs' threads end
+  REQUIRE(Until([&] {  // the two communicators' threads end
     const int now = CountEntries("/proc/self/task");
     const bool still = now == threads;
     threads = now;
@@ -441,18 +445,18 @@ TEST_CASE("opening and closing leaks no descriptor and no thread") {
     return still;
   }));
   for (uint64_t i = 0; i < 200; ++i) {
-    const EpochId epoch(10 + i);
+    const CommunicatorId communicator(10 + i);
     if (i % 10 == 0) {
-      mesh.Connect(epoch);
+      mesh.Connect(communicator);
     } else {
-      const std::vector<std::string> addresses = mesh.Open(epoch);
+      const std::vector<std::string> addresses = mesh.Open(communicator);
       if (i % 10 == 1) {
         Result result;
-        mesh.wires[i % 2]->Connect(epoch, addresses, kLong, Into(&result));
+        mesh.wires[i % 2]->Connect(communicator, addresses, kLong, Into(&result));
       }
     }
-    mesh.wires[0]->Close(epoch);
-    mesh.wires[1]->Close(epoch);
+    mesh.wires[0]->Close(communicator);
+    mesh.wires[1]->Close(communicator);
   }
   CHECK(settled("/proc/self/fd", descriptors));
   CHECK(settled("/proc/self/task", threads));
@@ -511,15 +515,15 @@ class Peer {
   static void Child(int fd, int root, size_t unit, size_t times) {
     auto wire = Tested().make();
     if (!wire.ok()) return;
-    auto mine = (*wire)->Open(kEpoch, 1, 2);
+    auto mine = (*wire)->Open(kCommunicator, 1, 2);
     if (!mine.ok()) return;
     const std::string theirs = Swap(fd, *mine);
     Result connected;
-    (*wire)->Connect(kEpoch, {theirs, *mine}, kLong, Into(&connected));
+    (*wire)->Connect(kCommunicator, {theirs, *mine}, kLong, Into(&connected));
     if (!Get(connected).ok()) return;
     RepeatedMemory memory(unit, times);
     Result result;
-    (*wire)->Submit(Broadcast(kEpoch, 1, root, memory.span()), Into(&result));
+    (*wire)->Submit(Broadcast(kCommunicator, 1, root, memory.span()), Into(&result));
     char byte = 0;
     Transfer(fd, &byte, 1, false);  // waits until the parent is gone
   }
@@ -529,11 +533,11 @@ class Peer {
 };
 
 void ConnectTo(Wire* wire, const Peer& peer) {
-  const auto mine = wire->Open(kEpoch, 0, 2);
+  const auto mine = wire->Open(kCommunicator, 0, 2);
   REQUIRE(mine.ok());
   const std::string theirs = Swap(peer.fd(), *mine);
   Result connected;
-  wire->Connect(kEpoch, {*mine, theirs}, kLong, Into(&connected));
+  wire->Connect(kCommunicator, {*mine, theirs}, kLong, Into(&connected));
   REQUIRE(Get(connected) == absl::OkStatus());
 }
 
@@ -545,9 +549,9 @@ struct Endless {
   // Returns when more than `moved` bytes have crossed.
   Endless(int root, int64_t moved, Duration timeout = kLong) : peer(root, kUnit, kTimes) {
     ConnectTo(wire.get(), peer);
-    wire->Submit(Broadcast(kEpoch, 1, root, memory.span(), timeout), Into(&result));
+    wire->Submit(Broadcast(kCommunicator, 1, root, memory.span(), timeout), Into(&result));
     REQUIRE(Until([&] {
-      const WireStats stats = wire->Stats(kEpoch);
+      const WireStats stats = wire->Stats(kCommunicator);
       return stats.bytes_sent + stats.bytes_received > moved;
     }));
   }
@@ -579,7 +583,7 @@ TEST_CASE(
 TEST_CASE("Close interrupts a broadcast to a stopped peer") {
   Endless endless(GENERATE(0, 1), 0);
   endless.peer.Signal(SIGSTOP);
-  endless.wire->Close(kEpoch);
+  endless.wire->Close(kCommunicator);
   CHECK(Get(endless.result).code() == StatusCode::kCancelled);
 }
 

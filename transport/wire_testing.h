@@ -126,21 +126,21 @@ struct Mesh {
     for (int i = 0; i < size; ++i) wires.push_back(MakeWire());
   }
   int size() const { return static_cast<int>(wires.size()); }
-  std::vector<std::string> Open(EpochId epoch) {
+  std::vector<std::string> Open(CommunicatorId communicator) {
     std::vector<std::string> addresses;
     for (int rank = 0; rank < size(); ++rank) {
-      auto address = wires[rank]->Open(epoch, rank, size());
+      auto address = wires[rank]->Open(communicator, rank, size());
       REQUIRE(address.status() == absl::OkStatus());
       CHECK(address->size() <= kMaxWireAddressBytes);
       addresses.push_back(*std::move(address));
     }
     return addresses;
   }
-  void Connect(EpochId epoch) {
-    const std::vector<std::string> addresses = Open(epoch);
+  void Connect(CommunicatorId communicator) {
+    const std::vector<std::string> addresses = Open(communicator);
     std::vector<Result> results(size());
     for (int rank = 0; rank < size(); ++rank) {
-      wires[rank]->Connect(epoch, addresses, kLong, Into(&results[rank]));
+      wires[rank]->Connect(communicator, addresses, kLong, Into(&results[rank]));
     }
     for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   }
@@ -148,12 +148,12 @@ struct Mesh {
   std::vector<std::unique_ptr<Wire>> wires;
 };
 
-inline WireBroadcast Broadcast(EpochId epoch, uint64_t seq, int root, MemorySpan memory,
-                               Duration timeout = kLong) {
-  return {epoch, WireSeq(seq), root, std::move(memory), timeout};
+inline WireBroadcast Broadcast(CommunicatorId communicator, uint64_t seq, int root,
+                               MemorySpan memory, Duration timeout = kLong) {
+  return {communicator, WireSeq(seq), root, std::move(memory), timeout};
 }
 
-inline constexpr EpochId kEpoch{7};
+inline constexpr CommunicatorId kCommunicator{7};
 
 }  // namespace refitd
 

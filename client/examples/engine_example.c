@@ -72,7 +72,8 @@ static int serve(refit_engine* engine, char* weights, int versions) {
     refit_event event = REFIT_EVENT_INIT;
     const refit_status status = refit_engine_next(engine, 60000, &event);
     /* The lease ended. A program that goes on serving this memory attaches anew, with `dirty`
-     * unless refit_engine_weights() is REFIT_WEIGHTS_GOOD; or it sets reattach_ms, which does that.
+     * unless refit_engine_weights() is REFIT_WEIGHTS_CLEAN; or it sets reattach_ms, which does
+     * that.
      */
     if (status != REFIT_OK) return failed("next", status);
     const int result = handle(engine, &event, weights);
@@ -103,7 +104,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: engine_example_c SOCKET GROUP INSTANCE VERSIONS [staged]\n");
     return 2;
   }
-  const int staged = argc == 6 && strcmp(argv[5], "staged") == 0;
+  const int staged = argc == 6 && strcmp(argv[5], "loader") == 0;
   refit_connect_options connect = REFIT_CONNECT_OPTIONS_INIT;
   connect.socket = argv[1];
   connect.group = argv[2];
@@ -111,7 +112,7 @@ int main(int argc, char** argv) {
   refit_engine_options options = REFIT_ENGINE_OPTIONS_INIT;
   options.connect = &connect;
   options.instance = argv[3];
-  options.delivery = staged ? REFIT_DELIVERY_STAGED : REFIT_DELIVERY_REGISTERED;
+  options.delivery = staged ? REFIT_DELIVERY_LOADER : REFIT_DELIVERY_IN_PLACE;
   refit_engine* engine = NULL;
   const refit_status status = refit_engine_attach(&options, &engine);
   if (status != REFIT_OK) return failed("attach", status);

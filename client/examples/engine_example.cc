@@ -82,7 +82,7 @@ absl::Status Run(const char* socket, const char* group, const char* instance, in
       const std::unique_ptr<Engine> engine,
       Engine::Attach({.connect = {.socket = socket, .group = group, .client = "engine_example"},
                       .instance = instance,
-                      .delivery = staged ? Delivery::kStaged : Delivery::kRegistered}));
+                      .delivery = staged ? Delivery::kLoader : Delivery::kInPlace}));
   if (staged) {
     std::vector<char> weights(example_offset(kTensors));
     return Serve(engine.get(), weights.data(), versions);
@@ -101,7 +101,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: engine_example SOCKET GROUP INSTANCE VERSIONS [staged]\n");
     return 2;
   }
-  const bool staged = argc == 6 && std::string_view(argv[5]) == "staged";
+  const bool staged = argc == 6 && std::string_view(argv[5]) == "loader";
   const absl::Status status =
       refitd::client::Run(argv[1], argv[2], argv[3], std::atoi(argv[4]), staged);
   if (status.ok()) return 0;

@@ -188,19 +188,19 @@ const std::optional<SlotGrant>& GrantOf(const StartTransfer& start) {
   return start.source_slot.has_value() ? start.source_slot : start.fill_slot;
 }
 
-// Whether the slot was granted for a broadcast alone: no staged rank is handed it, and it crosses
+// Whether the slot was granted for a broadcast alone: no loader rank is handed it, and it crosses
 // to no other daemon.
 bool SlotIsSpare(const StartTransfer& start) {
-  return start.broadcast != BroadcastMethod::kDirect && start.staged.empty();
+  return start.broadcast != BroadcastMethod::kDirect && start.readers.empty();
 }
 
-// The slots to pack the part into for staged ranks and the wire: one in each place that reads it,
+// The slots to pack the part into for loader ranks and the wire: one in each place that reads it,
 // except the place that is the source.
 absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
                                                     const MemoryResolver& memory) {
   std::vector<MemorySpan> slots;
   if (SlotIsSpare(start)) return slots;
-  if (start.source_slot.has_value() && (start.wired || !start.staged.empty())) {
+  if (start.source_slot.has_value() && (start.wired || !start.readers.empty())) {
     REFITD_ASSIGN_OR_RETURN(MemorySpan source,
                             memory.SlotOf(start.trainer, start.source_slot->slot));
     AddUnique(std::move(source), &slots);
@@ -208,12 +208,13 @@ absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
   const size_t sources = slots.size();
   const std::optional<SlotGrant>& grant = GrantOf(start);
   if (grant.has_value()) {
-    for (const MemberId reader : start.staged) {
+    for (const MemberId reader : start.readers) {
       REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.SlotOf(reader, grant->slot));
       AddUnique(std::move(slot), &slots);
     }
   }
-  if (grant.has_value() && (start.wired || (start.fill_slot.has_value() && start.staged.empty()))) {
+  if (grant.has_value() &&
+      (start.wired || (start.fill_slot.has_value() && start.readers.empty()))) {
     REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(grant->slot));
     AddUnique(std::move(slot), &slots);
   }
@@ -303,7 +304,7 @@ BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
   }
   // Each device has one slot, however many ranks read it.
   std::set<std::optional<int>> filled;
-  for (const MemberId reader : start.staged) {
+  for (const MemberId reader : start.readers) {
     if (filled.insert(memory.DeviceOf(reader)).second) add(reader, start.content->bytes);
   }
   return load;
@@ -336,7 +337,7 @@ absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMetho
     AddUnique(std::move(span), &broadcast.slots);
     return absl::OkStatus();
   };
-  for (const MemberId reader : start.staged) REFITD_RETURN_IF_ERROR(add(reader));
+  for (const MemberId reader : start.readers) REFITD_RETURN_IF_ERROR(add(reader));
   for (size_t d = 0; d < transfer.destinations.size(); ++d) {
     if (!transfer.destinations[d].empty()) REFITD_RETURN_IF_ERROR(add(start.destinations[d]));
   }

@@ -2,7 +2,7 @@
 // moves, finds the memory, and keeps the digests that a read-back compares with.
 //
 // Pushed parts and compiled refits of one update add to the same digests. For all of them,
-// destination i is the same one of the update's registered ranks on this daemon: in StartVerify, in
+// destination i is the same one of the update's in-place ranks on this daemon: in StartVerify, in
 // StartTransfer's index, and in program->destinations of StartMoves.
 //
 // A bound program's local moves are prepared once and replayed by every update, as long as the

@@ -511,9 +511,9 @@ TEST_CASE("what is read back is kept for the next update, and let go with a memb
 }
 
 // Members 20 and 21 on device 0 and 22 on device 1, all staged; one slot on each device.
-class StagedBench {
+class LoaderBench {
  public:
-  StagedBench() {
+  LoaderBench() {
     memory.devices = {{MemberId(20), 0}, {MemberId(21), 0}, {MemberId(22), 1}};
     for (int device = 0; device < 2; ++device) {
       memory.device_slots.push_back({std::make_shared<std::string>(64, '-')});
@@ -557,7 +557,7 @@ class StagedBench {
     bucket.places = {{nullptr, RegionId(1), slot ? 16 : 0}};
     StartTransfer start;
     start.content = PartOf(bucket, {16}, 24);
-    start.staged = readers;
+    start.readers = readers;
     start.verification = Verification::kReadback;
     return start;
   }
@@ -578,8 +578,8 @@ class StagedBench {
 
 const std::string kPacked = std::string(16, '-') + "12345678" + std::string(40, '-');
 
-TEST_CASE("a part is packed once on each device that has staged readers") {
-  StagedBench bench;
+TEST_CASE("a part is packed once on each device that has loader readers") {
+  LoaderBench bench;
   const auto readers = {MemberId(20), MemberId(21), MemberId(22)};
   const Executor::Done done = bench.Run(CheckedBucket::Source::kRegions, readers);
   REQUIRE(done.status.ok());
@@ -587,14 +587,14 @@ TEST_CASE("a part is packed once on each device that has staged readers") {
   CHECK(bench.slot(0) == kPacked);
   CHECK(bench.slot(1) == kPacked);
 
-  StagedBench one;
+  LoaderBench one;
   CHECK(one.Run(CheckedBucket::Source::kRegions, {MemberId(21)}).slot_bytes == 24);
   CHECK(one.slot(0) == kPacked);
   CHECK(one.slot(1) == std::string(64, '-'));
 }
 
 TEST_CASE("a leased slot is copied to the other devices of its readers, and not to its own") {
-  StagedBench bench;
+  LoaderBench bench;
   bench.memory.devices[kTrainer] = 1;
   bench.slot(1) = kPacked;
   const auto readers = {MemberId(20), MemberId(21), MemberId(22)};
@@ -603,7 +603,7 @@ TEST_CASE("a leased slot is copied to the other devices of its readers, and not 
   CHECK(done.slot_bytes == 24);
   CHECK(bench.slot(0) == kPacked);
 
-  StagedBench own;
+  LoaderBench own;
   own.memory.devices[kTrainer] = 1;
   CHECK(own.Run(CheckedBucket::Source::kSlot, {MemberId(22)}).slot_bytes == 0);
   CHECK(own.slot(0) == std::string(64, '-'));
@@ -611,17 +611,17 @@ TEST_CASE("a leased slot is copied to the other devices of its readers, and not 
 
 TEST_CASE(
     "a part that is sent to other daemons is packed for readers here as well, once a device") {
-  StagedBench other;
+  LoaderBench other;
   CHECK(other.Run(CheckedBucket::Source::kRegions, {MemberId(20)}, true).slot_bytes == 48);
   CHECK(other.slot(0) == kPacked);
   CHECK(other.slot(1) == kPacked);
 
-  StagedBench same;
+  LoaderBench same;
   CHECK(same.Run(CheckedBucket::Source::kRegions, {MemberId(22)}, true).slot_bytes == 24);
   CHECK(same.slot(0) == std::string(64, '-'));
   CHECK(same.slot(1) == kPacked);
 
-  StagedBench leased;
+  LoaderBench leased;
   leased.memory.devices[kTrainer] = 0;
   leased.slot(0) = kPacked;
   const auto readers = {MemberId(20), MemberId(22)};
@@ -630,7 +630,7 @@ TEST_CASE(
 }
 
 TEST_CASE("what came from another daemon is packed on the other devices of its readers") {
-  StagedBench bench;
+  LoaderBench bench;
   bench.slot(1) = kPacked;
   const auto readers = {MemberId(20), MemberId(21), MemberId(22)};
   const Executor::Done done = bench.RunCrossed(readers);
@@ -640,7 +640,7 @@ TEST_CASE("what came from another daemon is packed on the other devices of its r
   REQUIRE(done.source_digests.size() == 1);
 
   // If the readers' device has the slot already, the slot is read only for its digest.
-  StagedBench own;
+  LoaderBench own;
   own.slot(1) = kPacked;
   const Executor::Done same = own.RunCrossed({MemberId(22)});
   REQUIRE(same.status.ok());

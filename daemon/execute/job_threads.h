@@ -1,5 +1,5 @@
 // Threads for work that takes up to seconds and must not hold the node's mutex: compiling plans and
-// node programs, binding moves, opening epochs.
+// node programs, binding moves, opening communicators.
 //
 // Each job has an owner: a group, or nobody (kNobody). One owner's jobs run one after the other, in
 // the order of submission. Owners take turns, one job each, so that an owner with many jobs delays

@@ -141,43 +141,44 @@ class Binder {
 
   // ---- members' pieces ----
 
-  struct Known {
+  struct PlacedPiece {
     const Piece* compiled = nullptr;
     uint32_t index = 0;  // index in its list
   };
   // By member, then piece of its layout: 1 + the bound piece's index; 0: not bound yet.
-  using KnownPieces = std::vector<std::vector<uint32_t>>;
+  using PlacedPieces = std::vector<std::vector<uint32_t>>;
 
   // Returns the piece; binds it and adds it to `list` the first time.
-  static absl::StatusOr<Known> Bind(uint32_t member, uint32_t piece,
-                                    const std::vector<LocalMember>& compiled,
-                                    const std::vector<std::shared_ptr<const Layout>>& in_force,
-                                    const std::vector<std::map<RegionId, MemorySpan>>& regions,
-                                    std::vector<BoundPiece>* list, KnownPieces* known) {
+  static absl::StatusOr<PlacedPiece> Bind(
+      uint32_t member, uint32_t piece, const std::vector<LocalMember>& compiled,
+      const std::vector<std::shared_ptr<const Layout>>& in_force,
+      const std::vector<std::map<RegionId, MemorySpan>>& regions, std::vector<BoundPiece>* list,
+      PlacedPieces* known) {
     const Layout& layout = *compiled[member].layout;
     if (known->empty()) known->resize(compiled.size());
     std::vector<uint32_t>& of_member = (*known)[member];
     if (of_member.empty()) of_member.resize(layout.pieces.size());
     if (piece < of_member.size() && of_member[piece] > 0) {
-      return Known{&layout.pieces[piece], of_member[piece] - 1};
+      return PlacedPiece{&layout.pieces[piece], of_member[piece] - 1};
     }
     REFITD_ASSIGN_OR_RETURN(const PiecePair pair, Pair(layout, *in_force[member], piece));
     REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
                             BindPiece(*in_force[member], *pair.in_force, regions[member]));
     list->push_back(std::move(bound));
     of_member[piece] = static_cast<uint32_t>(list->size());
-    return Known{pair.compiled, of_member[piece] - 1};
+    return PlacedPiece{pair.compiled, of_member[piece] - 1};
   }
 
-  absl::StatusOr<Known> Source(uint32_t member, uint32_t piece, std::vector<BoundPiece>* list) {
+  absl::StatusOr<PlacedPiece> Source(uint32_t member, uint32_t piece,
+                                     std::vector<BoundPiece>* list) {
     return Bind(member, piece, program_.sources, bound_.source_layouts, memory_.sources, list,
                 &known_sources_);
   }
 
-  absl::StatusOr<Known> Destination(uint32_t member, uint32_t piece) {
+  absl::StatusOr<PlacedPiece> Destination(uint32_t member, uint32_t piece) {
     std::vector<BoundPiece>& list = result_.transfer.destinations[member];
     const size_t before = list.size();
-    REFITD_ASSIGN_OR_RETURN(const Known known,
+    REFITD_ASSIGN_OR_RETURN(const PlacedPiece known,
                             Bind(member, piece, program_.destinations, bound_.destination_layouts,
                                  memory_.destinations, &list, &known_destinations_));
     if (list.size() > before) result_.originals[member].push_back(piece);
@@ -203,9 +204,9 @@ class Binder {
     transfer.plan.moves.reserve(program_.local.moves.size());
     for (const CopyMove& move : program_.local.moves) {
       if (Skipped(start_.skip_destination, move.destination)) continue;
-      REFITD_ASSIGN_OR_RETURN(const Known source,
+      REFITD_ASSIGN_OR_RETURN(const PlacedPiece source,
                               Source(move.source, move.source_piece, &transfer.source));
-      REFITD_ASSIGN_OR_RETURN(const Known destination,
+      REFITD_ASSIGN_OR_RETURN(const PlacedPiece destination,
                               Destination(move.destination, move.destination_piece));
       AddMove({0, source.index, move.destination, destination.index, move.box,
                move.source_byte_offset - source.compiled->byte_offset,
@@ -255,7 +256,7 @@ class Binder {
       REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].out_offset, legs[i].bytes_out));
       for (const ChunkMove& move : round[i].pack) {
         const ChunkBox& sent = round[i].sent[move.chunk_box];
-        REFITD_ASSIGN_OR_RETURN(const Known known, Source(move.member, move.piece, &pieces));
+        REFITD_ASSIGN_OR_RETURN(const PlacedPiece known, Source(move.member, move.piece, &pieces));
         BoundPiece source = pieces[known.index];
         const int64_t inside = Distance(source.box, source.strides, sent.box, move.element_bytes);
         source.box = sent.box;
@@ -345,7 +346,7 @@ class Binder {
       }
       for (const ChunkMove& move : round[i].unpack) {
         if (Skipped(start_.skip_destination, move.member)) continue;
-        REFITD_ASSIGN_OR_RETURN(const Known known, Destination(move.member, move.piece));
+        REFITD_ASSIGN_OR_RETURN(const PlacedPiece known, Destination(move.member, move.piece));
         const ChunkBox& received = round[i].received[move.chunk_box];
         AddMove({0, first + move.chunk_box, move.member, known.index, move.box,
                  move.chunk_byte_offset - received.chunk_byte_offset,
@@ -458,8 +459,8 @@ class Binder {
   const NodeProgram& program_;
   const ProgramMemory& memory_;
   BoundStep result_;
-  KnownPieces known_sources_;
-  KnownPieces known_destinations_;
+  PlacedPieces known_sources_;
+  PlacedPieces known_destinations_;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The times at which the staged readers of an update are late with their next acknowledgements, in
+// The times at which the loader readers of an update are late with their next acknowledgements, in
 // order. An acknowledgement moves only the reader that sent it.
 //
 // Pure; not thread-safe.

@@ -8,7 +8,7 @@
 
 namespace refitd {
 
-absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t before) {
+absl::Status group::CheckCount(std::string_view field, int64_t told, int64_t before) {
   if (told < 0) {
     return InvalidField(field, "{}: {} is negative", field, told);
   }
@@ -18,9 +18,9 @@ absl::Status group::CheckTold(std::string_view field, int64_t told, int64_t befo
   return absl::OkStatus();
 }
 
-absl::Status group::CheckTensorsTold(int64_t told, int64_t before) {
+absl::Status group::CheckTensorCount(int64_t told, int64_t before) {
   if (told > kMaxTensorsPerLayout) return TooManyTensors("tensor_count", told);
-  return CheckTold("tensor_count", told, before);
+  return CheckCount("tensor_count", told, before);
 }
 
 // Versions grow within an incarnation (P3).
@@ -45,14 +45,14 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
     return InvalidField("duration", "duration: {} is not in 0..{}", group::Seconds(e.duration),
                         group::Seconds(limits.max_duration));
   }
-  // A fill gives way, so the call is checked as if none ran.
-  const bool free = update == nullptr || FillRuns();
+  // A catch-up gives way, so the call is checked as if none ran.
+  const bool free = update == nullptr || CatchUpRuns();
   const Update none;
   const Update& u = free ? none : *update;
-  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, u.TensorsTold()));
-  REFITD_RETURN_IF_ERROR(group::CheckTold("total_bytes", e.total_bytes, u.total_bytes));
+  REFITD_RETURN_IF_ERROR(group::CheckTensorCount(e.tensor_count, u.TensorCount()));
+  REFITD_RETURN_IF_ERROR(group::CheckCount("total_bytes", e.total_bytes, u.total_bytes));
   if (free) {
-    if (state == GroupState::kDrained || (FillRuns() && state == GroupState::kDraining)) {
+    if (state == GroupState::kDrained || (CatchUpRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
     }
     return CheckGreater(e.version);
@@ -139,7 +139,7 @@ void Group::Impl::On(const BeginEvent& e) {
     Refuse(e.call, std::move(status));
     return;
   }
-  if (FillRuns()) return Defer(e, e.duration);
+  if (CatchUpRuns()) return Defer(e, e.duration);
   if (update == nullptr) Open(e);
   if (update->state == UpdateState::kOpening) {
     TakeBroadcast(*member, e);
@@ -201,7 +201,7 @@ void Group::Impl::Open(const BeginEvent& e) {
 }
 
 std::string Group::Impl::WaitedForToAssemble() const {
-  if (FillRuns()) return "the program to be compiled";
+  if (CatchUpRuns()) return "the program to be compiled";
   std::vector<std::string> missing;
   for (int rank = 0; rank < spec.trainer_ranks; ++rank) {
     if (update->trainers.contains(rank)) continue;
@@ -241,7 +241,7 @@ std::string Group::Impl::WaitedForToAssemble() const {
 // Engines stop serving at Prepare, so Prepare waits until all trainer ranks have begun.
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
-  if (FillRuns()) return AssembleFill();
+  if (CatchUpRuns()) return AssembleCatchUp();
   if (!last_refusal.ok()) FailIfRefused(absl::OkStatus());
   if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
@@ -329,7 +329,7 @@ absl::Status Group::Impl::MakeParticipants() {
     }
   }
   const std::vector<bool> evicted(names.size());
-  if (FillRuns()) {
+  if (CatchUpRuns()) {
     // The catalog of the trainers' updates is kept: the next of those updates will need it again.
     REFITD_ASSIGN_OR_RETURN(update->catalog,
                             Catalog::Make(std::move(ranks), std::move(names), declared));
@@ -363,8 +363,8 @@ absl::Status Group::Impl::MakeParticipants() {
     for (const MemberId id : participant.members) nodes.insert(Find(id)->node);
   }
   for (const auto& [rank, progress] : update->trainers) nodes.insert(Find(progress.member)->node);
-  if (FillRuns()) {
-    for (const MemberId source : update->fill->sources) nodes.insert(Find(source)->node);
+  if (CatchUpRuns()) {
+    for (const MemberId source : update->catch_up->sources) nodes.insert(Find(source)->node);
   }
   update->nodes.assign(nodes.begin(), nodes.end());
   return absl::OkStatus();
@@ -404,7 +404,7 @@ std::string Group::Impl::WaitedForReady() const {
 
 // The ranks that WaitedForToAssemble names.
 void Group::Impl::SuspectMissing(Failure* failure) const {
-  if (FillRuns()) return;
+  if (CatchUpRuns()) return;
   for (int rank = 0; rank < spec.trainer_ranks; ++rank) {
     if (!update->trainers.contains(rank)) failure->Add({SuspectRole::kTrainer, "", "", rank, 0});
   }
@@ -481,8 +481,8 @@ void Group::Impl::OpenDataIfReady() {
       Finish(request, absl::OkStatus(), MakeBeginReply());
     }
   }
-  if (FillRuns()) {
-    // In a fill nothing is pushed, and no trainer has to commit.
+  if (CatchUpRuns()) {
+    // In a catch-up nothing is pushed, and no trainer has to commit.
     Step(&update->state, UpdateTrigger::kAllCommitted);
     update->data_ended = now;
   }

@@ -1,5 +1,5 @@
 // The tensors that the instances of an update expect: which tensors they know, which of them must
-// come, and which registered ranks store them.
+// come, and which in-place ranks store them.
 //
 // A catalog is a view of the group's TensorTable. Making it costs as much as there are ranks; it is
 // kept across updates while the ranks, their layouts and manifests stay the same (structure only,
@@ -7,7 +7,7 @@
 // `index()` returns an immutable object.
 //
 // An instance knows the tensors of its ranks' layouts and manifests together. An instance with a
-// staged rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left
+// loader rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left
 // out. An instance wants the tensors of which a rank stores an element, and those that a manifest
 // lists with elements. An update may leave out a tensor that an instance knows and does not want:
 // it has no elements, or layouts name it without a piece because its memory is another tensor's
@@ -46,9 +46,9 @@ class Catalog {
     MemberId member;
     std::string label;
     uint32_t instance = 0;
-    DeliveryMode delivery = DeliveryMode::kRegistered;
-    std::shared_ptr<const Layout> layout;      // registered delivery
-    std::shared_ptr<const Manifest> manifest;  // staged delivery; null: none declared
+    DeliveryMode delivery = DeliveryMode::kInPlace;
+    std::shared_ptr<const Layout> layout;      // in-place delivery
+    std::shared_ptr<const Manifest> manifest;  // loader delivery; null: none declared
     bool operator==(const Rank&) const = default;
   };
 
@@ -69,7 +69,7 @@ class Catalog {
   // table's tensors that not all of its lists want; only if the table has a list that no rank here
   // has, at the cost of all its tensors.
   int64_t wanted_count() const;
-  // Adds the tensors that registered ranks know and that `held` does not have.
+  // Adds the tensors that in-place ranks know and that `held` does not have.
   void AddLacking(const absl::flat_hash_set<std::string_view>& held,
                   std::set<std::string>* lacking) const;
   // How many tensors of the table were looked at to count those that are wanted; tests check the
@@ -86,16 +86,16 @@ class Catalog {
   // the update that wants it.
   absl::Status CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
                               const std::vector<bool>& evicted) const;
-  // The ties of all registered ranks, each pair of names once. Empty for most models.
+  // The ties of all in-place ranks, each pair of names once. Empty for most models.
   const std::vector<TiedNames>& ties() const { return ties_; }
   // Whether the tensor is one of a tie's two.
   bool IsTied(std::string_view tensor) const {
     return !tied_.empty() && tied_.contains(absl::string_view(tensor.data(), tensor.size()));
   }
-  // A staged rank without manifest; null: there is none.
+  // A loader rank without manifest; null: there is none.
   const Rank* OpenRank(const std::vector<bool>& evicted) const;
 
-  // The registered ranks, in order: index in this list = destination.
+  // The in-place ranks, in order: index in this list = destination.
   const std::vector<MemberId>& destinations() const { return destinations_; }
   uint32_t instance_of(uint32_t destination) const { return rank(destination).instance; }
   // How many bytes a complete update writes to the destination.
@@ -103,7 +103,7 @@ class Catalog {
     return table_->bytes(list_of_rank_[rank_of_[destination]]);
   }
   const std::string& label(uint32_t destination) const { return rank(destination).label; }
-  // The layouts of registered ranks; each object is listed once.
+  // The layouts of in-place ranks; each object is listed once.
   const std::vector<std::shared_ptr<const Layout>>& layouts() const { return layouts_; }
   // Destinations by tensor, for the executor. Made at the first call, at the cost of all ranks'
   // tensors; called only if all of an update's ranks are on this daemon.

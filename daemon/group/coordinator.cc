@@ -24,9 +24,9 @@ constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
 // every tensor of a model.
 static_assert(std::is_nothrow_move_constructible_v<GroupEvent>);
 
-// The shortest attempt to bring an epoch up from which a daemon can be blamed: if a shorter attempt
-// fails, no daemon is left out of the update. If a quarter of PeerLimits::wire is shorter than this
-// constant, that quarter is the limit instead.
+// The shortest attempt to bring a communicator up from which a daemon can be blamed: if a shorter
+// attempt fails, no daemon is left out of the update. If a quarter of PeerLimits::wire is shorter
+// than this constant, that quarter is the limit instead.
 constexpr Duration kLeastAttempt = std::chrono::seconds(1);
 constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
 
@@ -92,9 +92,10 @@ Failure Coordinator::Impl::LossOf(NodeId node) const {
 
 std::vector<NodeId> Coordinator::Impl::NodesNamed(const absl::Status& status) const {
   std::set<NodeId> named;  // a daemon may name a rank twice
-  if (!epoch.has_value()) return {};
+  if (!communicator.has_value()) return {};
   for (const int rank : FailureOf(status).ranks) {
-    if (static_cast<size_t>(rank) < epoch->ranks.size()) named.insert(epoch->ranks[rank]);
+    if (static_cast<size_t>(rank) < communicator->ranks.size())
+      named.insert(communicator->ranks[rank]);
   }
   return {named.begin(), named.end()};
 }
@@ -111,13 +112,13 @@ Failure Coordinator::Impl::FailureOfNode(NodeId node, const absl::Status& status
 std::string Coordinator::Impl::NamesOfRanks(const absl::Status& status) const {
   constexpr size_t kShown = 16;
   std::string names;
-  if (!epoch.has_value()) return names;
+  if (!communicator.has_value()) return names;
   const std::vector<int> ranks = FailureOf(status).ranks;
   for (size_t i = 0; i < std::min(ranks.size(), kShown); ++i) {
     const auto rank = static_cast<size_t>(ranks[i]);
-    if (rank >= epoch->ranks.size()) continue;
-    names +=
-        fmt::format("{}rank {} is {}", names.empty() ? "" : ", ", rank, Name(epoch->ranks[rank]));
+    if (rank >= communicator->ranks.size()) continue;
+    names += fmt::format("{}rank {} is {}", names.empty() ? "" : ", ", rank,
+                         Name(communicator->ranks[rank]));
   }
   return names.empty() ? "" : fmt::format(" ({})", names);
 }
@@ -221,8 +222,8 @@ void Coordinator::Impl::Tick() {
     Judge().IgnoreError();
     return;
   }
-  if (epoch.has_value() && !epoch->ready && now >= epoch->verdict) {
-    JudgeEpoch();
+  if (communicator.has_value() && !communicator->ready && now >= communicator->verdict) {
+    JudgeCommunicator();
   } else if (spread->locks_held < spread->lock_order.size() && now >= spread->lock_deadline) {
     Fail(fmt::format(
              "the wire of {} was not free within {}: {} has it",
@@ -283,13 +284,13 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   if (spread.has_value() && spread->nodes.erase(id) > 0 && spread->data_began) {
     LoseInDataPhase(id, fmt::format("{} was lost: {}", name, reason), loss);
   }
-  if (epoch.has_value() &&
-      std::find(epoch->ranks.begin(), epoch->ranks.end(), id) != epoch->ranks.end()) {
-    CloseEpochEverywhere();
+  if (communicator.has_value() && std::find(communicator->ranks.begin(), communicator->ranks.end(),
+                                            id) != communicator->ranks.end()) {
+    CloseCommunicatorEverywhere();
   }
-  // The remaining nodes get a new epoch before the steps that follow open the data phase, or go on
-  // with it.
-  if (spread.has_value() && !spread->abandoned) EnsureEpoch();
+  // The remaining nodes get a new communicator before the steps that follow open the data phase, or
+  // go on with it.
+  if (spread.has_value() && !spread->abandoned) EnsureCommunicator();
   // The lost node's calls and members stay known as another daemon's until the group is done with
   // them.
   std::vector<CallId> calls;
@@ -308,7 +309,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     if (spread->data_began) {
       Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost, loss);
     }
-    if (epoch.has_value()) CloseEpochEverywhere();
+    if (communicator.has_value()) CloseCommunicatorEverywhere();
   }
   if (spread.has_value()) {
     LoseNodeInParts(
@@ -325,15 +326,15 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   if (spread.has_value()) spread->left.erase(id);
   if (spread.has_value() && !spread->abandoned) {
     DropLock(id);
-    EnsureEpoch();
+    EnsureCommunicator();
   }
   Do(GroupAction(StateChanged{}));
 }
 
 // The loss of a node without trainers costs only the node's own instances. The other nodes get a
-// new epoch. If the program was running, they go on with it (RunAgainIfEnded), and parts that were
-// under way are sent again to those that lack them (SendCutPartsAgain). The writes that the lost
-// node owed do not matter, since its instances are evicted (P1).
+// new communicator. If the program was running, they go on with it (RunAgainIfEnded), and parts
+// that were under way are sent again to those that lack them (SendCutPartsAgain). The writes that
+// the lost node owed do not matter, since its instances are evicted (P1).
 void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason, const Failure& loss) {
   if (spread->abandoned) return;
   if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost, loss);
@@ -371,7 +372,7 @@ void Coordinator::Impl::LeaveOut(NodeId node) {
     LoseNodeInProgram(node, Error(absl::StatusCode::kUnavailable,
                                   "{} has nobody left in the update", Name(node)));
   }
-  EnsureEpoch();
+  EnsureCommunicator();
 }
 
 // A daemon that answers pings and never says that its share has ended would keep every engine of
@@ -437,9 +438,9 @@ void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
           Compared(id, r);
         } else if constexpr (std::is_same_v<R, PeerRunDone>) {
           RunEnded(id, r);
-        } else if constexpr (std::is_same_v<R, EpochOpened>) {
+        } else if constexpr (std::is_same_v<R, CommunicatorOpened>) {
           Opened(id, r);
-        } else if constexpr (std::is_same_v<R, EpochUp>) {
+        } else if constexpr (std::is_same_v<R, CommunicatorUp>) {
           CameUp(id, r);
         } else if constexpr (std::is_same_v<R, PeerWireGranted>) {
           LockGranted(id, r);
@@ -486,8 +487,8 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   const bool engine = std::holds_alternative<EngineIdentity>(r.identity);
   node->members[r.member] = ours;
   const auto* const rank = std::get_if<EngineIdentity>(&r.identity);
-  const bool filled = engine && rank->fill && Fills(rank->delivery);
-  remotes[ours] = {node->id, r.member, engine, filled};
+  const bool caught_up = engine && rank->catch_up && CatchesUp(rank->delivery);
+  remotes[ours] = {node->id, r.member, engine, caught_up};
   const NodeId id = node->id;
   const std::string daemon = node->daemon_id;
   if (engine) {
@@ -715,7 +716,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
   if (a.program.has_value()) {
     spread->program.emplace();
     spread->program->use = *a.program;
-    spread->fill = a.program->fill;
+    spread->catch_up = a.program->catch_up;
   }
   spread->update = a.update;
   spread->version = a.version;
@@ -758,21 +759,22 @@ void Coordinator::Impl::Announce() {
   }
   for (auto& [node, prepare] : prepares) Send(node, std::move(prepare));
   if (spread->program.has_value()) AnnounceProgram();
-  if (search.active() && !spread->fill) LeaveOutSuspects();
-  if (!slow.slow().empty() && spread.has_value() && !spread->fill) LeaveOutSlow();
-  EnsureEpoch();
-  // An epoch that came up while the update before was being given up has not been judged yet.
-  if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
+  if (search.active() && !spread->catch_up) LeaveOutSuspects();
+  if (!slow.slow().empty() && spread.has_value() && !spread->catch_up) LeaveOutSlow();
+  EnsureCommunicator();
+  // A communicator that came up while the update before was being given up has not been judged yet.
+  if (spread.has_value() && !spread->abandoned && communicator.has_value() && communicator->ready)
+    JudgeSearch();
 }
 
 void Coordinator::Impl::StartPart(const MovePart& a) {
   spread->data_began = spread->pushed = true;
-  StagedByNode staged;
-  PartJob part = MakePartJob(a, &staged);
+  ReadersByNode readers;
+  PartJob part = MakePartJob(a, &readers);
   PeerHeader& h = part.header;
   if (h.wired) {
-    if (!epoch.has_value()) {
-      // The epoch failed, and the update with it: nothing is sent.
+    if (!communicator.has_value()) {
+      // The communicator failed, and the update with it: nothing is sent.
       part.running.clear();
       part.unacknowledged.clear();
       part.status = absl::UnavailableError("the data plane is closed");
@@ -784,7 +786,7 @@ void Coordinator::Impl::StartPart(const MovePart& a) {
     spread->to_issue.push_back(a.part);
   }
   for (const NodeId node : part.running) {
-    PeerHeader header = HeaderFor(node, a, part, std::move(staged[node]));
+    PeerHeader header = HeaderFor(node, a, part, std::move(readers[node]));
     if (h.wired) part.headers.emplace(node, header);
     Send(node, std::move(header));
   }
@@ -793,28 +795,29 @@ void Coordinator::Impl::StartPart(const MovePart& a) {
   // The locks are asked for while the headers travel, so that the wait for the agreement and the
   // wait for the wire overlap.
   const bool first = spread->to_issue.size() == 1;
-  if (wired && first && epoch->ready && spread->lock_order.empty()) AskLocks();
+  if (wired && first && communicator->ready && spread->lock_order.empty()) AskLocks();
 }
 
 void Coordinator::Impl::PlaceOnWire(const std::set<NodeId>& receivers, PartJob* part) {
   PeerHeader& h = part->header;
-  h.epoch = epoch->id;
-  h.wire_seq = WireSeq(epoch->next_seq++);
-  // The number of ranks stands for a root that is not in the epoch.
-  const auto size = static_cast<uint32_t>(epoch->ranks.size());
-  h.ranks = {epoch->RankOf(part->root).value_or(size)};
-  for (const NodeId node : receivers) h.ranks.push_back(epoch->RankOf(node).value_or(size));
+  h.communicator = communicator->id;
+  h.wire_seq = WireSeq(communicator->next_seq++);
+  // The number of ranks stands for a root that is not in the communicator.
+  const auto size = static_cast<uint32_t>(communicator->ranks.size());
+  h.ranks = {communicator->RankOf(part->root).value_or(size)};
+  for (const NodeId node : receivers) h.ranks.push_back(communicator->RankOf(node).value_or(size));
 }
 
-// The part without its place on the wire. `staged` gets the staged ranks that read it, by node and
+// The part without its place on the wire. `readers` gets the loader ranks that read it, by node and
 // with the ids that the node gave them.
-coordinator::PartJob Coordinator::Impl::MakePartJob(const MovePart& a, StagedByNode* staged) const {
+coordinator::PartJob Coordinator::Impl::MakePartJob(const MovePart& a,
+                                                    ReadersByNode* readers) const {
   PartJob part;
   part.root = NodeOf(a.trainer);
-  for (const MemberId member : a.staged) {
+  for (const MemberId member : a.readers) {
     const auto remote = remotes.find(member);
     const NodeId node = remote == remotes.end() ? kCoordinatorNode : remote->second.node;
-    (*staged)[node].push_back(remote == remotes.end() ? member : remote->second.id);
+    (*readers)[node].push_back(remote == remotes.end() ? member : remote->second.id);
     if (node != part.root && spread->nodes.contains(node)) part.sinks.insert(node);
   }
   // The members of a node that is being lost are evicted one by one, so such a node may still have
@@ -836,7 +839,8 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const MovePart& a, StagedByN
   h.wired = !part.sinks.empty();
   if (h.wired) h.digest = HeaderDigest(h.header);
   const bool broadcasts = a.broadcast != BroadcastMethod::kDirect;
-  h.fill_slot = h.header.slot.has_value() && (h.wired || staged->contains(part.root) || broadcasts);
+  h.fill_slot =
+      h.header.slot.has_value() && (h.wired || readers->contains(part.root) || broadcasts);
   part.bytes_written.resize(spread->node_of.size());
   part.running = part.sinks;
   part.running.insert(part.root);
@@ -846,14 +850,14 @@ coordinator::PartJob Coordinator::Impl::MakePartJob(const MovePart& a, StagedByN
 
 // The part's header as the node gets it.
 PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const MovePart& a, const PartJob& part,
-                                        std::vector<MemberId> staged) const {
+                                        std::vector<MemberId> readers) const {
   PeerHeader header = part.header;
   if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
     for (const uint32_t index : d->second) {
       header.skip.push_back(index < a.skip_destination.size() && a.skip_destination[index]);
     }
   }
-  header.staged = std::move(staged);
+  header.readers = std::move(readers);
   if (node != part.root) {
     header.fill_slot = false;
     return header;
@@ -887,7 +891,7 @@ void Coordinator::Impl::Abandon() {
   const std::set<NodeId> told = spread->nodes;
   for (const NodeId node : told) Send(node, PeerAbandon{spread->update});
   if (in_flight) {
-    CloseEpochEverywhere();
+    CloseCommunicatorEverywhere();
   } else {
     GiveLocksBack();
   }
@@ -902,11 +906,11 @@ void Coordinator::Impl::End(const UpdateEnded& a) {
   std::set<NodeId> told = ended.nodes;
   told.insert(ended.left.begin(), ended.left.end());
   for (const NodeId node : told) {
-    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason, a.fill, a.failure});
+    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason, a.catch_up, a.failure});
   }
-  if (!epoch.has_value() || epoch->ready) return;
-  // The next update starts with a new epoch.
-  CloseEpochEverywhere();
+  if (!communicator.has_value() || communicator->ready) return;
+  // The next update starts with a new communicator.
+  CloseCommunicatorEverywhere();
 }
 
 // ---- parts ----
@@ -929,10 +933,10 @@ void Coordinator::Impl::HeaderAcknowledged(NodeId node, const PeerHeaderAck& r) 
 }
 
 // The wire locks are asked for only when there is something to send: by StartPart, or here if the
-// epoch came up later or another group had its turn. Holding them without need would keep other
-// groups waiting.
+// communicator came up later or another group had its turn. Holding them without need would keep
+// other groups waiting.
 void Coordinator::Impl::IssueParts() {
-  if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
+  if (spread->abandoned || !communicator.has_value() || !communicator->ready) return;
   while (!spread->to_issue.empty()) {
     const PartSeq seq = spread->to_issue.front();
     // The next in line is the update's program or, if `program` is null, a part.
@@ -1097,7 +1101,7 @@ absl::Status Coordinator::Impl::Judge() {
   std::stable_partition(failure.suspects.begin(), failure.suspects.end(),
                         [&likely](const Suspect& s) { return likely.contains(s.daemon); });
   absl::Status status = WithFailure(report->status, failure);
-  CloseEpochEverywhere();
+  CloseCommunicatorEverywhere();
   FailForOthers(verdict.what, status);
   return status;
 }
@@ -1180,11 +1184,11 @@ bool Coordinator::Impl::CutShort() {
   return runs || AnyCut();
 }
 
-// Completes the cut parts that no remaining node lacks. The others go over the new epoch when all
-// remaining nodes have ended their shares of all cut parts: then no byte of the epoch before can
-// arrive any more in a slot that receives again, and the parts keep their order (P7). Until then
-// the group starts no part (TellDataPlane). The trainer's bytes, or the slot into which the root
-// has packed them, are held until the part is completed (P6).
+// Completes the cut parts that no remaining node lacks. The others go over the new communicator
+// when all remaining nodes have ended their shares of all cut parts: then no byte of the
+// communicator before can arrive any more in a slot that receives again, and the parts keep their
+// order (P7). Until then the group starts no part (ReportDataPlane). The trainer's bytes, or the
+// slot into which the root has packed them, are held until the part is completed (P6).
 void Coordinator::Impl::SendCutPartsAgain() {
   if (spread->abandoned || !AnyCut()) return;
   const UpdateId update = spread->update;
@@ -1201,7 +1205,7 @@ void Coordinator::Impl::SendCutPartsAgain() {
   }
   if (!ended) return;
   if (AnyCut()) {
-    if (!epoch.has_value() || !epoch->ready) return;
+    if (!communicator.has_value() || !communicator->ready) return;
     std::optional<PartSeq> first;
     for (auto& [seq, part] : spread->parts) {
       if (!part.cut) continue;
@@ -1213,7 +1217,7 @@ void Coordinator::Impl::SendCutPartsAgain() {
         fmt::format("the update to version {} goes on from part {}", spread->version, *first)}));
   }
   if (spread->program.has_value()) RunIfAgreed();
-  if (spread.has_value() && spread->update == update && !spread->abandoned) EnsureEpoch();
+  if (spread.has_value() && spread->update == update && !spread->abandoned) EnsureCommunicator();
 }
 
 // P5: the root and the receivers agree to the part once more. The root sends the slot that it has
@@ -1231,7 +1235,7 @@ void Coordinator::Impl::SendAgain(PartJob* part) {
   for (const NodeId node : std::set<NodeId>(part->running)) {
     PeerHeader& header = part->headers.at(node);
     header.again = true;
-    header.epoch = h.epoch;
+    header.communicator = h.communicator;
     header.wire_seq = h.wire_seq;
     header.ranks = h.ranks;
     Send(node, header);
@@ -1350,57 +1354,61 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
 // ---- the data plane ----
 
 // An attempt gets half of the remaining time, so that an update that loses this half to an
-// unreachable daemon still has the other half for an epoch without that daemon, and for its data.
+// unreachable daemon still has the other half for a communicator without that daemon, and for its
+// data.
 Duration Coordinator::Impl::AttemptLimit() const {
   const Duration half = (spread->deadline - now) / 2;
   return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
 }
 
 // While a part was cut and waits to be sent again, the parts after it wait as well (P7).
-void Coordinator::Impl::TellDataPlane(bool up) {
+void Coordinator::Impl::ReportDataPlane(bool up) {
   up = up && !AnyCut();
   if (spread->data_plane_up == up) return;
   spread->data_plane_up = up;
   Feed(DataPlaneState{spread->update, up});
 }
 
-void Coordinator::Impl::EnsureEpoch() {
+void Coordinator::Impl::EnsureCommunicator() {
   std::vector<NodeId> wanted;
   std::set_difference(spread->nodes.begin(), spread->nodes.end(), spread->unreachable.begin(),
                       spread->unreachable.end(), std::back_inserter(wanted));
-  if (wanted.size() < 2) return TellDataPlane(true);
-  if (epoch.has_value() && epoch->ranks == wanted) return TellDataPlane(epoch->ready);
+  if (wanted.size() < 2) return ReportDataPlane(true);
+  if (communicator.has_value() && communicator->ranks == wanted)
+    return ReportDataPlane(communicator->ready);
   if (spread->data_began && !NeedsWire()) return;
-  CloseEpochEverywhere();
-  epoch.emplace();
-  epoch->id = EpochId(next_epoch++);
-  epoch->ranks = wanted;
-  epoch->limit = AttemptLimit();
-  epoch->verdict = epoch->deadline = now + epoch->limit;
-  const EpochId id = epoch->id;
+  CloseCommunicatorEverywhere();
+  communicator.emplace();
+  communicator->id = CommunicatorId(next_communicator++);
+  communicator->ranks = wanted;
+  communicator->limit = AttemptLimit();
+  communicator->verdict = communicator->deadline = now + communicator->limit;
+  const CommunicatorId id = communicator->id;
   for (size_t rank = 0; rank < wanted.size(); ++rank) {
-    Send(wanted[rank], OpenEpoch{id, static_cast<int>(rank), static_cast<int>(wanted.size())});
+    Send(wanted[rank],
+         OpenCommunicator{id, static_cast<int>(rank), static_cast<int>(wanted.size())});
   }
-  TellDataPlane(false);
+  ReportDataPlane(false);
 }
 
-void Coordinator::Impl::CloseEpochEverywhere() {
-  if (!epoch.has_value()) return;
-  const Epoch closed = std::move(*epoch);
-  epoch.reset();
-  for (const NodeId node : closed.ranks) Send(node, CloseEpoch{closed.id});
+void Coordinator::Impl::CloseCommunicatorEverywhere() {
+  if (!communicator.has_value()) return;
+  const Communicator closed = std::move(*communicator);
+  communicator.reset();
+  for (const NodeId node : closed.ranks) Send(node, CloseCommunicator{closed.id});
 }
 
-void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
-  if (!epoch.has_value() || epoch->id != r.epoch) return;
-  if (!epoch->has(node)) {
-    return RefuseReport(node, fmt::format("it opened epoch {}, of which it is no rank", r.epoch));
+void Coordinator::Impl::Opened(NodeId node, const CommunicatorOpened& r) {
+  if (!communicator.has_value() || communicator->id != r.communicator) return;
+  if (!communicator->has(node)) {
+    return RefuseReport(
+        node, fmt::format("it opened communicator {}, of which it is no rank", r.communicator));
   }
-  if (epoch->connecting) return;
+  if (communicator->connecting) return;
   if (!r.status.ok()) {
-    return EpochFailed({node}, {fmt::format("the data plane did not open on {}: {}", Name(node),
-                                            Message(r.status)),
-                                GiveUpClass::kTransfer, FailureOfNode(node, r.status)});
+    return CommunicatorFailed({node}, {fmt::format("the data plane did not open on {}: {}",
+                                                   Name(node), Message(r.status)),
+                                       GiveUpClass::kTransfer, FailureOfNode(node, r.status)});
   }
   if (group.spec().encrypted_data) {
     // A daemon that can't encrypt was refused when it joined. The address of its end must say that
@@ -1409,66 +1417,66 @@ void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
     if (!security.ok() || !security->encrypted) {
       Failure failure = Suspecting(std::array{node});
       failure.field = "spec.encrypted_data";
-      return EpochFailed({node},
-                         {fmt::format("spec.encrypted_data: the group demands it, and the data "
-                                      "plane of {} is in the clear",
-                                      Name(node)),
-                          GiveUpClass::kTransfer, failure});
+      return CommunicatorFailed(
+          {node}, {fmt::format("spec.encrypted_data: the group demands it, and the data "
+                               "plane of {} is in the clear",
+                               Name(node)),
+                   GiveUpClass::kTransfer, failure});
     }
   }
-  epoch->addresses[node] = r.address;
-  if (epoch->addresses.size() < epoch->ranks.size() || !spread.has_value()) return;
-  epoch->connecting = true;
-  epoch->limit = AttemptLimit();
+  communicator->addresses[node] = r.address;
+  if (communicator->addresses.size() < communicator->ranks.size() || !spread.has_value()) return;
+  communicator->connecting = true;
+  communicator->limit = AttemptLimit();
   // Ranks report whom they waited for a little after their own time has passed.
-  epoch->verdict = epoch->deadline =
-      now + epoch->limit + std::min<Duration>(epoch->limit / 4, kLongestVerdict);
-  PeerEpochConnect connect;
-  connect.epoch = epoch->id;
-  connect.timeout = epoch->limit;
+  communicator->verdict = communicator->deadline =
+      now + communicator->limit + std::min<Duration>(communicator->limit / 4, kLongestVerdict);
+  PeerCommunicatorConnect connect;
+  connect.communicator = communicator->id;
+  connect.timeout = communicator->limit;
   // Every node gets all addresses, so the list is shared.
   auto addresses = std::make_shared<std::vector<std::string>>();
-  for (const NodeId rank : epoch->ranks) {
+  for (const NodeId rank : communicator->ranks) {
     if (rank == kCoordinatorNode) connect.coordinator_rank = addresses->size();
-    addresses->push_back(epoch->addresses.at(rank));
+    addresses->push_back(communicator->addresses.at(rank));
   }
   connect.addresses = std::move(addresses);
-  const std::vector<NodeId> ranks = epoch->ranks;
+  const std::vector<NodeId> ranks = communicator->ranks;
   for (const NodeId rank : ranks) Send(rank, connect);
 }
 
-void Coordinator::Impl::CameUp(NodeId node, const EpochUp& r) {
-  if (!epoch.has_value() || epoch->id != r.epoch) return;
-  if (!epoch->has(node)) {
-    return RefuseReport(node,
-                        fmt::format("it connected epoch {}, of which it is no rank", r.epoch));
+void Coordinator::Impl::CameUp(NodeId node, const CommunicatorUp& r) {
+  if (!communicator.has_value() || communicator->id != r.communicator) return;
+  if (!communicator->has(node)) {
+    return RefuseReport(
+        node, fmt::format("it connected communicator {}, of which it is no rank", r.communicator));
   }
-  // A rank closed its end, which makes an epoch that was up useless. No daemon is to blame.
-  if (epoch->ready && !r.status.ok()) {
-    return EpochFailed(
+  // A rank closed its end, which makes a communicator that was up useless. No daemon is to blame.
+  if (communicator->ready && !r.status.ok()) {
+    return CommunicatorFailed(
         {}, {fmt::format("the data plane broke on {}: {}", Name(node), Message(r.status)),
              GiveUpClass::kTransfer, FailureOfNode(node, r.status)});
   }
-  if (!epoch->connecting || epoch->ready) return;
+  if (!communicator->connecting || communicator->ready) return;
   if (r.status.ok()) {
-    epoch->up.insert(node);
+    communicator->up.insert(node);
   } else {
     std::vector<NodeId> named = NodesNamed(r.status);
     std::erase(named, node);
-    if (epoch->failed.empty()) epoch->first_failed = node;
-    epoch->failed.insert_or_assign(node, Epoch::Failure{std::move(named), r.status});
+    if (communicator->failed.empty()) communicator->first_failed = node;
+    communicator->failed.insert_or_assign(node, Communicator::Failure{std::move(named), r.status});
     // The other ranks time out at about the same moment; together they say more.
-    epoch->verdict =
-        std::min(epoch->verdict, now + std::min<Duration>(epoch->limit / 4, kLongestVerdict));
+    communicator->verdict = std::min(
+        communicator->verdict, now + std::min<Duration>(communicator->limit / 4, kLongestVerdict));
   }
-  if (epoch->up.size() == epoch->ranks.size()) {
-    epoch->ready = true;
+  if (communicator->up.size() == communicator->ranks.size()) {
+    communicator->ready = true;
     if (!spread.has_value() || spread->abandoned) return;
     JudgeSearch();
     if (spread.has_value() && !spread->abandoned) SendCutPartsAgain();
-    if (spread.has_value() && !spread->abandoned) TellDataPlane(true);
-  } else if (epoch->up.size() + epoch->failed.size() >= epoch->ranks.size()) {
-    JudgeEpoch();
+    if (spread.has_value() && !spread->abandoned) ReportDataPlane(true);
+  } else if (communicator->up.size() + communicator->failed.size() >= communicator->ranks.size()) {
+    JudgeCommunicator();
   }
 }
 
@@ -1476,9 +1484,10 @@ void Coordinator::Impl::CameUp(NodeId node, const EpochUp& r) {
 
 std::vector<NodeId> Coordinator::Impl::StillAwaited() const {
   std::vector<NodeId> awaited;
-  for (const NodeId id : epoch->ranks) {
-    const bool came = epoch->connecting ? epoch->up.contains(id) || epoch->failed.contains(id)
-                                        : epoch->addresses.contains(id);
+  for (const NodeId id : communicator->ranks) {
+    const bool came = communicator->connecting
+                          ? communicator->up.contains(id) || communicator->failed.contains(id)
+                          : communicator->addresses.contains(id);
     if (!came) awaited.push_back(id);
   }
   return awaited;
@@ -1492,17 +1501,17 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
     for (const NodeId id : StillAwaited()) suspects.insert(id);
   }
   std::vector<std::pair<NodeId, NodeId>> parted;  // ranks that could not reach each other
-  for (const auto& [node, failure] : epoch->failed) {
+  for (const auto& [node, failure] : communicator->failed) {
     const bool waited = failure.status.code() == absl::StatusCode::kDeadlineExceeded;
     if (failure.named.empty()) {
       // A rank that names nobody is to blame if others came up while it timed out, or if it was the
       // first to fail for another reason.
-      const bool own = waited ? !epoch->up.empty() : node == epoch->first_failed;
+      const bool own = waited ? !communicator->up.empty() : node == communicator->first_failed;
       if (own) suspects.insert(node);
     }
     for (const NodeId named : failure.named) {
       // A rank that is up has reached every other, so the rank that could not reach it is to blame.
-      if (epoch->up.contains(named)) {
+      if (communicator->up.contains(named)) {
         suspects.insert(node);
       } else {
         parted.emplace_back(node, named);
@@ -1530,27 +1539,28 @@ std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const 
   }
   if (!suspects.empty()) return suspects;
   // No rank knows whom it waited for. If only one rank can be left out, that one is left out.
-  suspects = Candidates(epoch->ranks);
+  suspects = Candidates(communicator->ranks);
   if (suspects.size() > 1 || search.active()) return std::nullopt;
   return suspects;
 }
 
-coordinator::EpochFailure Coordinator::Impl::HowEpochFailed(
+coordinator::CommunicatorFailure Coordinator::Impl::HowCommunicatorFailed(
     const std::set<NodeId>& suspects) const {
-  if (epoch->failed.empty()) {
+  if (communicator->failed.empty()) {
     std::string waits;
     const std::vector<NodeId> awaited = StillAwaited();
     for (const NodeId id : awaited) waits += (waits.empty() ? "" : ", ") + Name(id);
     return {fmt::format("the data plane did not come up within {}: waited for {}",
-                        Seconds(epoch->limit), waits),
+                        Seconds(communicator->limit), waits),
             GiveUpClass::kDeadline, Suspecting(awaited)};
   }
   // A rank that waited for a suspect says more than the suspect itself.
-  auto word = std::find_if(epoch->failed.begin(), epoch->failed.end(), [&suspects](const auto& f) {
-    return std::any_of(f.second.named.begin(), f.second.named.end(),
-                       [&suspects](NodeId named) { return suspects.contains(named); });
-  });
-  if (word == epoch->failed.end()) word = epoch->failed.begin();
+  auto word = std::find_if(
+      communicator->failed.begin(), communicator->failed.end(), [&suspects](const auto& f) {
+        return std::any_of(f.second.named.begin(), f.second.named.end(),
+                           [&suspects](NodeId named) { return suspects.contains(named); });
+      });
+  if (word == communicator->failed.end()) word = communicator->failed.begin();
   const absl::Status& status = word->second.status;
   return {fmt::format("the data plane did not come up on {}: {}{}", Name(word->first),
                       Message(status), NamesOfRanks(status)),
@@ -1558,20 +1568,20 @@ coordinator::EpochFailure Coordinator::Impl::HowEpochFailed(
           suspects.empty() ? FailureOfNode(word->first, status) : Suspecting(suspects)};
 }
 
-void Coordinator::Impl::JudgeEpoch() {
+void Coordinator::Impl::JudgeCommunicator() {
   // An attempt that had too little time blames no daemon.
   const bool had_time =
-      epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
+      communicator->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
   const std::optional<std::set<NodeId>> suspects =
-      had_time ? Unreachable(now >= epoch->deadline) : std::set<NodeId>();
+      had_time ? Unreachable(now >= communicator->deadline) : std::set<NodeId>();
   if (!suspects.has_value()) return SearchOn();
-  const coordinator::EpochFailure how = HowEpochFailed(*suspects);
-  EpochFailed(*suspects, how);
+  const coordinator::CommunicatorFailure how = HowCommunicatorFailed(*suspects);
+  CommunicatorFailed(*suspects, how);
 }
 
-void Coordinator::Impl::EpochFailed(const std::set<NodeId>& suspects,
-                                    const coordinator::EpochFailure& how) {
-  CloseEpochEverywhere();
+void Coordinator::Impl::CommunicatorFailed(const std::set<NodeId>& suspects,
+                                           const coordinator::CommunicatorFailure& how) {
+  CloseCommunicatorEverywhere();
   if (!spread.has_value() || spread->abandoned) return;
   const bool needed = std::any_of(suspects.begin(), suspects.end(),
                                   [this](NodeId node) { return group.SendsFrom(node); });
@@ -1580,11 +1590,11 @@ void Coordinator::Impl::EpochFailed(const std::set<NodeId>& suspects,
   }
   spread->unreachable.insert(suspects.begin(), suspects.end());
   KeepOut(suspects, how);
-  if (spread.has_value() && !spread->abandoned) EnsureEpoch();
+  if (spread.has_value() && !spread->abandoned) EnsureCommunicator();
 }
 
 void Coordinator::Impl::KeepOut(const std::set<NodeId>& suspects,
-                                const coordinator::EpochFailure& how) {
+                                const coordinator::CommunicatorFailure& how) {
   KeepNodesOut keep{spread->update, {}, how.reason, how.kind, false, how.failure};
   for (const NodeId node : suspects) {
     search.Forget(node);
@@ -1598,16 +1608,16 @@ void Coordinator::Impl::KeepOut(const std::set<NodeId>& suspects,
 // ---- a data plane that fails and names nobody ----
 
 void Coordinator::Impl::SearchOn() {
-  search_failure = HowEpochFailed({});
-  const std::set<NodeId> candidates = Candidates(epoch->ranks);
-  CloseEpochEverywhere();
+  search_failure = HowCommunicatorFailed({});
+  const std::set<NodeId> candidates = Candidates(communicator->ranks);
+  CloseCommunicatorEverywhere();
   if (!spread.has_value() || spread->abandoned) return;
-  if (candidates.empty() || spread->data_began || spread->fill) {
+  if (candidates.empty() || spread->data_began || spread->catch_up) {
     return Fail(search_failure.reason, search_failure.kind, search_failure.failure);
   }
   const Sharing sharing = HowNodesShare();
   LeaveOutForTry(sharing.AllOf(search.Failed(sharing.FirstOf(candidates))));
-  if (spread.has_value() && !spread->abandoned) EnsureEpoch();
+  if (spread.has_value() && !spread->abandoned) EnsureCommunicator();
 }
 
 void Coordinator::Impl::LeaveOutForTry(const std::set<NodeId>& out) {
@@ -1629,11 +1639,11 @@ void Coordinator::Impl::LeaveOutForTry(const std::set<NodeId>& out) {
 }
 
 void Coordinator::Impl::JudgeSearch() {
-  // A fill is over few nodes and is tried again, so the search goes on in updates of the trainers
-  // only.
-  if (!search.active() || (spread.has_value() && spread->fill)) return;
+  // A catch-up is over few nodes and is tried again, so the search goes on in updates of the
+  // trainers only.
+  if (!search.active() || (spread.has_value() && spread->catch_up)) return;
   const Sharing sharing = HowNodesShare();
-  const std::set<NodeId> broken = search.CameUp(sharing.FirstOf(Candidates(epoch->ranks)));
+  const std::set<NodeId> broken = search.CameUp(sharing.FirstOf(Candidates(communicator->ranks)));
   if (!broken.empty()) KeepOut(Candidates(sharing.AllOf(broken)), search_failure);
 }
 
@@ -1709,23 +1719,23 @@ std::string Coordinator::Impl::WhySlow(NodeId node) const {
       ToMillis(options.peer_limits.slow), SlowNodes::Describe(it->second));
 }
 
-bool Coordinator::Impl::FillsReach(NodeId node) const {
+bool Coordinator::Impl::CatchUpsReach(NodeId node) const {
   return node != kCoordinatorNode &&
          std::none_of(remotes.begin(), remotes.end(), [node](const auto& remote) {
-           return remote.second.node == node && remote.second.engine && !remote.second.filled;
+           return remote.second.node == node && remote.second.engine && !remote.second.caught_up;
          });
 }
 
 // An instance that is left out was told to prepare, and resumes with the version that it holds. A
-// fill brings it the new version after the others have it. If no instance would be left, the update
-// takes all of them.
+// catch-up brings it the new version after the others have it. If no instance would be left, the
+// update takes all of them.
 void Coordinator::Impl::LeaveOutSlow() {
   std::set<NodeId> nodes_slow;
   for (const auto& [node, how] : slow.slow()) nodes_slow.insert(node);
   const Sharing sharing = HowNodesShare();
   const std::set<NodeId> out = sharing.AllOf(sharing.FirstOf(Candidates(nodes_slow)));
   if (!sharing.LeavesInstance(out)) return;
-  if (!std::all_of(out.begin(), out.end(), [this](NodeId node) { return FillsReach(node); }))
+  if (!std::all_of(out.begin(), out.end(), [this](NodeId node) { return CatchUpsReach(node); }))
     return;
   KeepNodesOut leave{spread->update,     {},   "every instance is on a slow daemon",
                      GiveUpClass::kSlow, true, Suspecting(nodes_slow)};
@@ -1733,7 +1743,7 @@ void Coordinator::Impl::LeaveOutSlow() {
     if (!spread->nodes.contains(node) || !spread->unreachable.insert(node).second) continue;
     const std::string why = WhySlow(node);
     leave.nodes[node] = fmt::format(
-        "{} is left out of this update, and filled after it: {}", Name(node),
+        "{} is left out of this update, and catches up after it: {}", Name(node),
         why.empty() ? "it has ranks of an instance that has others on a slow daemon" : why);
   }
   if (!leave.nodes.empty()) Feed(std::move(leave));
@@ -1747,8 +1757,9 @@ void Coordinator::Impl::NoteLinks(NodeId node, const PeerRunDone& r) {
   }
 }
 
-// Every run, even a fill that gave way to an update, shows whether a slow node is usual again. A
-// fill makes no node slow, since there are no other receivers to compare its newcomers with.
+// Every run, even a catch-up that gave way to an update, shows whether a slow node is usual again.
+// A catch-up makes no node slow, since there are no other receivers to compare its late instances
+// with.
 void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
   if (options.peer_limits.slow == Duration(0)) return;
   for (const NodeId node : slow.Review(job.uses)) {
@@ -1757,13 +1768,14 @@ void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
                                             "take its instances again",
                                             Name(node))}));
   }
-  if (spread->fill || !job.status.ok()) return;
+  if (spread->catch_up || !job.status.ok()) return;
   std::set<NodeId> candidates = Candidates(spread->nodes);
-  std::erase_if(candidates, [this](NodeId node) { return !FillsReach(node); });
+  std::erase_if(candidates, [this](NodeId node) { return !CatchUpsReach(node); });
   for (const NodeId node : slow.Judge(job.uses, candidates)) {
-    Do(GroupAction(LogLine{LogLine::kWarning,
-                           fmt::format("{} is slow, so updates leave its instances to fills: {}",
-                                       Name(node), WhySlow(node))}));
+    Do(GroupAction(
+        LogLine{LogLine::kWarning,
+                fmt::format("{} is slow, so updates leave its instances to catch-ups: {}",
+                            Name(node), WhySlow(node))}));
   }
 }
 
@@ -1771,7 +1783,7 @@ void Coordinator::Impl::JudgeSlow(const ProgramJob& job) {
 
 // Called at the end of each event. Joined daemons answer for all instances, so each is told of
 // every change.
-void Coordinator::Impl::TellReadiness() {
+void Coordinator::Impl::SendReadiness() {
   std::vector<PeerReadiness> news;
   const bool version_changed = book.SetVersion(group.version());
   if (version_changed) news.push_back({.version = group.version(), .instances = {}});
@@ -1784,27 +1796,27 @@ void Coordinator::Impl::TellReadiness() {
   }
   for (const PeerReadiness& each : news) {
     for (auto& [id, node] : nodes) {
-      if (node.told_readiness) Send(id, each);
+      if (node.has_readiness) Send(id, each);
     }
   }
-  if (std::exchange(joined_anew, false)) TellJoined();
+  if (std::exchange(joined_anew, false)) SendJoined();
 }
 
 // Readiness is the example of what a version of the protocol adds: only daemons that agreed to that
 // version get it.
-void Coordinator::Impl::TellJoined() {
+void Coordinator::Impl::SendJoined() {
   for (auto& [id, node] : nodes) {
-    if (node.told_readiness || !Speaks(id, Protocol::kV1)) continue;
-    node.told_readiness = true;
+    if (node.has_readiness || !Speaks(id, Protocol::kV1)) continue;
+    node.has_readiness = true;
     for (PeerReadiness& each : book.All()) Send(id, std::move(each));
   }
 }
 
-void Coordinator::Impl::TellOwner() {
+void Coordinator::Impl::SendOwner() {
   for (auto& [id, node] : nodes) {
-    if (node.told_owner == group.owner()) continue;
-    node.told_owner = group.owner();
-    Send(id, PeerOwner{node.told_owner});
+    if (node.sent_owner == group.owner()) continue;
+    node.sent_owner = group.owner();
+    Send(id, PeerOwner{node.sent_owner});
   }
 }
 
@@ -1874,8 +1886,8 @@ void Coordinator::Handle(MachineEvent& event, TimePoint now, MachineActions* act
   impl_->now = now;
   impl_->actions = actions;
   impl_->Handle(event);
-  impl_->TellOwner();
-  impl_->TellReadiness();
+  impl_->SendOwner();
+  impl_->SendReadiness();
   impl_->actions = nullptr;
   impl_->CheckState();
 }
@@ -1888,7 +1900,8 @@ std::optional<TimePoint> Coordinator::NextDeadline() const {
   if (impl_->nodes_due.has_value() && !impl_->nodes.empty()) consider(*impl_->nodes_due);
   const auto& spread = impl_->spread;
   if (spread.has_value() && !spread->abandoned) {
-    if (impl_->epoch.has_value() && !impl_->epoch->ready) consider(impl_->epoch->verdict);
+    if (impl_->communicator.has_value() && !impl_->communicator->ready)
+      consider(impl_->communicator->verdict);
     if (spread->locks_held < spread->lock_order.size()) consider(spread->lock_deadline);
     if (spread->wire_verdict.has_value()) consider(spread->wire_verdict->due);
   }
@@ -1903,7 +1916,7 @@ bool Coordinator::has_members() const { return impl_->group.has_members(); }
 const std::string& Coordinator::owner() const { return impl_->group.owner(); }
 bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
-bool Coordinator::fill_running() const { return impl_->group.fill_running(); }
+bool Coordinator::catch_up_running() const { return impl_->group.catch_up_running(); }
 std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
 UpdateStatistics Coordinator::Statistics() const { return impl_->group.Statistics(); }
 PastUpdate Coordinator::Past(Version version) const { return impl_->group.Past(version); }
@@ -1991,10 +2004,11 @@ MachineView Coordinator::View(TimePoint now) const {
     v.protocol = node.protocol;
     impl_->ShowRun(id, &v);
   }
-  if (impl_->epoch.has_value()) {
-    view.epoch = impl_->epoch->id;
-    view.epoch_state =
-        impl_->epoch->ready ? "up" : (impl_->epoch->connecting ? "connecting" : "opening");
+  if (impl_->communicator.has_value()) {
+    view.communicator = impl_->communicator->id;
+    view.communicator_state = impl_->communicator->ready
+                                  ? "up"
+                                  : (impl_->communicator->connecting ? "connecting" : "opening");
   }
   return view;
 }

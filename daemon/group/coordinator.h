@@ -6,8 +6,8 @@
 // lock have PeerLimits::wire) and P1 (a part counts as written when every node has reported and
 // what the nodes received has the digests of what the root read). When a daemon is lost, its
 // members are lost. If it takes part in an update whose data phase has begun, the update goes on
-// without it, over another epoch, if it can; else the update is given up, since the other daemons
-// share a communicator with it.
+// without it, over another communicator, if it can; else the update is given up, since the other
+// daemons share a communicator with it.
 //
 // An update whose members are all on this daemon needs no other daemon: Group's actions are then
 // this machine's actions.
@@ -56,7 +56,7 @@ class Coordinator : public GroupMachine {
   bool has_trainers() const override;  // of any daemon
   const std::string& owner() const override;
   bool update_running() const override;
-  bool fill_running() const override;
+  bool catch_up_running() const override;
   bool is_coordinator() const override { return true; }
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;

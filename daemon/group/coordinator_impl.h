@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/group/communicator_search.h"
 #include "daemon/group/coordinator.h"
-#include "daemon/group/epoch_search.h"
 #include "daemon/group/slow_nodes.h"
 #include "daemon/group/stream_ends.h"
 #include "daemon/group/worker.h"
@@ -32,8 +32,8 @@ struct Node {
   TimePoint heard;
   TimePoint next_ping;
   uint64_t pings = 0;
-  bool told_readiness = false;           // the node knows everything of Impl::book
-  std::string told_owner;                // what the daemon was told last of who owns the group
+  bool has_readiness = false;            // the node knows everything of Impl::book
+  std::string sent_owner;                // what the daemon was told last of who owns the group
   std::map<MemberId, MemberId> members;  // the node's id of a member -> the coordinator's
 };
 struct KnownLayout {
@@ -44,7 +44,7 @@ struct RemoteMember {
   NodeId node;
   MemberId id;  // on its daemon
   bool engine = false;
-  bool filled = false;  // an engine rank to which fills bring what it lacks
+  bool caught_up = false;  // an engine rank to which catch-ups bring what it lacks
 };
 struct RemoteCall {
   NodeId node;
@@ -59,8 +59,8 @@ struct PartJob {
   std::set<NodeId> unacknowledged;
   std::set<NodeId> running;  // nodes that have not reported its end
   bool issued = false;
-  // A node was lost and the epoch closed while the part was under way. The part is sent again to
-  // the sinks that lack it when all remaining nodes have ended their shares.
+  // A node was lost and the communicator closed while the part was under way. The part is sent
+  // again to the sinks that lack it when all remaining nodes have ended their shares.
   bool cut = false;
   std::set<NodeId> lack;                 // sinks whose share ended without the part
   std::map<NodeId, PeerHeader> headers;  // as the nodes got them; of a part on the wire only
@@ -147,9 +147,9 @@ struct Spread {
   std::map<NodeId, std::vector<uint32_t>> destinations;  // the node's index -> the group's
   std::vector<NodeId> node_of;                           // by destination
   TimePoint deadline;                                    // of the update
-  bool fill = false;                                     // the update's sources are engine ranks
+  bool catch_up = false;                                 // the update's sources are engine ranks
   bool data_plane_up = true;                             // what the group was told last
-  std::set<NodeId> unreachable;                          // nodes that the next epoch leaves out
+  std::set<NodeId> unreachable;  // nodes that the next communicator leaves out
   bool announced = false;
   bool data_began = false;
   bool pushed = false;  // a part was started
@@ -174,19 +174,19 @@ struct Spread {
   bool yielding = false;    // another group wants a wire lock
   bool turn_taken = false;  // a part was issued since the locks were asked for
 };
-// The reason why an epoch did not come up.
-struct EpochFailure {
+// The reason why a communicator did not come up.
+struct CommunicatorFailure {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kTransfer;
   Failure failure;
 };
-struct Epoch {
-  // A rank for which the epoch did not come up.
+struct Communicator {
+  // A rank for which the communicator did not come up.
   struct Failure {
     std::vector<NodeId> named;  // whom it waited for
     absl::Status status;
   };
-  EpochId id;
+  CommunicatorId id;
   std::vector<NodeId> ranks;
   std::map<NodeId, std::string> addresses;
   std::set<NodeId> up;
@@ -196,7 +196,7 @@ struct Epoch {
   bool connecting = false;
   bool ready = false;
   Duration limit{};    // for opening, and again for connecting
-  TimePoint deadline;  // when the epoch must be open, or up
+  TimePoint deadline;  // when the communicator must be open, or up
   TimePoint verdict;   // when its failure is judged; not after `deadline`
   uint64_t next_seq = 0;
 
@@ -218,7 +218,7 @@ struct Coordinator::Impl {
   using PartJob = coordinator::PartJob;
   using ProgramJob = coordinator::ProgramJob;
   using Spread = coordinator::Spread;
-  using Epoch = coordinator::Epoch;
+  using Communicator = coordinator::Communicator;
 
   explicit Impl(CoordinatorOptions coordinator_options);
 
@@ -228,8 +228,8 @@ struct Coordinator::Impl {
   void On(const NodeJoined& e);
   void On(const NodeLost& e) { LoseNode(e.node, e.reason); }
   void On(ReportReceived& e);
-  void On(const EpochOpened& e) { worker.Handle(e, Out()); }
-  void On(const EpochUp& e) { worker.Handle(e, Out()); }
+  void On(const CommunicatorOpened& e) { worker.Handle(e, Out()); }
+  void On(const CommunicatorUp& e) { worker.Handle(e, Out()); }
   void On(const WireDone& e) { worker.Handle(e, now, Out()); }
   void On(const WireGranted& e) { worker.Handle(e, Out()); }
   void On(const WireWaits& e) { worker.Handle(e, Out()); }
@@ -257,8 +257,8 @@ struct Coordinator::Impl {
   void HeaderAcknowledged(NodeId node, const PeerHeaderAck& r);
   void PartEnded(NodeId node, const PeerPartDone& r);
   void Verified(NodeId node, const VerifyDone& r);
-  void Opened(NodeId node, const EpochOpened& r);
-  void CameUp(NodeId node, const EpochUp& r);
+  void Opened(NodeId node, const CommunicatorOpened& r);
+  void CameUp(NodeId node, const CommunicatorUp& r);
   void LockGranted(NodeId node, const PeerWireGranted& r);
 
   // Ends the node's link over a report that no correct daemon sends, and changes nothing else.
@@ -273,10 +273,10 @@ struct Coordinator::Impl {
   void Assemble(const UpdateAssembled& a);
   void Announce();
   void StartPart(const MovePart& a);
-  using StagedByNode = std::map<NodeId, std::vector<MemberId>>;
-  PartJob MakePartJob(const MovePart& a, StagedByNode* staged) const;
+  using ReadersByNode = std::map<NodeId, std::vector<MemberId>>;
+  PartJob MakePartJob(const MovePart& a, ReadersByNode* readers) const;
   PeerHeader HeaderFor(NodeId node, const MovePart& a, const PartJob& part,
-                       std::vector<MemberId> staged) const;
+                       std::vector<MemberId> readers) const;
   void StartReadback(const VerifyUpdate& a);
 
   // ---- the program (coordinator_program.cc) ----
@@ -343,7 +343,7 @@ struct Coordinator::Impl {
       return;
     }
     if (failed && !job->running.empty()) FailForOthers(what, absl::Status(job->status));
-    if (wired && failed) CloseEpochEverywhere();
+    if (wired && failed) CloseCommunicatorEverywhere();
     if (job->running.empty() && spread.has_value() && spread->wire_verdict.has_value() &&
         !FindNodeToDrop()) {
       job->status = Judge();
@@ -357,13 +357,13 @@ struct Coordinator::Impl {
   // (DropSuspect) once the event that told of it is handled.
   bool FindNodeToDrop();
   void DropSuspect();
-  // Closes the epoch and fails the update. Returns the status of a node that waited only for nodes
-  // that reported nothing themselves, else the status that came first.
+  // Closes the communicator and fails the update. Returns the status of a node that waited only for
+  // nodes that reported nothing themselves, else the status that came first.
   absl::Status Judge();
   void FailForOthers(const std::string& what, const absl::Status& status);
   void CompleteIfDone(PartSeq seq);
   // Takes note that the program and the parts that are on the wire, or wait for it, have to go on
-  // over another epoch. False: there are none.
+  // over another communicator. False: there are none.
   bool CutShort();
   void SendCutPartsAgain();
   void SendAgain(PartJob* part);
@@ -371,7 +371,7 @@ struct Coordinator::Impl {
   void LoseNodeInParts(NodeId node, const absl::Status& why);
   bool AnyCut() const;
   bool AnyWired() const;
-  // Gives the part its place on the wire of the current epoch.
+  // Gives the part its place on the wire of the current communicator.
   void PlaceOnWire(const std::set<NodeId>& receivers, PartJob* part);
   absl::Status CompareDigests(const PartJob& part) const;
   void CompleteVerifyIfDone();
@@ -381,16 +381,16 @@ struct Coordinator::Impl {
   void Fail(const std::string& reason, GiveUpClass kind, const Failure& failure = {});
 
   // ---- readiness ----
-  void TellOwner();
-  void TellReadiness();
-  void TellJoined();
+  void SendOwner();
+  void SendReadiness();
+  void SendJoined();
 
   // ---- the data plane ----
-  // How long one attempt to bring an epoch up may take.
+  // How long one attempt to bring a communicator up may take.
   Duration AttemptLimit() const;
-  void TellDataPlane(bool up);
-  // The nodes to blame if the epoch does not come up. `over`: its time has passed. Empty: no node
-  // can be left out for the failure. nullopt: no failure names a node.
+  void ReportDataPlane(bool up);
+  // The nodes to blame if the communicator does not come up. `over`: its time has passed. Empty: no
+  // node can be left out for the failure. nullopt: no failure names a node.
   std::optional<std::set<NodeId>> Unreachable(bool over) const;
   // Those nodes of `from` that the group can do without.
   template <typename Nodes>
@@ -413,27 +413,29 @@ struct Coordinator::Impl {
   Sharing HowNodesShare() const;
   void LeaveOutSuspects();
   void LeaveOutSlow();
-  // Whether fills bring each version to all engine ranks of the node. False for the coordinator's
-  // own node.
-  bool FillsReach(NodeId node) const;
+  // Whether catch-ups bring each version to all engine ranks of the node. False for the
+  // coordinator's own node.
+  bool CatchUpsReach(NodeId node) const;
   void NoteLinks(NodeId node, const PeerRunDone& r);
   // Called when a program has ended, before the group hears of it.
   void JudgeSlow(const ProgramJob& job);
   std::string WhySlow(NodeId node) const;
-  coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& suspects) const;
-  // Called when the epoch failed and no node is named: leaves out some of the nodes, for a try.
+  coordinator::CommunicatorFailure HowCommunicatorFailed(const std::set<NodeId>& suspects) const;
+  // Called when the communicator failed and no node is named: leaves out some of the nodes, for a
+  // try.
   void SearchOn();
   void LeaveOutForTry(const std::set<NodeId>& out);
-  // Called when the epoch is up. If the search knows by now which nodes are broken, since the epoch
-  // came up without them, keeps them out until they attach anew.
+  // Called when the communicator is up. If the search knows by now which nodes are broken, since
+  // the communicator came up without them, keeps them out until they attach anew.
   void JudgeSearch();
-  void KeepOut(const std::set<NodeId>& suspects, const coordinator::EpochFailure& how);
+  void KeepOut(const std::set<NodeId>& suspects, const coordinator::CommunicatorFailure& how);
   std::vector<NodeId> StillAwaited() const;
-  void JudgeEpoch();
+  void JudgeCommunicator();
   // Goes on without the suspects, or gives the update up.
-  void EpochFailed(const std::set<NodeId>& suspects, const coordinator::EpochFailure& how);
-  void EnsureEpoch();
-  void CloseEpochEverywhere();
+  void CommunicatorFailed(const std::set<NodeId>& suspects,
+                          const coordinator::CommunicatorFailure& how);
+  void EnsureCommunicator();
+  void CloseCommunicatorEverywhere();
   void AskLocks();
   void AskNextLock();
   void GiveLocksBack();
@@ -474,7 +476,7 @@ struct Coordinator::Impl {
     for (const NodeId node : suspects) failure.Add(SuspectOf(node));
     return failure;
   }
-  // The nodes whose ranks of the epoch the wire's failure names.
+  // The nodes whose ranks of the communicator the wire's failure names.
   std::vector<NodeId> NodesNamed(const absl::Status& status) const;
   // What is known of a failure that a node reported: ranks of the wire become daemons; a failure
   // that names nobody is the node's own.
@@ -491,7 +493,7 @@ struct Coordinator::Impl {
   void CheckState() const;
   void CheckInvariants() const;
   void CheckNodes() const;
-  void CheckEpoch() const;
+  void CheckCommunicator() const;
   void CheckSpread() const;
   void CheckProgram() const;
 
@@ -511,11 +513,11 @@ struct Coordinator::Impl {
   std::optional<coordinator::LastRun> last_run;
   std::map<NodeId, ProgramId> known_programs;  // the program whose plan the node has
   std::optional<Spread> spread;
-  std::optional<Epoch> epoch;
-  EpochSearch search;
+  std::optional<Communicator> communicator;
+  CommunicatorSearch search;
   SlowNodes slow;
-  coordinator::EpochFailure search_failure;  // the last failure that named nobody
-  uint64_t next_epoch = 1;
+  coordinator::CommunicatorFailure search_failure;  // the last failure that named nobody
+  uint64_t next_communicator = 1;
   // No node has to be pinged, or counted as silent, before this time. A report that comes later
   // moves the real time back; the next Tick computes it anew.
   std::optional<TimePoint> nodes_due;

@@ -110,7 +110,7 @@ void Coordinator::Impl::Built(NodeId node, const PeerProgramBuilt& r) {
   }
   SendPlans();
   job.built[node] = r;
-  job.built_ends.Tell(job.commands.at(node).node, r.streams);
+  job.built_ends.Add(job.commands.at(node).node, r.streams);
   AgreeIfBuilt();
 }
 
@@ -198,13 +198,13 @@ void Coordinator::Impl::RunIfAgreed() {
   run.resume = job.resume;
   // If only one daemon is left, the bytes for the others are sent nowhere.
   run.wired = job.wired = job.use.plan->routes.wire_bytes > 0 && spread->nodes.size() > 1;
-  if (run.wired && !spread->abandoned && epoch.has_value()) {
+  if (run.wired && !spread->abandoned && communicator.has_value()) {
     run.slots = job.run->slots;
-    run.epoch = epoch->id;
-    run.wire_seq = WireSeq(epoch->next_seq);
-    epoch->next_seq += static_cast<uint64_t>(job.built.begin()->second.rounds);
+    run.communicator = communicator->id;
+    run.wire_seq = WireSeq(communicator->next_seq);
+    communicator->next_seq += static_cast<uint64_t>(job.built.begin()->second.rounds);
     for (const NodeId node : job.use.nodes) {
-      const std::optional<uint32_t> rank = epoch->RankOf(node);
+      const std::optional<uint32_t> rank = communicator->RankOf(node);
       run.ranks.push_back(spread->nodes.contains(node) ? rank.value_or(kNoRank) : kNoRank);
     }
   } else if (spread->abandoned) {
@@ -243,7 +243,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   NoteLinks(node, r);
   if (job.again) return RunAgainIfEnded();
   job.took[node] = now - job.started;
-  job.run_ends.Tell(job.commands.at(node).node, r.streams);
+  job.run_ends.Add(job.commands.at(node).node, r.streams);
   HearEnd(node, r, "the refit", job.wired, &job);
   if (!spread.has_value() || !spread->program.has_value()) return;
   if (spread->to_drop.has_value()) return DropSuspect();

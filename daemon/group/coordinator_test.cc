@@ -19,7 +19,7 @@ constexpr NodeId kThird{2};
 constexpr NodeId kFourth{3};
 constexpr MemberId kTrainer{1};
 constexpr MemberId kRemoteEngine{7};
-constexpr EpochId kEpoch{1};
+constexpr CommunicatorId kCommunicator{1};
 
 // A coordinator with one joined daemon, and its actions since the last Forget.
 class Fixture {
@@ -100,7 +100,7 @@ class Fixture {
   // Attaches a trainer here and an engine there, and opens an update until data may come.
   void OpenUpdate() {
     Prepare();
-    BringUp(kEpoch, nodes_);
+    BringUp(kCommunicator, nodes_);
     ReportAll(ReadyEvent{kRemoteEngine, update_});
     REQUIRE(Local<Reply>().size() == 1);
   }
@@ -123,12 +123,12 @@ class Fixture {
     update_ = Sent<PeerPrepare>().at(0).update;
   }
   // Pushes both buckets to the first node's instance and commits; returns the answer.
-  absl::Status PushAndCommit(EpochId epoch) {
+  absl::Status PushAndCommit(CommunicatorId communicator) {
     Push(0, "t");
     GrantWire();
-    FinishPart(0, epoch);
+    FinishPart(0, communicator);
     Push(1, "u");
-    FinishPart(1, epoch);
+    FinishPart(1, communicator);
     return Commit();
   }
   // Commits after both buckets.
@@ -168,20 +168,20 @@ class Fixture {
       if (node != kNode) Do(ReportReceived{node, PeerWireGranted{update_}});
     }
   }
-  // This daemon and all of these nodes open and connect the epoch.
-  void BringUp(EpochId epoch, const std::vector<NodeId>& nodes) {
-    Do(EpochOpened{epoch, absl::OkStatus(), "here"});
+  // This daemon and all of these nodes open and connect the communicator.
+  void BringUp(CommunicatorId communicator, const std::vector<NodeId>& nodes) {
+    Do(CommunicatorOpened{communicator, absl::OkStatus(), "here"});
     for (const NodeId node : nodes) {
-      Do(ReportReceived{node, EpochOpened{epoch, absl::OkStatus(), "there"}});
+      Do(ReportReceived{node, CommunicatorOpened{communicator, absl::OkStatus(), "there"}});
     }
-    Do(EpochUp{epoch, absl::OkStatus()});
+    Do(CommunicatorUp{communicator, absl::OkStatus()});
     for (const NodeId node : nodes) {
-      Do(ReportReceived{node, EpochUp{epoch, absl::OkStatus()}});
+      Do(ReportReceived{node, CommunicatorUp{communicator, absl::OkStatus()}});
     }
   }
   // The first node's instance got the whole part.
-  void FinishPart(int64_t part, EpochId epoch = kEpoch) {
-    Do(WireDone{epoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
+  void FinishPart(int64_t part, CommunicatorId communicator = kCommunicator) {
+    Do(WireDone{communicator, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
     PeerPartDone done;
     done.update = update_;
     done.part = PartSeq(part);
@@ -235,14 +235,14 @@ TEST_CASE("the wire is asked for when there is something to send, in daemon-id o
   CHECK(f.Local<StartWire>().size() == 1);
 }
 
-TEST_CASE("the header tells each daemon which of its staged ranks will be handed the part") {
+TEST_CASE("the header tells each daemon which of its loader ranks will be handed the part") {
   Fixture f;
   f.JoinThird();
   constexpr MemberId kHere{2};
   const bool leaves = GENERATE(false, true);
   f.Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
   EngineIdentity staged;
-  staged.delivery = DeliveryMode::kStaged;
+  staged.delivery = DeliveryMode::kLoader;
   staged.instance = "here";
   f.Do(GroupEvent(EngineAttached{kHere, staged}));
   for (const uint64_t id : {7, 8}) {
@@ -260,7 +260,7 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   begin.tensor_count = 1;
   f.Do(GroupEvent(begin));
   const UpdateId update = f.Sent<PeerPrepare>().at(0).update;
-  f.BringUp(kEpoch, {kNode, kThird});
+  f.BringUp(kCommunicator, {kNode, kThird});
   f.Do(GroupEvent(ReadyEvent{kHere, update}));
   for (const uint64_t id : {7, 8}) f.Report(ReadyEvent{MemberId(id), update});
   f.Do(ReportReceived{kThird, ReadyEvent{kRemoteEngine, update}});
@@ -273,7 +273,7 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   for (const SendCommand& send : f.Local<SendCommand>()) {
     const auto* header = std::get_if<PeerHeader>(&send.command);
     if (header == nullptr) continue;
-    told[send.node] = header->staged;
+    told[send.node] = header->readers;
     CHECK(header->wired);
   }
   CHECK(told ==
@@ -284,7 +284,7 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   REQUIRE(f.Local<StartTransfer>().size() == 1);
   CHECK(f.Local<StartTransfer>()[0].wired);
   CHECK(f.Local<StartTransfer>()[0].fill_slot.has_value());
-  CHECK(f.Local<StartTransfer>()[0].staged == std::vector{kHere});
+  CHECK(f.Local<StartTransfer>()[0].readers == std::vector{kHere});
 }
 
 TEST_CASE("two groups handed the wire to each other without end: it is given back after a turn") {
@@ -338,16 +338,16 @@ TEST_CASE(
   CHECK(last().status == room);
 }
 
-TEST_CASE("an epoch that was up is closed everywhere when a rank gives its end of it back") {
+TEST_CASE("a communicator that was up is closed everywhere when a rank gives its end of it back") {
   Fixture f;
   f.OpenUpdate();
-  REQUIRE(f.PushAndCommit(kEpoch).ok());
-  REQUIRE(f.View().epoch == kEpoch);
+  REQUIRE(f.PushAndCommit(kCommunicator).ok());
+  REQUIRE(f.View().communicator == kCommunicator);
   f.Forget();
-  f.Do(EpochUp{kEpoch, absl::CancelledError("its slots are given back")});
-  CHECK(f.Sent<CloseEpoch>().size() == 1);
-  CHECK(f.Local<CloseEpoch>().size() == 1);
-  CHECK(!f.View().epoch.has_value());
+  f.Do(CommunicatorUp{kCommunicator, absl::CancelledError("its slots are given back")});
+  CHECK(f.Sent<CloseCommunicator>().size() == 1);
+  CHECK(f.Local<CloseCommunicator>().size() == 1);
+  CHECK(!f.View().communicator.has_value());
 }
 
 TEST_CASE("a wire that failed was told by its ranks only") {
@@ -363,7 +363,7 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   // The text decides nothing: it names rank 7, and leaves rank 1 out.
   done.status = AboutRanks(absl::UnavailableError("the connection to rank 7 broke"), {0, 1});
   f.Report(done);
-  f.Do(WireDone{kEpoch, WireSeq(0), absl::OkStatus()});
+  f.Do(WireDone{kCommunicator, WireSeq(0), absl::OkStatus()});
   const auto ended = f.Sent<PeerUpdateEnded>();
   REQUIRE(ended.size() == 1);
   CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b, rank 1 is daemon a)"));
@@ -381,13 +381,14 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
-  done.status = AboutRanks(absl::DeadlineExceededError("epoch 1: waited 2000 ms for rank 0"), {0});
+  done.status =
+      AboutRanks(absl::DeadlineExceededError("communicator 1: waited 2000 ms for rank 0"), {0});
   f.Report(done);
   CHECK(f.Sent<PeerAbandon>().empty());
   std::string text;
   std::string suspect;
   SECTION("rank 0 has its say in time") {
-    f.Do(WireDone{kEpoch, WireSeq(0),
+    f.Do(WireDone{kCommunicator, WireSeq(0),
                   AboutRanks(absl::DeadlineExceededError("waited 2000 ms for rank 2"), {2})});
     CHECK(f.Local<DropNode>().empty());  // rank 2 may have a report of its own
     f.Wait(std::chrono::milliseconds(600));
@@ -400,7 +401,7 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
     return;
   }
   SECTION("rank 0, which passes on what rank 2 sends, sees that rank 1 closed its connection") {
-    f.Do(WireDone{kEpoch, WireSeq(0),
+    f.Do(WireDone{kCommunicator, WireSeq(0),
                   AboutRanks(absl::UnavailableError("the connection to rank 1 broke: it was closed "
                                                     "while this rank waited for rank 2"),
                              {1, 2})});
@@ -412,7 +413,7 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   SECTION("rank 0 is silent") {
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
-    f.Do(WireDone{kEpoch, WireSeq(0), absl::CancelledError("closed")});
+    f.Do(WireDone{kCommunicator, WireSeq(0), absl::CancelledError("closed")});
     text = "for rank 0 (rank 0 is daemon b)";
     suspect = "b";
   }
@@ -444,21 +445,21 @@ TEST_CASE("the death of a daemon's only engine aborted the update for all") {
   Fixture f;
   f.JoinThird();
   f.Prepare();
-  f.BringUp(kEpoch, {kNode, kThird});
+  f.BringUp(kCommunicator, {kNode, kThird});
   f.Forget();
   f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
   CHECK(f.Sent<PeerAbandon>().size() == 1);  // no member of it is left in the update
-  const auto opened = f.Sent<OpenEpoch>();
+  const auto opened = f.Sent<OpenCommunicator>();
   REQUIRE(opened.size() == 1);
   CHECK(opened[0].size == 2);
-  const EpochId epoch = opened[0].epoch;
-  f.BringUp(epoch, {kNode});
+  const CommunicatorId communicator = opened[0].communicator;
+  f.BringUp(communicator, {kNode});
   // The daemon closes its link, having heard of the death before it heard of the update.
   f.Do(NodeLost{kThird, "no member is left"});
   f.Report(ReadyEvent{kRemoteEngine, f.update()});
   REQUIRE(f.Local<Reply>().size() == 1);
   CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
-  CHECK(f.PushAndCommit(epoch) == absl::OkStatus());
+  CHECK(f.PushAndCommit(communicator) == absl::OkStatus());
 }
 
 TEST_CASE("a daemon whose only engine died in the data phase serves the data plane to the end") {
@@ -469,7 +470,7 @@ TEST_CASE("a daemon whose only engine died in the data phase serves the data pla
   f.GrantWire();
   f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
   CHECK(f.Sent<PeerAbandon>().empty());
-  CHECK(f.Sent<CloseEpoch>().empty());
+  CHECK(f.Sent<CloseCommunicator>().empty());
   PeerPartDone done;
   done.update = f.update();
   done.part = PartSeq(0);
@@ -487,9 +488,9 @@ TEST_CASE("a daemon that is left out of an update hears how it ended") {
   f.JoinThird();
   f.Prepare();
   f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
-  f.BringUp(f.Sent<OpenEpoch>().back().epoch, {kNode});
+  f.BringUp(f.Sent<OpenCommunicator>().back().communicator, {kNode});
   f.Report(ReadyEvent{kRemoteEngine, f.update()});
-  CHECK(f.PushAndCommit(EpochId(2)) == absl::OkStatus());
+  CHECK(f.PushAndCommit(CommunicatorId(2)) == absl::OkStatus());
   std::set<NodeId> told;
   for (const SendCommand& send : f.Local<SendCommand>()) {
     const auto* ended = std::get_if<PeerUpdateEnded>(&send.command);
@@ -509,7 +510,7 @@ TEST_CASE("a daemon that answered pings and never ended its share hung the group
   f.Do(GroupEvent(EngineAttached{kHere, engine}));
   f.Do(GroupEvent(LayoutRegistered{kHere, LayoutOf({Bytes("t", 100), Bytes("u", 100)})}));
   f.Prepare();
-  f.BringUp(kEpoch, {kNode});
+  f.BringUp(kCommunicator, {kNode});
   f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
   f.Report(ReadyEvent{kRemoteEngine, f.update()});
   f.Push(0, "t");
@@ -537,7 +538,8 @@ TEST_CASE("a daemon that answered pings and never ended its share hung the group
   CHECK(f.Local<UpdateAssembled>().size() == 1);  // of the instance here
 }
 
-// A group with daemons b (the coordinator's, with the trainer), a and c, before an epoch is open.
+// A group with daemons b (the coordinator's, with the trainer), a and c, before a communicator is
+// open.
 struct BrokenDataPlane : Fixture {
   BrokenDataPlane() {
     JoinThird();
@@ -545,8 +547,8 @@ struct BrokenDataPlane : Fixture {
     Forget();
   }
   void Open() {
-    Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    ReportAll(EpochOpened{kEpoch, absl::OkStatus(), "there"});
+    Do(CommunicatorOpened{kCommunicator, absl::OkStatus(), "here"});
+    ReportAll(CommunicatorOpened{kCommunicator, absl::OkStatus(), "there"});
   }
   // The update commits with a's instance; c's is told that it keeps its version.
   void CheckGoesOnWithoutThird() {
@@ -558,15 +560,15 @@ struct BrokenDataPlane : Fixture {
     REQUIRE(told.size() == 1);
     CHECK(told[0].node == kThird);
     CHECK_FALSE(std::get<SendAborted>(std::get<MemberAction>(told[0].command)).dirty);
-    REQUIRE(Sent<OpenEpoch>().back().epoch == EpochId(2));
-    CHECK(Sent<OpenEpoch>().back().size == 2);
+    REQUIRE(Sent<OpenCommunicator>().back().communicator == CommunicatorId(2));
+    CHECK(Sent<OpenCommunicator>().back().size == 2);
     CHECK(Local<Reply>().empty());
     Report(ReadyEvent{kRemoteEngine, update()});
     CHECK(Local<Reply>().empty());  // not before the data plane is up
-    BringUp(EpochId(2), {kNode});
+    BringUp(CommunicatorId(2), {kNode});
     REQUIRE(Local<Reply>().size() == 1);
     CHECK(Local<Reply>()[0].status == absl::OkStatus());
-    CHECK(PushAndCommit(EpochId(2)) == absl::OkStatus());
+    CHECK(PushAndCommit(CommunicatorId(2)) == absl::OkStatus());
     const std::vector<NodeView> nodes = View().nodes;
     REQUIRE(nodes.size() == 3);
     CHECK(nodes[0].kept_out.empty());
@@ -593,34 +595,36 @@ struct BrokenDataPlane : Fixture {
 TEST_CASE("a daemon with a broken data plane starved every instance") {
   BrokenDataPlane f;
   const auto late = [](const std::string& whom) {
-    return absl::DeadlineExceededError("epoch 1: waited 4000 ms for " + whom + " to connect");
+    return absl::DeadlineExceededError("communicator 1: waited 4000 ms for " + whom +
+                                       " to connect");
   };
   SECTION("it never opens") {
-    f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    f.Report(EpochOpened{kEpoch, absl::OkStatus(), "there"});
+    f.Do(CommunicatorOpened{kCommunicator, absl::OkStatus(), "here"});
+    f.Report(CommunicatorOpened{kCommunicator, absl::OkStatus(), "there"});
     f.Wait(std::chrono::milliseconds(4100));
   }
   SECTION("it can't open") {
-    f.Do(ReportReceived{kThird, EpochOpened{kEpoch, absl::UnavailableError("no NCCL"), ""}});
+    f.Do(ReportReceived{kThird,
+                        CommunicatorOpened{kCommunicator, absl::UnavailableError("no NCCL"), ""}});
   }
   SECTION("nobody reaches it, and it reaches nobody") {
     f.Open();
-    f.Do(EpochUp{kEpoch, late("rank 2")});
-    f.Report(EpochUp{kEpoch, late("rank 2")});
-    f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0, rank 1")}});
+    f.Do(CommunicatorUp{kCommunicator, late("rank 2")});
+    f.Report(CommunicatorUp{kCommunicator, late("rank 2")});
+    f.Do(ReportReceived{kThird, CommunicatorUp{kCommunicator, late("rank 0, rank 1")}});
   }
   SECTION("one other daemon can't reach it") {
     f.Open();
-    f.Do(EpochUp{kEpoch, late("rank 2")});
-    f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0")}});
+    f.Do(CommunicatorUp{kCommunicator, late("rank 2")});
+    f.Do(ReportReceived{kThird, CommunicatorUp{kCommunicator, late("rank 0")}});
     f.Wait(std::chrono::milliseconds(600));  // the third daemon could report, and does not
   }
   SECTION("it comes up for the others only") {
     f.Open();
-    f.Do(EpochUp{kEpoch, absl::OkStatus()});
-    f.Report(EpochUp{kEpoch, absl::OkStatus()});
+    f.Do(CommunicatorUp{kCommunicator, absl::OkStatus()});
+    f.Report(CommunicatorUp{kCommunicator, absl::OkStatus()});
     const bool says = GENERATE(false, true);
-    if (says) f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0")}});
+    if (says) f.Do(ReportReceived{kThird, CommunicatorUp{kCommunicator, late("rank 0")}});
     // The attempt takes half of the remaining time, and a little more.
     if (!says) f.Wait(std::chrono::milliseconds(3100));
     if (!says) f.Wait(std::chrono::milliseconds(1500));
@@ -658,14 +662,14 @@ TEST_CASE("a group that demands encryption connects no daemon whose data plane i
   demanding.encrypted_data = true;
   Fixture f(nullptr, demanding);
   f.Prepare();
-  f.Do(EpochOpened{kEpoch, absl::OkStatus(), EncryptedAddress(0)});
+  f.Do(CommunicatorOpened{kCommunicator, absl::OkStatus(), EncryptedAddress(0)});
   SECTION("all daemons encrypt") {
-    f.Report(EpochOpened{kEpoch, absl::OkStatus(), EncryptedAddress(1)});
-    CHECK(f.Sent<PeerEpochConnect>().size() == 1);
+    f.Report(CommunicatorOpened{kCommunicator, absl::OkStatus(), EncryptedAddress(1)});
+    CHECK(f.Sent<PeerCommunicatorConnect>().size() == 1);
   }
   SECTION("a joined daemon does not") {
-    f.Report(EpochOpened{kEpoch, absl::OkStatus(), "there"});
-    CHECK(f.Sent<PeerEpochConnect>().empty());
+    f.Report(CommunicatorOpened{kCommunicator, absl::OkStatus(), "there"});
+    CHECK(f.Sent<PeerCommunicatorConnect>().empty());
     const std::vector<Reply> replies = f.Local<Reply>();
     REQUIRE(replies.size() == 1);
     CHECK_THAT(std::string(replies[0].status.message()),
@@ -678,10 +682,11 @@ TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {
   BrokenDataPlane f;
   f.Open();
   const absl::Status waited =
-      AboutRanks(absl::DeadlineExceededError("epoch 1: waited 4000 ms for rank 0"), {0});
-  f.ReportAll(EpochUp{kEpoch, waited});
-  f.Do(EpochUp{kEpoch, AboutRanks(absl::DeadlineExceededError("epoch 1: waited for rank 1, rank 2"),
-                                  {1, 2})});
+      AboutRanks(absl::DeadlineExceededError("communicator 1: waited 4000 ms for rank 0"), {0});
+  f.ReportAll(CommunicatorUp{kCommunicator, waited});
+  f.Do(CommunicatorUp{kCommunicator, AboutRanks(absl::DeadlineExceededError(
+                                                    "communicator 1: waited for rank 1, rank 2"),
+                                                {1, 2})});
   const std::vector<Reply> replies = f.Local<Reply>();
   REQUIRE(replies.size() == 1);
   CHECK(replies[0].status.code() == absl::StatusCode::kAborted);
@@ -694,7 +699,7 @@ TEST_CASE("a data plane that had no time to come up keeps nobody out") {
   Fixture f;
   f.JoinThird();
   f.Prepare(std::chrono::milliseconds(100));
-  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+  f.Do(CommunicatorOpened{kCommunicator, absl::OkStatus(), "here"});
   f.Wait(std::chrono::milliseconds(60));
   const std::vector<Reply> replies = f.Local<Reply>();
   REQUIRE(replies.size() == 1);
@@ -706,8 +711,8 @@ TEST_CASE("a data plane that had no time to come up keeps nobody out") {
 TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody out") {
   Fixture f;
   f.Prepare();
-  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-  f.Report(EpochOpened{kEpoch, absl::UnavailableError("no device"), ""});
+  f.Do(CommunicatorOpened{kCommunicator, absl::OkStatus(), "here"});
+  f.Report(CommunicatorOpened{kCommunicator, absl::UnavailableError("no device"), ""});
   const std::vector<Reply> replies = f.Local<Reply>();
   REQUIRE(replies.size() == 1);
   CHECK_THAT(std::string(replies[0].status.message()),
@@ -738,7 +743,7 @@ class Nameless {
     Do(ReportReceived{node, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(1)}});
   }
   // Runs an update until its data plane is up or the update is given up. Returns the daemons that
-  // were in the epoch that came up; empty: none did.
+  // were in the communicator that came up; empty: none did.
   std::set<NodeId> Update() {
     BeginEvent begin;
     begin.call = CallId(++calls_);
@@ -750,9 +755,9 @@ class Nameless {
     Do(GroupEvent(begin));
     CHECK(prepared_.size() == daemons_ - KeptOut().size());  // all but those found broken
     std::set<NodeId> up;
-    if (opened_.empty() && !ended_) up = up_;  // the epoch before serves again
-    for (int epochs = 0; !opened_.empty() && !ended_ && up.empty(); ++epochs) {
-      REQUIRE(epochs < 40);
+    if (opened_.empty() && !ended_) up = up_;  // the communicator before serves again
+    for (int communicators = 0; !opened_.empty() && !ended_ && up.empty(); ++communicators) {
+      REQUIRE(communicators < 40);
       up = Connect();
     }
     if (!ended_) Do(GroupEvent(OperatorAbort{CallId(++calls_), "enough"}));
@@ -768,21 +773,21 @@ class Nameless {
   }
 
  private:
-  // The newest epoch comes up, or fails for all if a broken daemon is in it.
+  // The newest communicator comes up, or fails for all if a broken daemon is in it.
   std::set<NodeId> Connect() {
     const auto ranks = std::exchange(opened_, {});
-    const EpochId epoch = epoch_;
+    const CommunicatorId communicator = communicator_;
     const bool fails = std::any_of(ranks.begin(), ranks.end(),
                                    [this](NodeId node) { return broken_.contains(node); });
     const absl::Status status =
         fails ? absl::DeadlineExceededError("ncclCommInitRank took longer than 30 s")
               : absl::OkStatus();
-    Do(EpochOpened{epoch, absl::OkStatus(), "here"});
+    Do(CommunicatorOpened{communicator, absl::OkStatus(), "here"});
     for (const NodeId node : ranks) {
-      Do(ReportReceived{node, EpochOpened{epoch, absl::OkStatus(), "there"}});
+      Do(ReportReceived{node, CommunicatorOpened{communicator, absl::OkStatus(), "there"}});
     }
-    Do(EpochUp{epoch, status});
-    for (const NodeId node : ranks) Do(ReportReceived{node, EpochUp{epoch, status}});
+    Do(CommunicatorUp{communicator, status});
+    for (const NodeId node : ranks) Do(ReportReceived{node, CommunicatorUp{communicator, status}});
     return fails ? std::set<NodeId>() : ranks;
   }
   void Do(MachineEvent event) {
@@ -798,9 +803,9 @@ class Nameless {
       if (send == nullptr) continue;
       if (const auto* prepare = std::get_if<PeerPrepare>(&send->command)) {
         if (!prepare->engines.empty()) prepared_.insert(send->node);
-      } else if (const auto* open = std::get_if<OpenEpoch>(&send->command)) {
-        if (open->epoch != epoch_) opened_.clear();
-        epoch_ = open->epoch;
+      } else if (const auto* open = std::get_if<OpenCommunicator>(&send->command)) {
+        if (open->communicator != communicator_) opened_.clear();
+        communicator_ = open->communicator;
         opened_.insert(send->node);
       }
     }
@@ -833,14 +838,14 @@ class Nameless {
   TimePoint now_{std::chrono::hours(1)};
   Coordinator coordinator_;
   std::set<NodeId> prepared_;
-  std::set<NodeId> opened_;  // ranks of the newest epoch, but the coordinator
-  EpochId epoch_;
-  std::set<NodeId> up_;  // ranks of the last epoch that came up, but the coordinator
+  std::set<NodeId> opened_;  // ranks of the newest communicator, but the coordinator
+  CommunicatorId communicator_;
+  std::set<NodeId> up_;  // ranks of the last communicator that came up, but the coordinator
   bool ended_ = false;
 };
 
 TEST_CASE("a data plane that names nobody failed for ever where two daemons could be left out") {
-  SECTION("the broken one of two, the other in the epoch that comes up") {
+  SECTION("the broken one of two, the other in the communicator that comes up") {
     Nameless g(2, {NodeId(2)});
     CHECK(g.Update() == std::set{NodeId(1)});
     CHECK(g.KeptOut() == std::set{NodeId(2)});
@@ -885,16 +890,16 @@ TEST_CASE("a data plane that names nobody failed for ever where two daemons coul
   }
 }
 
-TEST_CASE("a report about an epoch of which its daemon is no rank ended the coordinator") {
+TEST_CASE("a report about a communicator of which its daemon is no rank ended the coordinator") {
   Fixture f;
   f.Prepare();
   f.Do(NodeJoined{kThird, "c", "elsewhere"});
-  PeerReport report = EpochOpened{kEpoch, absl::OkStatus(), "nowhere"};
+  PeerReport report = CommunicatorOpened{kCommunicator, absl::OkStatus(), "nowhere"};
   SECTION("while it opens") {}
   SECTION("while it connects") {
-    f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    f.Report(EpochOpened{kEpoch, absl::OkStatus(), "there"});
-    report = EpochUp{kEpoch, absl::OkStatus()};
+    f.Do(CommunicatorOpened{kCommunicator, absl::OkStatus(), "here"});
+    f.Report(CommunicatorOpened{kCommunicator, absl::OkStatus(), "there"});
+    report = CommunicatorUp{kCommunicator, absl::OkStatus()};
   }
   f.Do(ReportReceived{kThird, report});
   const auto dropped = f.Local<DropNode>();
@@ -903,14 +908,14 @@ TEST_CASE("a report about an epoch of which its daemon is no rank ended the coor
   CHECK_THAT(std::string(dropped[0].status.message()),
              Catch::Contains("daemon c") && Catch::Contains("of which it is no rank"));
   // The update goes on.
-  if (std::holds_alternative<EpochOpened>(report)) {
-    f.BringUp(kEpoch, {kNode});
+  if (std::holds_alternative<CommunicatorOpened>(report)) {
+    f.BringUp(kCommunicator, {kNode});
   } else {
-    f.Do(EpochUp{kEpoch, absl::OkStatus()});
-    f.Report(EpochUp{kEpoch, absl::OkStatus()});
+    f.Do(CommunicatorUp{kCommunicator, absl::OkStatus()});
+    f.Report(CommunicatorUp{kCommunicator, absl::OkStatus()});
   }
   f.Report(ReadyEvent{kRemoteEngine, f.update()});
-  CHECK(f.PushAndCommit(kEpoch) == absl::OkStatus());
+  CHECK(f.PushAndCommit(kCommunicator) == absl::OkStatus());
 }
 
 TEST_CASE("A group takes as many daemons as the wire can join, and refuses the next by name") {
@@ -1015,7 +1020,7 @@ TEST_CASE("an instance is ready until its first byte is written, and again from 
   CHECK(f.coordinator().readiness()->Of("i", 0)->lag == 0);
   EngineIdentity late;
   late.instance = "late";
-  late.delivery = DeliveryMode::kStaged;
+  late.delivery = DeliveryMode::kLoader;
   f.Report(PeerAttach{MemberId(9), late});
   CHECK_FALSE(f.coordinator().readiness()->Of("late", 5)->ready);
 }
@@ -1027,7 +1032,8 @@ struct RunningPush : Fixture {
     JoinFourth();
     OpenUpdate();
   }
-  // The daemon's share of a part has ended: it has the part, or the closing of the epoch cut it.
+  // The daemon's share of a part has ended: it has the part, or the closing of the communicator cut
+  // it.
   void End(NodeId node, int64_t part, bool whole, uint64_t digest = 42) {
     PeerPartDone done;
     done.update = update();
@@ -1042,8 +1048,8 @@ struct RunningPush : Fixture {
     Do(ReportReceived{node, done});
   }
   // This daemon's collective has ended.
-  void EndHere(EpochId epoch, uint64_t seq, absl::Status status) {
-    Do(WireDone{epoch, WireSeq(seq), std::move(status)});
+  void EndHere(CommunicatorId communicator, uint64_t seq, absl::Status status) {
+    Do(WireDone{communicator, WireSeq(seq), std::move(status)});
   }
   // The headers that were sent since the last Forget, by daemon.
   std::map<NodeId, std::vector<PeerHeader>> Headers() const {
@@ -1071,9 +1077,10 @@ struct RunningPush : Fixture {
     return issued;
   }
   // Pushes the second bucket to the daemons `in` and commits.
-  absl::Status PushRestAndCommit(EpochId epoch, uint64_t seq, const std::vector<NodeId>& in) {
+  absl::Status PushRestAndCommit(CommunicatorId communicator, uint64_t seq,
+                                 const std::vector<NodeId>& in) {
     Push(1, "u");
-    EndHere(epoch, seq, absl::OkStatus());
+    EndHere(communicator, seq, absl::OkStatus());
     for (const NodeId node : in) End(node, 1, true);
     return Commit();
   }
@@ -1087,17 +1094,17 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   const bool before = GENERATE(false, true);
   if (before) f.End(kNode, 0, true);
   f.Do(NodeLost{kThird, "it died"});
-  CHECK(f.Sent<OpenEpoch>().size() == 2);
+  CHECK(f.Sent<OpenCommunicator>().size() == 2);
   if (!before) f.End(kNode, 0, true);
   const bool up_first = GENERATE(false, true);
-  if (up_first) f.BringUp(EpochId(2), {kNode, kFourth});
+  if (up_first) f.BringUp(CommunicatorId(2), {kNode, kFourth});
   f.End(kFourth, 0, false);
-  // This daemon, too, may still send over the epoch before.
+  // This daemon, too, may still send over the communicator before.
   CHECK(f.Sent<PeerHeader>().empty());
-  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   if (!up_first) {
     CHECK(f.Sent<PeerHeader>().empty());
-    f.BringUp(EpochId(2), {kNode, kFourth});
+    f.BringUp(CommunicatorId(2), {kNode, kFourth});
   }
 
   const auto headers = f.Headers();
@@ -1105,7 +1112,7 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   REQUIRE(headers.begin()->first == kFourth);
   const PeerHeader& again = headers.begin()->second.at(0);
   CHECK(again.again);
-  CHECK(again.epoch == EpochId(2));
+  CHECK(again.communicator == CommunicatorId(2));
   CHECK(again.wire_seq == WireSeq(0));
   CHECK(again.ranks == std::vector<uint32_t>{0, 2});
   CHECK(again.digest == HeaderDigest(again.header));
@@ -1116,22 +1123,22 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   CHECK(f.Issued(kNode).empty());
   REQUIRE(f.Local<StartWire>().size() == 1);
   CHECK(f.Local<StartWire>()[0].ranks == again.ranks);
-  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  f.EndHere(CommunicatorId(2), 0, absl::OkStatus());
   CHECK(f.Local<Reply>().empty());
   f.End(kFourth, 0, true);
   REQUIRE(f.Local<Reply>().size() == 1);
   CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
-  CHECK(f.PushRestAndCommit(EpochId(2), 1, {kNode, kFourth}) == absl::OkStatus());
+  CHECK(f.PushRestAndCommit(CommunicatorId(2), 1, {kNode, kFourth}) == absl::OkStatus());
 }
 
-TEST_CASE("a part that is not issued when a daemon is lost goes over the next epoch") {
+TEST_CASE("a part that is not issued when a daemon is lost goes over the next communicator") {
   RunningPush f;
   f.Push(0, "t");
   f.Forget();
   f.Do(NodeLost{kThird, "it died"});
   f.End(kNode, 0, false);
   f.End(kFourth, 0, false);
-  f.BringUp(EpochId(2), {kNode, kFourth});
+  f.BringUp(CommunicatorId(2), {kNode, kFourth});
   const auto headers = f.Headers();
   REQUIRE(headers.size() == 2);
   CHECK(headers.at(kNode).at(0).ranks == std::vector<uint32_t>{0, 1, 2});
@@ -1139,10 +1146,10 @@ TEST_CASE("a part that is not issued when a daemon is lost goes over the next ep
   CHECK(f.Sent<PeerIssue>().empty());
   f.Acknowledge();
   CHECK(f.Sent<PeerIssue>().size() == 2);
-  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  f.EndHere(CommunicatorId(2), 0, absl::OkStatus());
   f.End(kNode, 0, true);
   f.End(kFourth, 0, true);
-  CHECK(f.PushRestAndCommit(EpochId(2), 1, {kNode, kFourth}) == absl::OkStatus());
+  CHECK(f.PushRestAndCommit(CommunicatorId(2), 1, {kNode, kFourth}) == absl::OkStatus());
 }
 
 TEST_CASE("buckets that come while a part waits to be sent again go after it") {
@@ -1151,16 +1158,16 @@ TEST_CASE("buckets that come while a part waits to be sent again go after it") {
   f.GrantWire();
   f.Do(NodeLost{kThird, "it died"});
   f.End(kNode, 0, true);
-  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   BucketDraft next = TestGroup::MakeBucket(kTrainer, 1, 1, {Bytes("u", 100)});
   next.call = CallId(11);
   f.Forget();
   f.Do(GroupEvent(BucketEvent(next)));
   const bool up_first = GENERATE(false, true);
-  if (up_first) f.BringUp(EpochId(2), {kNode, kFourth});
+  if (up_first) f.BringUp(CommunicatorId(2), {kNode, kFourth});
   CHECK(f.Sent<PeerHeader>().empty());
   f.End(kFourth, 0, false);
-  if (!up_first) f.BringUp(EpochId(2), {kNode, kFourth});
+  if (!up_first) f.BringUp(CommunicatorId(2), {kNode, kFourth});
   const std::vector<PeerHeader> told = f.Headers().at(kFourth);
   REQUIRE(told.size() == 2);
   CHECK(told[0].header.part == PartSeq(0));
@@ -1174,8 +1181,8 @@ TEST_CASE("buckets that come while a part waits to be sent again go after it") {
   f.Acknowledge();
   CHECK(f.Issued(kFourth) == std::vector{PartSeq(0), PartSeq(1)});
   CHECK(f.Issued(kNode) == std::vector{PartSeq(1)});
-  f.EndHere(EpochId(2), 0, absl::OkStatus());
-  f.EndHere(EpochId(2), 1, absl::OkStatus());
+  f.EndHere(CommunicatorId(2), 0, absl::OkStatus());
+  f.EndHere(CommunicatorId(2), 1, absl::OkStatus());
   f.End(kNode, 1, true);
   f.End(kFourth, 1, true);
   CHECK(f.Local<Reply>().size() == 1);  // to the second bucket; the first lacks daemon d
@@ -1191,12 +1198,12 @@ TEST_CASE("a part that every remaining daemon has is not sent again") {
   f.End(kFourth, 0, true);
   f.Forget();
   f.Do(NodeLost{kThird, "it died"});
-  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   REQUIRE(f.Local<Reply>().size() == 1);
   CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
-  f.BringUp(EpochId(2), {kNode, kFourth});
+  f.BringUp(CommunicatorId(2), {kNode, kFourth});
   CHECK(f.Sent<PeerHeader>().empty());
-  CHECK(f.PushRestAndCommit(EpochId(2), 0, {kNode, kFourth}) == absl::OkStatus());
+  CHECK(f.PushRestAndCommit(CommunicatorId(2), 0, {kNode, kFourth}) == absl::OkStatus());
 }
 
 TEST_CASE("a push goes on after a second loss, whenever it comes") {
@@ -1205,34 +1212,34 @@ TEST_CASE("a push goes on after a second loss, whenever it comes") {
   f.GrantWire();
   f.Forget();
   f.Do(NodeLost{kThird, "it died"});
-  const EpochId last(3);
+  const CommunicatorId last(3);
   SECTION("before the shares have ended") {
     f.Do(NodeLost{kFourth, "it died, too"});
-    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
     f.End(kNode, 0, false);
   }
-  SECTION("while the new epoch is formed") {
-    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  SECTION("while the new communicator is formed") {
+    f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
     f.End(kNode, 0, false);
     f.End(kFourth, 0, false);
     f.Do(NodeLost{kFourth, "it died, too"});
   }
   SECTION("while the part is sent again") {
-    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
     f.End(kNode, 0, false);
     f.End(kFourth, 0, false);
-    f.BringUp(EpochId(2), {kNode, kFourth});
+    f.BringUp(CommunicatorId(2), {kNode, kFourth});
     const bool issued = GENERATE(false, true);
     if (issued) f.Acknowledge();
     f.Do(NodeLost{kFourth, "it died, too"});
-    if (issued) f.EndHere(EpochId(2), 0, absl::CancelledError("closed"));
+    if (issued) f.EndHere(CommunicatorId(2), 0, absl::CancelledError("closed"));
     f.End(kNode, 0, false);
   }
   f.Forget();
   f.BringUp(last, {kNode});
   REQUIRE(f.Headers().size() == 1);
   CHECK(f.Headers().at(kNode).at(0).ranks == std::vector<uint32_t>{0, 1});
-  CHECK(f.Headers().at(kNode).at(0).epoch == last);
+  CHECK(f.Headers().at(kNode).at(0).communicator == last);
   f.Acknowledge();
   f.EndHere(last, 0, absl::OkStatus());
   f.End(kNode, 0, true);
@@ -1247,11 +1254,11 @@ TEST_CASE("a daemon that received other bytes than were sent fails a push that w
   const bool early = GENERATE(false, true);
   f.End(kNode, 0, true, early ? 43 : 42);
   f.Do(NodeLost{kThird, "it died"});
-  f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+  f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   f.End(kFourth, 0, false);
-  f.BringUp(EpochId(2), {kNode, kFourth});
+  f.BringUp(CommunicatorId(2), {kNode, kFourth});
   f.Acknowledge();
-  f.EndHere(EpochId(2), 0, absl::OkStatus());
+  f.EndHere(CommunicatorId(2), 0, absl::OkStatus());
   CHECK(f.Sent<PeerUpdateEnded>().empty());
   f.End(kFourth, 0, true, early ? 42 : 43);
   const auto ended = f.Sent<PeerUpdateEnded>();
@@ -1276,16 +1283,17 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   const bool last = GENERATE(false, true);
   if (last) {
     // All nodes have reported.
-    f.EndHere(kEpoch, 0, AboutRanks(absl::UnavailableError("the connection to rank 1 broke"), {1}));
+    f.EndHere(kCommunicator, 0,
+              AboutRanks(absl::UnavailableError("the connection to rank 1 broke"), {1}));
     f.End(kThird, 0, true);
   } else {
     f.Wait(std::chrono::milliseconds(600));
-    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   }
   const auto dropped = f.Local<DropNode>();
   REQUIRE(dropped.size() == 1);
   CHECK(dropped[0].node == kThird);
-  f.BringUp(EpochId(2), {kNode, kFourth});
+  f.BringUp(CommunicatorId(2), {kNode, kFourth});
   CHECK(f.Headers().size() == 2);
   CHECK(f.Sent<PeerUpdateEnded>().empty());
 }
@@ -1299,13 +1307,13 @@ TEST_CASE("a push that is given up while a part waits to be sent again ends at o
   const bool ended = GENERATE(false, true);
   if (ended) {
     f.End(kFourth, 0, false);
-    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   }
   f.Do(GroupEvent(OperatorAbort{CallId(40), "enough"}));
   CHECK(f.Sent<PeerUpdateEnded>().empty() == !ended);
   if (!ended) {
     f.End(kFourth, 0, false);
-    f.EndHere(kEpoch, 0, absl::CancelledError("closed"));
+    f.EndHere(kCommunicator, 0, absl::CancelledError("closed"));
   }
   REQUIRE(f.Sent<PeerUpdateEnded>().size() == 2);
   CHECK(f.Sent<PeerUpdateEnded>()[0].outcome == Outcome::kAborted);
@@ -1322,7 +1330,7 @@ TEST_CASE("a bucket that waits for the data plane when the last other daemon die
   f.Do(GroupEvent(EngineAttached{kHere, engine}));
   f.Do(GroupEvent(LayoutRegistered{kHere, LayoutOf({Bytes("t", 100), Bytes("u", 100)})}));
   f.Prepare();
-  f.BringUp(kEpoch, {kNode, kThird});
+  f.BringUp(kCommunicator, {kNode, kThird});
   f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
   f.ReportAll(ReadyEvent{kRemoteEngine, f.update()});
   f.Do(NodeLost{kThird, "it died"});
@@ -1346,7 +1354,7 @@ TEST_CASE("a bucket that waits for the data plane when the last other daemon die
 struct RunningRefit : Fixture {
   const std::vector<NodeId> daemons = {kNode, kThird, kFourth};
 
-  explicit RunningRefit(Duration slow = {}, bool fill = true)
+  explicit RunningRefit(Duration slow = {}, bool catch_up = true)
       : Fixture(nullptr, TestGroup::DefaultSpec(), slow) {
     const std::vector<TensorSpec> model = {Bytes("t", 100)};
     Do(NodeJoined{kThird, "c", "elsewhere"});
@@ -1355,7 +1363,7 @@ struct RunningRefit : Fixture {
     Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(model)}));
     for (const NodeId node : daemons) {
       EngineIdentity engine;
-      engine.fill = fill;
+      engine.catch_up = catch_up;
       engine.instance = fmt::format("i{}", node);
       Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
     }
@@ -1373,7 +1381,7 @@ struct RunningRefit : Fixture {
     made->rounds = 10;
     Do(ProgramBuilt{build.program, build.build, absl::OkStatus(), made});
     ToAll(PeerProgramBuilt{id, absl::OkStatus(), 10, {}});
-    BringUp(EpochId(1), daemons);
+    BringUp(CommunicatorId(1), daemons);
     ToAll(ReadyEvent{kRemoteEngine, id});
     AnswerCompare();
     REQUIRE(Sent<PeerRun>().size() == 3);
@@ -1452,7 +1460,7 @@ TEST_CASE("a second daemon that dies while the loss of the first is handled cost
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE_FALSE(runs.empty());
   CHECK(runs.back().resume == 6);
-  CHECK(f.Sent<OpenEpoch>().back().size == 2);
+  CHECK(f.Sent<OpenCommunicator>().back().size == 2);
 }
 
 TEST_CASE("a daemon that read back before a refit went on reads back again before the commit") {
@@ -1466,7 +1474,7 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
   f.Do(ReportReceived{kFourth, VerifyDone{f.id, absl::CancelledError("cut"), {}}});
   CHECK(f.Sent<PeerVerify>().size() == 2);
   const std::vector<NodeId> survivors = {kNode, kFourth};
-  f.BringUp(EpochId(2), survivors);
+  f.BringUp(CommunicatorId(2), survivors);
   // This daemon's own share, which is without moves, ends when it is issued.
   f.Do(ReportReceived{kNode, PeerWireGranted{f.id}});
   f.Do(WireGranted{});
@@ -1490,7 +1498,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
   RunningRefit f;
   const NodeId culprit = GENERATE(kNode, kThird);
   const NodeId other = culprit == kNode ? kThird : kNode;
-  // Here ranks of the epoch are the numbers of nodes.
+  // Here ranks of the communicator are the numbers of nodes.
   const auto waited = [](NodeId rank) {
     return AboutRanks(absl::DeadlineExceededError(fmt::format("waited 2000 ms for rank {}", rank)),
                       {static_cast<int>(rank.value())});
@@ -1505,7 +1513,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
   CHECK_THAT(std::string(dropped[0].status.message()),
              Catch::Contains(culprit == kNode ? "rank 1 is daemon a" : "rank 2 is daemon c"));
   CHECK(f.Sent<PeerUpdateEnded>().empty());
-  // This daemon has ended its run, too, once the epoch is closed.
+  // This daemon has ended its run, too, once the communicator is closed.
   const std::vector<PeerRun> runs = f.Sent<PeerRun>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].resume == 3);
@@ -1558,13 +1566,13 @@ std::string WhySlow(const RunningRefit& f) {
   return "no daemon c";
 }
 
-TEST_CASE("a daemon that held a refit back is left out of the next, and its instance is filled") {
+TEST_CASE("a daemon that held a refit back is left out of the next, and its instance catches up") {
   const bool slow = GENERATE(true, false);
-  // Without fills nothing would bring the slow daemon the version.
-  const bool fill = GENERATE(true, false);
-  RunningRefit f(std::chrono::seconds(2), fill);
+  // Without catch-ups nothing would bring the slow daemon the version.
+  const bool catch_up = GENERATE(true, false);
+  RunningRefit f(std::chrono::seconds(2), catch_up);
   EndRefit(&f, f.daemons, slow);
-  if (!slow || !fill) {
+  if (!slow || !catch_up) {
     CHECK(WhySlow(f).empty());
     BeginRefit(&f, 2);
     CHECK(f.Sent<PeerAbandon>().empty());
@@ -1575,12 +1583,12 @@ TEST_CASE("a daemon that held a refit back is left out of the next, and its inst
                  Catch::Contains("10.0 MB/s, the others 40.0 MB/s"));
   BeginRefit(&f, 2);
   CHECK(f.Sent<PeerAbandon>().size() == 1);
-  REQUIRE(f.Sent<OpenEpoch>().size() == 2);  // to daemons a and d
+  REQUIRE(f.Sent<OpenCommunicator>().size() == 2);  // to daemons a and d
   const std::vector<NodeId> others = {kNode, kFourth};
   for (const NodeId node : others) {
     f.Do(ReportReceived{node, PeerProgramBuilt{f.id, absl::OkStatus(), 10, {}}});
   }
-  f.BringUp(f.Local<OpenEpoch>().at(0).epoch, others);
+  f.BringUp(f.Local<OpenCommunicator>().at(0).communicator, others);
   for (const NodeId node : others) f.Do(ReportReceived{node, ReadyEvent{kRemoteEngine, f.id}});
   EndRefit(&f, others, false);
   CHECK_FALSE(WhySlow(f).empty());

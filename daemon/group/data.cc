@@ -9,7 +9,7 @@ namespace refitd {
 namespace {
 
 // The answer to a rank that takes an ended update for open.
-absl::Status Told(const group::EndedUpdate& ended) {
+absl::Status StatusOf(const group::EndedUpdate& ended) {
   if (ended.what.outcome == Outcome::kCommitted) {
     return Precondition("version {} is committed already", ended.version);
   }
@@ -29,9 +29,9 @@ PartContent WithoutSlot(PartContent content) {
 
 absl::Status Group::Impl::NotOpen(Version wanted) const {
   for (auto it = past.rbegin(); it != past.rend(); ++it) {
-    if (it->version == wanted) return Told(*it);
+    if (it->version == wanted) return StatusOf(*it);
   }
-  if (update != nullptr && !FillRuns()) {
+  if (update != nullptr && !CatchUpRuns()) {
     return Precondition("version: {}, but the update that runs is to version {}", wanted,
                         update->version);
   }
@@ -42,7 +42,7 @@ absl::Status Group::Impl::NotOpen(Version wanted) const {
 // runs now, even if both install the same version.
 absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
   for (const group::EndedUpdate& ended : past) {
-    if (ended.update == wanted) return Told(ended);
+    if (ended.update == wanted) return StatusOf(ended);
   }
   return Error(absl::StatusCode::kAborted,
                "the update to version {} is over (update {}): what became of it is not remembered",
@@ -52,7 +52,7 @@ absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
 absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
                                                              UpdateId wanted_update) {
   if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
-  if (update == nullptr || FillRuns() || update->version != wanted) return NotOpen(wanted);
+  if (update == nullptr || CatchUpRuns() || update->version != wanted) return NotOpen(wanted);
   if (update->state == UpdateState::kEnding) {
     Failure failure = update->give_up.failure;
     failure.version = wanted.value();
@@ -482,7 +482,7 @@ void Group::Impl::StartPart(Part* part) {
   start.touched = part->touched;
   start.want_source_digests = AnyTied(*part->content);
   if (part->slot.has_value()) {
-    for (const auto& [id, reader] : update->readers) start.staged.push_back(id);
+    for (const auto& [id, reader] : update->readers) start.readers.push_back(id);
     if (update->through_slots) start.broadcast = *update->broadcast;
   }
   Do(std::move(start));
@@ -570,14 +570,14 @@ void Group::Impl::On(const TransferDone& e) {
   if (--part.bucket->parts_left == 0) FinishBucket(*part.bucket);
 }
 
-// Gives the slot back at once if no staged rank reads it, although earlier parts may still run.
+// Gives the slot back at once if no loader rank reads it, although earlier parts may still run.
 void Group::Impl::GiveBackIfUnread(Part* part) {
   if (!part->slot.has_value() || !update->readers.empty()) return;
   ledger.Publish(*part->slot, {});
   part->slot.reset();
 }
 
-// Parts go to staged ranks in order, each once its slot is filled and verified.
+// Parts go to loader ranks in order, each once its slot is filled and verified.
 void Group::Impl::SendParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
   while (!update->parts.empty() && update->parts.front().done) {
@@ -615,7 +615,7 @@ void Group::Impl::On(const AckEvent& e) {
   if (reader == update->readers.end()) return;
   const auto erased =
       std::erase_if(reader->second.outstanding,
-                    [&e](const group::StagedReader::Outstanding& o) { return o.part == e.part; });
+                    [&e](const group::LoaderReader::Outstanding& o) { return o.part == e.part; });
   if (erased == 0) return;
   reader->second.last_ack = now;
   SetAckDue(e.member, reader->second);

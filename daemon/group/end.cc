@@ -32,8 +32,8 @@ Failure ThenThose(std::vector<Suspect> first, Failure failure) {
 // ---- commit ----
 
 absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const {
-  const int64_t before = update->TensorsTold();
-  REFITD_RETURN_IF_ERROR(group::CheckTensorsTold(e.tensor_count, before));
+  const int64_t before = update->TensorCount();
+  REFITD_RETURN_IF_ERROR(group::CheckTensorCount(e.tensor_count, before));
   if (progress.committed) {
     if (e.bucket_count == progress.bucket_count) return absl::OkStatus();
     return Precondition("bucket_count: {}, but the rank has committed with {} already",
@@ -177,7 +177,7 @@ void Group::Impl::On(const CommitEvent& e) {
 // A bucket was taken: if it is the last that a Commit waits for, the Commit takes effect.
 void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
   if (progress->announced != progress->next_seq) return;
-  if (const absl::Status covered = CheckCoverageIfLast(*progress, update->TensorsTold());
+  if (const absl::Status covered = CheckCoverageIfLast(*progress, update->TensorCount());
       !covered.ok()) {
     if (progress->one_call) {
       GiveUp why{Message(covered), GiveUpClass::kOther, FailureOf(covered)};
@@ -217,7 +217,7 @@ void Group::Impl::TakeCommit(Member* member, TrainerProgress* progress, int64_t 
   Changed();
 }
 
-// DATA_LOSS: a registered rank still in the update was not written in full.
+// DATA_LOSS: an in-place rank still in the update was not written in full.
 absl::Status Group::Impl::WrittenInFull() const {
   const Catalog& known = *update->catalog;
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
@@ -334,7 +334,7 @@ void Group::Impl::FailInstalled(const Member& member, const EngineFailed& e) {
   if (it == instances.end() || it->second.installed != e.update) return;
   Step(&it->second.state, InstanceTrigger::kMarkDirty);
   NoteStanding(member.instance);
-  look_for_fill = true;
+  look_for_catch_up = true;
   it->second.reason =
       fmt::format("{} failed after its update had committed: {}", member.label, e.reason);
   Log(LogLine::kWarning, fmt::format("instance {} is dirty: {}", it->first, it->second.reason));
@@ -368,17 +368,19 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   }
   if (const auto it = instances.find(participant.instance); it != instances.end()) {
     it->second.reason = why.reason;
-    if (FillRuns() && why.kind != GiveUpClass::kMemberLost) NoteFailedFill(&it->second, why.reason);
+    if (CatchUpRuns() && why.kind != GiveUpClass::kMemberLost)
+      NoteFailedCatchUp(&it->second, why.reason);
     const auto next = Next(it->second.state, InstanceTrigger::kGiveUp);
     if (next.has_value()) it->second.state = *next;
     NoteStanding(participant.instance);
   }
-  Do(LogLine{LogLine::kWarning,
-             fmt::format("instance {} is evicted from the {} version {}: {}", participant.instance,
-                         FillRuns() ? "fill with" : "update to", update->version, why.reason),
-             participant.instance, update->version, why.kind});
+  Do(LogLine{
+      LogLine::kWarning,
+      fmt::format("instance {} is evicted from the {} version {}: {}", participant.instance,
+                  CatchUpRuns() ? "catch-up with" : "update to", update->version, why.reason),
+      participant.instance, update->version, why.kind});
   Changed();
-  TellNodesWithNobodyLeft(participant);
+  EndNodesWithNobodyLeft(participant);
   if (std::find(update->evicted.begin(), update->evicted.end(), false) != update->evicted.end()) {
     return;
   }
@@ -400,7 +402,7 @@ bool Group::Impl::TakesPart(NodeId node) const {
              });
 }
 
-void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
+void Group::Impl::EndNodesWithNobodyLeft(const Participant& evicted) {
   if (update->nodes.size() == 1 || update->state == UpdateState::kEnding) return;
   std::set<NodeId> left;
   for (const MemberId id : evicted.members) {
@@ -444,22 +446,22 @@ void Group::Impl::On(const KeepNodesOut& e) {
 
 // Ranks of evicted instances resume on Aborted, so they are told only when nothing touches their
 // memory any more.
-void Group::Impl::TellEvictedIfQuiet() {
+void Group::Impl::AbortEvictedIfQuiet() {
   for (Participant& participant : update->participants) {
     if (!participant.evicted || participant.told || participant.touching > 0) continue;
     participant.told = true;
-    TellAborted(participant, participant.reason, participant.failure);
+    SendAbortedTo(participant, participant.reason, participant.failure);
   }
 }
 
 // A member hears what became of its own instance.
-void Group::Impl::TellAborted(const Participant& participant, const std::string& reason,
-                              const Failure& failure) {
+void Group::Impl::SendAbortedTo(const Participant& participant, const std::string& reason,
+                                const Failure& failure) {
   const auto it = instances.find(participant.instance);
   const bool dirty = group::IsDirty(it->second.state);
   Failure told = failure;
   told.version = update->version.value();
-  told.weights = WeightsLeft::kClean;
+  told.weights = Weights::kClean;
   if (dirty) told.AddDirty(participant.instance);
   for (const MemberId id : participant.members) {
     Member* member = Find(id);
@@ -589,12 +591,12 @@ std::map<MemberId, uint64_t> Group::Impl::ReadBack() const {
 void Group::Impl::InstallVersion() {
   version = update->version;
   const std::map<MemberId, uint64_t> read_back = ReadBack();
-  if (FillRuns()) {
-    failed_fills = 0;
+  if (CatchUpRuns()) {
+    failed_catch_ups = 0;
   } else {
     ownership.Committed();
     ++committed_updates;
-    ForgetFailedFills();
+    ForgetFailedCatchUps();
   }
   for (const Participant& participant : update->participants) {
     if (participant.evicted) continue;
@@ -603,8 +605,8 @@ void Group::Impl::InstallVersion() {
     NoteStanding(participant.instance);
     instance.reason.clear();
     instance.installed = update->id;
-    instance.failed_fills = 0;
-    instance.fill_failure.clear();
+    instance.failed_catch_ups = 0;
+    instance.catch_up_failure.clear();
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->held = {update->version, incarnation};
@@ -619,30 +621,30 @@ void Group::Impl::InstallVersion() {
 }
 
 void Group::Impl::TearDown() {
-  if (FillRuns()) {
-    NoteFailedFills();
+  if (CatchUpRuns()) {
+    NoteFailedCatchUps();
   } else {
     ++aborted_updates;
   }
   for (Participant& participant : update->participants) {
-    if (!participant.evicted && !participant.told) TellGivenUp(&participant);
+    if (!participant.evicted && !participant.told) AbortGivenUp(&participant);
   }
 }
 
-void Group::Impl::TellGivenUp(Participant* participant) {
+void Group::Impl::AbortGivenUp(Participant* participant) {
   const std::string& reason = update->give_up.reason;
   participant->told = true;
   Instance& instance = instances.at(participant->instance);
   Step(&instance.state, InstanceTrigger::kGiveUp);
   NoteStanding(participant->instance);
   if (participant->written) instance.reason = reason;
-  TellAborted(*participant, reason, update->give_up.failure);
+  SendAbortedTo(*participant, reason, update->give_up.failure);
 }
 
-void Group::Impl::TellQuiet() {
+void Group::Impl::NoteQuiet() {
   for (Participant& participant : update->participants) {
     if (participant.evicted || participant.told || participant.touching > 0) continue;
-    TellGivenUp(&participant);
+    AbortGivenUp(&participant);
   }
 }
 
@@ -653,14 +655,14 @@ void Group::Impl::ReportOverdueCleanUp() {
   Log(LogLine::kError,
       fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
                   update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
-  TellQuiet();
+  NoteQuiet();
   Do(CleanUpOverdue{update->id});
   Changed();
 }
 
 void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   const bool committed = outcome == Outcome::kCommitted;
-  TellEvictedIfQuiet();
+  AbortEvictedIfQuiet();
   if (committed) {
     if (update->program.has_value()) CountCompared();
     InstallVersion();
@@ -681,14 +683,14 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   const std::vector<InstanceOutcome> outcomes = Outcomes(committed);
   const std::string told = committed ? reason : fmt::format("{} ({})", reason, Describe(failure));
   AnswerAll(committed, told, failure, outcomes);
-  last_was_fill = FillRuns();
-  std::optional<UpdateView>& last = last_was_fill ? last_fill : last_update;
+  last_was_catch_up = CatchUpRuns();
+  std::optional<UpdateView>& last = last_was_catch_up ? last_catch_up : last_update;
   last = ViewOf(*update);
   last->outcome = outcome;
   last->failure = failure;
   last->instances = outcomes;
   last->elapsed = now - update->started;
-  if (!last_was_fill) {
+  if (!last_was_catch_up) {
     past.push_back({update->id, update->version, PastUpdate{outcome, told, failure}});
     if (past.size() > kRememberedUpdates) past.pop_front();
   }
@@ -700,13 +702,13 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   if (compiling != nullptr) compiling->cancelled->store(true);
   // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
   ledger.EndLimits();
-  look_for_fill = true;
+  look_for_catch_up = true;
   Step(&state, GroupTrigger::kEnd);
   Changed();
 }
 
 void Group::Impl::LogEnd(Outcome outcome, const std::string& reason) {
-  if (FillRuns()) return LogFillEnd(outcome, reason);
+  if (CatchUpRuns()) return LogCatchUpEnd(outcome, reason);
   if (outcome != Outcome::kCommitted) {
     return Log(LogLine::kWarning,
                fmt::format("update to version {} aborted: {}", update->version, reason));
@@ -730,10 +732,10 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason,
   ended.outcome = outcome;
   ended.reason = reason;
   ended.failure = failure;
-  ended.fill = u.fill.has_value();
-  ended.gave_way = ended.fill && u.fill->gave_way;
-  ended.bytes = ended.fill ? FilledBytes() : u.accepted_bytes;
-  if (!ended.fill) ended.pushed = bucket_log.Totals();
+  ended.catch_up = u.catch_up.has_value();
+  ended.gave_way = ended.catch_up && u.catch_up->gave_way;
+  ended.bytes = ended.catch_up ? CaughtUpBytes() : u.accepted_bytes;
+  if (!ended.catch_up) ended.pushed = bucket_log.Totals();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
   // A phase that was not reached took no time; a phase that did not end took until now.
@@ -749,7 +751,7 @@ Failure Group::Impl::FailureAfterGivingUp() const {
   Failure failure = update->give_up.failure;
   failure.version = update->version.value();
   failure.may_be_retried = group::MayPass(update->give_up.kind);
-  failure.weights = WeightsLeft::kClean;
+  failure.weights = Weights::kClean;
   for (const Participant& participant : update->participants) {
     const auto it = instances.find(participant.instance);
     if (it == instances.end() || !group::IsDirty(it->second.state)) continue;
@@ -762,7 +764,7 @@ Failure Group::Impl::FailureAfterGivingUp() const {
 // instance stores are named. A rank without a manifest takes them all.
 LeftOut Group::Impl::LeftOutOf(const Update& u) {
   LeftOut left_out;
-  if (u.fill.has_value() || u.catalog == nullptr) return left_out;
+  if (u.catch_up.has_value() || u.catalog == nullptr) return left_out;
   std::vector<std::string> names;
   if (u.program.has_value()) {
     names = u.program->plan->content.unwanted;

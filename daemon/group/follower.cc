@@ -68,8 +68,8 @@ struct Follower::Impl {
   void On(const NodeLost&) {}
   void On(const ReportReceived&) {}
   void On(const SlotsMade& e);
-  void On(const EpochOpened& e) { worker.Handle(e, Out()); }
-  void On(const EpochUp& e) { worker.Handle(e, Out()); }
+  void On(const CommunicatorOpened& e) { worker.Handle(e, Out()); }
+  void On(const CommunicatorUp& e) { worker.Handle(e, Out()); }
   void On(const WireDone& e) { worker.Handle(e, now, Out()); }
   void On(const ProgramBuilt& e) { worker.Handle(e, now, Out()); }
   void On(const MovesDone& e) { worker.Handle(e, now, Out()); }
@@ -350,8 +350,8 @@ void Follower::Impl::Lose(const absl::Status& status) {
   Do(GroupAction(StateChanged{}));
 }
 
-// Instances with ranks that were sent Prepare are in doubt, even if the coordinator had no time to
-// say that the instances take part in an update (P2).
+// Instances with ranks that were sent Prepare have unknown weights, even if the coordinator had no
+// time to say that the instances take part in an update (P2).
 void Follower::Impl::KeepReadiness() {
   if (!book.has_value()) return;
   last_readiness = LastReadiness{*std::exchange(book, std::nullopt), {}};
@@ -360,7 +360,7 @@ void Follower::Impl::KeepReadiness() {
     if (!member.engine) continue;
     const std::string& instance = std::get<EngineIdentity>(member.identity).instance;
     last_readiness->here.insert(instance);
-    if (member.prepared.has_value()) last_readiness->book.Doubt(instance);
+    if (member.prepared.has_value()) last_readiness->book.MarkUnknown(instance);
   }
 }
 
@@ -474,8 +474,8 @@ void Follower::Impl::Take(const MemberAction& c) {
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
-  // A fill has the version of an update that was committed, so it is not remembered.
-  if (!c.fill) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason, c.failure});
+  // A catch-up has the version of an update that was committed, so it is not remembered.
+  if (!c.catch_up) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason, c.failure});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
 }
@@ -700,8 +700,8 @@ MachineView Follower::View(TimePoint now) const {
   coordinator.protocol = f.protocol;
   if (f.heard.has_value()) coordinator.silent = now - *f.heard;
   view.nodes.push_back(std::move(coordinator));
-  view.epoch = f.worker.epoch();
-  view.epoch_state = f.worker.epoch_state();
+  view.communicator = f.worker.communicator();
+  view.communicator_state = f.worker.communicator_state();
   return view;
 }
 

@@ -3,7 +3,7 @@
 //
 // Keeps P2 and P4 when the coordinator is lost, is silent (PeerLimits::peer), or tells no outcome
 // of an update for that long after its deadline. Then every member's stream ends with UNAVAILABLE,
-// so that ranks that answered Ready count as in doubt; calls are answered, a bucket's after the
+// so that ranks that answered Ready count as unknown; calls are answered, a bucket's after the
 // last read of its source (P6); and no new transfer writes to members' memory.
 #ifndef REFITD_DAEMON_GROUP_FOLLOWER_H_
 #define REFITD_DAEMON_GROUP_FOLLOWER_H_

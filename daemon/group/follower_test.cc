@@ -18,7 +18,7 @@ using Catch::Contains;
 constexpr MemberId kEngine{7};
 constexpr CallId kCall{3};
 
-// A daemon that joined, with one registered engine rank, and its actions since it was made.
+// A daemon that joined, with one in-place engine rank, and its actions since it was made.
 class Fixture {
  public:
   Fixture() : follower_(MakeOptions()) {
@@ -32,11 +32,11 @@ class Fixture {
   explicit Fixture(std::nullopt_t /*nobody*/) : follower_(MakeOptions()) {}
 
   void Join() { Do(LinkUp{7, TestGroup::DefaultSpec(), std::nullopt, "a"}); }
-  // Attaches a staged rank on a GPU.
-  void AttachStaged(MemberId member) {
+  // Attaches a loader rank on a GPU.
+  void AttachLoader(MemberId member) {
     EngineAttached attached{member, {}};
-    attached.identity.instance = "staged";
-    attached.identity.delivery = DeliveryMode::kStaged;
+    attached.identity.instance = "loader";
+    attached.identity.delivery = DeliveryMode::kLoader;
     attached.awaits_slots = true;
     Do(GroupEvent(attached));
   }
@@ -235,9 +235,9 @@ TEST_CASE("a rank that takes part in an update registers nothing") {
 constexpr MemberId kStaged{8};
 constexpr MemberId kOther{9};
 
-TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size the join brings") {
+TEST_CASE("a loader rank on a GPU is made known once it has slots, whose size the join brings") {
   Fixture f{std::nullopt};
-  f.AttachStaged(kStaged);
+  f.AttachLoader(kStaged);
   CHECK(f.Peers<MakeSlots>().empty());
   f.Join();
   REQUIRE(f.Peers<MakeSlots>().size() == 1);
@@ -250,7 +250,7 @@ TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size th
     f.Do(SlotsMade{kStaged, absl::OkStatus()});
     CHECK(f.Sent<PeerAttach>().size() == 1);
     // The next rank attaches after the daemon has joined.
-    f.AttachStaged(kOther);
+    f.AttachLoader(kOther);
     REQUIRE(f.Peers<MakeSlots>().size() == 2);
     f.Do(SlotsMade{kOther, absl::OkStatus()});
     CHECK(f.Sent<PeerAttach>().size() == 2);
@@ -278,8 +278,8 @@ TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size th
   CHECK(f.Sent<PeerAttach>().size() == (f.follower().finished() ? 0 : 2));
 }
 
-// One part that crosses to this daemon for its staged ranks.
-PeerHeader Crossing(Verification verification, std::vector<MemberId> staged) {
+// One part that crosses to this daemon for its loader ranks.
+PeerHeader Crossing(Verification verification, std::vector<MemberId> readers) {
   const SlotGrant slot{SlotIndex(2), GrantId(5)};
   BucketDraft bucket = TestGroup::MakeBucket(MemberId(), 1, 0, {Bytes("t", 100)});
   bucket.LieIn(slot, {0});
@@ -292,17 +292,17 @@ PeerHeader Crossing(Verification verification, std::vector<MemberId> staged) {
   header.header.verification = verification;
   header.digest = HeaderDigest(header.header);
   header.wired = true;
-  header.epoch = EpochId(1);
+  header.communicator = CommunicatorId(1);
   header.ranks = {0, 1};
-  header.staged = std::move(staged);
+  header.readers = std::move(readers);
   return header;
 }
 
 TEST_CASE(
-    "what crossed is packed for the staged ranks that the header names, and handed to these") {
+    "what crossed is packed for the loader ranks that the header names, and handed to these") {
   Fixture f;
   for (const MemberId member : {kStaged, kOther}) {
-    f.AttachStaged(member);
+    f.AttachLoader(member);
     f.Do(SlotsMade{member, absl::OkStatus()});
     f.Command(PeerWelcome{member, std::nullopt});
   }
@@ -311,7 +311,7 @@ TEST_CASE(
   prepare.version = Version(1);
   prepare.engines = {kStaged, kOther};
   f.Command(prepare);
-  f.Command(OpenEpoch{EpochId(1), 1, 2});
+  f.Command(OpenCommunicator{CommunicatorId(1), 1, 2});
   const auto verification = GENERATE(Verification::kOff, Verification::kTransfer);
   const bool dies = GENERATE(false, true);
   f.Command(Crossing(verification, dies ? std::vector{kStaged, kOther} : std::vector{kStaged}));
@@ -320,12 +320,12 @@ TEST_CASE(
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   CHECK(f.Peers<StartTransfer>().empty());
   if (dies) f.Do(GroupEvent(MemberLost{kOther, "its process died"}));
-  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
+  f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::OkStatus()});
 
   // The part is copied even if nothing is verified.
   REQUIRE(f.Peers<StartTransfer>().size() == 1);
   const StartTransfer start = f.Peers<StartTransfer>()[0];
-  CHECK(start.staged == std::vector{kStaged});
+  CHECK(start.readers == std::vector{kStaged});
   REQUIRE(start.source_slot.has_value());
   CHECK(start.source_slot->slot == SlotIndex(2));
   CHECK_FALSE(start.fill_slot.has_value());
@@ -376,7 +376,7 @@ PeerPrepare PrepareEngine(uint64_t digest) {
 // coordinator counts on the rank.
 TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
   Fixture f;
-  f.AttachStaged(kStaged);  // without it the daemon would leave with its last member
+  f.AttachLoader(kStaged);  // without it the daemon would leave with its last member
   f.Do(SlotsMade{kStaged, absl::OkStatus()});
   f.Register(kCall);
   f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
@@ -481,9 +481,9 @@ struct CutRun : Fixture {
     stream.step = 64;
     made->incoming = {stream};
     Do(ProgramBuilt{build.program, build.build, absl::OkStatus(), made});
-    Run(EpochId(1), 0, std::nullopt);
+    Run(CommunicatorId(1), 0, std::nullopt);
     REQUIRE(Peers<StartExchange>().size() == 1);
-    Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus(), before});
+    Do(WireDone{CommunicatorId(1), WireSeq(0), absl::OkStatus(), before});
     REQUIRE(Peers<StartMoves>().size() == 1);
     MovesDone moved;
     moved.update = Peers<StartMoves>()[0].update;
@@ -492,18 +492,18 @@ struct CutRun : Fixture {
     moved.status = std::move(unpacked);
     const bool stored = moved.status.ok();
     Do(moved);
-    if (stored) Do(WireDone{EpochId(1), WireSeq(1), absl::CancelledError("closed"), after});
+    if (stored) Do(WireDone{CommunicatorId(1), WireSeq(1), absl::CancelledError("closed"), after});
     REQUIRE(Sent<PeerRunDone>().size() == 1);
     first = Sent<PeerRunDone>()[0];
     Forget();
   }
-  void Run(EpochId epoch, uint32_t attempt, std::optional<int64_t> resume) {
-    Command(OpenEpoch{epoch, 1, 2});
+  void Run(CommunicatorId communicator, uint32_t attempt, std::optional<int64_t> resume) {
+    Command(OpenCommunicator{communicator, 1, 2});
     PeerRun run;
     run.update = UpdateId(1);
     run.part = PartSeq(0);
     run.wired = true;
-    run.epoch = epoch;
+    run.communicator = communicator;
     run.wire_seq = WireSeq(0);
     run.ranks = {0, 1};
     run.slots.resize(2);
@@ -525,11 +525,11 @@ TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step
   CHECK(f.first.links[0].bytes == 100);
   CHECK(f.first.links[0].busy == std::chrono::seconds(1));
   const int64_t resume = GENERATE(0, 1);
-  f.Run(EpochId(2), 1, resume);
+  f.Run(CommunicatorId(2), 1, resume);
   CHECK(f.Sent<PeerRunDone>().empty());
   CHECK(f.Peers<StartExchange>().size() == 1);
   f.Forget();
-  f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
+  f.Do(WireDone{CommunicatorId(2), WireSeq(0), absl::OkStatus()});
   // The step that the daemon has stored is received again, and not stored again.
   const std::vector<StartMoves> moves = f.Peers<StartMoves>();
   CHECK(moves.size() == (resume == 1 ? 1 : 0));
@@ -539,7 +539,7 @@ TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step
 TEST_CASE("a daemon refuses to go on from a step that would leave a gap") {
   CutRun f;
   const int64_t resume = GENERATE(-1, 2, 4);
-  f.Run(EpochId(2), 1, resume);
+  f.Run(CommunicatorId(2), 1, resume);
   CHECK(f.Peers<StartExchange>().empty());
   REQUIRE(f.Sent<PeerRunDone>().size() == 1);
   const PeerRunDone done = f.Sent<PeerRunDone>()[0];
@@ -554,7 +554,7 @@ TEST_CASE("a daemon whose move failed runs a program from its beginning only") {
   CutRun f(absl::DataLossError("a region is gone"));
   CHECK_FALSE(f.first.lacks.has_value());
   const bool whole = GENERATE(false, true);
-  f.Run(EpochId(2), 1, whole ? std::nullopt : std::optional<int64_t>(0));
+  f.Run(CommunicatorId(2), 1, whole ? std::nullopt : std::optional<int64_t>(0));
   CHECK(f.Sent<PeerRunDone>().empty() == whole);
   CHECK(f.Peers<StartExchange>().empty() == !whole);
   if (whole) return;
@@ -571,11 +571,11 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   CHECK(absl::IsCancelled(f.Sent<VerifyDone>()[0].status));
   f.Forget();
 
-  f.Run(EpochId(2), 1, 1);
+  f.Run(CommunicatorId(2), 1, 1);
   f.Command(PeerVerify{UpdateId(1), {false}});
   for (const int64_t round : {1, 2, 3}) {
     CHECK(f.Peers<StartVerify>().empty());
-    f.Do(WireDone{EpochId(2), WireSeq(static_cast<uint64_t>(round - 1)), absl::OkStatus()});
+    f.Do(WireDone{CommunicatorId(2), WireSeq(static_cast<uint64_t>(round - 1)), absl::OkStatus()});
     MovesDone moved;
     moved.update = f.Peers<StartMoves>().back().update;
     moved.step = MoveStep::kUnpack;
@@ -589,7 +589,7 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
   CHECK(f.Sent<VerifyDone>().empty());
 }
 
-// A daemon with a registered rank, and the header of a part that crosses to the rank.
+// A daemon with an in-place rank, and the header of a part that crosses to the rank.
 struct CutPart : Fixture {
   explicit CutPart(bool root = false) {
     Register(kCall);
@@ -599,7 +599,7 @@ struct CutPart : Fixture {
       Command(PeerWelcome{kTrainer, std::nullopt});
     }
     Command(PrepareEngine(Digest()));
-    Command(OpenEpoch{EpochId(1), root ? 0 : 1, 2});
+    Command(OpenCommunicator{CommunicatorId(1), root ? 0 : 1, 2});
     header = Crossing(Verification::kTransfer, {});
     if (root) {
       BucketDraft bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
@@ -613,12 +613,12 @@ struct CutPart : Fixture {
     Forget();
     Command(header);
   }
-  // The header comes again, over the second epoch.
+  // The header comes again, over the second communicator.
   void Again() {
     Forget();
-    Command(OpenEpoch{EpochId(2), header.is_root ? 0 : 1, 2});
+    Command(OpenCommunicator{CommunicatorId(2), header.is_root ? 0 : 1, 2});
     header.again = true;
-    header.epoch = EpochId(2);
+    header.communicator = CommunicatorId(2);
     Command(header);
   }
   void EndTransfer(const StartTransfer& start) {
@@ -633,8 +633,8 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   CutPart f;
   const bool issued = GENERATE(false, true);
   if (issued) f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-  f.Command(CloseEpoch{EpochId(1)});
-  if (issued) f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("closed")});
+  f.Command(CloseCommunicator{CommunicatorId(1)});
+  if (issued) f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::CancelledError("closed")});
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].wire_failed);
   CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});
@@ -648,7 +648,7 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   CHECK(f.Peers<StartWire>().size() == 1);
-  f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
+  f.Do(WireDone{CommunicatorId(2), WireSeq(0), absl::OkStatus()});
   REQUIRE(f.Peers<StartTransfer>().size() == 1);
   CHECK(f.Peers<StartVerify>().empty());
   f.EndTransfer(f.Peers<StartTransfer>()[0]);
@@ -666,11 +666,11 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   CHECK_FALSE(f.Sent<PeerPartDone>()[0].status.ok());
 }
 
-TEST_CASE("a part that is being stored when its epoch is closed is stored") {
+TEST_CASE("a part that is being stored when its communicator is closed is stored") {
   CutPart f;
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
-  f.Command(CloseEpoch{EpochId(1)});
+  f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::OkStatus()});
+  f.Command(CloseCommunicator{CommunicatorId(1)});
   CHECK(f.Sent<PeerPartDone>().empty());
   f.EndTransfer(f.Peers<StartTransfer>().at(0));
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
@@ -685,14 +685,14 @@ TEST_CASE("a part comes again only with the header that it had, and after its sh
     mismatch = "this daemon's share of the part has not ended";
   }
   SECTION("it had another slot") {
-    f.Command(CloseEpoch{EpochId(1)});
+    f.Command(CloseCommunicator{CommunicatorId(1)});
     f.header.header.slot->grant = GrantId(6);
     f.header.digest = HeaderDigest(f.header.header);
     f.Again();
     mismatch = "the part was announced with another header before";
   }
   SECTION("it is not known") {
-    f.Command(CloseEpoch{EpochId(1)});
+    f.Command(CloseCommunicator{CommunicatorId(1)});
     f.header.header.part = PartSeq(1);
     f.header.digest = HeaderDigest(f.header.header);
     f.Again();
@@ -711,15 +711,15 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   // The part is being packed, waits for Issue, or is on the wire.
   const int when = GENERATE(0, 1, 2);
   if (when == 0) {
-    f.Command(CloseEpoch{EpochId(1)});
+    f.Command(CloseCommunicator{CommunicatorId(1)});
     CHECK(f.Sent<PeerPartDone>().empty());
   }
   f.EndTransfer(pack);
-  if (when == 1) f.Command(CloseEpoch{EpochId(1)});
+  if (when == 1) f.Command(CloseCommunicator{CommunicatorId(1)});
   if (when == 2) {
     f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
-    f.Command(CloseEpoch{EpochId(1)});
-    f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("closed")});
+    f.Command(CloseCommunicator{CommunicatorId(1)});
+    f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::CancelledError("closed")});
   }
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].wire_failed);
@@ -733,8 +733,8 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   CHECK(f.Peers<StartWire>().empty());
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   REQUIRE(f.Peers<StartWire>().size() == 1);
-  CHECK(f.Peers<StartWire>()[0].epoch == EpochId(2));
-  f.Do(WireDone{EpochId(2), WireSeq(0), absl::OkStatus()});
+  CHECK(f.Peers<StartWire>()[0].communicator == CommunicatorId(2));
+  f.Do(WireDone{CommunicatorId(2), WireSeq(0), absl::OkStatus()});
   REQUIRE(f.Sent<PeerPartDone>().size() == 1);
   CHECK(f.Sent<PeerPartDone>()[0].status.ok());
   CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});  // counted before
@@ -748,7 +748,7 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   prepare.version = Version(1);
   prepare.engines = {kEngine};
   f.Command(prepare);
-  f.Command(OpenEpoch{EpochId(1), 1, 2});
+  f.Command(OpenCommunicator{CommunicatorId(1), 1, 2});
   f.Command(Crossing(Verification::kTransfer, {kEngine}));
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   REQUIRE(f.Peers<StartWire>().size() == 1);
@@ -756,7 +756,7 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   CHECK(f.Peers<CloseLink>().empty());
   f.Command(PeerUpdateEnded{UpdateId(1), Version(1), Outcome::kAborted, "lost"});
   CHECK(f.Peers<CloseLink>().empty());
-  f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("the epoch is closed")});
+  f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::CancelledError("the communicator is closed")});
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
 }
@@ -772,8 +772,8 @@ TEST_CASE("a daemon whose only engine died left the update that it took part in"
   CHECK(f.Sent<MemberLost>().size() == 1);
   CHECK(f.Peers<CloseLink>().empty());
   // The daemon still serves the update's data plane.
-  f.Command(OpenEpoch{EpochId(1), 1, 2});
-  CHECK(f.Peers<OpenEpoch>().size() == 1);
+  f.Command(OpenCommunicator{CommunicatorId(1), 1, 2});
+  CHECK(f.Peers<OpenCommunicator>().size() == 1);
   f.Command(PeerUpdateEnded{UpdateId(5), Version(1), Outcome::kCommitted, ""});
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
@@ -846,7 +846,7 @@ TEST_CASE("Members that came and went leave nothing behind") {
 }
 
 // Tells the follower that instance i is clean at the group's version 3.
-void TellClean(Fixture* f, Standing standing = Standing::kClean) {
+void SendClean(Fixture* f, Standing standing = Standing::kClean) {
   f->Command(PeerReadiness{
       .anew = true, .version = Version(3), .instances = {{"i", standing, Version(3)}}});
 }
@@ -854,7 +854,7 @@ void TellClean(Fixture* f, Standing standing = Standing::kClean) {
 TEST_CASE("a joined daemon knows the readiness that the coordinator told, and nothing before") {
   Fixture f;
   CHECK(f.follower().readiness() == nullptr);
-  TellClean(&f);
+  SendClean(&f);
   REQUIRE(f.follower().readiness() != nullptr);
   CHECK(f.follower().readiness()->Of("i", 0)->ready);
   f.Command(PeerReadiness{.version = Version(3), .instances = {{"far", Standing::kForming, {}}}});
@@ -871,16 +871,17 @@ TEST_CASE("a joined daemon knows the readiness that the coordinator told, and no
 }
 
 TEST_CASE(
-    "a joined daemon that loses its coordinator keeps what it knew, except what is in doubt") {
+    "a joined daemon that loses its coordinator keeps what it knew, except weights that are "
+    "unknown") {
   Fixture f;
   bool ready = false;
   SECTION("no update ran") {
-    TellClean(&f);
+    SendClean(&f);
     ready = true;
   }
-  SECTION("the instance took part in an update") { TellClean(&f, Standing::kUpdating); }
+  SECTION("the instance took part in an update") { SendClean(&f, Standing::kUpdating); }
   SECTION("the rank was told to be ready, and the coordinator had no time to say so") {
-    TellClean(&f);
+    SendClean(&f);
     PeerPrepare prepare;
     prepare.update = UpdateId(1);
     prepare.version = Version(4);

@@ -63,11 +63,11 @@ Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec 
           std::make_shared<group::TensorTable>(spec.engine_only_tensors, spec.unwanted_tensors)) {}
 
 void Group::Impl::Pump() {
-  GiveUpFillIfGiversChanged();
+  GiveUpCatchUpIfSourcesChanged();
   PumpUpdate();
   ExpelUnwelcome();
   TakeDeferred();
-  OpenFillIfDue();
+  OpenCatchUpIfDue();
   ServeLeases();
 }
 
@@ -78,7 +78,7 @@ void Group::Impl::PumpUpdate() {
     SendParts();
     StartParts();
     RunProgramIfDue();
-    TellEvictedIfQuiet();
+    AbortEvictedIfQuiet();
     ReadBackIfLast();
     SettleIfDone();
   }
@@ -194,7 +194,7 @@ bool Group::Impl::CallsOutstanding() const {
 // ---- time ----
 
 std::optional<TimePoint> Group::Impl::IdleDeadline() const {
-  if (update == nullptr || update->fill.has_value() || CallsOutstanding()) return std::nullopt;
+  if (update == nullptr || update->catch_up.has_value() || CallsOutstanding()) return std::nullopt;
   switch (update->state) {
     case UpdateState::kOpening:
     case UpdateState::kPreparing:
@@ -210,7 +210,7 @@ std::optional<std::pair<TimePoint, MemberId>> Group::Impl::AckDeadline() const {
   return update->acks.First();
 }
 
-void Group::Impl::SetAckDue(MemberId id, const group::StagedReader& reader) {
+void Group::Impl::SetAckDue(MemberId id, const group::LoaderReader& reader) {
   std::optional<TimePoint> due;
   if (!reader.outstanding.empty()) {
     due = std::max(reader.last_ack, reader.outstanding.front().sent) + limits.ack_limit;
@@ -233,7 +233,7 @@ void Group::Impl::On(const Tick&) {
     TickUpdate();
   }
   RefuseOverdueDeferred();
-  if (fill_due.has_value() && *fill_due <= now) look_for_fill = true;
+  if (catch_up_due.has_value() && *catch_up_due <= now) look_for_catch_up = true;
   for (auto it = slot_waiters.begin(); it != slot_waiters.end();) {
     if (it->deadline > now) {
       ++it;
@@ -257,7 +257,7 @@ void Group::Impl::TickUpdate() {
     FailUnready();
   }
   for (auto late = AckDeadline(); late.has_value() && late->first <= now; late = AckDeadline()) {
-    const group::StagedReader& reader = update->readers.at(late->second);
+    const group::LoaderReader& reader = update->readers.at(late->second);
     GiveUp why{fmt::format("{} did not acknowledge part {} within {}", Label(late->second),
                            reader.outstanding.front().part, group::Seconds(limits.ack_limit)),
                GiveUpClass::kDeadline, Suspecting(late->second)};
@@ -275,10 +275,10 @@ void Group::Impl::TickUpdate() {
 // ---- the group's own state ----
 
 void Group::Impl::On(const ReplaceGroup& e) {
-  // A fill gives way: it ends with its newcomers dirty, as all instances are then.
-  if (FillRuns()) GiveWay("the group is replaced");
+  // A catch-up gives way: it ends with its late instances dirty, as all instances are then.
+  if (CatchUpRuns()) GiveWay("the group is replaced");
   const std::optional<GroupState> next =
-      FillRuns() ? std::optional(state) : Next(state, GroupTrigger::kReplace);
+      CatchUpRuns() ? std::optional(state) : Next(state, GroupTrigger::kReplace);
   if (!next.has_value()) {
     Refuse(e.call, Error(absl::StatusCode::kFailedPrecondition,
                          "group {}: replace: an update to version {} runs", name, update->version));
@@ -294,8 +294,8 @@ void Group::Impl::On(const ReplaceGroup& e) {
   version.reset();
   past.clear();
   last_update.reset();
-  last_fill.reset();
-  look_for_fill = true;
+  last_catch_up.reset();
+  look_for_catch_up = true;
   for (auto& [id, member] : members) member.held.reset();
   for (auto& [instance_name, instance] : instances) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
@@ -310,8 +310,8 @@ void Group::Impl::On(const ReplaceGroup& e) {
 void Group::Impl::On(const DrainEvent&) {
   if (state == GroupState::kDraining || state == GroupState::kDrained) return;
   Step(&state, GroupTrigger::kDrain);
-  look_for_fill = true;
-  if (FillRuns()) GiveWay("the daemon drains");
+  look_for_catch_up = true;
+  if (CatchUpRuns()) GiveWay("the daemon drains");
   for (const auto& [id, member] : members) {
     if (member.state != MemberState::kLeaving) Do(SendDraining{id});
   }
@@ -352,7 +352,7 @@ std::optional<TimePoint> Group::NextDeadline() const {
   for (const group::DeferredCall& call : impl_->deferred) consider(call.deadline);
   const group::Update* update = impl_->update.get();
   if (update == nullptr) {
-    consider(impl_->fill_due);
+    consider(impl_->catch_up_due);
     return next;
   }
   if (update->state == UpdateState::kEnding) {
@@ -393,8 +393,8 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
 }
 
 bool Group::SendsFrom(NodeId node) const {
-  if (!impl_->FillRuns()) return TrainsOn(node);
-  const std::vector<MemberId>& sources = impl_->update->fill->sources;
+  if (!impl_->CatchUpRuns()) return TrainsOn(node);
+  const std::vector<MemberId>& sources = impl_->update->catch_up->sources;
   return std::any_of(sources.begin(), sources.end(), [this, node](MemberId source) {
     const group::Member* member = std::as_const(*impl_).Find(source);
     return member != nullptr && member->node == node;
@@ -414,7 +414,7 @@ std::string Group::KeptOut(NodeId node) const {
 }
 
 PastUpdate Group::Past(Version version) const {
-  if (impl_->update != nullptr && impl_->update->version == version && !impl_->FillRuns()) {
+  if (impl_->update != nullptr && impl_->update->version == version && !impl_->CatchUpRuns()) {
     return {Outcome::kRunning, ""};
   }
   for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {

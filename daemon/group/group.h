@@ -72,10 +72,10 @@ inline constexpr int kMaxPartsPerBucket = 4096;
 inline constexpr int kMaxNamePatterns = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
-// How many instances give at a time in one fill. Planning, comparing and the set of daemons that
-// must stay up grow with their number, while from a few givers on a newcomer's own link is the
-// limit.
-inline constexpr int kMaxGivers = 8;
+// How many instances give at a time in one catch-up. Planning, comparing and the set of daemons
+// that must stay up grow with their number, while from a few source instances on a late instance's
+// own link is the limit.
+inline constexpr int kMaxSourceInstances = 8;
 inline constexpr int kRememberedUpdates = 64;          // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;        // finished request ids kept per member
 inline constexpr size_t kRememberedIncarnations = 16;  // that were replaced
@@ -131,15 +131,15 @@ struct GroupLimits {
   // one part moves while the next is planned. Operators do not set these limits; tests lower them.
   int64_t direct_part_bytes = int64_t{128} << 20;
   int64_t direct_part_tensors = 64;
-  // Whether instances that lack the group's version are filled by clean instances.
-  bool fills = true;
-  // The time from the moment at which a fill is possible to its start, so that instances which
-  // attach at about the same time are filled at once.
-  Duration fill_gather = std::chrono::milliseconds(100);
-  // How long an instance whose fill failed is left alone; doubled at each further failure, up to
-  // fill_most_wait.
-  Duration fill_wait = std::chrono::seconds(1);
-  Duration fill_most_wait = std::chrono::seconds(64);
+  // Whether instances that lack the group's version catch up by clean instances.
+  bool catch_ups = true;
+  // The time from the moment at which a catch-up is possible to its start, so that instances which
+  // attach at about the same time catch up at once.
+  Duration catch_up_gather = std::chrono::milliseconds(100);
+  // How long an instance whose catch-up failed is left alone; doubled at each further failure, up
+  // to catch_up_most_wait.
+  Duration catch_up_wait = std::chrono::seconds(1);
+  Duration catch_up_most_wait = std::chrono::seconds(64);
 };
 
 // ---- members ----
@@ -160,25 +160,25 @@ struct EngineIdentity {
   std::string instance;
   int rank = 0;
   int world_size = 1;
-  DeliveryMode delivery = DeliveryMode::kRegistered;
+  DeliveryMode delivery = DeliveryMode::kInPlace;
   int pid = 0;
   std::optional<Version> held_version;
-  // Staged delivery: the tensors that every update must bring. Absent: Begin's tensor count
+  // Loader delivery: the tensors that every update must bring. Absent: Begin's tensor count
   // decides.
   std::optional<std::vector<TensorSpec>> manifest;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
-  // The rank's weights are dirty or in doubt since an earlier lease. Never set beside held_version.
+  // The rank's weights are dirty or unknown since an earlier lease. Never set beside held_version.
   bool dirty = false;
   // The incarnation in which held_version was committed; 0: the rank did not tell. Status shows it;
   // it never raises the group's version.
   uint64_t held_origin = 0;
   // The rank's memory is on a GPU. Known only of members of the coordinator's own daemon.
   bool on_device = false;
-  // Registered delivery: between two updates the rank's registered memory is its weights,
+  // In-place delivery: between two updates the rank's registered memory is its weights,
   // unchanged, so that it may be given to other instances; and the rank answers Prepare at any
-  // time, so that it may be filled. False for clients and daemons that do not say so.
-  bool fill = false;
+  // time, so that it may catch up. False for clients and daemons that do not say so.
+  bool catch_up = false;
   // The pattern of identities whose weights the rank takes: it enters no group that another one
   // owns. Empty: it takes those of any owner.
   std::string trainer_identity{};
@@ -320,7 +320,8 @@ struct LayoutRegistered {
   // milliseconds.
   std::optional<uint64_t> digest{};
   // The ContentDigest of the memory that an engine rank registers; 0: its daemon has not read it.
-  // Daemons read the memory of ranks that claim a version with its digest, and take part in fills.
+  // Daemons read the memory of ranks that claim a version with its digest, and take part in
+  // catch-ups.
   uint64_t content = 0;
 };
 
@@ -556,7 +557,7 @@ struct ProgramUse {
   std::shared_ptr<const RefitPlan> plan;
   std::vector<NodeId> nodes;      // by the plan's numbers
   std::vector<MemberId> sources;  // the destinations are UpdateAssembled's
-  bool fill = false;              // the sources are engine ranks
+  bool catch_up = false;          // the sources are engine ranks
 };
 
 // The update is assembled: its participants are known. Comes before its SendPrepare actions.
@@ -567,7 +568,7 @@ struct UpdateAssembled {
   int64_t tensor_count = 0;
   Verification verification = Verification::kOff;
   std::vector<NodeId> nodes;  // nodes with a trainer or engine rank in the update; ascending
-  std::vector<MemberId> destinations;  // registered ranks
+  std::vector<MemberId> destinations;  // in-place ranks
   // The index of the destinations' layouts. Null: some ranks of the update are on other daemons.
   std::shared_ptr<const DestinationIndex> index;
   std::optional<ProgramUse> program{};
@@ -579,7 +580,7 @@ struct SendPrepare {
   Duration remaining{};
   int64_t tensor_count = 0;
 };
-// Hand one part to a staged engine rank.
+// Hand one part to a loader engine rank.
 struct SendPart {
   MemberId member;
   UpdateId update;
@@ -619,12 +620,12 @@ struct MovePart {
   CallId bucket_call;     // that brought content->bucket
   MemberId trainer;
   std::shared_ptr<const PartContent> content;
-  // The slot that the trainer leased and packed, or else the slot to fill, if there is one.
+  // The slot that the trainer leased and packed, or else the slot to catch-up, if there is one.
   std::optional<SlotGrant> slot;
   bool leased = false;
   std::vector<bool> skip_destination;  // by destination of UpdateAssembled; true: evicted since
   std::vector<uint32_t> touched;       // destinations that the part has elements for
-  std::vector<MemberId> staged;        // ranks that will be handed the slot
+  std::vector<MemberId> readers;       // ranks that will be handed the slot
   // With a slot, kAuto leaves the choice to the root's executor. Without a slot every method is
   // kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
@@ -692,9 +693,10 @@ struct UpdateEnded {
   int64_t bytes = 0;   // tensor data handed over
   GiveUpClass give_up_class = GiveUpClass::kNone;
   std::vector<BroadcastTotals> pushed{};  // by method
-  // The update was a fill: `version` is the group's, and no trainer took part.
-  bool fill = false;
-  // A fill that is not committed gave way: to an update, to a drain, or since its givers changed.
+  // The update was a catch-up: `version` is the group's, and no trainer took part.
+  bool catch_up = false;
+  // A catch-up that is not committed gave way: to an update, to a drain, or since its source
+  // instances changed.
   bool gave_way = false;
   // Records that the group needs no more. Freeing those of a large model takes long, so the caller
   // that performs the action frees them where nothing waits.
@@ -735,7 +737,7 @@ struct MemberView {
   std::string instance;
   int rank = 0;
   int world_size = 0;
-  DeliveryMode delivery = DeliveryMode::kRegistered;
+  DeliveryMode delivery = DeliveryMode::kInPlace;
   std::string_view state;
   int pid = 0;
   int64_t pieces = 0;
@@ -752,9 +754,9 @@ struct InstanceView {
   // The incarnation in which `version` was committed; 0: not told, or no version.
   uint64_t origin = 0;
   Readiness readiness{};
-  // Tells what fills do for an instance that lacks the group's version and could be filled. Empty
-  // for other instances.
-  std::string fill;
+  // Tells what catch-ups do for an instance that lacks the group's version and could catch up.
+  // Empty for other instances.
+  std::string catch_up;
 };
 struct UpdateView {
   UpdateId id;
@@ -772,9 +774,9 @@ struct UpdateView {
   Duration remaining{};
   std::vector<InstanceOutcome> instances;
   std::string note;
-  bool fill = false;
-  std::vector<std::string> givers;  // a fill's: the instances that give
-  LeftOut left_out;                 // so far
+  bool catch_up = false;
+  std::vector<std::string> source_instances;  // a catch-up's: the instances that give
+  LeftOut left_out;                           // so far
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
@@ -796,8 +798,8 @@ struct GroupView {
   std::optional<Version> version;
   std::vector<MemberView> members;
   std::vector<InstanceView> instances;
-  std::optional<UpdateView> update;  // of the trainers: the running update, or else the last
-  std::optional<UpdateView> fill;    // the running one, or else the last
+  std::optional<UpdateView> update;    // of the trainers: the running update, or else the last
+  std::optional<UpdateView> catch_up;  // the running one, or else the last
   std::vector<SlotView> slots;
   int64_t committed = 0;
   int64_t aborted = 0;
@@ -832,8 +834,8 @@ class Group {
   bool has_members() const;
   bool has_trainers() const;    // attached
   bool update_running() const;  // fills included
-  bool fill_running() const;
-  // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
+  bool catch_up_running() const;
+  // FAILED_PRECONDITION: the member takes loader delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
   // The identity that owns the group; empty: nobody does.
@@ -841,14 +843,14 @@ class Group {
   // Whether a trainer rank is attached to that node.
   bool TrainsOn(NodeId node) const;
   // Whether the running update can't do without that node: a trainer rank is attached to it, or a
-  // rank that gives in the running fill.
+  // rank that gives in the running catch-up.
   bool SendsFrom(NodeId node) const;
   // Why the instances of that node take part in no update; empty: they take part.
   std::string KeptOut(NodeId node) const;
   GroupView View(TimePoint now) const;
   // The update that View would show, at the cost of that update's own instances.
   std::optional<UpdateView> ViewUpdate(TimePoint now) const;
-  // The running update or fill, or else the one that ended last.
+  // The running update or catch-up, or else the one that ended last.
   std::optional<UpdateView> ViewLatest(TimePoint now) const;
   // Which update ViewLatest would show and its state; takes no time, so that callers can poll it.
   std::optional<UpdateMark> MarkLatest() const;

@@ -6,7 +6,7 @@
 //   begin.cc    Begin, Prepare, Ready
 //   data.cc     slots, buckets, parts, acknowledgements
 //   end.cc      Commit, verification, eviction, giving up
-//   fill.cc     fills: late instances get the version from clean ones
+//   catch_up.cc     catch-ups: late instances get the version from clean ones
 //   invariants.cc  what must hold after every event
 //
 // Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
@@ -62,7 +62,7 @@ struct Member {
   // Trainers: another identity owns the group now. The rank's lease ends when no update runs.
   bool unwelcome = false;
   std::string takes_of;  // engines: the pattern of owners whose weights they take; empty: any
-  DeliveryMode delivery = DeliveryMode::kRegistered;
+  DeliveryMode delivery = DeliveryMode::kInPlace;
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const void> manifest_counted;  // EngineIdentity::counted
   std::shared_ptr<const Layout> layout;
@@ -71,7 +71,7 @@ struct Member {
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
   bool on_device = false;           // engines: memory is on a GPU
-  bool fill = false;                // engines: may give, and be filled
+  bool catch_up = false;            // engines: may give, and be caught up
   bool updated = false;             // engines: an update was committed to it in this lease
   bool verified = false;            // engines: the same, into the rank's present layout
   absl::Status refused;             // engines: not OK: a limit refused the rank's last layout
@@ -88,11 +88,11 @@ struct Instance {
   std::map<int, MemberId> ranks;      // attached
   std::string reason;                 // why it is dirty or was evicted
   std::optional<UpdateId> installed;  // the last update that committed with it
-  // Fills of the group's version that failed for this instance since it held a version, and when
-  // the next may begin.
-  int failed_fills = 0;
-  TimePoint fill_after;
-  std::string fill_failure;  // why the last of those fills failed
+  // Catch-ups of the group's version that failed for this instance since it held a version, and
+  // when the next may begin.
+  int failed_catch_ups = 0;
+  TimePoint catch_up_after;
+  std::string catch_up_failure;  // why the last of those catch-ups failed
 };
 
 // How the buckets of the running update, or else of the last update, went.
@@ -124,8 +124,8 @@ struct SlotWaiter {
   TimePoint deadline;
 };
 
-// A trainer's call that opens an update and came while a fill was running. It is taken when the
-// fill has given way.
+// A trainer's call that opens an update and came while a catch-up was running. It is taken when the
+// catch-up has given way.
 struct DeferredCall {
   std::variant<BeginEvent, RefitEvent> event;
   TimePoint deadline;
@@ -146,9 +146,9 @@ std::string Seconds(Duration duration);
 std::string Few(const std::vector<std::string>& names);
 // Checks a number that a rank tells of the update: it must not be negative, and not differ from
 // what the ranks before told. 0: not told.
-absl::Status CheckTold(std::string_view field, int64_t told, int64_t before);
+absl::Status CheckCount(std::string_view field, int64_t told, int64_t before);
 // The same of tensor_count, which has a limit (RESOURCE_EXHAUSTED).
-absl::Status CheckTensorsTold(int64_t told, int64_t before);
+absl::Status CheckTensorCount(int64_t told, int64_t before);
 
 }  // namespace group
 
@@ -232,7 +232,7 @@ struct Group::Impl {
   // The earliest moment at which an unacknowledged part is late, and the member that owes it.
   std::optional<std::pair<TimePoint, MemberId>> AckDeadline() const;
   // Called when the parts that the reader has to acknowledge have changed.
-  void SetAckDue(MemberId id, const group::StagedReader& reader);
+  void SetAckDue(MemberId id, const group::LoaderReader& reader);
   void TickUpdate();
 
   // ---- invariants.cc ----
@@ -364,7 +364,7 @@ struct Group::Impl {
   void CutBetweenTensors(const std::shared_ptr<Bucket>& bucket);
   void AddPart(const std::shared_ptr<Bucket>& bucket, PartContent content);
   void FinishBucket(const Bucket& bucket);
-  // Whether the bucket's bytes pass through a slot: for staged ranks, to another daemon, or by a
+  // Whether the bucket's bytes pass through a slot: for loader ranks, to another daemon, or by a
   // broadcast.
   bool NeedsSlot(const Bucket& bucket) const;
   // Whether all ranks of the update are on this daemon. Otherwise each daemon has an index of its
@@ -405,13 +405,13 @@ struct Group::Impl {
   bool TakeProgramSlots();
   void StartProgram();
 
-  // ---- fill.cc ----
-  bool FillRuns() const { return update != nullptr && update->fill.has_value(); }
-  // Whether every rank of the instance is registered and takes part in fills.
-  bool Fillable(const Instance& instance) const;
+  // ---- catch_up.cc ----
+  bool CatchUpRuns() const { return update != nullptr && update->catch_up.has_value(); }
+  // Whether every rank of the instance is registered and takes part in catch-ups.
+  bool MayCatchUp(const Instance& instance) const;
   // Whether the instance holds the group's version, is clean, and may give it.
   bool Gives(const Instance& instance) const;
-  // Whether the instance lacks the group's version and could be filled.
+  // Whether the instance lacks the group's version and could be caught up.
   bool LacksVersion(const Instance& instance) const;
   // The instances of which `test` is true, by name.
   template <typename Test>
@@ -422,29 +422,30 @@ struct Group::Impl {
     }
     return found;
   }
-  std::vector<std::string> Newcomers() const;
-  std::vector<std::string> ChooseGivers(const std::vector<std::string>& newcomers) const;
-  void FindFillDue();
-  void OpenFillIfDue();
-  void AssembleFill();
+  std::vector<std::string> LateInstances() const;
+  std::vector<std::string> ChooseSources(const std::vector<std::string>& late_instances) const;
+  void FindCatchUpDue();
+  void OpenCatchUpIfDue();
+  void AssembleCatchUp();
   bool TakenIn(const Instance& instance) const;
-  void GiveUpFillIfGiversChanged();
+  void GiveUpCatchUpIfSourcesChanged();
   void GiveWay(std::string reason);
   void Defer(std::variant<BeginEvent, RefitEvent> event, Duration duration);
-  // Refuses the calls that wait for the fill to give way and that would open an update to `wanted`.
+  // Refuses the calls that wait for the catch-up to give way and that would open an update to
+  // `wanted`.
   void RefuseDeferred(Version wanted, const absl::Status& why);
   // The versions of the updates that waiting calls of the rank would open.
   std::set<Version> DeferredOf(MemberId member) const;
   bool RefuseDeferredCall(CallId call, const absl::Status& why);
   void RefuseOverdueDeferred();
   void TakeDeferred();
-  void NoteFailedFill(Instance* instance, const std::string& reason);
-  void NoteFailedFills();
-  void ForgetFailedFills();
-  int64_t FilledBytes() const;
-  void LogFillEnd(Outcome outcome, const std::string& reason);
-  std::string FillState(const Instance& instance) const;
-  void CheckFill() const;
+  void NoteFailedCatchUp(Instance* instance, const std::string& reason);
+  void NoteFailedCatchUps();
+  void ForgetFailedCatchUps();
+  int64_t CaughtUpBytes() const;
+  void LogCatchUpEnd(Outcome outcome, const std::string& reason);
+  std::string CatchUpState(const Instance& instance) const;
+  void CheckCatchUp() const;
 
   // ---- end.cc ----
   absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
@@ -464,7 +465,7 @@ struct Group::Impl {
   void Decide();
   void Evict(uint32_t participant, const GiveUp& why);
   // Reports which nodes of the evicted participant have no rank left in the update.
-  void TellNodesWithNobodyLeft(const Participant& evicted);
+  void EndNodesWithNobodyLeft(const Participant& evicted);
   // Whether a trainer rank, or a rank of an instance still in the update, is attached to that node.
   bool TakesPart(NodeId node) const;
   // A live rank is late or failed: evicts its instance, or gives the update up.
@@ -475,14 +476,14 @@ struct Group::Impl {
   void Abandon(GiveUp give_up);
   void DropUnstarted();
   void EndIfQuiet();
-  void TellEvictedIfQuiet();
+  void AbortEvictedIfQuiet();
   // Tells the outcome of an update that is being given up to members whose memory no transfer
   // touches any more.
-  void TellQuiet();
-  void TellGivenUp(Participant* participant);
+  void NoteQuiet();
+  void AbortGivenUp(Participant* participant);
   void ReportOverdueCleanUp();
-  void TellAborted(const Participant& participant, const std::string& reason,
-                   const Failure& failure);
+  void SendAbortedTo(const Participant& participant, const std::string& reason,
+                     const Failure& failure);
   void InstallVersion();
   void TearDown();
   // What is known of the update that is given up, with what it leaves of the engines' weights.
@@ -546,20 +547,21 @@ struct Group::Impl {
   // The tensors that engine ranks declare. Each layout and manifest is entered when it comes, so
   // that Begin need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;
-  std::shared_ptr<const Catalog> catalog;             // of the last update
-  std::shared_ptr<group::PlannedRefit> program;       // the newest of an update of the trainers
-  std::shared_ptr<group::PlannedRefit> fill_program;  // the newest of a fill
-  std::shared_ptr<group::PlannedRefit> compiling;     // being compiled; null: none
+  std::shared_ptr<const Catalog> catalog;                 // of the last update
+  std::shared_ptr<group::PlannedRefit> program;           // the newest of an update of the trainers
+  std::shared_ptr<group::PlannedRefit> catch_up_program;  // the newest of a catch-up
+  std::shared_ptr<group::PlannedRefit> compiling;         // being compiled; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
-  std::optional<UpdateView> last_fill;
-  std::deque<group::DeferredCall> deferred;  // empty unless a fill runs
-  std::optional<TimePoint> fill_possible;    // since when
-  std::optional<TimePoint> fill_due;         // when the next fill begins; none: no fill is possible
-  int failed_fills = 0;                      // in a row, of this version
-  bool last_was_fill = false;
-  // A step may have made a fill possible or impossible since fill_due was found.
-  bool look_for_fill = false;
+  std::optional<UpdateView> last_catch_up;
+  std::deque<group::DeferredCall> deferred;    // empty unless a catch-up runs
+  std::optional<TimePoint> catch_up_possible;  // since when
+  std::optional<TimePoint>
+      catch_up_due;          // when the next catch-up begins; none: no catch-up is possible
+  int failed_catch_ups = 0;  // in a row, of this version
+  bool last_was_catch_up = false;
+  // A step may have made a catch-up possible or impossible since fill_due was found.
+  bool look_for_catch_up = false;
   std::deque<group::EndedUpdate> past;  // newest last; at most kRememberedUpdates
   int64_t committed_updates = 0;
   int64_t aborted_updates = 0;

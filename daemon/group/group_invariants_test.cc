@@ -32,7 +32,7 @@ bool Found(TestGroup& g, const std::function<void(Impl&)>& plant) {
 struct Updating : TestGroup {
   explicit Updating(bool staged) {
     trainer = AttachTrainer();
-    engine = staged ? Staged("i", kModel) : Registered("i", kModel);
+    engine = staged ? LoaderRank("i", kModel) : InPlaceRank("i", kModel);
     Open(trainer, 1);
   }
   MemberId trainer;

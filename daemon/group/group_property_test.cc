@@ -98,9 +98,9 @@ class Schedule {
         const auto key = std::make_pair(shape.name, rank);
         if (ranks_.contains(key)) continue;
         ranks_[key] =
-            shape.delivery == 0   ? g_.Registered(shape.name, model_, rank, shape.world_size)
-            : shape.delivery == 1 ? g_.Staged(shape.name, model_, rank, shape.world_size)
-                                  : g_.Staged(shape.name, std::nullopt, rank, shape.world_size);
+            shape.delivery == 0   ? g_.InPlaceRank(shape.name, model_, rank, shape.world_size)
+            : shape.delivery == 1 ? g_.LoaderRank(shape.name, model_, rank, shape.world_size)
+                                  : g_.LoaderRank(shape.name, std::nullopt, rank, shape.world_size);
         return;
       }
     }

@@ -12,10 +12,10 @@ using Catch::Matchers::Contains;
 
 const std::vector<TensorSpec> kModel = {Bytes("a", 8), Bytes("b", 16)};
 
-// A trainer rank with the whole model and one registered engine.
+// A trainer rank with the whole model and one in-place engine.
 struct Pair {
   explicit Pair(GroupSpec spec = TestGroup::DefaultSpec(), GroupLimits limits = {})
-      : g(std::move(spec), limits), trainer(g.AttachTrainer()), engine(g.Registered("x", kModel)) {
+      : g(std::move(spec), limits), trainer(g.AttachTrainer()), engine(g.InPlaceRank("x", kModel)) {
     g.Shards(trainer, kModel);
   }
   // Refits up to the point where the program runs.
@@ -76,7 +76,7 @@ TEST_CASE("the program is compiled once and kept while layouts stay the same") {
     CHECK(p.g.compiled == 2);
   }
   SECTION("another instance is another program") {
-    p.g.Registered("y", kModel);
+    p.g.InPlaceRank("y", kModel);
     p.Run(6);
     CHECK(p.g.compiled == 2);
   }
@@ -99,7 +99,7 @@ TEST_CASE("what can't be compiled fails the call, and no engine hears of it") {
 TEST_CASE("a layout that changes while the program is compiled has it compiled again") {
   Pair p;
   p.g.Refit(p.trainer, 1);
-  p.g.Registered("y", kModel);
+  p.g.InPlaceRank("y", kModel);
   REQUIRE(p.g.compiling.has_value());
   CHECK(p.g.compiling->destinations.size() == 1);
   p.g.FinishCompile();
@@ -132,7 +132,7 @@ TEST_CASE("a program that comes while another runs does not touch the running up
   p.g.ReadyAll();
   p.g.FinishRefit(absl::InternalError("the copy failed"));
   CHECK(p.g.Code(call) == StatusCode::kAborted);
-  const MemberId other = p.g.Registered("y", kModel);
+  const MemberId other = p.g.InPlaceRank("y", kModel);
   const CallId waits = p.g.Refit(p.trainer, 2);
   REQUIRE(p.g.compiling.has_value());
   p.g.Lose(other);
@@ -170,7 +170,7 @@ TEST_CASE("several trainer ranks, one update: all must call") {
   TestGroup g(spec);
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("x", kModel);
+  g.InPlaceRank("x", kModel);
   g.Shards(t0, kModel, 0, 2);
   g.Shards(t1, kModel, 1, 2);
   const CallId first = g.Refit(t0, 1);
@@ -226,7 +226,7 @@ TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no oth
   spec.trainer_ranks = ranks;
   TestGroup g(spec);
   const std::vector<TensorSpec> all = {kModel[0], kModel[1], Bytes("c", 4)};
-  g.Registered("x", all);
+  g.InPlaceRank("x", all);
   std::vector<MemberId> trainers;
   for (int rank = 0; rank < ranks; ++rank) {
     trainers.push_back(g.AttachTrainer(rank, ranks));
@@ -315,7 +315,7 @@ TEST_CASE("a rank whose layout has no pieces refits as the others do") {
   TestGroup g(spec);
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("x", kModel);
+  g.InPlaceRank("x", kModel);
   g.Shards(t0, kModel);
   g.Shards(t1, {});
   const CallId empty = g.Refit(t1, 1);
@@ -391,7 +391,7 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
   TestGroup g;
   const MemberId trainer = g.AttachTrainer();
   const MemberId tied =
-      g.AttachEngine({"x", 0, 1, DeliveryMode::kRegistered, 2000, std::nullopt, std::nullopt});
+      g.AttachEngine({"x", 0, 1, DeliveryMode::kInPlace, 2000, std::nullopt, std::nullopt});
   g.Register(tied, TiedLayout());
   const std::vector<TensorSpec> both = {Bytes("embed", 8), Bytes("head", 8)};
   SECTION("pushed under one name or both") {
@@ -458,7 +458,7 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     if (!one) CHECK(reply.left_out.names == std::vector<std::string>{"head"});
   }
   SECTION("beside an engine that stores both") {
-    g.Registered("y", both);
+    g.InPlaceRank("y", both);
     g.Shards(trainer, both);
     const CallId call = g.Refit(trainer, 1);
     g.FinishCompile();
@@ -533,14 +533,14 @@ TEST_CASE("a pushed tensor that nobody pushed aborts a Refit that opened the upd
   CHECK(p.g.Instance("x").state == "clean");
 }
 
-TEST_CASE("an update with a staged rank is not refitted") {
+TEST_CASE("an update with a loader rank is not refitted") {
   Pair p;
-  const MemberId staged = p.g.Staged("y", kModel);
+  const MemberId staged = p.g.LoaderRank("y", kModel);
   // True: buckets are pushed beside the refit, so that Begin is refused.
   const bool pushes = GENERATE(false, true);
   const CallId call = pushes ? p.g.Begin(p.trainer, 1) : p.g.Refit(p.trainer, 1);
   CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
-  CHECK_THAT(p.g.Text(call), Contains("engine y rank 0 (pid 3000) takes staged delivery"));
+  CHECK_THAT(p.g.Text(call), Contains("engine y rank 0 (pid 3000) takes loader delivery"));
   CHECK(p.g.prepared.empty());
   p.g.Lose(staged);
   p.Run(1);
@@ -642,7 +642,7 @@ TEST_CASE("bytes between daemons take slots in pairs and give them back") {
 
 TEST_CASE("an engine that dies while the program runs is evicted, the others commit") {
   Pair p;
-  const MemberId other = p.g.Registered("y", kModel);
+  const MemberId other = p.g.InPlaceRank("y", kModel);
   const CallId call = p.Run(1);
   p.g.Lose(other);
   CHECK_FALSE(p.g.released.contains(other));

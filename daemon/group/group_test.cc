@@ -31,12 +31,12 @@ GroupSpec SpecOf(int trainer_ranks, int min_instances = 1, int slots = 4) {
   return spec;
 }
 
-// A trainer and a registered instance "r"; an update to `version` is open for data.
+// A trainer and an in-place instance "r"; an update to `version` is open for data.
 struct OneToOne : TestGroup {
   explicit OneToOne(int64_t version = 1, GroupSpec spec = DefaultSpec(), GroupLimits limits = {})
       : TestGroup(std::move(spec), limits) {
     trainer = AttachTrainer();
-    engine = Registered("r", kModel);
+    engine = InPlaceRank("r", kModel);
     begin = Begin(trainer, version);
     ReadyAll();
   }
@@ -45,13 +45,13 @@ struct OneToOne : TestGroup {
   CallId begin;
 };
 
-// A trainer and a staged instance "s" with a manifest; an update is open for data.
-struct OneToStaged : TestGroup {
-  explicit OneToStaged(GroupSpec spec = DefaultSpec(), GroupLimits limits = {},
+// A trainer and a loader instance "s" with a manifest; an update is open for data.
+struct OneToLoader : TestGroup {
+  explicit OneToLoader(GroupSpec spec = DefaultSpec(), GroupLimits limits = {},
                        bool evict_late = false)
       : TestGroup(std::move(spec), limits) {
     trainer = AttachTrainer();
-    engine = Staged("s", kModel);
+    engine = LoaderRank("s", kModel);
     BeginEvent e;
     e.member = trainer;
     e.version = Version(1);
@@ -66,7 +66,7 @@ struct OneToStaged : TestGroup {
 
 // ---- the main path ----
 
-TEST_CASE("an update of one trainer and one registered engine commits") {
+TEST_CASE("an update of one trainer and one in-place engine commits") {
   OneToOne g;
   const auto begun = g.Get<BeginReply>(g.begin);
   CHECK(begun.instances == 1);
@@ -98,9 +98,9 @@ TEST_CASE("an update of one trainer and one registered engine commits") {
   CHECK(g.group.NextDeadline() == std::nullopt);
 }
 
-TEST_CASE("a rank that attaches in doubt makes its instance dirty until a commit") {
+TEST_CASE("a rank that attaches with unknown weights makes its instance dirty until a commit") {
   TestGroup g(SpecOf(1, 1));
-  EngineIdentity who{"r", 0, 2, DeliveryMode::kRegistered, 1, Version(4), {}};
+  EngineIdentity who{"r", 0, 2, DeliveryMode::kInPlace, 1, Version(4), {}};
   g.Register(g.AttachEngine(who), LayoutOf(kModel, 0, 2));
   who.rank = 1;
   who.held_version.reset();
@@ -115,13 +115,13 @@ TEST_CASE("an update to both deliveries and an instance of two ranks commits in 
   TestGroup g(SpecOf(2, 3));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
-  g.Staged("s", kModel);
-  g.Registered("tp", kModel, 0, 2);
+  g.InPlaceRank("r", kModel);
+  g.LoaderRank("s", kModel);
+  g.InPlaceRank("tp", kModel, 0, 2);
   const CallId b0 = g.Begin(t0, 3);
   const CallId b1 = g.Begin(t1, 3);
   CHECK(g.prepares.empty());  // tp lacks a rank
-  g.Registered("tp", kModel, 1, 2);
+  g.InPlaceRank("tp", kModel, 1, 2);
   CHECK(g.prepares.size() == 4);
   CHECK(g.Answer(b0) == nullptr);
   g.ReadyAll();
@@ -143,7 +143,7 @@ TEST_CASE("an update to both deliveries and an instance of two ranks commits in 
 TEST_CASE(
     "ranks of one update that say no verification get the same, whichever daemon they are on") {
   TestGroup g(SpecOf(2));
-  EngineIdentity who{"r", 0, 1, DeliveryMode::kRegistered, 1, {}, {}};
+  EngineIdentity who{"r", 0, 1, DeliveryMode::kInPlace, 1, {}, {}};
   who.on_device = true;
   const MemberId engine = g.AttachEngine(who);
   g.Register(engine, LayoutOf(kModel));
@@ -192,8 +192,8 @@ TEST_CASE(
 TEST_CASE("tensors without an element need not be pushed, and may be") {
   TestGroup g;
   const std::vector<TensorSpec> model = {Bytes("a", 8), Bytes("none", 0)};
-  g.Registered("r", model);
-  g.Staged("s", model);
+  g.InPlaceRank("r", model);
+  g.LoaderRank("s", model);
   const MemberId trainer = g.AttachTrainer();
   const bool pushed = GENERATE(false, true);
   g.tensor_count = GENERATE(0, 1, 2);
@@ -208,7 +208,7 @@ TEST_CASE("tensors without an element need not be pushed, and may be") {
 TEST_CASE("the tensors of a refused bucket count as never pushed") {
   TestGroup g;
   const std::vector<TensorSpec> model = {Bytes("a", 8), Bytes("b", 8), Bytes("c", 8)};
-  g.Registered("r", model);
+  g.InPlaceRank("r", model);
   const MemberId t = g.AttachTrainer();
   g.Open(t, 1);
   g.Push(t, 1, 0, {model[0]});
@@ -238,7 +238,7 @@ TEST_CASE("the tensors of a refused bucket count as never pushed") {
 TEST_CASE("verification off or transfer commits without reading back") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(1);
@@ -252,11 +252,11 @@ TEST_CASE("verification off or transfer commits without reading back") {
 }
 
 TEST_CASE(
-    "tensors larger than a slot go to staged engines in parts, in order, as slots come free") {
+    "tensors larger than a slot go to loader engines in parts, in order, as slots come free") {
   TestGroup g(SpecOf(1, 1, 2));
   const std::vector<TensorSpec> big = {Bytes("big", 10'000), Bytes("small", 10)};
   const MemberId t = g.AttachTrainer();
-  g.Staged("s", big);
+  g.LoaderRank("s", big);
   g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, big);
   CHECK(g.running.size() == 2);  // both slots are being filled
@@ -291,7 +291,7 @@ TEST_CASE("updates follow each other with growing versions") {
 
 TEST_CASE("trainers that have ended may come back with another world size, engines staying") {
   TestGroup g(SpecOf(2));
-  const MemberId engine = g.Registered("r", kModel);
+  const MemberId engine = g.InPlaceRank("r", kModel);
   const auto run = [&g](const std::vector<MemberId>& trainers, int64_t version) {
     for (const MemberId trainer : trainers) g.Begin(trainer, version);
     g.ReadyAll();
@@ -349,19 +349,19 @@ TEST_CASE("attach is refused for wrong world sizes, ranks and duplicates") {
   const absl::Status again = g.refused[g.AttachTrainer(0, 2)];
   CHECK(again.code() == kAlreadyExists);
   CHECK_THAT(std::string(again.message()), Contains("trainer rank 0 (pid 1000)"));
-  g.Staged("s", kModel, 0, 2);
-  CHECK(g.refused[g.Staged("s", kModel, 1, 3)].code() == kPrecondition);
-  CHECK(g.refused[g.Staged("s", kModel, 0, 2)].code() == kAlreadyExists);
-  CHECK(g.refused[g.Staged("s", kModel, 2, 2)].code() == kInvalid);
-  CHECK(g.refused[g.Staged("z", kModel, 0, 0)].code() == kInvalid);
+  g.LoaderRank("s", kModel, 0, 2);
+  CHECK(g.refused[g.LoaderRank("s", kModel, 1, 3)].code() == kPrecondition);
+  CHECK(g.refused[g.LoaderRank("s", kModel, 0, 2)].code() == kAlreadyExists);
+  CHECK(g.refused[g.LoaderRank("s", kModel, 2, 2)].code() == kInvalid);
+  CHECK(g.refused[g.LoaderRank("z", kModel, 0, 0)].code() == kInvalid);
   CHECK(g.welcome.size() == 2);
   CHECK(g.group.View(g.now).members.size() == 2);
 }
 
 TEST_CASE("an instance is complete when all ranks are attached and registered") {
   TestGroup g;
-  const MemberId r0 = g.AttachEngine({"tp", 0, 2, DeliveryMode::kRegistered, 0, {}, {}});
-  g.Registered("tp", kModel, 1, 2);
+  const MemberId r0 = g.AttachEngine({"tp", 0, 2, DeliveryMode::kInPlace, 0, {}, {}});
+  g.InPlaceRank("tp", kModel, 1, 2);
   CHECK(g.Instance("tp").state == "forming");
   g.Register(r0, LayoutOf(kModel, 0, 2));
   CHECK(g.Instance("tp").state == "clean");
@@ -372,10 +372,10 @@ TEST_CASE("an instance is complete when all ranks are attached and registered") 
   CHECK(g.Instance("tp").attached == 1);
 }
 
-// Attaches one rank of a staged instance that already holds a version.
+// Attaches one rank of a loader instance that already holds a version.
 MemberId AttachHolding(TestGroup* g, const std::string& instance, int rank, int world_size,
                        int64_t held, uint64_t origin) {
-  EngineIdentity who{instance, rank, world_size, DeliveryMode::kStaged, 0, Version(held), kModel};
+  EngineIdentity who{instance, rank, world_size, DeliveryMode::kLoader, 0, Version(held), kModel};
   who.held_origin = origin;
   return g->AttachEngine(std::move(who));
 }
@@ -400,7 +400,7 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   CHECK(g.Instance("c").version == Version(6));
   CHECK(g.Instance("c").origin == 0);
   g.Lose(c1);
-  g.Staged("c", kModel, 1, 2);  // restarted without a version
+  g.LoaderRank("c", kModel, 1, 2);  // restarted without a version
   CHECK(g.Instance("c").state == "clean");
   CHECK(g.Instance("c").version == std::nullopt);
   // Version 6 is not greater than the version that engines hold, but that version is of another
@@ -412,7 +412,7 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
 
 TEST_CASE("members that attach during an update take part from the next one") {
   OneToOne g;
-  g.Registered("late", kModel);
+  g.InPlaceRank("late", kModel);
   CHECK(g.prepares.size() == 1);
   g.Push(g.trainer, 1, 0, kModel);
   CHECK(g.assembled->destinations.size() == 1);
@@ -427,22 +427,22 @@ TEST_CASE("members that attach during an update take part from the next one") {
 
 TEST_CASE("a rank may attach anew while its predecessor's memory is still touched") {
   OneToOne g;
-  g.Registered("other", kModel);
+  g.InPlaceRank("other", kModel);
   g.Push(g.trainer, 1, 0, {kModel[0]});
   g.Lose(g.engine);
   CHECK_FALSE(g.released.contains(g.engine));
-  const MemberId again = g.Registered("r", kModel);
+  const MemberId again = g.InPlaceRank("r", kModel);
   CHECK(g.welcome.contains(again));
   g.FinishAll();
   CHECK(g.released.contains(g.engine));
   CHECK(g.Instance("r").state == "clean");
 }
 
-TEST_CASE("registering a layout is refused for staged ranks and during an update") {
+TEST_CASE("registering a layout is refused for loader ranks and during an update") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  const MemberId r = g.Registered("r", kModel);
-  const MemberId s = g.Staged("s", kModel);
+  const MemberId r = g.InPlaceRank("r", kModel);
+  const MemberId s = g.LoaderRank("s", kModel);
   CHECK(g.group.CanRegisterLayout(s).code() == kPrecondition);
   CHECK(g.group.CanRegisterLayout(r).ok());
   CHECK(g.group.CanRegisterLayout(MemberId(99)).code() == kPrecondition);
@@ -455,7 +455,7 @@ TEST_CASE("registering a layout is refused for staged ranks and during an update
 TEST_CASE("Begin refuses bad versions, durations and counts and changes nothing") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  const MemberId r = g.Registered("r", kModel);
+  const MemberId r = g.InPlaceRank("r", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(-1);
@@ -486,7 +486,7 @@ TEST_CASE("a second rank's Begin joins, and must agree with the first") {
   TestGroup g(SpecOf(2));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   BeginEvent e;
   e.member = t0;
   e.version = Version(1);
@@ -520,8 +520,8 @@ TEST_CASE("a second rank's Begin joins, and must agree with the first") {
 TEST_CASE("Begin that waits for instances ends at the deadline and names what is missing") {
   TestGroup g(SpecOf(1, 2));
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
-  g.Registered("tp", kModel, 0, 2);
+  g.InPlaceRank("r", kModel);
+  g.InPlaceRank("tp", kModel, 0, 2);
   const CallId begin = g.Begin(t, 1);
   CHECK(g.group.NextDeadline() == g.now + seconds(120));
   g.Expire();
@@ -535,7 +535,7 @@ TEST_CASE("Begin that waits for instances ends at the deadline and names what is
 TEST_CASE("Begin that waits for another trainer rank ends at the deadline and names it") {
   TestGroup g(SpecOf(2));
   const MemberId t = g.AttachTrainer(0, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   const CallId begin = g.Begin(t, 1);
   g.Expire();
   CHECK(g.Code(begin) == kDeadline);
@@ -552,13 +552,13 @@ void CheckTooLarge(const TestGroup& g, CallId call, const std::string& instance)
   const Failure failure = FailureOf(g.Answer(call)->status);
   REQUIRE(failure.suspects.size() == 1);
   CHECK(failure.suspects[0].instance == instance);
-  CHECK(failure.weights == WeightsLeft::kClean);
+  CHECK(failure.weights == Weights::kClean);
 }
 
 TEST_CASE("a Begin that waited for an engine whose layout is too large waited out its deadline") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kInPlace, 7, {}, {}});
   const CallId waits = g.Begin(t, 1);
   CHECK(g.Answer(waits) == nullptr);
   g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
@@ -577,8 +577,8 @@ TEST_CASE("a Begin that waited for an engine whose layout is too large waited ou
 TEST_CASE("a Begin waits for other instances where one is refused for its size") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kRegistered, 7, {}, {}});
-  const MemberId b = g.AttachEngine({"b", 0, 1, DeliveryMode::kRegistered, 8, {}, {}});
+  const MemberId a = g.AttachEngine({"a", 0, 1, DeliveryMode::kInPlace, 7, {}, {}});
+  const MemberId b = g.AttachEngine({"b", 0, 1, DeliveryMode::kInPlace, 8, {}, {}});
   const CallId begin = g.Begin(t, 1);
   g.Do(EngineFailed{a, UpdateId(), "", TooLarge()});
   CHECK(g.Answer(begin) == nullptr);
@@ -607,7 +607,7 @@ TEST_CASE("a Begin that waited for an engine whose manifest is too large waited 
   TestGroup g;
   const MemberId t = g.AttachTrainer();
   const CallId waits = g.Begin(t, 1);
-  EngineIdentity who{"a", 0, 1, DeliveryMode::kStaged, 7, {}, {}};
+  EngineIdentity who{"a", 0, 1, DeliveryMode::kLoader, 7, {}, {}};
   who.refused = TooLarge();
   const MemberId a = g.AttachEngine(who);
   CHECK(g.refused.at(a).code() == kExhausted);
@@ -615,7 +615,7 @@ TEST_CASE("a Begin that waited for an engine whose manifest is too large waited 
   // The engine is gone, and another may come in its place.
   const CallId begin = g.Begin(t, 2);
   CHECK(g.Answer(begin) == nullptr);
-  g.Registered("a", kModel);
+  g.InPlaceRank("a", kModel);
   g.ReadyAll();
   CHECK(g.Code(begin) == absl::StatusCode::kOk);
 }
@@ -623,8 +623,8 @@ TEST_CASE("a Begin that waited for an engine whose manifest is too large waited 
 TEST_CASE("an engine that never answers Ready is named, and its instance stays clean") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
-  g.Registered("slow", kModel);
+  g.InPlaceRank("r", kModel);
+  g.InPlaceRank("slow", kModel);
   const CallId begin = g.Begin(t, 1);
   g.Ready(g.prepares[0].member, 1);
   CHECK(g.group.NextDeadline() == g.now + seconds(30));
@@ -638,8 +638,8 @@ TEST_CASE("an engine that never answers Ready is named, and its instance stays c
 TEST_CASE("with evict_late an engine that never answers Ready loses its instance only") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  const MemberId r = g.Registered("r", kModel);
-  const MemberId slow = g.Registered("slow", kModel);
+  const MemberId r = g.InPlaceRank("r", kModel);
+  const MemberId slow = g.InPlaceRank("slow", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(1);
@@ -666,7 +666,7 @@ TEST_CASE("with evict_late an engine that never answers Ready loses its instance
 TEST_CASE("with evict_late and nobody ready the update aborts") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("slow", kModel);
+  g.InPlaceRank("slow", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(1);
@@ -677,10 +677,10 @@ TEST_CASE("with evict_late and nobody ready the update aborts") {
   CHECK_THAT(g.Text(begin), Contains("no instance is left") && Contains("slow rank 0"));
 }
 
-TEST_CASE("staged engines without a manifest need a tensor count, of Begin or of Commit (P1)") {
+TEST_CASE("loader engines without a manifest need a tensor count, of Begin or of Commit (P1)") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Staged("s");
+  g.LoaderRank("s");
   const bool at_begin = GENERATE(true, false);
   g.tensor_count = at_begin ? 2 : 0;
   g.Open(t, 1);
@@ -691,14 +691,14 @@ TEST_CASE("staged engines without a manifest need a tensor count, of Begin or of
     CHECK(g.Code(untold) == kPrecondition);
     CHECK_THAT(g.Text(untold), Contains("tensor_count: 0") && Contains("engine s rank 0"));
   }
-  const CallId early = g.CommitTold(t, 1, 1, 2);
+  const CallId early = g.CommitCounted(t, 1, 1, 2);
   CHECK(g.Code(early) == kPrecondition);
   CHECK_THAT(g.Text(early), Contains("1 tensors") && Contains("is 2"));
   g.Push(t, 1, 1, {kModel[1]});
   if (at_begin) CHECK(g.Code(g.Push(t, 1, 2, {Bytes("c", 1)})) == kPrecondition);
   g.Settle();
-  CHECK(g.Code(g.CommitTold(t, 1, 2, 1)) == kPrecondition);
-  CHECK(g.Code(g.CommitTold(t, 1, 2, 2)) == kOk);
+  CHECK(g.Code(g.CommitCounted(t, 1, 2, 1)) == kPrecondition);
+  CHECK(g.Code(g.CommitCounted(t, 1, 2, 2)) == kOk);
 }
 
 TEST_CASE("a tensor count that Commit tells is of all ranks, and the same on each that tells it") {
@@ -707,16 +707,16 @@ TEST_CASE("a tensor count that Commit tells is of all ranks, and the same on eac
   TestGroup g(spec);
   const MemberId first = g.AttachTrainer(0, 2);
   const MemberId second = g.AttachTrainer(1, 2);
-  g.Staged("s");
+  g.LoaderRank("s");
   g.Begin(first, 1);
   g.Open(second, 1);
   g.Push(first, 1, 0, {kModel[0]});
   g.Push(second, 1, 0, {kModel[1]});
   g.Settle();
-  const CallId told = g.CommitTold(first, 1, 1, 2);
+  const CallId told = g.CommitCounted(first, 1, 1, 2);
   CHECK(g.Answer(told) == nullptr);
   CHECK(g.group.ViewUpdate(g.now)->tensor_count == 2);
-  const CallId other = g.CommitTold(second, 1, 1, 3);
+  const CallId other = g.CommitCounted(second, 1, 1, 3);
   CHECK(g.Code(other) == kPrecondition);
   CHECK_THAT(g.Text(other), Contains("tensor_count: 3 differs from the 2"));
   CHECK(g.Code(g.Commit(second, 1, 1)) == kOk);
@@ -726,21 +726,21 @@ TEST_CASE("a tensor count that Commit tells is of all ranks, and the same on eac
 TEST_CASE("a tensor count goes with the waiting commit that told it") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Staged("s");
+  g.LoaderRank("s");
   g.Open(t, 1);
-  const CallId ahead = g.CommitTold(t, 1, 1, 3, true);
+  const CallId ahead = g.CommitCounted(t, 1, 1, 3, true);
   g.Push(t, 1, 0, {kModel[0]});
   CHECK(g.Code(ahead) == kPrecondition);
   CHECK_THAT(g.Text(ahead), Contains("1 tensors") && Contains("is 3"));
   g.Settle();
-  CHECK(g.Code(g.CommitTold(t, 1, 1, 1)) == kOk);
+  CHECK(g.Code(g.CommitCounted(t, 1, 1, 1)) == kOk);
 }
 
 TEST_CASE("instances that disagree about a tensor are both named at Begin") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
-  g.Staged("s", std::vector<TensorSpec>{Bytes("a", 999)});
+  g.InPlaceRank("r", kModel);
+  g.LoaderRank("s", std::vector<TensorSpec>{Bytes("a", 999)});
   const CallId begin = g.Begin(t, 1);
   CHECK(g.Code(begin) == kPrecondition);
   CHECK_THAT(g.Text(begin), Contains("'a'") && Contains("engine r rank 0") &&
@@ -753,7 +753,7 @@ TEST_CASE("instances that disagree about a tensor are both named at Begin") {
 TEST_CASE("a repeated request id has no second effect and gets the first answer") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(1);
@@ -816,7 +816,7 @@ TEST_CASE("buckets before Begin, after Commit and of another version are refused
   TestGroup g(SpecOf(2));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   CHECK(g.Code(g.Push(t0, 1, 0, kModel)) == kPrecondition);
   g.Begin(t0, 1);
   CHECK(g.Code(g.Push(t0, 1, 0, kModel)) == kPrecondition);
@@ -919,7 +919,7 @@ TEST_CASE("tensors without elements are pushed once, where they are") {
   const std::vector<TensorSpec> model = {Bytes("a", 10), {"empty", DType::kFloat32, {0, 4}}};
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", model);
+  g.InPlaceRank("r", model);
   g.Open(t, 1);
   g.Push(t, 1, 0, {model[0]});
   g.FinishAll();
@@ -933,7 +933,7 @@ TEST_CASE("engine-only tensors are neither needed nor taken") {
   spec.engine_only_tensors = {"rotary"};
   TestGroup g(spec);
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", {kModel[0], Bytes("rotary", 64)});
+  g.InPlaceRank("r", {kModel[0], Bytes("rotary", 64)});
   g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, {Bytes("rotary", 64)});
   CHECK(g.Code(push) == kPrecondition);
@@ -946,7 +946,7 @@ TEST_CASE("a missing tensor withdraws the last commit only, and names tensor and
   TestGroup g(SpecOf(2));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   g.Begin(t0, 1);
   g.Open(t1, 1);
   g.Push(t0, 1, 0, {kModel[0]});
@@ -966,8 +966,8 @@ TEST_CASE("a missing tensor withdraws the last commit only, and names tensor and
 
 // ---- leased slots ----
 
-TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot") {
-  OneToStaged g;
+TEST_CASE("a bucket in a leased slot is handed to loader engines from that slot") {
+  OneToLoader g;
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   CHECK(lease.expires == seconds(30));
   CHECK(lease.slot_bytes == 4096);
@@ -1005,13 +1005,13 @@ TEST_CASE("a leased slot is free again after the transfer where nobody is staged
 
 // ---- broadcasts through slots ----
 
-// A trainer on a GPU, two registered instances on other GPUs, and an open update by `method`.
+// A trainer on a GPU, two in-place instances on other GPUs, and an open update by `method`.
 struct OneToTwo : TestGroup {
   explicit OneToTwo(BroadcastMethod method, bool slots = true, GroupSpec spec = DefaultSpec())
       : TestGroup(std::move(spec)) {
     trainer = AttachTrainer();
-    first = Registered("a", kModel);
-    second = Registered("b", kModel);
+    first = InPlaceRank("a", kModel);
+    second = InPlaceRank("b", kModel);
     begin = BeginBy(method, slots);
     ReadyAll();
   }
@@ -1037,7 +1037,7 @@ TEST_CASE("a broadcast goes through a slot, in parts of a slot's size, and gives
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == method);
   CHECK(g.running[0].transfer.slot.has_value());
-  CHECK(g.running[0].transfer.staged.empty());
+  CHECK(g.running[0].transfer.readers.empty());
   CHECK(g.running[0].transfer.touched.size() == 2);
   CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
   CHECK(g.FreeSlots() == 3);
@@ -1068,8 +1068,8 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
   const std::vector<TensorSpec> big = {Bytes("big", 5 * 4096)};
   TestGroup g(SpecOf(1, 2, 2));
   const MemberId trainer = g.AttachTrainer();
-  g.Registered("a", big);
-  g.Registered("b", big);
+  g.InPlaceRank("a", big);
+  g.InPlaceRank("b", big);
   BeginEvent e;
   e.member = trainer;
   e.version = Version(1);
@@ -1107,11 +1107,11 @@ TEST_CASE("a bucket of a leased slot is broadcast from it") {
   CHECK(g.FreeSlots() == 4);
 }
 
-TEST_CASE("a broadcast to staged engines too hands them its slot") {
+TEST_CASE("a broadcast to loader engines too hands them its slot") {
   TestGroup g(SpecOf(1, 2));
   const MemberId trainer = g.AttachTrainer();
-  g.Registered("a", kModel);
-  g.Staged("s", kModel);
+  g.InPlaceRank("a", kModel);
+  g.LoaderRank("s", kModel);
   BeginEvent e;
   e.member = trainer;
   e.version = Version(1);
@@ -1120,7 +1120,7 @@ TEST_CASE("a broadcast to staged engines too hands them its slot") {
   g.Open(e);
   g.Push(trainer, 1, 0, kModel);
   REQUIRE(g.running.size() == 1);
-  CHECK(g.running[0].transfer.staged.size() == 1);
+  CHECK(g.running[0].transfer.readers.size() == 1);
   CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kChain);
   g.FinishAll();
   REQUIRE(g.parts.size() == 1);
@@ -1133,7 +1133,7 @@ TEST_CASE("ranks agree about the method, and all of them need slots for kAuto to
   TestGroup g(SpecOf(2));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   BeginEvent e;
   e.member = t0;
   e.version = Version(1);
@@ -1172,7 +1172,7 @@ TEST_CASE("an engine that comes while an update is opened, on a GPU without slot
   e.slots_on_devices = true;
   const CallId begin = g.Begin(e);
   const MemberId late(77);
-  g.engines[late] = {late, "late", DeliveryMode::kRegistered, nullptr};
+  g.engines[late] = {late, "late", DeliveryMode::kInPlace, nullptr};
   EngineAttached attached{late, {}, true};
   attached.identity.instance = "late";
   g.Do(attached);
@@ -1219,9 +1219,9 @@ GroupLimits PartsOf(int64_t bytes, int64_t tensors) {
 struct InParts : TestGroup {
   InParts() : TestGroup(DefaultSpec(), PartsOf(1000, 2)) {
     trainer = AttachTrainer();
-    whole = Registered("r", Eight());
-    tp0 = Registered("tp", Eight(), 0, 2);
-    tp1 = Registered("tp", Eight(), 1, 2);
+    whole = InPlaceRank("r", Eight());
+    tp0 = InPlaceRank("tp", Eight(), 0, 2);
+    tp1 = InPlaceRank("tp", Eight(), 1, 2);
     Open(trainer, 1);
     push = Push(trainer, 1, 0, Eight());
     REQUIRE(running.size() == 4);
@@ -1275,7 +1275,7 @@ std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimit
   }
   TestGroup g(TestGroup::DefaultSpec(), limits);
   const MemberId trainer = g.AttachTrainer();
-  g.Registered("r", tensors);
+  g.InPlaceRank("r", tensors);
   g.Open(trainer, 1);
   BucketDraft bucket = g.MakeBucket(trainer, 1, 0, tensors);
   for (TensorRange& range : bucket.ranges) {
@@ -1335,7 +1335,7 @@ TEST_CASE("a part of a bucket that fails ends the update when the others have en
   const Failure failure = FailureOf(g.Answer(g.push)->status);
   REQUIRE(failure.suspects.size() == 1);
   CHECK(NameOf(failure.suspects[0]) == "engine r rank 0");
-  CHECK(failure.weights == WeightsLeft::kDirty);
+  CHECK(failure.weights == Weights::kDirty);
   CHECK(failure.dirty_instances == std::vector<std::string>{"r", "tp"});
   CHECK(failure.version == 1);
   CHECK_FALSE(failure.may_be_retried);  // other bytes than were sent: that does not pass
@@ -1351,7 +1351,7 @@ TEST_CASE("a reason that calls weights whole made dirty engines read as whole") 
   while (!g.running.empty()) g.Finish(0);
   CHECK_THAT(g.Text(g.push), Contains(reason) && Contains("weights are dirty: instance"));
   const Failure failure = FailureOf(g.Answer(g.push)->status);
-  CHECK(failure.weights == WeightsLeft::kDirty);
+  CHECK(failure.weights == Weights::kDirty);
   CHECK(failure.tensor.empty());
   REQUIRE(failure.suspects.size() == 1);
   CHECK(failure.suspects[0].role == SuspectRole::kEngine);
@@ -1378,12 +1378,12 @@ TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until
   CHECK(g.Instance("tp").state == "clean");
 }
 
-TEST_CASE("parts cut for a staged engine go directly when it dies before they start") {
+TEST_CASE("parts cut for a loader engine go directly when it dies before they start") {
   TestGroup g(SpecOf(1, 1, 2));
   const std::vector<TensorSpec> model = {Bytes("a", 3000), Bytes("b", 10), Bytes("c", 17'000)};
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", model);
-  const MemberId s = g.Staged("s", model);
+  g.InPlaceRank("r", model);
+  const MemberId s = g.LoaderRank("s", model);
   g.Open(t, 1);
   g.Push(t, 1, 0, model);
   REQUIRE(g.running.size() == 2);
@@ -1519,7 +1519,7 @@ TEST_CASE("the statistics of the last buckets are kept until the next update, an
 }
 
 TEST_CASE("leases are limited, waited for in order, given back and named when none comes free") {
-  OneToStaged g(SpecOf(1, 1, 3));
+  OneToLoader g(SpecOf(1, 1, 3));
   const auto first = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   const CallId third = g.Lease(g.trainer, 1);
@@ -1546,7 +1546,7 @@ TEST_CASE("leases are limited, waited for in order, given back and named when no
 }
 
 TEST_CASE("a rank whose leased slots wait for its own earlier bucket is told so at once") {
-  OneToStaged g(SpecOf(1, 1, 2));
+  OneToLoader g(SpecOf(1, 1, 2));
   BucketDraft b = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
   b.LieIn(g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1)).grant, {0});
   const CallId early = g.Push(b);
@@ -1562,7 +1562,7 @@ TEST_CASE("groups with too few slots grant no leases") {
   TestGroup g(SpecOf(4, 1, 4));
   std::vector<MemberId> trainers;
   for (int rank = 0; rank < 4; ++rank) trainers.push_back(g.AttachTrainer(rank, 4));
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   for (const MemberId t : trainers) g.Begin(t, 1);
   g.ReadyAll();
   CHECK(g.Code(g.Lease(trainers[0], 1)) == kExhausted);
@@ -1572,7 +1572,7 @@ TEST_CASE("groups with too few slots grant no leases") {
 TEST_CASE("a lease that is not submitted in time aborts the update, and stays its holder's") {
   GroupLimits limits;
   limits.grant_limit = seconds(5);
-  OneToStaged g(TestGroup::DefaultSpec(), limits);
+  OneToLoader g(TestGroup::DefaultSpec(), limits);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   const CallId push = g.Push(g.trainer, 1, 1, {kModel[0]});  // waits for seq 0
   CHECK(g.group.NextDeadline() == g.now + seconds(5));
@@ -1590,7 +1590,7 @@ TEST_CASE("a lease that is not submitted in time aborts the update, and stays it
 TEST_CASE("a lease that outlives its update is no reason to give up the next one") {
   GroupLimits limits;
   limits.grant_limit = seconds(5);
-  OneToStaged g(TestGroup::DefaultSpec(), limits);
+  OneToLoader g(TestGroup::DefaultSpec(), limits);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   g.Push(g.trainer, 1, 0, kModel);
   g.Settle();
@@ -1611,7 +1611,7 @@ TEST_CASE("a lease that outlives its update is no reason to give up the next one
 }
 
 TEST_CASE("a lease whose caller went away is not given to nobody") {
-  OneToStaged g(SpecOf(1, 1, 3));
+  OneToLoader g(SpecOf(1, 1, 3));
   g.Push(g.trainer, 1, 0, {Bytes("a", 1000)});
   g.Push(g.trainer, 1, 1, {Bytes("b", 500)});
   g.FinishAll();
@@ -1626,7 +1626,7 @@ TEST_CASE("a lease whose caller went away is not given to nobody") {
 // ---- lateness, loss, eviction ----
 
 TEST_CASE("an engine that never acknowledges aborts the update and is named") {
-  OneToStaged g;
+  OneToLoader g;
   g.Push(g.trainer, 1, 0, kModel);
   g.FinishAll();
   const CallId commit = g.Commit(g.trainer, 1, 1);
@@ -1645,8 +1645,8 @@ TEST_CASE("an engine that never acknowledges aborts the update and is named") {
 TEST_CASE("with evict_late an engine that never acknowledges loses its instance only") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
-  const MemberId s = g.Staged("s", kModel);
+  g.InPlaceRank("r", kModel);
+  const MemberId s = g.LoaderRank("s", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(1);
@@ -1666,12 +1666,12 @@ TEST_CASE("with evict_late an engine that never acknowledges loses its instance 
   CHECK(g.FreeSlots() == 4);  // the others must not wait for it
 }
 
-TEST_CASE("parts without staged engines left need no slots any more") {
+TEST_CASE("parts without loader engines left need no slots any more") {
   TestGroup g(SpecOf(1, 1, 2));
   const std::vector<TensorSpec> big = {Bytes("big", 20'000)};
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", big);
-  const MemberId s = g.Staged("s", big);
+  g.InPlaceRank("r", big);
+  const MemberId s = g.LoaderRank("s", big);
   g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, big);
   CHECK(g.running.size() == 2);
@@ -1689,9 +1689,9 @@ TEST_CASE("parts without staged engines left need no slots any more") {
 TEST_CASE("the death of an engine rank evicts its instance, and the update goes on") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
-  const MemberId tp0 = g.Registered("tp", kModel, 0, 2);
-  const MemberId tp1 = g.Registered("tp", kModel, 1, 2);
+  g.InPlaceRank("r", kModel);
+  const MemberId tp0 = g.InPlaceRank("tp", kModel, 0, 2);
+  const MemberId tp1 = g.InPlaceRank("tp", kModel, 1, 2);
   g.Open(t, 1);
   g.Push(t, 1, 0, {kModel[0]});
   g.Lose(tp1);
@@ -1714,7 +1714,7 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   CHECK(outcomes[0].committed);
   CHECK_FALSE(outcomes[1].committed);
   CHECK(g.Instance("tp").state == "forming_dirty");
-  g.Registered("tp", kModel, 1, 2);
+  g.InPlaceRank("tp", kModel, 1, 2);
   CHECK(g.Instance("tp").state == "dirty");
   g.Install(t, 2, kModel);
   CHECK(g.Instance("tp").version == Version(2));
@@ -1823,9 +1823,9 @@ TEST_CASE("a commit that waits ends with the update: idle limit, death, abort") 
 TEST_CASE("an engine that dies while it is read back is released when that ended") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  const MemberId dies = g.Registered("a", kModel);
+  const MemberId dies = g.InPlaceRank("a", kModel);
   const bool survivor = GENERATE(true, false);
-  if (survivor) g.Registered("b", kModel);
+  if (survivor) g.InPlaceRank("b", kModel);
   g.Open(t, 1);
   g.Push(t, 1, 0, kModel);
   g.FinishAll();
@@ -1849,7 +1849,7 @@ TEST_CASE("the loss of a trainer rank aborts, after the copies that read its mem
   TestGroup g(SpecOf(2));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   g.Begin(t0, 1);
   g.Open(t1, 1);
   const CallId p0 = g.Push(t0, 1, 0, {kModel[0]});
@@ -1881,8 +1881,8 @@ TEST_CASE("the loss of a trainer rank aborts, after the copies that read its mem
 TEST_CASE("Failed aborts and is named; with evict_late it evicts") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
-  const MemberId s = g.Staged("s", kModel);
+  g.InPlaceRank("r", kModel);
+  const MemberId s = g.LoaderRank("s", kModel);
   BeginEvent e;
   e.member = t;
   e.version = Version(1);
@@ -1901,7 +1901,7 @@ TEST_CASE("Failed aborts and is named; with evict_late it evicts") {
 }
 
 TEST_CASE("a failed transfer aborts whatever evict_late says, and names the destination") {
-  OneToStaged g(TestGroup::DefaultSpec(), {}, true);
+  OneToLoader g(TestGroup::DefaultSpec(), {}, true);
   const CallId push = g.Push(g.trainer, 1, 0, kModel);
   g.Finish(0, absl::DataLossError("tensor 'a' differs"));
   CHECK(g.Code(push) == kAborted);
@@ -1995,7 +1995,7 @@ TEST_CASE("an update whose trainers fall silent aborts after the idle limit") {
 TEST_CASE("a Begin whose caller went away leaves the update to the idle limit") {
   TestGroup g(SpecOf(1, 2));
   const MemberId t = g.AttachTrainer();
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   const CallId begin = g.Begin(t, 1);
   g.Do(CallGone{begin});
   CHECK(g.group.update_running());
@@ -2008,7 +2008,7 @@ TEST_CASE("at the update's deadline every waiting call gets DEADLINE_EXCEEDED wi
   TestGroup g(SpecOf(2));
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   BeginEvent e;
   e.member = t0;
   e.version = Version(1);
@@ -2041,7 +2041,7 @@ TEST_CASE("a draining group ends its update and opens no other") {
   CHECK(g.draining.size() == 2);
   g.PushAndCommit(g.trainer, 1, kModel);
   CHECK(g.Code(g.Begin(g.trainer, 2)) == kUnavailable);
-  g.Staged("late");
+  g.LoaderRank("late");
   CHECK(g.draining.size() == 3);
 }
 
@@ -2090,8 +2090,8 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
     }
     return Standing::kGone;
   };
-  g.Registered("first", kModel);
-  g.Staged("second", kModel);
+  g.InPlaceRank("first", kModel);
+  g.LoaderRank("second", kModel);
   // All engines of a group that never had a version start with the same weights.
   CHECK(standing("first") == Standing::kClean);
   g.group.TakeStandings();
@@ -2104,7 +2104,7 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
   // The standing stays the same while the holder is written to, and after the holder has left.
   g.Lose(holder);
   CHECK(standing("first") == Standing::kEmpty);
-  g.Registered("late", kModel);
+  g.InPlaceRank("late", kModel);
   CHECK(standing("late") == Standing::kEmpty);
   const MemberId trainer = g.AttachTrainer();
   g.Install(trainer, 1, kModel);
@@ -2118,7 +2118,7 @@ TEST_CASE("an instance without weights is not ready beside one that holds an ear
 // `digest`. Its daemon then finds `content` in its memory.
 MemberId Claiming(TestGroup* g, const std::string& instance, uint64_t digest, uint64_t content,
                   uint64_t origin = 0x55, int64_t held = 4) {
-  EngineIdentity who{instance, 0, 1, DeliveryMode::kRegistered, 0, Version(held), {}};
+  EngineIdentity who{instance, 0, 1, DeliveryMode::kInPlace, 0, Version(held), {}};
   who.held_origin = origin;
   who.held_digest = digest;
   who.fill = true;
@@ -2261,9 +2261,9 @@ TEST_CASE("a trainer that another owner's engine puts out leaves when its update
   const MemberId thief = attach("uid:666");
   CHECK(g.group.owner() == "uid:666");
   CHECK(g.refused.contains(attach("uid:7")));
-  g.Registered("new", kModel);
+  g.InPlaceRank("new", kModel);
   const CallId begin = g.Begin(thief, 4);
-  EngineIdentity who{"old", 0, 1, DeliveryMode::kStaged, 0, Version(3), kModel};
+  EngineIdentity who{"old", 0, 1, DeliveryMode::kLoader, 0, Version(3), kModel};
   who.held_origin = 0x55;
   who.held_owner = "uid:7";
   g.AttachEngine(std::move(who));
@@ -2347,7 +2347,7 @@ TEST_CASE("status shows the running update's progress") {
 TEST_CASE("the first note that a rank gives is shown with the update, also when it has ended") {
   TestGroup g(SpecOf(2));
   const MemberId trainers[] = {g.AttachTrainer(0, 2), g.AttachTrainer(1, 2)};
-  g.Registered("r", kModel);
+  g.InPlaceRank("r", kModel);
   for (const auto& [rank, note] : {std::pair(0, ""), std::pair(1, "step 1200")}) {
     BeginEvent e;
     e.member = trainers[rank];
@@ -2363,7 +2363,7 @@ TEST_CASE("the first note that a rank gives is shown with the update, also when 
 }
 
 TEST_CASE("answers to an aborted update don't count for the next one to the same version") {
-  OneToStaged g;
+  OneToLoader g;
   const UpdateId first = g.prepares.back().update;
   g.Push(g.trainer, 1, 0, {kModel[0]});
   g.FinishAll();
@@ -2390,7 +2390,7 @@ TEST_CASE("answers to an aborted update don't count for the next one to the same
 }
 
 TEST_CASE("Failed that comes after the commit marks the instance dirty until the next one") {
-  OneToStaged g;
+  OneToLoader g;
   const UpdateId first = g.prepares.back().update;
   const MemberId engine = g.prepares.back().member;
   const std::string name = g.engines.at(engine).instance;
@@ -2424,7 +2424,7 @@ TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
   const std::vector<TensorSpec> huge = {
       Bytes("huge", (kMaxPartsPerBucket + 1) * g.group.spec().slot_bytes)};
   const MemberId t = g.AttachTrainer();
-  g.Staged("s", huge);
+  g.LoaderRank("s", huge);
   g.Open(t, 1);
   const CallId push = g.Push(t, 1, 0, huge);
   CHECK(g.Code(push) == kExhausted);
@@ -2434,9 +2434,9 @@ TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
 TEST_CASE("an instance that nothing touched stayed paused while another's copy ran on") {
   TestGroup g;
   const MemberId trainer = g.AttachTrainer();
-  const MemberId busy = g.Registered("busy", kModel);
+  const MemberId busy = g.InPlaceRank("busy", kModel);
   const MemberId quiet =
-      g.Staged("quiet", kModel);  // the rank is handed nothing before the copy has ended
+      g.LoaderRank("quiet", kModel);  // the rank is handed nothing before the copy has ended
   g.Open(trainer, 1);
   g.Push(trainer, 1, 0, {kModel[0]});
   const CallId abort = g.Abort(trainer, 1);

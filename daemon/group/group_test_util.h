@@ -94,28 +94,28 @@ class TestGroup {
     if (refused.contains(id)) engines.erase(id);
     return id;
   }
-  MemberId Registered(const std::string& instance, const std::vector<TensorSpec>& tensors,
-                      int rank = 0, int world_size = 1) {
+  MemberId InPlaceRank(const std::string& instance, const std::vector<TensorSpec>& tensors,
+                       int rank = 0, int world_size = 1) {
     const MemberId id =
-        AttachEngine({instance, rank, world_size, DeliveryMode::kRegistered, 2000 + rank, {}, {}});
+        AttachEngine({instance, rank, world_size, DeliveryMode::kInPlace, 2000 + rank, {}, {}});
     Register(id, LayoutOf(tensors, rank, world_size));
     return id;
   }
-  // Does what Registered does, for a rank that takes part in fills.
-  MemberId Fillable(const std::string& instance, const std::vector<TensorSpec>& tensors,
-                    int rank = 0, int world_size = 1, NodeId node = {}) {
-    EngineIdentity who{instance, rank, world_size, DeliveryMode::kRegistered, 2000 + rank, {}, {}};
-    who.fill = true;
+  // Does what Registered does, for a rank that takes part in catch-ups.
+  MemberId MayCatchUp(const std::string& instance, const std::vector<TensorSpec>& tensors,
+                      int rank = 0, int world_size = 1, NodeId node = {}) {
+    EngineIdentity who{instance, rank, world_size, DeliveryMode::kInPlace, 2000 + rank, {}, {}};
+    who.catch_up = true;
     who.node = node;
     const MemberId id = AttachEngine(std::move(who));
     Register(id, LayoutOf(tensors, rank, world_size));
     return id;
   }
-  MemberId Staged(const std::string& instance,
-                  std::optional<std::vector<TensorSpec>> manifest = std::nullopt, int rank = 0,
-                  int world_size = 1) {
+  MemberId LoaderRank(const std::string& instance,
+                      std::optional<std::vector<TensorSpec>> manifest = std::nullopt, int rank = 0,
+                      int world_size = 1) {
     return AttachEngine(
-        {instance, rank, world_size, DeliveryMode::kStaged, 3000 + rank, {}, std::move(manifest)});
+        {instance, rank, world_size, DeliveryMode::kLoader, 3000 + rank, {}, std::move(manifest)});
   }
   void Register(MemberId id, std::shared_ptr<const Layout> layout) {
     engines[id].layout = layout;
@@ -188,8 +188,8 @@ class TestGroup {
     return call;
   }
   // Commits, and tells that the update brings so many tensors. `ahead`: buckets are on their way.
-  CallId CommitTold(MemberId member, int64_t version, int64_t buckets, int64_t tensors,
-                    bool ahead = false) {
+  CallId CommitCounted(MemberId member, int64_t version, int64_t buckets, int64_t tensors,
+                       bool ahead = false) {
     const CallId call = NewCall();
     Do(CommitEvent{call, member, "", Version(version), buckets, ahead, {}, tensors});
     return call;
@@ -468,7 +468,7 @@ class TestGroup {
   std::vector<SendDraining> draining;
   std::vector<UpdateId> overdue;
   std::vector<UpdateId> ended;
-  std::vector<UpdateEnded> fills;
+  std::vector<UpdateEnded> catch_ups;
   std::set<MemberId> welcome;
   std::map<MemberId, absl::Status> refused;
   std::set<MemberId> lost;
@@ -513,7 +513,7 @@ class TestGroup {
       }
     }
   }
-  // Whether the running update or fill, or else the last one, shows the member as evicted.
+  // Whether the running update or catch-up, or else the last one, shows the member as evicted.
   bool Evicted(MemberId member) const {
     const std::optional<UpdateView> view = group.ViewLatest(now);
     const auto engine = engines.find(member);
@@ -575,7 +575,7 @@ class TestGroup {
     if (it == engines.end()) return;
     const Engine& engine = it->second;
     dirty.erase(engine.instance);
-    if (engine.delivery == DeliveryMode::kRegistered) {
+    if (engine.delivery == DeliveryMode::kInPlace) {
       for (uint32_t t = 0; t < engine.layout->tensors.size(); ++t) {
         const TensorSpec& tensor = engine.layout->tensors[t];
         const auto& only = group.spec().engine_only_tensors;
@@ -662,7 +662,7 @@ class TestGroup {
     CHECK_FALSE(refitting.has_value());
     CHECK_FALSE(comparing.has_value());
     ended.push_back(a.update);
-    if (a.fill) fills.push_back(a);
+    if (a.catch_up) catch_ups.push_back(a);
   }
   void On(const RefuseMember& a) {
     if (!puts_out) CHECK_FALSE(welcome.contains(a.member));
@@ -692,7 +692,7 @@ class TestGroup {
     for (const MemberId source : assembled->program->sources) {
       CheckAlive(source);
       // P1: an instance that gives is clean.
-      if (assembled->program->fill) CHECK_FALSE(dirty.contains(engines.at(source).instance));
+      if (assembled->program->catch_up) CHECK_FALSE(dirty.contains(engines.at(source).instance));
     }
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
       if (a.skip_destination[d]) continue;

@@ -19,7 +19,7 @@
 //   last_lost: from any state to gone.
 //
 // Triggers:
-//   complete     every rank is attached and, for registered delivery, has a layout
+//   complete     every rank is attached and, for in-place delivery, has a layout
 //   prepare      an update takes the instance in: Prepare is sent to every rank
 //   all_ready    every rank answered Ready
 //   first_write  the first byte of an update is about to be written or handed over to it

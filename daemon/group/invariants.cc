@@ -34,7 +34,7 @@ void Group::Impl::CheckState() const {
   REFITD_CHECK(update->state != UpdateState::kCommitted && update->state != UpdateState::kAborted);
   // P3: versions grow; a fill installs the group's own.
   REFITD_CHECK(!version.has_value() || *version < update->version ||
-               (FillRuns() && *version == update->version));
+               (CatchUpRuns() && *version == update->version));
   REFITD_CHECK(update->in_flight >= 0 && update->first_part >= 0);
   REFITD_CHECK(update->first_part <= update->next_start);
   REFITD_CHECK(update->next_start <= update->end_part());
@@ -49,7 +49,7 @@ void Group::Impl::CheckInvariants() const {
   CheckInstances();
   CheckRequests();
   CheckSlots();
-  CheckFill();
+  CheckCatchUp();
   if (update == nullptr) return;
   CheckParticipants();
   CheckParts();
@@ -178,7 +178,7 @@ void Group::Impl::CheckParticipants() const {
     REFITD_CHECK(progress.early.empty() || progress.early.begin()->first > progress.next_seq);
   }
   // P1: nothing is settled before every trainer rank has committed.
-  if (!FillRuns() && (u.state == UpdateState::kSettling || u.state == UpdateState::kVerifying)) {
+  if (!CatchUpRuns() && (u.state == UpdateState::kSettling || u.state == UpdateState::kVerifying)) {
     REFITD_CHECK(static_cast<int>(u.trainers.size()) == spec.trainer_ranks);
     for (const auto& [rank, progress] : u.trainers) REFITD_CHECK(progress.committed);
   }

@@ -5,7 +5,7 @@
 // events, carries out the actions in order and feeds their results back. The same event sequence
 // gives the same actions; tests/sim depends on that.
 //
-//   Coordinator  Group (the decisions) + one link per joined daemon + the epoch + agreement
+//   Coordinator  Group (the decisions) + one link per joined daemon + the communicator + agreement
 //   Follower     forwards its members' events, passes commands on to them
 //   Worker       in both: this daemon's share of the data plane
 #ifndef REFITD_DAEMON_GROUP_MACHINE_H_
@@ -70,10 +70,10 @@ struct SlotsMade {
 // The collective that StartWire or StartExchange asked for has ended: it touches no memory any
 // more.
 struct WireDone {
-  EpochId epoch;
+  CommunicatorId communicator;
   WireSeq seq;
   absl::Status status;
-  // An exchange's: Wire::Uses of the epoch. Empty: the wire does not measure.
+  // An exchange's: Wire::Uses of the communicator. Empty: the wire does not measure.
   std::vector<WireUse> uses{};
 };
 // Coordinator and follower: the answers of the daemon's wire lock (wire_lock.h).
@@ -83,9 +83,10 @@ struct WireWaits {
 };
 struct WireWanted {};
 
-using PeerEvent = std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost,
-                               CommandReceived, SlotsMade, EpochOpened, EpochUp, WireDone,
-                               WireGranted, WireWaits, WireWanted, ProgramBuilt, MovesDone>;
+using PeerEvent =
+    std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost, CommandReceived, SlotsMade,
+                 CommunicatorOpened, CommunicatorUp, WireDone, WireGranted, WireWaits, WireWanted,
+                 ProgramBuilt, MovesDone>;
 using MachineEvent = std::variant<GroupEvent, PeerEvent>;
 
 // ---- actions beside those of Group ----
@@ -111,36 +112,36 @@ struct CloseLink {
 struct MakeSlots {
   MemberId member;
 };
-// Connect the epoch to the ends at `addresses`. Answered by EpochUp.
-struct ConnectEpoch {
-  EpochId epoch;
+// Connect the communicator to the ends at `addresses`. Answered by CommunicatorUp.
+struct ConnectCommunicator {
+  CommunicatorId communicator;
   std::vector<std::string> addresses;
   Duration timeout{};
 };
 // Run one collective on the slot; collectives start in the order of these actions. Answered by
-// WireDone. If `ranks` is empty, every rank of the epoch takes part; else the first of `ranks`, the
-// root, sends to each of the others.
+// WireDone. If `ranks` is empty, every rank of the communicator takes part; else the first of
+// `ranks`, the root, sends to each of the others.
 struct StartWire {
-  EpochId epoch;
+  CommunicatorId communicator;
   WireSeq seq;
   SlotGrant slot;
   int64_t bytes = 0;
   std::vector<uint32_t> ranks;
   uint32_t rank = 0;  // this daemon's rank
-  int size = 0;       // ranks of the epoch
+  int size = 0;       // ranks of the communicator
   Duration timeout{};
 };
 // Run one round of a compiled refit, point to point; it starts in the order of these actions and of
 // StartWire. Answered by WireDone.
 struct StartExchange {
   struct Leg {
-    uint32_t rank = 0;  // of the epoch
+    uint32_t rank = 0;  // of the communicator
     int64_t bytes_out = 0;
     int64_t out_offset = 0;
     int64_t bytes_in = 0;
     int64_t in_offset = 0;
   };
-  EpochId epoch;
+  CommunicatorId communicator;
   WireSeq seq;
   SlotIndex out;
   SlotIndex in;
@@ -151,9 +152,10 @@ struct StartExchange {
 struct AcquireWire {};
 struct ReleaseWire {};
 
-using PeerAction = std::variant<SendCommand, DropNode, SendReport, CloseLink, MakeSlots, OpenEpoch,
-                                ConnectEpoch, CloseEpoch, StartWire, StartExchange, BuildProgram,
-                                StartMoves, StartTransfer, StartVerify, AcquireWire, ReleaseWire>;
+using PeerAction =
+    std::variant<SendCommand, DropNode, SendReport, CloseLink, MakeSlots, OpenCommunicator,
+                 ConnectCommunicator, CloseCommunicator, StartWire, StartExchange, BuildProgram,
+                 StartMoves, StartTransfer, StartVerify, AcquireWire, ReleaseWire>;
 using MachineAction = std::variant<GroupAction, PeerAction>;
 using MachineActions = std::vector<MachineAction>;
 
@@ -169,7 +171,7 @@ struct NodeView {
   Protocol protocol = kProtocol;  // the version spoken with it
   // Why its instances take part in no update; empty: they take part.
   std::string kept_out;
-  // Why updates leave its instances to fills; empty: they do not.
+  // Why updates leave its instances to catch-ups; empty: they do not.
   std::string slow;
   // The daemon's share of the last run of a program over several daemons (coordinator only).
   struct Send {
@@ -189,8 +191,8 @@ struct MachineView {
   bool coordinator = true;
   std::string coordinator_address;  // a follower's: the coordinator's address
   std::vector<NodeView> nodes;      // a coordinator's: itself first
-  std::optional<EpochId> epoch;
-  std::string_view epoch_state;  // "opening", "connecting", "up"
+  std::optional<CommunicatorId> communicator;
+  std::string_view communicator_state;  // "opening", "connecting", "up"
 };
 
 // Limits on waits for other daemons (P4).
@@ -224,15 +226,15 @@ class GroupMachine {
   // The identity that owns the group, as far as this daemon knows; empty: nobody does.
   virtual const std::string& owner() const = 0;
   virtual bool update_running() const = 0;  // fills included
-  // Whether the update that runs is a fill. A follower does not tell the two apart.
-  virtual bool fill_running() const { return false; }
+  // Whether the update that runs is a catch-up. A follower does not tell the two apart.
+  virtual bool catch_up_running() const { return false; }
   virtual bool is_coordinator() const = 0;
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
   virtual MachineView View(TimePoint now) const = 0;
-  // ViewUpdate gives View's update alone. ViewLatest gives the running update or fill, or else the
-  // one that ended last, and MarkLatest a mark of its state. A follower does not know the update
-  // and gives none of them.
+  // ViewUpdate gives View's update alone. ViewLatest gives the running update or catch-up, or else
+  // the one that ended last, and MarkLatest a mark of its state. A follower does not know the
+  // update and gives none of them.
   virtual std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const { return std::nullopt; }
   virtual std::optional<UpdateView> ViewLatest(TimePoint /*now*/) const { return std::nullopt; }
   virtual std::optional<UpdateMark> MarkLatest() const { return std::nullopt; }

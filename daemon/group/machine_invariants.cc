@@ -18,8 +18,9 @@ bool Within(const std::set<Key>& part, const std::map<Key, Value>& whole) {
 // ---- Worker ----
 
 void Worker::CheckInvariants() const {
-  REFITD_CHECK(epoch_.has_value() == !epoch_state_.empty());
-  REFITD_CHECK(!epoch_.has_value() || (epoch_rank_ >= 0 && epoch_rank_ < epoch_size_));
+  REFITD_CHECK(communicator_.has_value() == !communicator_state_.empty());
+  REFITD_CHECK(!communicator_.has_value() ||
+               (communicator_rank_ >= 0 && communicator_rank_ < communicator_size_));
   REFITD_CHECK(wire_update_.has_value() || (!wire_held_ && !giving_back_));
   REFITD_CHECK(index_layouts_.size() == index_digests_.size());
   std::set<UpdateId> locals;
@@ -79,7 +80,7 @@ void Coordinator::Impl::CheckInvariants() const {
   for (const InstanceStanding& standing : group.Standings()) all.Set(standing);
   REFITD_CHECK(book.instances() == all.instances() && book.version() == all.version());
   CheckNodes();
-  if (epoch.has_value()) CheckEpoch();
+  if (communicator.has_value()) CheckCommunicator();
   if (!spread.has_value()) return;
   CheckSpread();
   if (spread->program.has_value()) CheckProgram();
@@ -110,19 +111,20 @@ void Coordinator::Impl::CheckNodes() const {
   }
 }
 
-void Coordinator::Impl::CheckEpoch() const {
-  REFITD_CHECK(epoch->ranks.size() >= 2 && epoch->id.value() < next_epoch);
-  REFITD_CHECK(std::is_sorted(epoch->ranks.begin(), epoch->ranks.end()));
-  for (const NodeId node : epoch->ranks) {
+void Coordinator::Impl::CheckCommunicator() const {
+  REFITD_CHECK(communicator->ranks.size() >= 2 && communicator->id.value() < next_communicator);
+  REFITD_CHECK(std::is_sorted(communicator->ranks.begin(), communicator->ranks.end()));
+  for (const NodeId node : communicator->ranks) {
     REFITD_CHECK(node == kCoordinatorNode || nodes.contains(node));
   }
-  for (const NodeId node : epoch->up) REFITD_CHECK(epoch->has(node));
-  for (const auto& [node, address] : epoch->addresses) REFITD_CHECK(epoch->has(node));
-  for (const auto& [node, failure] : epoch->failed) REFITD_CHECK(epoch->has(node));
-  REFITD_CHECK(epoch->ready == (epoch->up.size() == epoch->ranks.size()));
-  REFITD_CHECK(!epoch->connecting || epoch->addresses.size() == epoch->ranks.size());
-  REFITD_CHECK(!epoch->ready || epoch->connecting);
-  REFITD_CHECK(epoch->verdict <= epoch->deadline);
+  for (const NodeId node : communicator->up) REFITD_CHECK(communicator->has(node));
+  for (const auto& [node, address] : communicator->addresses) REFITD_CHECK(communicator->has(node));
+  for (const auto& [node, failure] : communicator->failed) REFITD_CHECK(communicator->has(node));
+  REFITD_CHECK(communicator->ready == (communicator->up.size() == communicator->ranks.size()));
+  REFITD_CHECK(!communicator->connecting ||
+               communicator->addresses.size() == communicator->ranks.size());
+  REFITD_CHECK(!communicator->ready || communicator->connecting);
+  REFITD_CHECK(communicator->verdict <= communicator->deadline);
 }
 
 void Coordinator::Impl::CheckSpread() const {

@@ -75,7 +75,7 @@ Failure Group::Impl::Suspecting(MemberId id) const {
 Failure Group::Impl::Unwritten(Version wanted, MemberId suspect) const {
   Failure failure = Suspecting(suspect);
   failure.version = wanted.value();
-  failure.weights = WeightsLeft::kClean;
+  failure.weights = Weights::kClean;
   failure.may_be_retried = true;
   return failure;
 }
@@ -131,7 +131,7 @@ void Group::Impl::FindUnwelcome() {
   if (!any_unwelcome) return;
   Log(LogLine::kWarning, fmt::format("{} owns the group now: trainers of another identity leave it",
                                      ownership.owner()));
-  if (update == nullptr || FillRuns() || update->state == UpdateState::kEnding) return;
+  if (update == nullptr || CatchUpRuns() || update->state == UpdateState::kEnding) return;
   Abandon({fmt::format("another identity owns group '{}'", name), GiveUpClass::kOther});
 }
 
@@ -142,7 +142,7 @@ absl::Status Group::Impl::WhyUnwelcome(const Member& member) const {
 }
 
 void Group::Impl::ExpelUnwelcome() {
-  if (!any_unwelcome || (update != nullptr && !FillRuns())) return;
+  if (!any_unwelcome || (update != nullptr && !CatchUpRuns())) return;
   any_unwelcome = false;
   const std::map<int, MemberId> before = trainers;
   for (const auto& [rank, id] : before) {
@@ -289,7 +289,7 @@ const group::Member* Group::Impl::RefusedRank(const Instance& instance) const {
 // Gives an update up that waits for instances, if too few are attached that were not refused.
 // `why` OK: for the reason of which an attached rank was refused, if one was.
 void Group::Impl::FailIfRefused(absl::Status why) {
-  if (update == nullptr || update->state != UpdateState::kOpening || FillRuns()) return;
+  if (update == nullptr || update->state != UpdateState::kOpening || CatchUpRuns()) return;
   int left = 0;
   for (const auto& [instance_name, instance] : instances) {
     const Member* refused = RefusedRank(instance);
@@ -325,7 +325,7 @@ void Group::Impl::On(const EngineAttached& e) {
   }
   member.delivery = who.delivery;
   member.on_device = who.on_device;
-  member.fill = who.fill;
+  member.catch_up = who.catch_up;
   member.takes_of = who.trainer_identity;
   if (who.manifest.has_value()) {
     member.manifest = declared->Shared(*who.manifest);
@@ -370,7 +370,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
   // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
   CheckContent(member, e.content);
-  if (member->engine) look_for_fill = true;
+  if (member->engine) look_for_catch_up = true;
   member->layout = e.layout;
   ++member->registrations;
   member->verified = false;
@@ -421,14 +421,14 @@ void Group::Impl::LetInIfEmpty(NodeId node) {
   });
   if (has_members) return;
   kept_out.erase(node);
-  look_for_fill = true;
+  look_for_catch_up = true;
 }
 
 void Group::Impl::CompleteIfAllHere(Instance* instance) {
   const std::optional<InstanceState> next = Next(instance->state, InstanceTrigger::kComplete);
   if (!next.has_value() || !Complete(*instance)) return;
   instance->state = *next;
-  look_for_fill = true;
+  look_for_catch_up = true;
   if (!group::IsDirty(instance->state)) instance->reason.clear();
   Changed();
 }
@@ -566,7 +566,7 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
   it->second.ranks.erase(member->rank);
   NoteStanding(member->instance);
   const bool last = it->second.ranks.empty();
-  look_for_fill = true;
+  look_for_catch_up = true;
   Step(&it->second.state, last ? InstanceTrigger::kLastLost : InstanceTrigger::kRankLost);
   if (last) instances.erase(it);
   if (update == nullptr) return;
@@ -579,9 +579,9 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
 
 void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
   trainers.erase(member->rank);
-  if (FillRuns()) {
-    // A call that waits for the fill is lost too, as an update that the rank has begun would be: no
-    // other rank can complete it.
+  if (CatchUpRuns()) {
+    // A call that waits for the catch-up is lost too, as an update that the rank has begun would
+    // be: no other rank can complete it.
     for (const Version wanted : DeferredOf(member->id)) {
       RefuseDeferred(wanted, WithFailure(Error(absl::StatusCode::kAborted,
                                                "the update to version {} is lost: {} was lost: {}",

@@ -3,7 +3,7 @@
 //
 // A joined daemon (a *node* of the group) sends reports and the coordinator sends commands, both
 // over one ordered link. In both directions, member and call ids are the joined daemon's; update,
-// part, slot, grant and epoch ids are the coordinator's.
+// part, slot, grant and communicator ids are the coordinator's.
 //
 // A part of a bucket takes these steps (P5, P7). The coordinator sends its header to every node
 // that takes part. Each node answers with the digest of the header that it read, and with the first
@@ -11,9 +11,10 @@
 // the others with their engines' layouts. When all agree, the coordinator sends Issue in part
 // order, and the nodes start their collectives in that order.
 //
-// If a node is lost meanwhile, the epoch is closed, and each remaining node ends its share of every
-// part that has to cross the wire (PeerPartDone). The coordinator then sends the header again, for
-// another epoch, to the root and to those that lack the part, and the steps are taken once more.
+// If a node is lost meanwhile, the communicator is closed, and each remaining node ends its share
+// of every part that has to cross the wire (PeerPartDone). The coordinator then sends the header
+// again, for another communicator, to the root and to those that lack the part, and the steps are
+// taken once more.
 #ifndef REFITD_DAEMON_GROUP_PEER_H_
 #define REFITD_DAEMON_GROUP_PEER_H_
 
@@ -36,32 +37,33 @@ namespace refitd {
 
 inline constexpr NodeId kCoordinatorNode{0};
 inline constexpr int kMaxNodes = 1024;  // how many a plan and its messages can number
-// Daemons of one group, the coordinator included, since one epoch of the wire may need all of them.
-// A join beyond the limit is refused.
+// Daemons of one group, the coordinator included, since one communicator of the wire may need all
+// of them. A join beyond the limit is refused.
 inline constexpr int kMaxGroupDaemons = kMaxWireRanks;
 static_assert(kMaxGroupDaemons <= kMaxNodes);
-inline constexpr size_t kMaxDaemonIdBytes = 128;           // [A-Za-z0-9._-]
-inline constexpr size_t kMaxEpochAddressBytes = 64 << 10;  // of the opaque address of a wire's end
+inline constexpr size_t kMaxDaemonIdBytes = 128;  // [A-Za-z0-9._-]
+inline constexpr size_t kMaxCommunicatorAddressBytes =
+    64 << 10;  // of the opaque address of a wire's end
 
-// ---- epochs, both as messages and inside of a daemon ----
+// ---- communicators, both as messages and inside of a daemon ----
 
-// Open this daemon's end of a communicator; answered by EpochOpened.
-struct OpenEpoch {
-  EpochId epoch;
+// Open this daemon's end of a communicator; answered by CommunicatorOpened.
+struct OpenCommunicator {
+  CommunicatorId communicator;
   int rank = 0;
   int size = 0;
 };
-// Close the epoch. Its running operations end soon, each with WireDone.
-struct CloseEpoch {
-  EpochId epoch;
+// Close the communicator. Its running operations end soon, each with WireDone.
+struct CloseCommunicator {
+  CommunicatorId communicator;
 };
-struct EpochOpened {
-  EpochId epoch;
+struct CommunicatorOpened {
+  CommunicatorId communicator;
   absl::Status status;
   std::string address;  // opaque: how other nodes reach this node
 };
-struct EpochUp {
-  EpochId epoch;
+struct CommunicatorUp {
+  CommunicatorId communicator;
   absl::Status status;
 };
 
@@ -105,7 +107,7 @@ struct PeerPartDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;
-  bool wire_failed = false;            // the wire failed: its epoch can't be used any more
+  bool wire_failed = false;            // the wire failed: its communicator can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
   int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
   // By range of the header; empty if verification is off. The root's digests are of the trainer's
@@ -161,7 +163,7 @@ struct PeerLinkUse {
 struct PeerRunDone {
   UpdateId update;
   absl::Status status;
-  bool wire_failed = false;            // the wire failed: its epoch can't be used any more
+  bool wire_failed = false;            // the wire failed: its communicator can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
   int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
   // Digests of the bytes that the streams carried: HashChain from 0 over the digests of a stream's
@@ -183,8 +185,8 @@ struct PeerRunDone {
 using PeerReport =
     std::variant<PeerAttach, MemberLost, PeerLayout, ReadyEvent, EngineFailed, AckEvent, PeerCall,
                  CallGone, PeerHeaderAck, PeerPartDone, VerifyDone, PeerProgramBuilt, PeerCompared,
-                 PeerRunDone, EpochOpened, EpochUp, PeerWireGranted, PeerWireWaits, PeerWireWanted,
-                 PeerPong>;
+                 PeerRunDone, CommunicatorOpened, CommunicatorUp, PeerWireGranted, PeerWireWaits,
+                 PeerWireWanted, PeerPong>;
 
 // ---- from the coordinator to a joined daemon ----
 
@@ -201,7 +203,7 @@ struct PeerPrepare {
   int64_t tensor_count = 0;
   Verification verification = Verification::kOff;
   std::vector<MemberId> engines;  // this node's engines that get Prepare
-  // This node's registered ranks, in the order of bytes_written, skip and failed_destinations.
+  // This node's in-place ranks, in the order of bytes_written, skip and failed_destinations.
   std::vector<MemberId> destinations;
   std::vector<uint64_t> layout_digests;  // of `destinations`, as the coordinator knows them
   int trainer_ranks = 1;                 // of the group's spec as it is now
@@ -216,7 +218,7 @@ struct BucketHeader {
   int64_t group_seq = 0;  // of its bucket
   NodeId root;
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> slot;  // absent: neither wire nor staged reader needs it
+  std::optional<SlotGrant> slot;  // absent: neither wire nor loader reader needs it
   bool leased = false;            // the trainer packed it into the slot
   Verification verification = Verification::kOff;
 };
@@ -225,20 +227,20 @@ struct PeerHeader {
   uint64_t digest = 0;   // HeaderDigest(header): the same for every node
   bool is_root = false;  // this node's trainer has the bytes
   bool wired = false;    // the bytes cross the wire; else the part stays on this node
-  // Root: pack into the slot, for the wire or for staged readers of its own.
+  // Root: pack into the slot, for the wire or for loader readers of its own.
   bool fill_slot = false;
-  EpochId epoch;                // wired
+  CommunicatorId communicator;  // wired
   WireSeq wire_seq;             // wired
-  std::vector<uint32_t> ranks;  // wired: the epoch's ranks that take part, the root's first
+  std::vector<uint32_t> ranks;  // wired: the communicator's ranks that take part, the root's first
   CallId bucket_call;           // root: names the bucket
   MemberId trainer;             // root
   // Root: content->ranges[i] lies in the range bucket_ranges[i] of the trainer's bucket.
   std::vector<uint32_t> bucket_ranges;
-  std::vector<bool> skip;        // by destination; true: evicted since
-  std::vector<MemberId> staged;  // this node's ranks that will be handed the slot
+  std::vector<bool> skip;         // by destination; true: evicted since
+  std::vector<MemberId> readers;  // this node's ranks that will be handed the slot
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
-  // The part was announced before, over an epoch that was closed. The root sends the slot that it
-  // packed then; the other nodes of this header lack the part.
+  // The part was announced before, over a communicator that was closed. The root sends the slot
+  // that it packed then; the other nodes of this header lack the part.
   bool again = false;
   bool digests = false;  // root: the answer has digests, whatever the verification
 };
@@ -249,7 +251,7 @@ struct PeerIssue {
 struct PeerSendPart {
   MemberId member;
   UpdateId update;
-  PartSeq part;  // the part's header came before, with the member among `staged`
+  PartSeq part;  // the part's header came before, with the member among `readers`
 };
 // Read back all destinations, once every part that was announced before has ended.
 struct PeerVerify {
@@ -295,11 +297,11 @@ inline constexpr uint32_t kNoRank = UINT32_MAX;
 // `part` comes. Answered by PeerRunDone.
 struct PeerRun {
   UpdateId update;
-  PartSeq part;                  // the program's place in the order of the update's parts
-  bool wired = false;            // at least one node has a round
-  EpochId epoch;                 // wired
-  WireSeq wire_seq;              // wired: of the first round; those of the other rounds follow
-  std::vector<uint32_t> ranks;   // wired: the epoch's rank by node of the plan; kNoRank: gone
+  PartSeq part;                 // the program's place in the order of the update's parts
+  bool wired = false;           // at least one node has a round
+  CommunicatorId communicator;  // wired
+  WireSeq wire_seq;             // wired: of the first round; those of the other rounds follow
+  std::vector<uint32_t> ranks;  // wired: the communicator's rank by node of the plan; kNoRank: gone
   std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
   std::vector<bool> skip;        // by destination; true: evicted since
   // Grows each time the program runs again because a node was lost.
@@ -318,11 +320,11 @@ struct PeerUpdateEnded {
   Version version;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
-  bool fill = false;  // not an update of the trainers: no answer to GetUpdate
+  bool catch_up = false;  // not an update of the trainers: no answer to GetUpdate
   Failure failure{};
 };
-struct PeerEpochConnect {
-  EpochId epoch;
+struct PeerCommunicatorConnect {
+  CommunicatorId communicator;
   std::shared_ptr<const std::vector<std::string>> addresses;  // by rank; null: none
   Duration timeout{};
   // The coordinator's rank, an index of `addresses`; nullopt: it has none, or does not say it.
@@ -352,8 +354,8 @@ struct PeerOwner {
 using PeerCommand =
     std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, PeerSendPart,
                  MemberAction, PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
-                 PeerUpdateEnded, OpenEpoch, PeerEpochConnect, CloseEpoch, PeerWireLock,
-                 PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness, PeerOwner>;
+                 PeerUpdateEnded, OpenCommunicator, PeerCommunicatorConnect, CloseCommunicator,
+                 PeerWireLock, PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness, PeerOwner>;
 
 // A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
 // counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same

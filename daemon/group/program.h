@@ -32,7 +32,7 @@
 
 namespace refitd {
 
-// Copy one part of a bucket on this daemon: into the slot to fill, if there is one (packed as
+// Copy one part of a bucket on this daemon: into the slot to catch-up, if there is one (packed as
 // `content` says), and into every destination of `index` that is not skipped. Destinations are
 // pairs of a member and its layout, in index order.
 struct StartTransfer {
@@ -46,13 +46,13 @@ struct StartTransfer {
   MemberId trainer;
   std::shared_ptr<const PartContent> content;
   std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
-  // The slot to fill: for staged engines, or, with a method other than kDirect, to broadcast
+  // The slot to catch-up: for loader engines, or, with a method other than kDirect, to broadcast
   // through.
   std::optional<SlotGrant> fill_slot;
-  std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
+  std::shared_ptr<const DestinationIndex> index;  // in-place engine ranks of the update
   std::vector<MemberId> destinations;             // in index order
   std::vector<bool> skip_destination;             // true: evicted since
-  std::vector<MemberId> staged;                   // ranks that will be handed the slot
+  std::vector<MemberId> readers;                  // ranks that will be handed the slot
   // True: the wire then sends the slot to other daemons, so the executor fills the place of the
   // slot that the wire reads.
   bool wired = false;

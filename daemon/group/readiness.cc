@@ -34,11 +34,11 @@ void ReadinessBook::Take(const PeerReadiness& news) {
 
 void ReadinessBook::LoseCoordinator() {
   for (auto& [name, standing] : instances_) {
-    if (standing.standing == Standing::kUpdating) Doubt(name);
+    if (standing.standing == Standing::kUpdating) MarkUnknown(name);
   }
 }
 
-void ReadinessBook::Doubt(const std::string& instance) {
+void ReadinessBook::MarkUnknown(const std::string& instance) {
   const auto it = instances_.find(instance);
   if (it == instances_.end()) return;
   it->second.standing = Standing::kDirty;

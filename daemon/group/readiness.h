@@ -35,7 +35,7 @@ inline constexpr size_t kMaxStandings = 256;
 enum class Standing : uint8_t {
   kGone = 0,      // no rank is attached
   kForming = 1,   // ranks or layouts are missing
-  kDirty = 2,     // its weights are dirty or in doubt
+  kDirty = 2,     // its weights are dirty or unknown
   kClean = 3,     // complete, and not dirty
   kUpdating = 4,  // clean, and in an update that has not written to it yet
   kEmpty = 5,     // complete, but without a version in a group that has had one
@@ -78,10 +78,10 @@ class ReadinessBook {
   void Take(const PeerReadiness& news);
 
   // The coordinator is lost: nobody knows how the running update ends, so that instances in it are
-  // in doubt, which counts as dirty (P2).
+  // unknown, which counts as dirty (P2).
   void LoseCoordinator();
   // The instance's ranks were told to be ready for an update.
-  void Doubt(const std::string& instance);
+  void MarkUnknown(const std::string& instance);
 
   // nullopt: the instance is not known.
   std::optional<Readiness> Of(const std::string& instance, int64_t max_lag) const;

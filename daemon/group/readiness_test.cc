@@ -58,7 +58,8 @@ TEST_CASE("an instance that holds nothing is not ready in a group that had a ver
 }
 
 TEST_CASE(
-    "an instance that is not written to yet stays ready, and is in doubt without coordinator") {
+    "an instance that is not written to yet stays ready, and has unknown weights without "
+    "coordinator") {
   ReadinessBook book = Book(7, {"i", Standing::kUpdating, Version(7)});
   book.Set(Clean("j", 7));
   CHECK(book.Of("i", 0)->ready);

@@ -48,7 +48,7 @@ void Group::Impl::On(const RefitEvent& e) {
     if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
     return;
   }
-  if (FillRuns()) return Defer(e, e.duration);
+  if (CatchUpRuns()) return Defer(e, e.duration);
   if (update == nullptr) Open(BeginOf(e));
   TrainerProgress& progress = Join(member);
   progress.one_call = progress.begins.empty();
@@ -106,7 +106,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     const Member& member = *Find(progress.member);
     if (HasShardsIn(member, progress)) sources.push_back(member.id);
   }
-  if (FillRuns()) sources = update->fill->sources;
+  if (CatchUpRuns()) sources = update->catch_up->sources;
   if (sources.empty()) {
     if (std::all_of(update->trainers.begin(), update->trainers.end(),
                     [](const auto& trainer) { return trainer.second.one_call; })) {
@@ -115,17 +115,17 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     return true;
   }
   if (!update->readers.empty()) {
-    // The staged rank would be told committed without the tensors that the program moves (P1).
+    // The loader rank would be told committed without the tensors that the program moves (P1).
     const Member& reader = *Find(update->readers.begin()->first);
     return Precondition("{} takes {} delivery: it gets what is pushed, not what layouts bring",
                         reader.label, Name(reader.delivery));
   }
   group::ProgramKey key = KeyOf(sources);
-  const std::shared_ptr<group::PlannedRefit>& kept = FillRuns() ? fill_program : program;
+  const std::shared_ptr<group::PlannedRefit>& kept = CatchUpRuns() ? catch_up_program : program;
   if (kept != nullptr && kept->key == key) {
     REFITD_RETURN_IF_ERROR(kept->status);
     update->compiled = kept;
-    update->program = ProgramUse{kept->id, kept->plan, update->nodes, sources, FillRuns()};
+    update->program = ProgramUse{kept->id, kept->plan, update->nodes, sources, CatchUpRuns()};
     return true;
   }
   // One program is compiled at a time: by the time the next can start, the update may need another.
@@ -133,7 +133,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   return false;
 }
 
-// The inputs of the program that moves the pieces of these ranks to the update's registered ranks.
+// The inputs of the program that moves the pieces of these ranks to the update's in-place ranks.
 group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const {
   const std::vector<NodeId>& nodes = update->nodes;  // ascending
   const auto number = [&nodes](NodeId node) {
@@ -183,9 +183,9 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
   compile.options.relay_lag = key.relay_lag;
   compile.options.relay_slot_bytes = spec.slot_bytes;
   compile.options.cancelled = compiling->cancelled;
-  compiling->fill = FillRuns();
-  // A giver may hold what a newcomer does not.
-  if (FillRuns()) compile.options.unwanted_allowed = {"*"};
+  compiling->catch_up = CatchUpRuns();
+  // A source instance may hold what a late instance does not.
+  if (CatchUpRuns()) compile.options.unwanted_allowed = {"*"};
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
@@ -220,7 +220,7 @@ void Group::Impl::On(const RefitPlanned& e) {
     Changed();
     return;
   }
-  std::shared_ptr<group::PlannedRefit>& kept = compiling->fill ? fill_program : program;
+  std::shared_ptr<group::PlannedRefit>& kept = compiling->catch_up ? catch_up_program : program;
   kept = std::move(compiling);
   kept->status = e.status;
   kept->plan = e.plan;
@@ -293,7 +293,7 @@ std::vector<std::shared_ptr<const Layout>> Group::Impl::SourceLayouts() const {
   return layouts;
 }
 
-// The update's registered ranks, each with the number of its layout.
+// The update's in-place ranks, each with the number of its layout.
 std::vector<std::pair<MemberId, uint64_t>> Group::Impl::DestinationBindings() const {
   std::vector<std::pair<MemberId, uint64_t>> bindings;
   for (const MemberId member : update->catalog->destinations()) {

@@ -39,7 +39,7 @@ TEST_CASE("Comparing the ends of a program's streams costs what the nodes tell, 
       streams.push_back({peer, sends ? digest(node, peer) : 0, sends ? 0 : digest(peer, node)});
     }
     told += static_cast<int64_t>(streams.size());
-    ends.Tell(node, streams);
+    ends.Add(node, streams);
   }
   CHECK_FALSE(ends.FirstDifference().has_value());
   CHECK(ends.looked_at() <= told);
@@ -51,36 +51,36 @@ TEST_CASE("A stream whose ends differ is found, whichever end is told first or l
   const PeerStream from_one{1, 0, 7};
   {
     StreamEnds ends;
-    ends.Tell(1, {to_two});
+    ends.Add(1, {to_two});
     CHECK_FALSE(ends.FirstDifference().has_value());  // the other end was not reported
-    ends.Tell(2, {from_one});
+    ends.Add(2, {from_one});
     CHECK_FALSE(ends.FirstDifference().has_value());
-    ends.Tell(2, {{1, 0, 8}});
+    ends.Add(2, {{1, 0, 8}});
     CHECK(ends.FirstDifference() == Pair(1, 2));
     ends.Forget(2);
     CHECK_FALSE(ends.FirstDifference().has_value());
   }
   {
     StreamEnds ends;
-    ends.Tell(1, {to_two});
-    ends.Tell(2, {});
+    ends.Add(1, {to_two});
+    ends.Add(2, {});
     CHECK(ends.FirstDifference() == Pair(1, 2));
   }
   {
     StreamEnds ends;
-    ends.Tell(2, {});
-    ends.Tell(1, {to_two, {3, 5, 5}});
-    ends.Tell(3, {{1, 5, 5}, {0, 9, 0}});
+    ends.Add(2, {});
+    ends.Add(1, {to_two, {3, 5, 5}});
+    ends.Add(3, {{1, 5, 5}, {0, 9, 0}});
     CHECK(ends.FirstDifference() == Pair(1, 2));
     ends.Forget(1);
-    ends.Tell(0, {});
+    ends.Add(0, {});
     CHECK(ends.FirstDifference() == Pair(3, 0));
   }
 }
 
 // ---- acknowledgements ----
 
-TEST_CASE("An acknowledgement looks at its own reader, however many staged readers there are") {
+TEST_CASE("An acknowledgement looks at its own reader, however many loader readers there are") {
   constexpr uint64_t kReaders = 4096;
   const TimePoint start{std::chrono::hours(1)};
   AckClock clock;
@@ -112,7 +112,7 @@ std::vector<Catalog::Rank> Ranks(int instances,
   for (int i = 0; i < instances; ++i) {
     for (const auto& layout : layouts) {
       ranks.push_back({MemberId(ranks.size() + 1), fmt::format("rank {}", ranks.size()),
-                       static_cast<uint32_t>(i), DeliveryMode::kRegistered, layout, nullptr});
+                       static_cast<uint32_t>(i), DeliveryMode::kInPlace, layout, nullptr});
     }
   }
   return ranks;
@@ -453,21 +453,21 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
 
 // ---- a coordinator of many daemons, once more ----
 
-TEST_CASE("All daemons are told one list of an epoch's addresses, not each a copy") {
+TEST_CASE("All daemons are told one list of a communicator's addresses, not each a copy") {
   Many many;
   many.Do(GroupEvent(many.Compile()));
-  EpochId epoch;
+  CommunicatorId communicator;
   std::vector<NodeId> nodes;
-  for (const auto& [node, open] : many.Sent<OpenEpoch>()) {
-    epoch = open.epoch;
+  for (const auto& [node, open] : many.Sent<OpenCommunicator>()) {
+    communicator = open.communicator;
     nodes.push_back(node);
   }
-  many.Do(EpochOpened{epoch, absl::OkStatus(), "here"});
+  many.Do(CommunicatorOpened{communicator, absl::OkStatus(), "here"});
   for (const NodeId node : nodes) {
-    many.Do(ReportReceived{node, EpochOpened{epoch, absl::OkStatus(), "there"}});
+    many.Do(ReportReceived{node, CommunicatorOpened{communicator, absl::OkStatus(), "there"}});
   }
   std::set<const void*> lists;
-  const auto connects = many.Sent<PeerEpochConnect>();
+  const auto connects = many.Sent<PeerCommunicatorConnect>();
   for (const auto& [node, connect] : connects) {
     lists.insert(connect.addresses.get());
     REQUIRE(connect.coordinator_rank.has_value());

@@ -9,7 +9,7 @@ namespace refitd {
 namespace {
 
 // A node with at most this part of the usual rate may be slow. Links of one network differ by less,
-// and a node that is left out costs a fill.
+// and a node that is left out costs a catch-up.
 constexpr double kSlowPart = 0.5;
 // A link that carried less in a run tells nothing: latency counts for more than the rate.
 constexpr int64_t kLeastBytes = int64_t{1} << 20;

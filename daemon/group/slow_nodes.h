@@ -3,7 +3,7 @@
 // In a compiled refit every node moves its rounds in step with the others, and an update commits
 // when the last of them has everything. So a node whose link takes four times as long makes the
 // update take four times as long. Such a node is *slow*: the coordinator leaves it out of updates,
-// and a fill brings it the version after the others have it.
+// and a catch-up brings it the version after the others have it.
 //
 // A node is judged by what nodes tell: what they sent to each other node, and how long the network
 // between the two took for it (PeerLinkUse). That time has no waits in it, neither for bytes to
@@ -15,8 +15,8 @@
 //     that link would have taken at the usual rate, and
 //   - not all that it receives comes from slow nodes. A node that is slow both ways makes the node
 //     after it in a chain look slow as well: the one with more slow links is judged first.
-// A slow node is usual again when a run, which may be a fill, shows more than half of the rate that
-// was usual when it became slow.
+// A slow node is usual again when a run, which may be a catch-up, shows more than half of the rate
+// that was usual when it became slow.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_SLOW_NODES_H_

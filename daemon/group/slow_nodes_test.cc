@@ -109,7 +109,8 @@ TEST_CASE("links that carried little, or were not measured, tell nothing") {
   CHECK(nodes.Judge(uses, {NodeId(2)}).empty());
 }
 
-TEST_CASE("a slow node stays slow until a run, if only a fill, shows more than half of the rate") {
+TEST_CASE(
+    "a slow node stays slow until a run, if only a catch-up, shows more than half of the rate") {
   SlowNodes nodes(milliseconds(1000));
   REQUIRE(Judge(&nodes, {}) == Nodes{NodeId(2)});
   const auto fill = [](int64_t ms) {
@@ -118,11 +119,11 @@ TEST_CASE("a slow node stays slow until a run, if only a fill, shows more than h
         {NodeId(3), NodeId(2), 50 * kMiB, milliseconds(ms)},
     };
   };
-  CHECK(nodes.Review(fill(2000)).empty());
-  CHECK(nodes.Review(fill(1000)).empty());
+  CHECK(nodes.Review(catch_up(2000)).empty());
+  CHECK(nodes.Review(catch_up(1000)).empty());
   CHECK(nodes.Review({}).empty());
   CHECK(nodes.slow().size() == 1);
-  CHECK(nodes.Review(fill(990)) == Nodes{NodeId(2)});
+  CHECK(nodes.Review(catch_up(990)) == Nodes{NodeId(2)});
   CHECK(nodes.slow().empty());
   REQUIRE(Judge(&nodes, {}) == Nodes{NodeId(2)});
   nodes.Forget(NodeId(2));

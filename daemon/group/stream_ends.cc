@@ -2,9 +2,9 @@
 
 namespace refitd {
 
-void StreamEnds::Tell(uint32_t node, const std::vector<PeerStream>& streams) {
+void StreamEnds::Add(uint32_t node, const std::vector<PeerStream>& streams) {
   Forget(node);
-  Told& here = told_[node];
+  PeerEnds& here = reported_[node];
   here.reserve(streams.size());
   for (const PeerStream& stream : streams) {
     // A node has no stream to itself.
@@ -12,7 +12,7 @@ void StreamEnds::Tell(uint32_t node, const std::vector<PeerStream>& streams) {
   }
   for (const auto& [peer, ends] : here) {
     named_by_[peer].insert(node);
-    if (const auto there = told_.find(peer); there != told_.end()) {
+    if (const auto there = reported_.find(peer); there != reported_.end()) {
       Compare(node, ends, peer, there->second);
     }
   }
@@ -20,11 +20,11 @@ void StreamEnds::Tell(uint32_t node, const std::vector<PeerStream>& streams) {
   const auto named = named_by_.find(node);
   if (named == named_by_.end()) return;
   for (const uint32_t peer : named->second) {
-    if (!here.contains(peer)) Compare(node, Ends(), peer, told_.at(peer));
+    if (!here.contains(peer)) Compare(node, Ends(), peer, reported_.at(peer));
   }
 }
 
-void StreamEnds::Compare(uint32_t node, const Ends& here, uint32_t peer, const Told& there) {
+void StreamEnds::Compare(uint32_t node, const Ends& here, uint32_t peer, const PeerEnds& there) {
   ++looked_at_;
   const auto at = there.find(node);
   const Ends ends = at == there.end() ? Ends() : at->second;
@@ -33,15 +33,15 @@ void StreamEnds::Compare(uint32_t node, const Ends& here, uint32_t peer, const T
 }
 
 void StreamEnds::Forget(uint32_t node) {
-  const auto it = told_.find(node);
-  if (it == told_.end()) return;
+  const auto it = reported_.find(node);
+  if (it == reported_.end()) return;
   for (const auto& [peer, ends] : it->second) {
     if (const auto named = named_by_.find(peer); named != named_by_.end()) {
       named->second.erase(node);
       if (named->second.empty()) named_by_.erase(named);
     }
   }
-  told_.erase(it);
+  reported_.erase(it);
   std::erase_if(different_,
                 [node](const auto& ends) { return ends.first == node || ends.second == node; });
 }

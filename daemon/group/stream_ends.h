@@ -23,7 +23,7 @@ namespace refitd {
 class StreamEnds {
  public:
   // Takes a node's report in place of its earlier report. Nodes and peers have the plan's numbers.
-  void Tell(uint32_t node, const std::vector<PeerStream>& streams);
+  void Add(uint32_t node, const std::vector<PeerStream>& streams);
   // The node is lost: its report no longer counts.
   void Forget(uint32_t node);
   // The first stream, by sender and then receiver, whose reported ends differ.
@@ -37,13 +37,13 @@ class StreamEnds {
     uint64_t out = 0;
     uint64_t in = 0;
   };
-  using Told = absl::flat_hash_map<uint32_t, Ends>;  // by peer
+  using PeerEnds = absl::flat_hash_map<uint32_t, Ends>;  // by peer
 
-  void Compare(uint32_t node, const Ends& here, uint32_t peer, const Told& there);
+  void Compare(uint32_t node, const Ends& here, uint32_t peer, const PeerEnds& there);
 
   // These are hash tables because they are freed quickly: the end of an update, under the mutex,
   // waits for that.
-  absl::flat_hash_map<uint32_t, Told> told_;
+  absl::flat_hash_map<uint32_t, PeerEnds> reported_;
   // By peer: the nodes that reported a stream to or from it.
   absl::flat_hash_map<uint32_t, absl::flat_hash_set<uint32_t>> named_by_;
   std::set<std::pair<uint32_t, uint32_t>> different_;  // sender, receiver

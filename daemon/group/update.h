@@ -44,7 +44,7 @@ struct Part {
   PartSeq seq;
   std::shared_ptr<Bucket> bucket;
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> slot;  // leased by the trainer, or granted to be filled
+  std::optional<SlotGrant> slot;  // leased by the trainer, or granted to be caught up
   bool started = false;
   bool done = false;              // transferred
   std::vector<uint32_t> touched;  // destinations that the transfer writes
@@ -83,8 +83,8 @@ struct Participant {
   int touching = 0;    // transfers and verifications that touch its memory
 };
 
-// A staged engine rank and its unacknowledged parts.
-struct StagedReader {
+// A loader engine rank and its unacknowledged parts.
+struct LoaderReader {
   uint32_t participant = 0;
   struct Outstanding {
     PartSeq part;
@@ -142,7 +142,7 @@ struct ProgramKey {
 struct PlannedRefit {
   ProgramId id;
   ProgramKey key;
-  bool fill = false;  // the program's sources are engine ranks
+  bool catch_up = false;  // the program's sources are engine ranks
   // Set when the update that asked for the program ends before the program is there, so that
   // planning stops (P4).
   std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
@@ -152,7 +152,7 @@ struct PlannedRefit {
   std::weak_ptr<const Catalog> covers;
   // By source: the layouts whose replicas were all compared and found equal.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
-  // The registered ranks, each with the number of its layout, for which the program ran last.
+  // The in-place ranks, each with the number of its layout, for which the program ran last.
   std::vector<std::pair<MemberId, uint64_t>> destination_bindings;
   // Where the share of the replicas begins that the next version compares (NextFraction).
   uint64_t next_hash = 0;
@@ -160,15 +160,15 @@ struct PlannedRefit {
 
 enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
 
-// The state of the read-back of all registered ranks still in the update.
+// The state of the read-back of all in-place ranks still in the update.
 enum class Readback : uint8_t { kNone, kRunning, kDone };
 
-// The part of an update that only a fill has: its sources are ranks of clean instances, and no
+// The part of an update that only a catch-up has: its sources are ranks of clean instances, and no
 // trainer takes part.
-struct Fill {
-  std::vector<std::string> givers;  // instances; set when the fill is assembled
-  std::vector<MemberId> sources;    // the givers' ranks
-  bool gave_way = false;            // given up for a reason that is no failure of its own
+struct CatchUp {
+  std::vector<std::string> source_instances;  // instances; set when the catch-up is assembled
+  std::vector<MemberId> sources;              // the source instances' ranks
+  bool gave_way = false;                      // given up for a reason that is no failure of its own
 };
 
 struct Update {
@@ -187,8 +187,9 @@ struct Update {
   bool through_slots = false;  // from Preparing on: buckets may be broadcast through slots
   // The method of the update's buckets; none: no rank that pushes has begun (Refit names none).
   std::optional<BroadcastMethod> broadcast;
-  std::string lacks_slots;   // a rank without slots, or without gain from them; empty: none
-  std::optional<Fill> fill;  // set: the update installs the group's version in late instances
+  std::string lacks_slots;  // a rank without slots, or without gain from them; empty: none
+  std::optional<CatchUp>
+      catch_up;  // set: the update installs the group's version in late instances
 
   std::map<int, TrainerProgress> trainers;  // by rank
   TimePoint last_call;                      // last call of a trainer rank, or answer to one
@@ -201,7 +202,7 @@ struct Update {
   std::vector<NodeId> nodes;              // nodes with a rank in the update; ascending
   TimePoint ready_deadline;
   bool data_plane_up = true;                 // between the update's nodes
-  std::map<MemberId, StagedReader> readers;  // staged ranks still in the update
+  std::map<MemberId, LoaderReader> readers;  // loader ranks still in the update
   AckClock acks;                             // when those readers are late
   std::map<MemberId, uint32_t> participant_of;
 
@@ -236,7 +237,7 @@ struct Update {
   std::vector<CallId> operator_calls;
 
   // How many tensors the update brings, as Begin told it or a Commit that was taken; 0: none did.
-  int64_t TensorsTold() const {
+  int64_t TensorCount() const {
     int64_t told = tensor_count;
     for (const auto& [rank, progress] : trainers) told = std::max(told, progress.tensor_count);
     return told;

@@ -18,12 +18,12 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   view.total_bytes = u.total_bytes;
   view.tensors = static_cast<int64_t>(u.pushed.size());
   if (u.refit == group::RefitPhase::kDone) view.tensors += u.program->plan->content.tensors;
-  view.tensor_count = u.TensorsTold();
+  view.tensor_count = u.TensorCount();
   view.buckets = u.buckets;
   view.note = u.note;
-  if (u.fill.has_value()) {
-    view.fill = true;
-    view.givers = u.fill->givers;
+  if (u.catch_up.has_value()) {
+    view.catch_up = true;
+    view.source_instances = u.catch_up->source_instances;
   }
   view.left_out = LeftOutOf(u);
   for (const Participant& p : u.participants) {
@@ -95,10 +95,10 @@ GroupView Group::View(TimePoint now) const {
     v.attached = static_cast<int>(instance.ranks.size());
     const std::string* kept = g.WhyKeptOut(instance);
     v.reason = kept == nullptr ? instance.reason : *kept;
-    v.fill = g.FillState(instance);
+    v.catch_up = g.CatchUpState(instance);
   }
   view.update = ViewUpdate(now);
-  view.fill = g.FillRuns() ? ViewLatest(now) : g.last_fill;
+  view.catch_up = g.CatchUpRuns() ? ViewLatest(now) : g.last_catch_up;
   for (int i = 0; i < g.ledger.slots(); ++i) {
     const SlotIndex index(static_cast<uint32_t>(i));
     view.slots.push_back({index, g.ledger.slot(index).state, g.HolderOf(index)});
@@ -131,13 +131,13 @@ std::vector<InstanceStanding> Group::Standings() const {
 
 std::optional<UpdateView> Group::ViewUpdate(TimePoint now) const {
   const Impl& g = *impl_;
-  if (g.update == nullptr || g.FillRuns()) return g.last_update;
+  if (g.update == nullptr || g.CatchUpRuns()) return g.last_update;
   return ViewLatest(now);
 }
 
 std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
   const Impl& g = *impl_;
-  if (g.update == nullptr) return g.last_was_fill ? g.last_fill : g.last_update;
+  if (g.update == nullptr) return g.last_was_catch_up ? g.last_catch_up : g.last_update;
   UpdateView view = g.ViewOf(*g.update);
   view.elapsed = now - g.update->started;
   view.remaining = std::max(g.update->deadline - now, Duration(0));
@@ -147,7 +147,7 @@ std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
 std::optional<UpdateMark> Group::MarkLatest() const {
   const Impl& g = *impl_;
   if (g.update != nullptr) return UpdateMark{g.update->id, Name(g.update->state)};
-  const std::optional<UpdateView>& last = g.last_was_fill ? g.last_fill : g.last_update;
+  const std::optional<UpdateView>& last = g.last_was_catch_up ? g.last_catch_up : g.last_update;
   if (last.has_value()) return UpdateMark{last->id, last->state};
   return std::nullopt;
 }

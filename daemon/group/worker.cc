@@ -285,8 +285,8 @@ void Worker::Announce(Update* update, const PeerHeader& command, const absl::Sta
   const PartSeq seq = command.header.part;
   update->cut.erase(seq);
   // Parts that nobody is handed, and that are never sent again, are not kept.
-  const bool kept = command.wired || !command.staged.empty();
-  if (kept && !command.again) update->handouts[seq] = {command.header, command.staged, false, {}};
+  const bool kept = command.wired || !command.readers.empty();
+  if (kept && !command.again) update->handouts[seq] = {command.header, command.readers, false, {}};
   Part& part = update->parts[seq];
   part.header = command;
   part.result.update = command.header.update;
@@ -316,7 +316,7 @@ std::shared_ptr<const PartContent> Worker::OfOwnBucket(const PeerHeader& command
 }
 
 // Root: moves the bucket to slots and engines. Other nodes: moves the received slot to engines, and
-// to the slots of staged ranks on other devices.
+// to the slots of loader ranks on other devices.
 void Worker::Transfer(Update* update, Part* part, const Output& out) {
   const PeerHeader& command = part->header;
   const BucketHeader& header = command.header;
@@ -325,13 +325,13 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.verification = header.verification;
   start.want_source_digests =
       command.digests || (command.wired && header.verification != Verification::kOff);
-  std::copy_if(command.staged.begin(), command.staged.end(), std::back_inserter(start.staged),
+  std::copy_if(command.readers.begin(), command.readers.end(), std::back_inserter(start.readers),
                callbacks_.attached);
   const bool fills = command.is_root && command.fill_slot && !header.leased;
   const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
   // A leased slot may lie on another device than the slot that the wire sends.
   const bool moves =
-      fills || !start.staged.empty() || (command.is_root && command.wired && header.leased);
+      fills || !start.readers.empty() || (command.is_root && command.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
     part->transferred = true;
     if (const auto handout = update->handouts.find(header.part);
@@ -387,7 +387,7 @@ void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
     Finish(update, done.part, done.status, out);
   } else if (update->abandoned) {
     Finish(update, done.part, absl::CancelledError("the update was given up"), out);
-  } else if (epoch_ != part.header.epoch) {
+  } else if (communicator_ != part.header.communicator) {
     CutPart(update, done.part, out);
   }
   PumpWire(update, now, out);
@@ -431,18 +431,18 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     Part& part = update->parts.at(seq);
     if (part.header.is_root && !part.transferred) return;
     update->to_wire.pop_front();
-    if (epoch_ != part.header.epoch) {
+    if (communicator_ != part.header.communicator) {
       CutPart(update, seq, out);
       continue;
     }
     StartWire start;
-    start.epoch = part.header.epoch;
+    start.communicator = part.header.communicator;
     start.seq = part.header.wire_seq;
     start.slot = *part.header.header.slot;
     start.bytes = part.header.header.content->bytes;
     start.ranks = part.header.ranks;
-    start.rank = static_cast<uint32_t>(epoch_rank_);
-    start.size = epoch_size_;
+    start.rank = static_cast<uint32_t>(communicator_rank_);
+    start.size = communicator_size_;
     start.timeout =
         std::clamp<Duration>(update->deadline - now, std::chrono::milliseconds(1), wire_limit_);
     part.on_wire = true;
@@ -456,12 +456,12 @@ void Worker::CutPart(Update* update, PartSeq part, const Output& out) {
   Finish(update, part, absl::CancelledError("the data plane of the update was closed"), out);
 }
 
-// Ends the parts that wait for a collective of the closed epoch. A root's part that is still being
-// packed ends when it is packed, and a part that is on the wire ends with its WireDone.
-void Worker::CutParts(Update* update, EpochId closed, const Output& out) {
+// Ends the parts that wait for a collective of the closed communicator. A root's part that is still
+// being packed ends when it is packed, and a part that is on the wire ends with its WireDone.
+void Worker::CutParts(Update* update, CommunicatorId closed, const Output& out) {
   std::vector<PartSeq> waiting;
   for (const auto& [seq, part] : update->parts) {
-    if (!part.header.wired || part.header.epoch != closed || Running(part)) continue;
+    if (!part.header.wired || part.header.communicator != closed || Running(part)) continue;
     // A root has packed the part and waits to send it; another node waits to receive it.
     if (part.transferred == part.header.is_root) waiting.push_back(seq);
   }
@@ -472,7 +472,7 @@ void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
   if (FinishRound(done, now, out)) return;
   for (auto& [id, update] : updates_) {
     const auto it = std::find_if(update.parts.begin(), update.parts.end(), [&done](const auto& p) {
-      return p.second.on_wire && p.second.header.epoch == done.epoch &&
+      return p.second.on_wire && p.second.header.communicator == done.communicator &&
              p.second.header.wire_seq == done.seq;
     });
     if (it == update.parts.end()) continue;
@@ -494,45 +494,48 @@ void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
   }
 }
 
-void Worker::Handle(const OpenEpoch& command, TimePoint, const Output& out) {
-  if (epoch_.has_value()) out.actions->push_back(PeerAction(CloseEpoch{*epoch_}));
-  epoch_ = command.epoch;
-  epoch_rank_ = command.rank;
-  epoch_size_ = command.size;
-  epoch_state_ = "opening";
-  out.actions->push_back(PeerAction(OpenEpoch{command.epoch, command.rank, command.size}));
+void Worker::Handle(const OpenCommunicator& command, TimePoint, const Output& out) {
+  if (communicator_.has_value())
+    out.actions->push_back(PeerAction(CloseCommunicator{*communicator_}));
+  communicator_ = command.communicator;
+  communicator_rank_ = command.rank;
+  communicator_size_ = command.size;
+  communicator_state_ = "opening";
+  out.actions->push_back(
+      PeerAction(OpenCommunicator{command.communicator, command.rank, command.size}));
 }
 
-void Worker::Handle(const EpochOpened& event, const Output& out) {
-  if (epoch_ != event.epoch) return;
-  out.reports->push_back(EpochOpened{event.epoch, event.status, event.address});
+void Worker::Handle(const CommunicatorOpened& event, const Output& out) {
+  if (communicator_ != event.communicator) return;
+  out.reports->push_back(CommunicatorOpened{event.communicator, event.status, event.address});
 }
 
-void Worker::Handle(const PeerEpochConnect& command, TimePoint, const Output& out) {
-  if (epoch_ != command.epoch) return;
-  epoch_state_ = "connecting";
-  out.actions->push_back(PeerAction(ConnectEpoch{
-      command.epoch, command.addresses == nullptr ? std::vector<std::string>() : *command.addresses,
+void Worker::Handle(const PeerCommunicatorConnect& command, TimePoint, const Output& out) {
+  if (communicator_ != command.communicator) return;
+  communicator_state_ = "connecting";
+  out.actions->push_back(PeerAction(ConnectCommunicator{
+      command.communicator,
+      command.addresses == nullptr ? std::vector<std::string>() : *command.addresses,
       command.timeout}));
 }
 
-void Worker::Handle(const EpochUp& event, const Output& out) {
-  if (epoch_ != event.epoch) return;
-  if (event.status.ok()) epoch_state_ = "up";
-  out.reports->push_back(EpochUp{event.epoch, event.status});
+void Worker::Handle(const CommunicatorUp& event, const Output& out) {
+  if (communicator_ != event.communicator) return;
+  if (event.status.ok()) communicator_state_ = "up";
+  out.reports->push_back(CommunicatorUp{event.communicator, event.status});
 }
 
-void Worker::Handle(const CloseEpoch& command, TimePoint, const Output& out) {
-  if (epoch_ != command.epoch) return;
-  out.actions->push_back(PeerAction(CloseEpoch{command.epoch}));
-  epoch_.reset();
-  epoch_state_ = "";
+void Worker::Handle(const CloseCommunicator& command, TimePoint, const Output& out) {
+  if (communicator_ != command.communicator) return;
+  out.actions->push_back(PeerAction(CloseCommunicator{command.communicator}));
+  communicator_.reset();
+  communicator_state_ = "";
   // A run that has nothing on the wire yet would wait for good (P4).
   for (auto& [id, update] : updates_) {
-    CutParts(&update, command.epoch, out);
+    CutParts(&update, command.communicator, out);
     if (!update.job.has_value() || !update.job->run.has_value()) continue;
     Job& job = *update.job;
-    if (job.done || !job.run->wired || job.run->epoch != command.epoch) continue;
+    if (job.done || !job.run->wired || job.run->communicator != command.communicator) continue;
     job.result.wire_failed = true;
     StopRun(&job, absl::CancelledError("the data plane of the update was closed"));
     EndRunIfQuiet(&update, out);
@@ -669,7 +672,7 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
   std::vector<UpdateId> ids;
   for (const auto& [id, update] : updates_) ids.push_back(id);
   for (const UpdateId id : ids) Handle(PeerAbandon{id}, now, out);
-  if (epoch_.has_value()) Handle(CloseEpoch{*epoch_}, now, out);
+  if (communicator_.has_value()) Handle(CloseCommunicator{*communicator_}, now, out);
   if (wire_update_.has_value()) Handle(PeerWireUnlock{*wire_update_}, now, out);
   for (const UpdateId id : ids) {
     PeerUpdateEnded ended;
@@ -691,8 +694,8 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartS
                  part);
   }
   const BucketHeader& header = handout->second.header;
-  const std::vector<MemberId>& staged = handout->second.staged;
-  if (std::find(staged.begin(), staged.end(), member) == staged.end()) {
+  const std::vector<MemberId>& readers = handout->second.readers;
+  if (std::find(readers.begin(), readers.end(), member) == readers.end()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "part {}: its header did not say that the rank is handed it", part);
   }

@@ -7,9 +7,9 @@
 // Packing needs no agreement, since it stays inside the daemon. Collectives start in the order of
 // Issue (P7), so that one part is packed and another unpacked while a third is on the wire.
 //
-// If the part's epoch is closed before the collective has ended, the daemon's share ends without
-// the part. The header may come again: the root keeps what it packed, so nothing is read or written
-// twice.
+// If the part's communicator is closed before the collective has ended, the daemon's share ends
+// without the part. The header may come again: the root keeps what it packed, so nothing is read or
+// written twice.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_WORKER_H_
@@ -70,7 +70,7 @@ struct Job {
   NodeProgram::Course course;
   // Rounds before this one were packed, in this attempt or in an earlier attempt that it continues.
   int64_t packed_before = 0;
-  // By rank of the epoch, as the wire told last in this attempt. Empty: it has not told yet.
+  // By rank of the communicator, as the wire told last in this attempt. Empty: it has not told yet.
   std::vector<WireUse> uses;
   // Sums of the digests of each section, by outgoing or incoming stream. They count this attempt
   // and the earlier attempts that it continues; a step that was sent again counts once.
@@ -146,9 +146,9 @@ class Worker {
   void Handle(const PeerRun& command, TimePoint now, const Output& out);
   void Handle(const PeerAbandon& command, TimePoint now, const Output& out);
   void Handle(const PeerUpdateEnded& command, TimePoint now, const Output& out);
-  void Handle(const OpenEpoch& command, TimePoint now, const Output& out);
-  void Handle(const PeerEpochConnect& command, TimePoint now, const Output& out);
-  void Handle(const CloseEpoch& command, TimePoint now, const Output& out);
+  void Handle(const OpenCommunicator& command, TimePoint now, const Output& out);
+  void Handle(const PeerCommunicatorConnect& command, TimePoint now, const Output& out);
+  void Handle(const CloseCommunicator& command, TimePoint now, const Output& out);
   void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 
@@ -157,8 +157,8 @@ class Worker {
   void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
   void Handle(const MovesDone& done, TimePoint now, const Output& out);
   void Handle(const WireDone& done, TimePoint now, const Output& out);
-  void Handle(const EpochOpened& event, const Output& out);
-  void Handle(const EpochUp& event, const Output& out);
+  void Handle(const CommunicatorOpened& event, const Output& out);
+  void Handle(const CommunicatorUp& event, const Output& out);
   void Handle(const WireGranted& event, const Output& out);
   void Handle(const WireWaits& event, const Output& out);
   void Handle(const WireWanted& event, const Output& out);
@@ -179,11 +179,11 @@ class Worker {
   // How many indices the worker made itself; tests check the cost by it.
   int64_t indices_made() const { return indices_made_; }
 
-  // The coordinator is lost: nothing new is started, epochs are closed and the wire lock is
+  // The coordinator is lost: nothing new is started, communicators are closed and the wire lock is
   // released.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // The part that a staged rank of this daemon is handed. FAILED_PRECONDITION: the update is over,
+  // The part that a loader rank of this daemon is handed. FAILED_PRECONDITION: the update is over,
   // the part's header never came, or the header did not name the rank, so that no slot was filled
   // for it (P1).
   absl::StatusOr<SendPart> PartFor(MemberId member, UpdateId update, PartSeq part) const;
@@ -192,8 +192,8 @@ class Worker {
   bool quiet() const;
   // Whether a transfer reads that bucket's source.
   bool Reads(CallId bucket_call) const;
-  std::optional<EpochId> epoch() const { return epoch_; }
-  std::string_view epoch_state() const { return epoch_state_; }
+  std::optional<CommunicatorId> communicator() const { return communicator_; }
+  std::string_view communicator_state() const { return communicator_state_; }
 
   // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
@@ -207,10 +207,10 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
-  // The header of a part that crosses the wire or is handed to staged ranks, and these ranks.
+  // The header of a part that crosses the wire or is handed to loader ranks, and these ranks.
   struct Handout {
     BucketHeader header;
-    std::vector<MemberId> staged;
+    std::vector<MemberId> readers;
     bool held = false;  // root: its slot is packed; other nodes: they have stored the part
     std::vector<uint64_t> digests;  // root, once it holds the part: of the trainer's bytes
   };
@@ -268,7 +268,7 @@ class Worker {
   void BeginRun(Update* update, const PeerRun& command);
   static absl::Status CheckResume(const Job& job, const PeerRun& command);
   static void Resume(Job* job, const PeerRun& command);
-  static void NoteHeld(Job* job);
+  static void NoteHeldSteps(Job* job);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
@@ -288,7 +288,7 @@ class Worker {
 
   void PumpWire(Update* update, TimePoint now, const Output& out);
   void CutPart(Update* update, PartSeq part, const Output& out);
-  void CutParts(Update* update, EpochId closed, const Output& out);
+  void CutParts(Update* update, CommunicatorId closed, const Output& out);
   void Finish(Update* update, PartSeq part, const absl::Status& status, const Output& out);
   void DropIfOver(UpdateId id, const Output& out);
   void GiveWireBackIfQuiet(const Output& out);
@@ -301,10 +301,10 @@ class Worker {
   const Duration wire_limit_;
   std::map<UpdateId, Update> updates_;
   std::map<MemberId, std::shared_ptr<const Layout>> lost_layouts_;  // lost since the last Prepare
-  std::optional<EpochId> epoch_;
-  std::string_view epoch_state_;
-  int epoch_rank_ = 0;
-  int epoch_size_ = 0;
+  std::optional<CommunicatorId> communicator_;
+  std::string_view communicator_state_;
+  int communicator_rank_ = 0;
+  int communicator_size_ = 0;
   std::optional<UpdateId> wire_update_;  // the update for which the lock was asked, if any
   bool wire_held_ = false;
   bool giving_back_ = false;

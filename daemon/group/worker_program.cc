@@ -407,7 +407,7 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
   const PeerRun& run = *job.run;
   Round& round = job.rounds.at(number);
   StartExchange start;
-  start.epoch = run.epoch;
+  start.communicator = run.communicator;
   start.seq = WireSeq(run.wire_seq.value() + static_cast<uint64_t>(number - job.course.first));
   for (const ExchangeLeg& leg : job.bound->program->Legs(number, job.course)) {
     const uint32_t rank = leg.peer < run.ranks.size() ? run.ranks[leg.peer] : kNoRank;
@@ -419,7 +419,7 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
     round.ended = true;
     return;
   }
-  if (!epoch_.has_value() || *epoch_ != run.epoch) {
+  if (!communicator_.has_value() || *communicator_ != run.communicator) {
     job.result.wire_failed = true;
     StopRun(&job, absl::CancelledError("the data plane of the update was closed"));
     return;
@@ -515,7 +515,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
   for (auto& [id, update] : updates_) {
     if (!update.job.has_value() || !update.job->run.has_value()) continue;
     Job& job = *update.job;
-    if (job.run->epoch != done.epoch || done.seq < job.run->wire_seq) continue;
+    if (job.run->communicator != done.communicator || done.seq < job.run->wire_seq) continue;
     const auto number =
         job.course.first + static_cast<int64_t>(done.seq.value() - job.run->wire_seq.value());
     const auto round = job.rounds.find(number);
@@ -542,8 +542,8 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
   return false;
 }
 
-// The wire's counts begin when the epoch is opened, and parts may have been pushed over it since.
-// So the first round of a run only says from where to count.
+// The wire's counts begin when the communicator is opened, and parts may have been pushed over it
+// since. So the first round of a run only says from where to count.
 void Worker::CountLinks(const WireDone& done, Job* job) {
   const std::vector<WireUse> before = std::exchange(job->uses, done.uses);
   if (before.size() != done.uses.size()) return;
@@ -589,7 +589,7 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   if (!job.stopped && (!job.local_begun || job.first_round < rounds)) return;
   if (WitnessAfter(update, out)) return;
   job.done = true;
-  NoteHeld(&job);
+  NoteHeldSteps(&job);
   if (!job.broken) job.result.lacks = program.FirstLacking(job.course);
   job.rounds.clear();
   if (job.result.status.ok() && update->verification != Verification::kOff) {
@@ -609,7 +609,7 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
 }
 
 // Takes note of what the run has stored, when none of its steps runs.
-void Worker::NoteHeld(Job* job) {
+void Worker::NoteHeldSteps(Job* job) {
   if (!job->run->wired) return;
   job->bound->program->Hold(job->first_round, &job->course);
   job->packed_before =

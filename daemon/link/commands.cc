@@ -107,14 +107,14 @@ void Put(const PeerHeader& v, v1::PeerAnswer* message) {
   out->set_is_root(v.is_root);
   out->set_wired(v.wired);
   out->set_fill_slot(v.fill_slot);
-  out->set_epoch(v.epoch.value());
+  out->set_communicator(v.communicator.value());
   out->set_wire_seq(v.wire_seq.value());
   out->mutable_ranks()->Add(v.ranks.begin(), v.ranks.end());
   out->set_bucket_call(v.bucket_call.value());
   out->set_trainer(v.trainer.value());
   out->mutable_bucket_ranges()->Add(v.bucket_ranges.begin(), v.bucket_ranges.end());
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
-  SetIds(v.staged, out->mutable_staged());
+  SetIds(v.readers, out->mutable_readers());
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToProto(v.broadcast));
   out->set_again(v.again);
   out->set_digests(v.digests);
@@ -149,7 +149,7 @@ void Put(const PeerRun& v, v1::PeerAnswer* message) {
   out->set_update(v.update.value());
   out->set_part(v.part.value());
   out->set_wired(v.wired);
-  out->set_epoch(v.epoch.value());
+  out->set_communicator(v.communicator.value());
   out->set_wire_seq(v.wire_seq.value());
   out->mutable_ranks()->Add(v.ranks.begin(), v.ranks.end());
   for (const SlotGrant& slot : v.slots) SetSlot(slot, out->add_slots());
@@ -167,19 +167,19 @@ void Put(const PeerUpdateEnded& v, v1::PeerAnswer* message) {
   out->set_outcome(static_cast<v1::UpdateOutcome>(v.outcome));
   out->set_reason(TextToProto(v.reason));
   SetFailure(v.failure, out);
-  out->set_fill(v.fill);
+  out->set_catch_up(v.catch_up);
 }
 
-void Put(const OpenEpoch& v, v1::PeerAnswer* message) {
-  v1::PeerEpochOpen* out = message->mutable_epoch_open();
-  out->set_epoch(v.epoch.value());
+void Put(const OpenCommunicator& v, v1::PeerAnswer* message) {
+  v1::PeerCommunicatorOpen* out = message->mutable_communicator_open();
+  out->set_communicator(v.communicator.value());
   out->set_rank(v.rank);
   out->set_size(v.size);
 }
 
-void Put(const PeerEpochConnect& v, v1::PeerAnswer* message) {
-  v1::PeerEpochConnect* out = message->mutable_epoch_connect();
-  out->set_epoch(v.epoch.value());
+void Put(const PeerCommunicatorConnect& v, v1::PeerAnswer* message) {
+  v1::PeerCommunicatorConnect* out = message->mutable_communicator_connect();
+  out->set_communicator(v.communicator.value());
   if (v.addresses != nullptr) {
     for (const std::string& address : *v.addresses) out->add_addresses(address);
   }
@@ -187,8 +187,8 @@ void Put(const PeerEpochConnect& v, v1::PeerAnswer* message) {
   if (v.coordinator_rank.has_value()) out->set_coordinator_rank(*v.coordinator_rank);
 }
 
-void Put(const CloseEpoch& v, v1::PeerAnswer* message) {
-  message->set_epoch_close(v.epoch.value());
+void Put(const CloseCommunicator& v, v1::PeerAnswer* message) {
+  message->set_communicator_close(v.communicator.value());
 }
 
 void Put(const PeerWireLock& v, v1::PeerAnswer* message) {
@@ -399,8 +399,8 @@ absl::Status CheckSlotUse(const v1::PeerHeader& message) {
   REFITD_RETURN_IF_ERROR(check(message.leased(), "leased"));
   REFITD_RETURN_IF_ERROR(check(message.fill_slot(), "fill_slot"));
   REFITD_RETURN_IF_ERROR(check(message.wired(), "wired"));
-  if (message.staged_size() == 0 || message.has_slot()) return absl::OkStatus();
-  return Invalid("header.staged has {} entries where there is no slot", message.staged_size());
+  if (message.readers_size() == 0 || message.has_slot()) return absl::OkStatus();
+  return Invalid("header.readers has {} entries where there is no slot", message.readers_size());
 }
 
 absl::Status CheckRanks(const v1::PeerHeader& message) {
@@ -430,7 +430,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerB
   out.is_root = message.is_root();
   out.wired = message.wired();
   out.fill_slot = message.fill_slot();
-  out.epoch = EpochId(message.epoch());
+  out.communicator = CommunicatorId(message.communicator());
   out.wire_seq = WireSeq(message.wire_seq());
   REFITD_ASSIGN_OR_RETURN(out.ranks,
                           IndicesOf(message.ranks(), kMaxNodes, kMaxNodes, "header.ranks"));
@@ -442,7 +442,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerB
                           IndicesOf(message.bucket_ranges(), kMaxTensorsPerBucket,
                                     kMaxTensorsPerBucket, "header.bucket_ranges"));
   REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(message.skip(), "header.skip"));
-  REFITD_ASSIGN_OR_RETURN(out.staged, MembersOf(message.staged(), "header.staged"));
+  REFITD_ASSIGN_OR_RETURN(out.readers, MembersOf(message.readers(), "header.readers"));
   if (message.has_broadcast()) {
     REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromProto(message.broadcast()));
   }
@@ -490,7 +490,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& message, const PeerBoun
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "run.part"));
   out.wired = message.wired();
-  out.epoch = EpochId(message.epoch());
+  out.communicator = CommunicatorId(message.communicator());
   out.wire_seq = WireSeq(message.wire_seq());
   REFITD_RETURN_IF_ERROR(AtMost(message.ranks_size(), kMaxNodes, "run.ranks"));
   for (int i = 0; i < message.ranks_size(); ++i) {
@@ -530,32 +530,35 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& message, const 
   out.outcome = static_cast<Outcome>(message.outcome());
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(message.reason(), "update_ended.reason"));
   REFITD_ASSIGN_OR_RETURN(out.failure, FailureOfMessage(message, "update_ended"));
-  out.fill = message.fill();
+  out.catch_up = message.catch_up();
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochOpen& message, const PeerBounds&) {
-  REFITD_RETURN_IF_ERROR(InRange(message.size(), 1, kMaxNodes, "epoch_open.size"));
-  REFITD_RETURN_IF_ERROR(InRange(message.rank(), 0, message.size() - 1, "epoch_open.rank"));
-  return OpenEpoch{EpochId(message.epoch()), message.rank(), message.size()};
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCommunicatorOpen& message, const PeerBounds&) {
+  REFITD_RETURN_IF_ERROR(InRange(message.size(), 1, kMaxNodes, "communicator_open.size"));
+  REFITD_RETURN_IF_ERROR(InRange(message.rank(), 0, message.size() - 1, "communicator_open.rank"));
+  return OpenCommunicator{CommunicatorId(message.communicator()), message.rank(), message.size()};
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& message, const PeerBounds&) {
-  PeerEpochConnect out;
-  out.epoch = EpochId(message.epoch());
-  REFITD_RETURN_IF_ERROR(AtMost(message.addresses_size(), kMaxNodes, "epoch_connect.addresses"));
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCommunicatorConnect& message,
+                                      const PeerBounds&) {
+  PeerCommunicatorConnect out;
+  out.communicator = CommunicatorId(message.communicator());
+  REFITD_RETURN_IF_ERROR(
+      AtMost(message.addresses_size(), kMaxNodes, "communicator_connect.addresses"));
   auto addresses = std::make_shared<std::vector<std::string>>();
   for (int i = 0; i < message.addresses_size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(
         std::string address,
-        OpaqueOf(message.addresses(i), fmt::format("epoch_connect.addresses[{}]", i)));
+        OpaqueOf(message.addresses(i), fmt::format("communicator_connect.addresses[{}]", i)));
     addresses->push_back(std::move(address));
   }
   out.addresses = std::move(addresses);
-  REFITD_ASSIGN_OR_RETURN(out.timeout, MillisOf(message.timeout_ms(), "epoch_connect.timeout_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.timeout,
+                          MillisOf(message.timeout_ms(), "communicator_connect.timeout_ms"));
   if (message.has_coordinator_rank()) {
     REFITD_RETURN_IF_ERROR(InRange(message.coordinator_rank(), 0, message.addresses_size() - 1,
-                                   "epoch_connect.coordinator_rank"));
+                                   "communicator_connect.coordinator_rank"));
     out.coordinator_rank = message.coordinator_rank();
   }
   return out;
@@ -660,12 +663,12 @@ absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBo
       return PeerAbandon{UpdateId(answer.abandon())};
     case v1::PeerAnswer::kUpdateEnded:
       return CommandOf(answer.update_ended(), bounds);
-    case v1::PeerAnswer::kEpochOpen:
-      return CommandOf(answer.epoch_open(), bounds);
-    case v1::PeerAnswer::kEpochConnect:
-      return CommandOf(answer.epoch_connect(), bounds);
-    case v1::PeerAnswer::kEpochClose:
-      return CloseEpoch{EpochId(answer.epoch_close())};
+    case v1::PeerAnswer::kCommunicatorOpen:
+      return CommandOf(answer.communicator_open(), bounds);
+    case v1::PeerAnswer::kCommunicatorConnect:
+      return CommandOf(answer.communicator_connect(), bounds);
+    case v1::PeerAnswer::kCommunicatorClose:
+      return CloseCommunicator{CommunicatorId(answer.communicator_close())};
     case v1::PeerAnswer::kWireLock:
       return PeerWireLock{UpdateId(answer.wire_lock())};
     case v1::PeerAnswer::kWireUnlock:

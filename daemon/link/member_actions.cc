@@ -20,7 +20,7 @@ using peer::VersionOf;
 // ---- committed ----
 
 template <typename Event>
-void Tell(const SendCommitted& v, Event* event) {
+void Put(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_version(v.version.value());
   event->mutable_committed()->set_incarnation(v.incarnation);
   event->mutable_committed()->set_owner(v.owner);
@@ -35,7 +35,7 @@ absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Committed& mess
 // ---- aborted ----
 
 template <typename Event>
-void Tell(const SendAborted& v, Event* event) {
+void Put(const SendAborted& v, Event* event) {
   event->mutable_aborted()->set_version(v.version.value());
   event->mutable_aborted()->set_reason(TextToProto(v.reason));
   SetFailure(v.failure, event->mutable_aborted());
@@ -55,7 +55,7 @@ absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Aborted& messag
 // ---- draining ----
 
 template <typename Event>
-void Tell(const SendDraining& /*v*/, Event* event) {
+void Put(const SendDraining& /*v*/, Event* event) {
   event->mutable_draining();
 }
 
@@ -66,7 +66,7 @@ void Put(const MemberAction& action, v1::PeerAnswer* answer) {
   std::visit(
       [out](const auto& kind) {
         out->set_member(kind.member.value());
-        Tell(kind, out->mutable_event());
+        Put(kind, out->mutable_event());
       },
       action);
 }
@@ -83,7 +83,7 @@ absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerMemberEvent& message) 
 template <typename Event>
 Event EventOf(const MemberAction& action) {
   Event event;
-  std::visit([&event](const auto& kind) { Tell(kind, &event); }, action);
+  std::visit([&event](const auto& kind) { Put(kind, &event); }, action);
   return event;
 }
 template v1::EngineEvent EventOf(const MemberAction& action);

@@ -57,8 +57,8 @@ FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d, e)
 FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
 FIELDS(VerifyDone, a, b, c, d)
-FIELDS(EpochOpened, a, b, c)
-FIELDS(EpochUp, a, b)
+FIELDS(CommunicatorOpened, a, b, c)
+FIELDS(CommunicatorUp, a, b)
 FIELDS(PeerWireGranted, a)
 FIELDS(PeerWireWaits, a, b)
 FIELDS(PeerWireWanted, a)
@@ -92,9 +92,9 @@ FIELDS(PeerLinkUse, a, b, c)
 FIELDS(PeerRunDone, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerAbandon, a)
 FIELDS(PeerUpdateEnded, a, b, c, d, e, f)
-FIELDS(OpenEpoch, a, b, c)
-FIELDS(PeerEpochConnect, a, b, c, d)
-FIELDS(CloseEpoch, a)
+FIELDS(OpenCommunicator, a, b, c)
+FIELDS(PeerCommunicatorConnect, a, b, c, d)
+FIELDS(CloseCommunicator, a)
 FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
@@ -295,7 +295,7 @@ void FillOne(Rng& rng, Failure* v) {
     FillOne(rng, &suspect.pid);
     v->Add(std::move(suspect));
   }
-  v->weights = static_cast<WeightsLeft>(Between(rng, 0, 2));
+  v->weights = static_cast<Weights>(Between(rng, 0, 2));
   for (int64_t n = Between(rng, 0, 3); n > 0; --n) {
     std::string instance;
     FillOne(rng, &instance);
@@ -424,7 +424,7 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->daemon.clear();
   v->on_device = false;  // known to the own daemon only
   v->trainer_identity = Between(rng, 0, 1) == 0 ? "" : "spiffe://prod/trainer/*";
-  if (!NeedsLayout(v->delivery)) v->fill = false;
+  if (!NeedsLayout(v->delivery)) v->catch_up = false;
 }
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 1, 9)); }
 void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
@@ -481,7 +481,7 @@ void Agree(Rng& rng, PeerHeader* v) {
   v->wired = v->wired && v->header.slot.has_value();
   v->fill_slot = v->fill_slot && v->header.slot.has_value();
   v->again = v->again && v->wired;
-  if (!v->header.slot.has_value()) v->staged.clear();
+  if (!v->header.slot.has_value()) v->readers.clear();
   v->bucket_ranges.clear();
   for (size_t i = 0; v->is_root && i < v->header.content->ranges.size(); ++i) {
     v->bucket_ranges.push_back(static_cast<uint32_t>(Between(rng, 0, 9)));
@@ -489,14 +489,16 @@ void Agree(Rng& rng, PeerHeader* v) {
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
 }
 void Agree(Rng& rng, InstanceStanding* v) { v->instance = "i" + std::to_string(rng() % 9); }
-void Agree(Rng& rng, PeerEpochConnect* v) {
+void Agree(Rng& rng, PeerCommunicatorConnect* v) {
   v->addresses = std::make_shared<const std::vector<std::string>>(Between(rng, 1, 4), "here");
   v->coordinator_rank.reset();
   if (Between(rng, 0, 1) == 1) {
     v->coordinator_rank = Between(rng, 0, static_cast<int64_t>(v->addresses->size()) - 1);
   }
 }
-void Agree(Rng& rng, OpenEpoch* v) { v->size = v->rank + static_cast<int>(Between(rng, 1, 5)); }
+void Agree(Rng& rng, OpenCommunicator* v) {
+  v->size = v->rank + static_cast<int>(Between(rng, 1, 5));
+}
 
 template <typename T>
 void Fill(Rng& rng, T* value) {
@@ -690,7 +692,7 @@ TEST_CASE("A malformed report is refused with field and value") {
   CHECK_THAT(ReportError("attach { member: 1 engine { instance: 'a' world_size: 1 } }"),
              Contains("attach.engine.delivery is 0"));
   CHECK_THAT(ReportError("attach { member: 1 engine { instance: 'a' world_size: 1 delivery: "
-                         "DELIVERY_STAGED manifest { names: 'x' } } }"),
+                         "DELIVERY_LOADER manifest { names: 'x' } } }"),
              Contains("attach.engine.manifest.dtypes has 0 entries"));
   CHECK_THAT(ReportError("engine_message { member: 1 message { ack { part: -1 } } }"),
              Contains("ack.part is -1"));
@@ -730,8 +732,8 @@ TEST_CASE("A malformed report is refused with field and value") {
              Contains("verified.failed_destinations[0] is 65536"));
   CHECK_THAT(ReportError("gone { member: 1 reason: '" + std::string(1025, 'x') + "' }"),
              Contains("gone.reason: 1025 bytes are more than 1024"));
-  CHECK_THAT(ReportError("epoch_opened { address: '" + std::string(65537, 'x') + "' }"),
-             Contains("epoch_opened.address: 65537 bytes are more"));
+  CHECK_THAT(ReportError("communicator_opened { address: '" + std::string(65537, 'x') + "' }"),
+             Contains("communicator_opened.address: 65537 bytes are more"));
 }
 
 TEST_CASE("A malformed command is refused with field and value") {
@@ -759,13 +761,13 @@ TEST_CASE("A malformed command is refused with field and value") {
              Contains("header.wired is true where there is no slot"));
   CHECK_THAT(CommandError("header { " + content +
                           "bytes: 16 verification: VERIFICATION_OFF staged: [3, 4] }"),
-             Contains("header.staged has 2 entries where there is no slot"));
+             Contains("header.readers has 2 entries where there is no slot"));
   std::string placed = content;
   placed.insert(placed.rfind('}'), "byte_offsets: 0 ");
   CHECK_THAT(
       CommandError("header { " + placed +
                    "bytes: 16 verification: VERIFICATION_OFF slot { slot: 1 } staged: [3, 0] }"),
-      Contains("header.staged[1] is 0"));
+      Contains("header.readers[1] is 0"));
   CHECK_THAT(CommandError("header { " + content +
                           "bytes: 16 verification: VERIFICATION_OFF ranks: [1, 1] }"),
              Contains("header.ranks has 2 entries, 1 of them different"));
@@ -779,13 +781,15 @@ TEST_CASE("A malformed command is refused with field and value") {
                           "bytes: 16 verification: VERIFICATION_OFF is_root: true bucket_call: 1 "
                           "trainer: 1 }"),
              Contains("header.bucket_ranges has 0 entries"));
-  CHECK_THAT(CommandError("epoch_connect { addresses: 'here' coordinator_rank: 1 }"),
-             Contains("epoch_connect.coordinator_rank is 1"));
-  CHECK_THAT(CommandError("epoch_connect { coordinator_rank: 0 }"),
-             Contains("epoch_connect.coordinator_rank is 0"));
+  CHECK_THAT(CommandError("communicator_connect { addresses: 'here' coordinator_rank: 1 }"),
+             Contains("communicator_connect.coordinator_rank is 1"));
+  CHECK_THAT(CommandError("communicator_connect { coordinator_rank: 0 }"),
+             Contains("communicator_connect.coordinator_rank is 0"));
   CHECK_THAT(CommandError("update_ended { outcome: 4 }"), Contains("update_ended.outcome is 4"));
-  CHECK_THAT(CommandError("epoch_open { rank: 2 size: 2 }"), Contains("epoch_open.rank is 2"));
-  CHECK_THAT(CommandError("epoch_open { size: 1025 }"), Contains("epoch_open.size is 1025"));
+  CHECK_THAT(CommandError("communicator_open { rank: 2 size: 2 }"),
+             Contains("communicator_open.rank is 2"));
+  CHECK_THAT(CommandError("communicator_open { size: 1025 }"),
+             Contains("communicator_open.size is 1025"));
   CHECK_THAT(CommandError("new_incarnation: 0"), Contains("new_incarnation is 0"));
 }
 
@@ -1032,7 +1036,7 @@ TEST_CASE("Layouts and manifests that came over a link were counted nowhere") {
 
   EngineIdentity engine;
   engine.instance = "i";
-  engine.delivery = DeliveryMode::kStaged;
+  engine.delivery = DeliveryMode::kLoader;
   engine.manifest.emplace(100, TensorSpec{std::string(400, 'x'), DType::kUint8, {1}});
   for (size_t i = 0; i < engine.manifest->size(); ++i) {
     (*engine.manifest)[i].name += std::to_string(i);

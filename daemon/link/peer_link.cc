@@ -253,7 +253,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   // P9: on the wire this daemon admits whoever has the identity that an address names. Of the
   // addresses that a coordinator sends, its link can vouch only for the coordinator's own.
   absl::Status CheckAddress(const PeerCommand& command) const {
-    const auto* const connect = std::get_if<PeerEpochConnect>(&command);
+    const auto* const connect = std::get_if<PeerCommunicatorConnect>(&command);
     if (connect == nullptr || !connect->coordinator_rank.has_value()) return absl::OkStatus();
     return CheckAddressOwner(connect->addresses->at(*connect->coordinator_rank),
                              ServerIdentity(context_));

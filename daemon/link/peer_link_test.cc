@@ -159,9 +159,9 @@ absl::Status Send(End& end, Message message) {
 
 // Commands and reports that are too large for a message of kMessageBytes.
 PeerCommand TooLargeConnect() {
-  PeerEpochConnect connect;
-  connect.addresses =
-      std::make_shared<const std::vector<std::string>>(64, std::string(kMaxEpochAddressBytes, 'a'));
+  PeerCommunicatorConnect connect;
+  connect.addresses = std::make_shared<const std::vector<std::string>>(
+      64, std::string(kMaxCommunicatorAddressBytes, 'a'));
   return connect;
 }
 PeerReport TooLargeAttach(MemberId member) {
@@ -441,7 +441,8 @@ TEST_CASE("A coordinator that does not read costs a bounded queue, then its link
   Stuck coordinator;
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
-  const EpochOpened big{EpochId(1), absl::OkStatus(), std::string(kMaxEpochAddressBytes, 'a')};
+  const CommunicatorOpened big{CommunicatorId(1), absl::OkStatus(),
+                               std::string(kMaxCommunicatorAddressBytes, 'a')};
   FillUp([&] { return Send(*joined.link, big); });
   const absl::Status lost = joined.logs->lost.Next();
   CHECK(lost.code() == absl::StatusCode::kResourceExhausted);
@@ -461,9 +462,9 @@ TEST_CASE("A daemon that does not read costs a bounded queue, then its link") {
                               [logs](absl::Status s) { logs->lost.Add(std::move(s)); }});
   logs->up.Next();
   const auto session = coordinator.sessions.Next();
-  PeerEpochConnect big;
-  big.addresses =
-      std::make_shared<const std::vector<std::string>>(1, std::string(kMaxEpochAddressBytes, 'a'));
+  PeerCommunicatorConnect big;
+  big.addresses = std::make_shared<const std::vector<std::string>>(
+      1, std::string(kMaxCommunicatorAddressBytes, 'a'));
   FillUp([&] { return Send(*session, big); });
   const auto [id, reason] = coordinator.gone.Next();
   CHECK(id == session->id());

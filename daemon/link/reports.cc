@@ -65,7 +65,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   if (engine.held_version.has_value()) e->set_held_version(engine.held_version->value());
   e->set_dirty(engine.dirty);
   e->set_held_origin(engine.held_origin);
-  e->set_fill(engine.fill);
+  e->set_catch_up(engine.catch_up);
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
   e->set_held_digest(engine.held_digest);
@@ -189,16 +189,16 @@ void Put(const PeerRunDone& v, v1::PeerMessage* message) {
   }
 }
 
-void Put(const EpochOpened& v, v1::PeerMessage* message) {
-  v1::PeerEpochOpened* out = message->mutable_epoch_opened();
-  out->set_epoch(v.epoch.value());
+void Put(const CommunicatorOpened& v, v1::PeerMessage* message) {
+  v1::PeerCommunicatorOpened* out = message->mutable_communicator_opened();
+  out->set_communicator(v.communicator.value());
   SetStatusOf(v.status, out);
   out->set_address(v.address);
 }
 
-void Put(const EpochUp& v, v1::PeerMessage* message) {
-  message->mutable_epoch_up()->set_epoch(v.epoch.value());
-  SetStatusOf(v.status, message->mutable_epoch_up());
+void Put(const CommunicatorUp& v, v1::PeerMessage* message) {
+  message->mutable_communicator_up()->set_communicator(v.communicator.value());
+  SetStatusOf(v.status, message->mutable_communicator_up());
 }
 
 void Put(const PeerWireGranted& v, v1::PeerMessage* message) {
@@ -257,7 +257,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
   engine.held_digest = e.held_digest();
-  engine.fill = e.fill();
+  engine.catch_up = e.catch_up();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {
     REFITD_RETURN_IF_ERROR(
@@ -265,9 +265,9 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   }
   REFITD_ASSIGN_OR_RETURN(engine.held_owner,
                           TextOf(e.held_owner(), "attach.engine.held_owner", kMaxIdentityBytes));
-  if (engine.fill && !Fills(engine.delivery)) {
-    return Invalid("attach.engine.fill: only {} delivery takes part in fills",
-                   DeliveriesWith(Fills));
+  if (engine.catch_up && !CatchesUp(engine.delivery)) {
+    return Invalid("attach.engine.catch_up: only {} delivery takes part in catch-ups",
+                   DeliveriesWith(CatchesUp));
   }
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
@@ -439,18 +439,18 @@ absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& message) {
   return out;
 }
 
-absl::StatusOr<EpochOpened> ReportOf(const v1::PeerEpochOpened& message) {
-  EpochOpened out;
-  out.epoch = EpochId(message.epoch());
-  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "epoch_opened.status", &out.status));
-  REFITD_ASSIGN_OR_RETURN(out.address, OpaqueOf(message.address(), "epoch_opened.address"));
+absl::StatusOr<CommunicatorOpened> ReportOf(const v1::PeerCommunicatorOpened& message) {
+  CommunicatorOpened out;
+  out.communicator = CommunicatorId(message.communicator());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "communicator_opened.status", &out.status));
+  REFITD_ASSIGN_OR_RETURN(out.address, OpaqueOf(message.address(), "communicator_opened.address"));
   return out;
 }
 
-absl::StatusOr<EpochUp> ReportOf(const v1::PeerEpochUp& message) {
-  EpochUp out;
-  out.epoch = EpochId(message.epoch());
-  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "epoch_up.status", &out.status));
+absl::StatusOr<CommunicatorUp> ReportOf(const v1::PeerCommunicatorUp& message) {
+  CommunicatorUp out;
+  out.communicator = CommunicatorId(message.communicator());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "communicator_up.status", &out.status));
   return out;
 }
 
@@ -531,9 +531,9 @@ absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t mes
   // For each tensor: tags and lengths of name and shape (its own and its dims'), dtype, start,
   // size, byte offset, bucket range.
   constexpr int64_t kTensorBytes = 4 + 8 + 1 + 3 * kVarintBytes + 5;
-  // Once: everything else, two bytes for each rank of the epoch, and a flag (registered) or an id
-  // (staged) for each of as many engine ranks as one daemon is likely to have. With more ranks the
-  // header itself may still be refused.
+  // Once: everything else, two bytes for each rank of the communicator, and a flag (registered) or
+  // an id (staged) for each of as many engine ranks as one daemon is likely to have. With more
+  // ranks the header itself may still be refused.
   constexpr int64_t kEngineRanks = 4096;
   constexpr int64_t kIdBytes = 5;
   constexpr int64_t kFixedBytes = 1024 + kIdBytes * kEngineRanks + 2 * kMaxNodes;
@@ -671,10 +671,10 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMe
       return ReportOf(message.compared());
     case v1::PeerMessage::kRunDone:
       return ReportOf(message.run_done());
-    case v1::PeerMessage::kEpochOpened:
-      return ReportOf(message.epoch_opened());
-    case v1::PeerMessage::kEpochUp:
-      return ReportOf(message.epoch_up());
+    case v1::PeerMessage::kCommunicatorOpened:
+      return ReportOf(message.communicator_opened());
+    case v1::PeerMessage::kCommunicatorUp:
+      return ReportOf(message.communicator_up());
     case v1::PeerMessage::kWireGranted:
       return PeerWireGranted{UpdateId(message.wire_granted())};
     case v1::PeerMessage::kWireWaits:

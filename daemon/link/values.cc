@@ -47,7 +47,7 @@ absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view fie
 }
 
 absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view field) {
-  REFITD_RETURN_IF_ERROR(CheckText(bytes, kMaxEpochAddressBytes, field));
+  REFITD_RETURN_IF_ERROR(CheckText(bytes, kMaxCommunicatorAddressBytes, field));
   return bytes;
 }
 

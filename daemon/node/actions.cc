@@ -64,7 +64,7 @@ struct Actions::Performer {
   MemberRecord* Find(MemberId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     return own->state_.leases.Find(id);
   }
-  void Tell(MemberId id, MemberNews news) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void Deliver(MemberId id, MemberNews news) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     MemberRecord* member = Find(id);
     if (member == nullptr || member->sink == nullptr) return;
     member->sink->Queue(std::move(news));
@@ -83,19 +83,19 @@ struct Actions::Performer {
   }
   void operator()(SendPart& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     const MemberId member = a.member;
-    Tell(member, PartNews{std::move(a), group->machine->spec().slot_bytes});
+    Deliver(member, PartNews{std::move(a), group->machine->spec().slot_bytes});
   }
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     a.incarnation = group->machine->incarnation();
     a.owner = group->machine->owner();
-    Tell(a.member, a);
+    Deliver(a.member, a);
   }
   // The action itself is the news that the member is told.
   template <typename Action>
   requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
   void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     const MemberId member = a.member;
-    Tell(member, std::move(a));
+    Deliver(member, std::move(a));
   }
   void operator()(StartTransfer& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Start(group, std::move(a), turn);
@@ -130,10 +130,10 @@ struct Actions::Performer {
     turn.Last([remains = std::move(a.remains)] {});
     own->data_plane_.Forget(a.update);
     own->device_slots_.DropWire(group);
-    own->data_plane_.GiveUpEpochs(*group, turn);
+    own->data_plane_.GiveUpCommunicators(*group, turn);
     // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
-    if (a.fill) return own->CountFill(*group, a);
+    if (a.catch_up) return own->CountCatchUp(*group, a);
     group->broadcasts = false;
     own->identities_.AuditUpdate(*group, a);
     own->Count(*group, a);
@@ -186,13 +186,13 @@ struct Actions::Performer {
   void operator()(MakeSlots& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->members_.MakeSlotsFor(a.member, *group);
   }
-  void operator()(OpenEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void operator()(OpenCommunicator& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Open(group, a, turn);
   }
-  void operator()(ConnectEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void operator()(ConnectCommunicator& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Connect(*group, std::move(a), turn);
   }
-  void operator()(CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+  void operator()(CloseCommunicator& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
     own->data_plane_.Close(*group, a);
   }
   void operator()(StartWire& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
@@ -253,13 +253,13 @@ void Actions::ReportRefused(const std::string& name, const PeerLink* link,
   }
 }
 
-void Actions::CountFill(const GroupRecord& group, const UpdateEnded& ended) const {
+void Actions::CountCatchUp(const GroupRecord& group, const UpdateEnded& ended) const {
   if (state_.options.observer == nullptr) return;
-  const FillEnd end = ended.outcome == Outcome::kCommitted ? FillEnd::kCommitted
-                      : ended.gave_way                     ? FillEnd::kGaveWay
-                                                           : FillEnd::kFailed;
-  state_.options.observer->FillEnded(group.name(), end,
-                                     end == FillEnd::kCommitted ? ended.bytes : 0, ended.total);
+  const CatchUpEnd end = ended.outcome == Outcome::kCommitted ? CatchUpEnd::kCommitted
+                         : ended.gave_way                     ? CatchUpEnd::kGaveWay
+                                                              : CatchUpEnd::kFailed;
+  state_.options.observer->CatchUpEnded(
+      group.name(), end, end == CatchUpEnd::kCommitted ? ended.bytes : 0, ended.total);
   if (ended.give_up_class == GiveUpClass::kVerification) {
     state_.options.observer->IntegrityFailure(group.name());
   }

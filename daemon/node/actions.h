@@ -46,7 +46,7 @@ class Actions {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Answers a report that the link could not send with the refusal that the coordinator would send.
   void ReportRefused(const std::string& name, const PeerLink* link, PeerLink::Refused refused);
-  void CountFill(const GroupRecord& group, const UpdateEnded& ended) const
+  void CountCatchUp(const GroupRecord& group, const UpdateEnded& ended) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   void Count(const GroupRecord& group, const UpdateEnded& ended) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);

@@ -39,7 +39,7 @@ MemberId Arrivals::Attach(Arrival arrival) {
     record.ordinal = *ordinal;
     if (auto* engine = std::get_if<EngineIdentity>(&arrival.identity)) {
       engine->on_device = ordinal->has_value();
-      engine->fill = engine->fill && state_.options.group.fills;
+      engine->catch_up = engine->catch_up && state_.options.group.catch_ups;
     }
     Attach(std::move(arrival), turn);
   }

@@ -122,7 +122,7 @@ TEST_CASE("a member counts against the limits of its identity, which also made t
   options.per_identity.groups = 1;
   DaemonParts parts("a", options);
   const auto attach = [&parts](const std::string& identity, const std::string& group) {
-    Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kStaged);
+    Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kLoader);
     arrival.record.peer.identity = identity;
     return parts.Attach(std::move(arrival), group);
   };
@@ -163,7 +163,7 @@ TEST_CASE("device memory takes no part in a group of another daemon without a wi
   options.devices.no_wire = "no NCCL was found";
   DaemonParts a("a");
   DaemonParts b("b", options);
-  Arrival arrival = DaemonParts::OnGpu(DaemonParts::Engine("i", DeliveryMode::kRegistered), 1);
+  Arrival arrival = DaemonParts::OnGpu(DaemonParts::Engine("i", DeliveryMode::kInPlace), 1);
   const absl::Status refused = b.Attach(std::move(arrival), "g", Spec(), &a).inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(refused), Contains("no NCCL was found"));
@@ -184,7 +184,7 @@ TEST_CASE(
   CHECK_FALSE(engine.inbox->Ended().ok());
   REQUIRE(Eventually([&b] { return b.groups() == 0; }));
   CHECK(ready());
-  Arrival again = DaemonParts::Engine("i", DeliveryMode::kStaged);
+  Arrival again = DaemonParts::Engine("i", DeliveryMode::kLoader);
   std::get<EngineIdentity>(again.identity).dirty = true;
   again.coordinator = address;
   b.Attach(std::move(again), "g", std::nullopt);

@@ -25,7 +25,7 @@ DataPlane::DataPlane(Options options, const Turns& turns, const State& state)
       wire_(std::move(options.wire)),
       device_wire_(std::move(options.device_wire)) {}
 
-void DataPlane::Tell(const std::string& group, uint64_t id, MachineEvent event) {
+void DataPlane::Report(const std::string& group, uint64_t id, MachineEvent event) {
   Turn turn(turns_, Turn::Order::kAhead);
   if (state_.groups->Find(group, id) != nullptr) turn.Handle(group, std::move(event));
 }
@@ -51,9 +51,9 @@ bool DataPlane::UsesHostPool(const StartTransfer& start) const {
   };
   if (start.wired || (start.source_slot.has_value() && on_host(start.trainer))) return true;
   const bool broadcasts = start.broadcast != BroadcastMethod::kDirect;
-  if (start.fill_slot.has_value() && start.staged.empty() && !broadcasts) return true;
+  if (start.fill_slot.has_value() && start.readers.empty() && !broadcasts) return true;
   const bool slot = start.source_slot.has_value() || start.fill_slot.has_value();
-  return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
+  return slot && std::any_of(start.readers.begin(), start.readers.end(), on_host);
 }
 
 // A joined daemon erases members at once, so a transfer that was put off may still name one.
@@ -63,12 +63,12 @@ StartTransfer DataPlane::WithoutTheGone(StartTransfer start) const {
   for (size_t d = 0; d < start.destinations.size(); ++d) {
     if (gone(start.destinations[d])) start.skip_destination[d] = true;
   }
-  std::erase_if(start.staged, gone);
+  std::erase_if(start.readers, gone);
   return start;
 }
 
 void DataPlane::Start(GroupRecord* group, StartTransfer start, Turn& turn) {
-  // The root packs as soon as it has a bucket, perhaps before an epoch was opened.
+  // The root packs as soon as it has a bucket, perhaps before a communicator was opened.
   if (UsesHostPool(start) && state_.slots->Lacks(*group)) {
     return state_.slots->Make(
         *group,
@@ -135,7 +135,7 @@ absl::Status DataPlane::Digest(const GroupRecord& group, MemberId member,
 void DataPlane::Compile(const GroupRecord& group, PlanRefit a) {
   ++asked_.plans;
   planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)] {
-    Tell(name, id, CompilePlan(a));
+    Report(name, id, CompilePlan(a));
   });
 }
 
@@ -151,7 +151,7 @@ void DataPlane::Build(const GroupRecord& group, BuildProgram a) {
   place(a.source_members, &a.sources);
   place(a.destination_members, &a.destinations);
   planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)]() mutable {
-    Tell(name, id, CompilePart(std::move(a)));
+    Report(name, id, CompilePart(std::move(a)));
   });
 }
 
@@ -216,7 +216,7 @@ void DataPlane::BindMoves(const std::string& name, uint64_t id,
   }
   if (!Executor::IsBound(*moves)) {
     absl::Status bound = Executor::Bind(transport_.get(), moves.get());
-    if (!bound.ok()) return Tell(name, id, Refused(Executor::StartOf(*moves), std::move(bound)));
+    if (!bound.ok()) return Report(name, id, Refused(Executor::StartOf(*moves), std::move(bound)));
   }
   MutexLock lock(turns_.mutex);
   if (state_.groups->Find(name, id) != nullptr) SubmitMoves(name, id, moves);

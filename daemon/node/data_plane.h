@@ -2,20 +2,21 @@
 // read-backs, compiled refits, collectives) and feeds their ends back as events.
 //
 //   data_plane.cc           transfers, read-backs, compiled refits
-//   data_plane_wires.cc     epochs of the wires, and the collectives on them
+//   data_plane_wires.cc     communicators of the wires, and the collectives on them
 //
 // Invariants
 //  1. Every action that asks for an answer gets one event, unless the group's record is gone.
 //  2. A copy or collective holds the mappings that it touches (P6). Bytes are compared with digests
 //     of passes over their sources (P1; Executor).
-//  3. An epoch is in the records from its opening to its closing, and after closing it the data
-//     plane does not name the epoch to the wire again. An epoch that is no longer wanted while the
-//     wire opens it is closed as soon as it has opened (P8).
-//  4. A collective runs only on an epoch whose slots are those that the group uses now.
+//  3. A communicator is in the records from its opening to its closing, and after closing it the
+//  data
+//     plane does not name the communicator to the wire again. A communicator that is no longer
+//     wanted while the wire opens it is closed as soon as it has opened (P8).
+//  4. A collective runs only on a communicator whose slots are those that the group uses now.
 //
 // The class is part of the daemon's state. Its functions are called under the mutex (turn.h), but
-// for those that say otherwise. Nothing blocks: planning, binding and the opening of epochs over
-// GPU memory have threads of their own, whose jobs take the mutex when they are done.
+// for those that say otherwise. Nothing blocks: planning, binding and the opening of communicators
+// over GPU memory have threads of their own, whose jobs take the mutex when they are done.
 #ifndef REFITD_DAEMON_NODE_DATA_PLANE_H_
 #define REFITD_DAEMON_NODE_DATA_PLANE_H_
 
@@ -86,9 +87,9 @@ class DataPlane {
   void Start(GroupRecord* group, const StartExchange& a, Turn& turn);
   void Compile(const GroupRecord& group, PlanRefit a);
   void Build(const GroupRecord& group, BuildProgram a);
-  void Open(GroupRecord* group, const OpenEpoch& a, Turn& turn);
-  void Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn);
-  void Close(const GroupRecord& group, const CloseEpoch& a);
+  void Open(GroupRecord* group, const OpenCommunicator& a, Turn& turn);
+  void Connect(const GroupRecord& group, ConnectCommunicator a, Turn& turn);
+  void Close(const GroupRecord& group, const CloseCommunicator& a);
   // As Executor::Digest; `done` is called without the mutex.
   absl::Status Digest(const GroupRecord& group, MemberId member,
                       const std::shared_ptr<const Layout>& layout,
@@ -99,9 +100,10 @@ class DataPlane {
   // ---- what else happens to groups and members ----
   // Drops what was prepared with the member's memory (P8).
   void Release(MemberId member) { executor_.Release(member); }
-  // Reports epochs over GPU memory whose slots are gone as lost (P8). Followers report nothing.
-  void GiveUpEpochs(const GroupRecord& group, Turn& turn);
-  // The group's record is gone: closes its epochs.
+  // Reports communicators over GPU memory whose slots are gone as lost (P8). Followers report
+  // nothing.
+  void GiveUpCommunicators(const GroupRecord& group, Turn& turn);
+  // The group's record is gone: closes its communicators.
   void CloseAll(uint64_t group_id);
   // Runs the job behind local moves that are being bound ahead and may hold a region. Called
   // without the mutex.
@@ -115,26 +117,26 @@ class DataPlane {
     int64_t comparisons = 0;
   };
   const Asked& asked() const { return asked_; }
-  // nullopt: the epoch is not open here.
-  std::optional<WireStats> StatsOf(const GroupRecord& group, EpochId epoch) const;
-  // Epochs over GPU memory, by group and then by id.
-  struct DeviceEpoch {
+  // nullopt: the communicator is not open here.
+  std::optional<WireStats> StatsOf(const GroupRecord& group, CommunicatorId communicator) const;
+  // Communicators over GPU memory, by group and then by id.
+  struct DeviceCommunicator {
     std::string group;
-    EpochId id;       // the machine's
-    EpochId wire_id;  // the wire's
+    CommunicatorId id;       // the machine's
+    CommunicatorId wire_id;  // the wire's
   };
-  std::vector<DeviceEpoch> DeviceEpochs() const;
+  std::vector<DeviceCommunicator> DeviceCommunicators() const;
   // These two functions are thread-safe until StopWires.
   const Transport& transport() const { return *transport_; }
   DeviceWire* device_wire() const { return device_wire_.get(); }
-  // Counts all epochs since the start. Thread-safe until StopWires.
+  // Counts all communicators since the start. Thread-safe until StopWires.
   WireStats TotalStats() const;
 
   // ---- the end ----
   // Ends the threads; jobs that have not begun are dropped. Called without the mutex.
   void StopThreads();
-  // Ends the wires and waits for their last callbacks: copies that still run find no epoch to send
-  // on. Called without the mutex, after StopThreads.
+  // Ends the wires and waits for their last callbacks: copies that still run find no communicator
+  // to send on. Called without the mutex, after StopThreads.
   void StopWires();
 
   // Aborts the process if an invariant does not hold.
@@ -142,15 +144,15 @@ class DataPlane {
 
  private:
   // This daemon's open end of a communicator.
-  struct Epoch {
-    EpochId id;               // the wire's id
+  struct Communicator {
+    CommunicatorId id;        // the wire's id
     bool on_devices = false;  // belongs to the wire over GPU memory
     // The GPU's ordinal if on_devices; -1: the GPU's slots are being made.
     int ordinal = -1;
   };
 
   // Feeds the event to the group, unless its record is gone. Called without the mutex.
-  void Tell(const std::string& group, uint64_t id, MachineEvent event);
+  void Report(const std::string& group, uint64_t id, MachineEvent event);
   void CountBytes(const std::string& group, MoveKind kind, int64_t bytes) const;
 
   // ---- transfers ----
@@ -171,22 +173,23 @@ class DataPlane {
                    const std::shared_ptr<Executor::Moves>& moves);
 
   // ---- wires ----
-  // The record of a machine's epoch; null: it is not open.
-  const Epoch* Find(const GroupRecord& group, EpochId epoch) const;
-  Epoch* Find(uint64_t group_id, EpochId epoch);
-  void Erase(uint64_t group_id, EpochId epoch);
-  void OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, EpochId local);
-  void OpenOnDevice(const std::string& name, uint64_t id, const OpenEpoch& a, EpochId local,
-                    int ordinal);
-  Wire* WireOf(const Epoch& epoch) const;
-  // Whether the epoch can move bytes of the group's slots.
-  static bool ReachesSlots(const Epoch& epoch, const GroupRecord& group);
-  // The epoch on which an operation of the group may run now.
-  absl::StatusOr<Epoch> ReadyEpoch(GroupRecord* group, EpochId epoch);
+  // The record of a machine's communicator; null: it is not open.
+  const Communicator* Find(const GroupRecord& group, CommunicatorId communicator) const;
+  Communicator* Find(uint64_t group_id, CommunicatorId communicator);
+  void Erase(uint64_t group_id, CommunicatorId communicator);
+  void OpenOnDevice(const GroupRecord& group, const OpenCommunicator& a, CommunicatorId local);
+  void OpenOnDevice(const std::string& name, uint64_t id, const OpenCommunicator& a,
+                    CommunicatorId local, int ordinal);
+  Wire* WireOf(const Communicator& communicator) const;
+  // Whether the communicator can move bytes of the group's slots.
+  static bool ReachesSlots(const Communicator& communicator, const GroupRecord& group);
+  // The communicator on which an operation of the group may run now.
+  absl::StatusOr<Communicator> ReadyCommunicator(GroupRecord* group, CommunicatorId communicator);
   absl::StatusOr<WireExchange> ExchangeOf(const GroupRecord& group, const StartExchange& a,
                                           int64_t* received) const;
   // The end of an operation.
-  std::function<void(absl::Status)> WireDoneOf(const GroupRecord& group, EpochId epoch, WireSeq seq,
+  std::function<void(absl::Status)> WireDoneOf(const GroupRecord& group,
+                                               CommunicatorId communicator, WireSeq seq,
                                                MoveKind kind, int64_t bytes);
 
   // Constant after construction.
@@ -198,7 +201,8 @@ class DataPlane {
   // Guarded by the mutex.
   Executor executor_;
   Asked asked_;
-  std::map<uint64_t, std::map<EpochId, Epoch>> epochs_;  // by group's record; no empty entries
+  std::map<uint64_t, std::map<CommunicatorId, Communicator>>
+      communicators_;  // by group's record; no empty entries
 
   // The jobs of these threads use the members above and below, so the threads are stopped first
   // (StopThreads). Binding has threads of its own, so that a step of an update does not wait for
@@ -208,7 +212,7 @@ class DataPlane {
   JobThreads planner_{"refitd-planner", 2};
   JobThreads binder_{"refitd-binder"};
   JobThreads local_binder_{"refitd-local"};
-  JobThreads opener_{"refitd-opener"};  // epochs over GPU memory
+  JobThreads opener_{"refitd-opener"};  // communicators over GPU memory
 
   // The transport and the wires come last so that they are destroyed first: their callbacks then
   // still find the other members.

@@ -27,18 +27,19 @@ using Catch::Contains;
 using std::chrono::seconds;
 
 constexpr int64_t kSlotBytes = 4096;
-constexpr EpochId kEpoch(1);
+constexpr CommunicatorId kCommunicator(1);
 
 // A wire in name only: the test says how operations end.
 class FakeWire : public Wire {
  public:
-  absl::StatusOr<std::string> Open(EpochId epoch, int /*rank*/, int /*size*/) override {
+  absl::StatusOr<std::string> Open(CommunicatorId communicator, int /*rank*/,
+                                   int /*size*/) override {
     if (!can_open.ok()) return can_open;
-    opened.push_back(epoch);
+    opened.push_back(communicator);
     return address;
   }
-  void Connect(EpochId /*epoch*/, std::vector<std::string> addresses, Duration /*timeout*/,
-               std::function<void(absl::Status)> done) override {
+  void Connect(CommunicatorId /*communicator*/, std::vector<std::string> addresses,
+               Duration /*timeout*/, std::function<void(absl::Status)> done) override {
     connected = std::move(addresses);
     ends.push_back(std::move(done));
   }
@@ -50,40 +51,40 @@ class FakeWire : public Wire {
     exchanges.push_back(std::move(exchange));
     ends.push_back(std::move(done));
   }
-  void Close(EpochId epoch) override { closed.push_back(epoch); }
+  void Close(CommunicatorId communicator) override { closed.push_back(communicator); }
   WireStats Stats() const override { return {7, 9}; }
-  WireStats Stats(EpochId /*epoch*/) const override { return {3, 4}; }
+  WireStats Stats(CommunicatorId /*communicator*/) const override { return {3, 4}; }
 
   absl::Status can_open;
   std::string address = "here";
-  std::vector<EpochId> opened;
-  std::vector<EpochId> closed;
+  std::vector<CommunicatorId> opened;
+  std::vector<CommunicatorId> closed;
   std::vector<std::string> connected;
   std::vector<WireBroadcast> broadcasts;
   std::vector<WireExchange> exchanges;
   std::vector<std::function<void(absl::Status)>> ends;
 };
 
-// A wire over devices in name only: the test says whether and when epochs open. Thread-safe.
+// A wire over devices in name only: the test says whether and when communicators open. Thread-safe.
 class FakeDeviceWire : public DeviceWire {
  public:
   FakeDeviceWire() : DeviceWire("fake wire") {}
   ~FakeDeviceWire() override { CloseAll(); }
 
-  absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int /*rank*/,
+  absl::StatusOr<std::string> OpenOn(int device, CommunicatorId communicator, int /*rank*/,
                                      int /*size*/) override {
     MutexLock lock(&mutex_);
     devices_.push_back(device);
     while (held_) changed_.Wait(&mutex_);
     if (!can_open_.ok()) return can_open_;
-    opened_.push_back(epoch);
+    opened_.push_back(communicator);
     return "on a device";
   }
-  void Close(EpochId epoch) override {
+  void Close(CommunicatorId communicator) override {
     MutexLock lock(&mutex_);
-    closed_.push_back(epoch);
+    closed_.push_back(communicator);
   }
-  std::vector<DeviceEpochStatus> Describe() const override { return {}; }
+  std::vector<DeviceCommunicatorStatus> Describe() const override { return {}; }
   int64_t Abandoned() const override { return 0; }
 
   // While it holds, OpenOn does not return.
@@ -100,11 +101,11 @@ class FakeDeviceWire : public DeviceWire {
     MutexLock lock(&mutex_);
     return devices_;
   }
-  std::vector<EpochId> opened() {
+  std::vector<CommunicatorId> opened() {
     MutexLock lock(&mutex_);
     return opened_;
   }
-  std::vector<EpochId> closed() {
+  std::vector<CommunicatorId> closed() {
     MutexLock lock(&mutex_);
     return closed_;
   }
@@ -115,8 +116,8 @@ class FakeDeviceWire : public DeviceWire {
   bool held_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status can_open_ ABSL_GUARDED_BY(mutex_);
   std::vector<int> devices_ ABSL_GUARDED_BY(mutex_);
-  std::vector<EpochId> opened_ ABSL_GUARDED_BY(mutex_);
-  std::vector<EpochId> closed_ ABSL_GUARDED_BY(mutex_);
+  std::vector<CommunicatorId> opened_ ABSL_GUARDED_BY(mutex_);
+  std::vector<CommunicatorId> closed_ ABSL_GUARDED_BY(mutex_);
 };
 
 class Moved : public DaemonObserver {
@@ -256,9 +257,11 @@ class World : public TurnHost, public WireSlots {
     MutexLock lock(&mutex_);
     return events_.size();
   }
-  void OpenEpoch() {
-    InTurn([this](DataPlane& plane, Turn& turn) { plane.Open(group, {kEpoch, 0, 2}, turn); });
-    REQUIRE(Take<EpochOpened>()->status.ok());
+  void OpenCommunicator() {
+    InTurn([this](DataPlane& plane, Turn& turn) {
+      plane.Open(group, {kCommunicator, 0, 2}, turn);
+    });
+    REQUIRE(Take<CommunicatorOpened>()->status.ok());
   }
   FakeWire& wire() { return *wire_; }
   DataPlane& plane() { return *plane_; }
@@ -284,7 +287,7 @@ class World : public TurnHost, public WireSlots {
 
 StartWire WireOp(int64_t bytes, uint32_t rank = 1, std::vector<uint32_t> ranks = {0, 1}) {
   StartWire start;
-  start.epoch = kEpoch;
+  start.communicator = kCommunicator;
   start.seq = WireSeq(5);
   start.slot.slot = SlotIndex(2);
   start.bytes = bytes;
@@ -295,78 +298,82 @@ StartWire WireOp(int64_t bytes, uint32_t rank = 1, std::vector<uint32_t> ranks =
   return start;
 }
 
-// ---- epochs ----
+// ---- communicators ----
 
-TEST_CASE("an epoch is opened, connected and closed on the wire, and known in between (P8)") {
+TEST_CASE("a communicator is opened, connected and closed on the wire, and known in between (P8)") {
   World world;
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
   });
-  const std::optional<EpochOpened> opened = world.Take<EpochOpened>();
+  const std::optional<CommunicatorOpened> opened = world.Take<CommunicatorOpened>();
   REQUIRE(opened.has_value());
-  CHECK(opened->epoch == kEpoch);
+  CHECK(opened->communicator == kCommunicator);
   CHECK(opened->address == "here");
   REQUIRE(world.wire().opened.size() == 1);
-  const EpochId local = world.wire().opened[0];
-  CHECK(local != kEpoch);
-  REQUIRE(world.plane().StatsOf(*world.group, kEpoch).has_value());
-  CHECK(world.plane().StatsOf(*world.group, kEpoch)->bytes_sent == 3);
+  const CommunicatorId local = world.wire().opened[0];
+  CHECK(local != kCommunicator);
+  REQUIRE(world.plane().StatsOf(*world.group, kCommunicator).has_value());
+  CHECK(world.plane().StatsOf(*world.group, kCommunicator)->bytes_sent == 3);
   CHECK(world.plane().TotalStats().bytes_received == 9);
 
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Connect(*world.group, {kEpoch, {"here", "there"}, seconds(1)}, turn);
+    plane.Connect(*world.group, {kCommunicator, {"here", "there"}, seconds(1)}, turn);
   });
   CHECK(world.wire().connected == std::vector<std::string>{"here", "there"});
   world.wire().ends.at(0)(absl::OkStatus());
-  CHECK(world.Take<EpochUp>()->status.ok());
+  CHECK(world.Take<CommunicatorUp>()->status.ok());
 
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kEpoch}); });
-  CHECK(world.wire().closed == std::vector<EpochId>{local});
-  CHECK_FALSE(world.plane().StatsOf(*world.group, kEpoch).has_value());
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kEpoch}); });
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kCommunicator}); });
+  CHECK(world.wire().closed == std::vector<CommunicatorId>{local});
+  CHECK_FALSE(world.plane().StatsOf(*world.group, kCommunicator).has_value());
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kCommunicator}); });
   CHECK(world.wire().closed.size() == 1);
 }
 
-TEST_CASE("an epoch that can't be opened is answered and not kept") {
+TEST_CASE("a communicator that can't be opened is answered and not kept") {
   World world;
-  world.wire().can_open = absl::ResourceExhaustedError("too many epochs");
+  world.wire().can_open = absl::ResourceExhaustedError("too many communicators");
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
   });
-  CHECK(world.Take<EpochOpened>()->status.code() == absl::StatusCode::kResourceExhausted);
-  CHECK_FALSE(world.plane().StatsOf(*world.group, kEpoch).has_value());
+  CHECK(world.Take<CommunicatorOpened>()->status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_FALSE(world.plane().StatsOf(*world.group, kCommunicator).has_value());
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Connect(*world.group, {kEpoch, {}, seconds(1)}, turn);
+    plane.Connect(*world.group, {kCommunicator, {}, seconds(1)}, turn);
   });
-  CHECK(world.Take<EpochUp>()->status.code() == absl::StatusCode::kNotFound);
+  CHECK(world.Take<CommunicatorUp>()->status.code() == absl::StatusCode::kNotFound);
 }
 
-TEST_CASE("epochs of two groups, or of two incarnations, are different epochs of the wire") {
+TEST_CASE(
+    "communicators of two groups, or of two incarnations, are different communicators of the "
+    "wire") {
   World world;
   GroupRecord* const other = world.AddGroup("h", /*encrypted_data=*/false, /*incarnation=*/8);
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kEpoch, 0, 2}, turn);
-    plane.Open(world.group, {EpochId(2), 0, 2}, turn);
-    plane.Open(other, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
+    plane.Open(world.group, {CommunicatorId(2), 0, 2}, turn);
+    plane.Open(other, {kCommunicator, 0, 2}, turn);
   });
   REQUIRE(world.wire().opened.size() == 3);
   CHECK(world.wire().opened[0] != world.wire().opened[1]);
   CHECK(world.wire().opened[0] != world.wire().opened[2]);
 }
 
-TEST_CASE("a group that demands encryption opens no epoch that is in the clear") {
+TEST_CASE("a group that demands encryption opens no communicator that is in the clear") {
   World world;
   GroupRecord* const group = world.AddGroup("demanding", /*encrypted_data=*/true);
   const auto open = [&] {
-    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Open(group, {kEpoch, 0, 2}, turn); });
-    return *world.Take<EpochOpened>();
+    world.InTurn([&](DataPlane& plane, Turn& turn) {
+      plane.Open(group, {kCommunicator, 0, 2}, turn);
+    });
+    return *world.Take<CommunicatorOpened>();
   };
-  const EpochOpened clear = open();
+  const CommunicatorOpened clear = open();
   CHECK(clear.status.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(clear.status.message()), Contains("data plane is in the clear"));
   CHECK(clear.address.empty());
   CHECK(world.wire().closed == world.wire().opened);
-  CHECK_FALSE(world.plane().StatsOf(*group, kEpoch).has_value());
+  CHECK_FALSE(world.plane().StatsOf(*group, kCommunicator).has_value());
 
   SocketAddress address;
   address.host.family = AF_INET;
@@ -382,7 +389,7 @@ TEST_CASE("a group that demands encryption opens no epoch that is in the clear")
   member.group = "demanding";
   member.ordinal = 0;
   world.leases.Add(std::move(member));
-  const EpochOpened devices = open();
+  const CommunicatorOpened devices = open();
   CHECK(devices.status.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(devices.status.message()), Contains("NCCL does not encrypt"));
 }
@@ -390,9 +397,9 @@ TEST_CASE("a group that demands encryption opens no epoch that is in the clear")
 TEST_CASE("a daemon without a wire says so") {
   World world(/*with_wire=*/false);
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
   });
-  CHECK(world.Take<EpochOpened>()->status.message() == "this daemon has no data plane");
+  CHECK(world.Take<CommunicatorOpened>()->status.message() == "this daemon has no data plane");
 
   MemberRecord member;
   member.id = MemberId(1);
@@ -400,17 +407,18 @@ TEST_CASE("a daemon without a wire says so") {
   member.ordinal = 0;
   world.leases.Add(std::move(member));
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
   });
-  CHECK(world.Take<EpochOpened>()->status.message() ==
+  CHECK(world.Take<CommunicatorOpened>()->status.message() ==
         "this daemon has no data plane for GPU memory: none was asked for");
 }
 
-TEST_CASE("a group that goes takes its epochs along, and hears nothing of them any more (P8)") {
+TEST_CASE(
+    "a group that goes takes its communicators along, and hears nothing of them any more (P8)") {
   World world;
-  world.OpenEpoch();
+  world.OpenCommunicator();
   world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Connect(*world.group, {kEpoch, {}, seconds(1)}, turn);
+    plane.Connect(*world.group, {kCommunicator, {}, seconds(1)}, turn);
   });
   const uint64_t id = world.group->id;
   const std::unique_ptr<GroupRecord> gone = world.groups.Remove("g");
@@ -420,7 +428,7 @@ TEST_CASE("a group that goes takes its epochs along, and hears nothing of them a
   CHECK(world.events() == 0);
 }
 
-// ---- epochs on devices ----
+// ---- communicators on devices ----
 
 // A group whose one member is on GPU 2, and whose slots are not made yet.
 struct DeviceWorld {
@@ -433,7 +441,7 @@ struct DeviceWorld {
   }
   void Open() {
     world.InTurn([&](DataPlane& plane, Turn& turn) {
-      plane.Open(world.group, {kEpoch, 0, 2}, turn);
+      plane.Open(world.group, {kCommunicator, 0, 2}, turn);
     });
   }
   // The slots that Open asked for are made, or can't be made.
@@ -446,9 +454,10 @@ struct DeviceWorld {
     world.InTurn([&](DataPlane&, Turn& turn) { world.made[0](world.group, made, turn); });
     world.made.clear();
   }
-  bool Knows() { return world.plane().StatsOf(*world.group, kEpoch).has_value(); }
+  bool Knows() { return world.plane().StatsOf(*world.group, kCommunicator).has_value(); }
   void GiveUp() {
-    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.GiveUpEpochs(*world.group, turn); });
+    world.InTurn(
+        [&](DataPlane& plane, Turn& turn) { plane.GiveUpCommunicators(*world.group, turn); });
   }
 
   std::vector<char> slots = std::vector<char>(4 * kSlotBytes);
@@ -456,13 +465,14 @@ struct DeviceWorld {
   World world{/*with_wire=*/true, MakeHostTransport({.threads = 1}), wire};
 };
 
-TEST_CASE("an epoch of a group on GPUs is opened on the GPU of the slots, when they are made") {
+TEST_CASE(
+    "a communicator of a group on GPUs is opened on the GPU of the slots, when they are made") {
   DeviceWorld d;
   d.Open();
   CHECK(d.Knows());
   CHECK(d.wire->devices().empty());
   d.MakeSlots();
-  const auto opened = d.world.Await<EpochOpened>();
+  const auto opened = d.world.Await<CommunicatorOpened>();
   CHECK(opened.status.ok());
   CHECK(opened.address == "on a device");
   CHECK(d.wire->devices() == std::vector<int>{2});
@@ -470,48 +480,49 @@ TEST_CASE("an epoch of a group on GPUs is opened on the GPU of the slots, when t
   CHECK(d.world.wire().opened.empty());
 }
 
-TEST_CASE("an epoch whose slots, or whose communicator, can't be made is answered and not kept") {
+TEST_CASE(
+    "a communicator whose slots, or whose communicator, can't be made is answered and not kept") {
   DeviceWorld d;
   d.Open();
   d.MakeSlots(absl::ResourceExhaustedError("no memory"));
-  CHECK(d.world.Take<EpochOpened>()->status.message() == "no memory");
+  CHECK(d.world.Take<CommunicatorOpened>()->status.message() == "no memory");
   CHECK_FALSE(d.Knows());
 
   d.Open();
   d.wire->Refuse(absl::UnavailableError("no NCCL"));
   d.MakeSlots();
-  CHECK(d.world.Await<EpochOpened>().status.message() == "no NCCL");
+  CHECK(d.world.Await<CommunicatorOpened>().status.message() == "no NCCL");
   CHECK_FALSE(d.Knows());
 }
 
-TEST_CASE("an epoch that is closed while it is being opened is closed when it is open (P8)") {
+TEST_CASE("a communicator that is closed while it is being opened is closed when it is open (P8)") {
   DeviceWorld d;
   d.wire->Hold(true);
   d.Open();
   d.MakeSlots();
   REQUIRE(Eventually([&] { return d.wire->devices().size() == 1; }));
-  d.world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*d.world.group, {kEpoch}); });
+  d.world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*d.world.group, {kCommunicator}); });
   CHECK(d.wire->closed().size() == 1);
   d.wire->Hold(false);
-  CHECK(d.world.Await<EpochOpened>().status.ok());
+  CHECK(d.world.Await<CommunicatorOpened>().status.ok());
   REQUIRE(d.wire->opened().size() == 1);
-  CHECK(d.wire->closed() == std::vector<EpochId>(2, d.wire->opened()[0]));
+  CHECK(d.wire->closed() == std::vector<CommunicatorId>(2, d.wire->opened()[0]));
 }
 
-TEST_CASE("a coordinator gives up epochs whose slots went, but not while an update runs") {
+TEST_CASE("a coordinator gives up communicators whose slots went, but not while an update runs") {
   DeviceWorld d;
   d.Open();
   d.GiveUp();  // the slots are still being made
-  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  CHECK_FALSE(d.world.Take<CommunicatorUp>().has_value());
   d.MakeSlots();
-  CHECK(d.world.Await<EpochOpened>().status.ok());
+  CHECK(d.world.Await<CommunicatorOpened>().status.ok());
   d.GiveUp();
-  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  CHECK_FALSE(d.world.Take<CommunicatorUp>().has_value());
 
   d.world.group->pools.ClearWire();
   d.world.InTurn(
       [&](DataPlane& plane, Turn& turn) { plane.Start(d.world.group, WireOp(1), turn); });
-  CHECK(d.world.Take<WireDone>()->status.message() == "the epoch is of other memory");
+  CHECK(d.world.Take<WireDone>()->status.message() == "the communicator is of other memory");
 
   MachineActions ignored;
   MachineEvent attached = TrainerAttached{MemberId(1), {}};
@@ -526,14 +537,14 @@ TEST_CASE("a coordinator gives up epochs whose slots went, but not while an upda
   d.world.group->machine->Handle(begun, TimePoint(), &ignored);
   REQUIRE(d.world.group->machine->update_running());
   d.GiveUp();
-  CHECK_FALSE(d.world.Take<EpochUp>().has_value());
+  CHECK_FALSE(d.world.Take<CommunicatorUp>().has_value());
   MachineEvent lost = MemberLost{MemberId(1), "killed"};
   d.world.group->machine->Handle(lost, TimePoint(), &ignored);
   REQUIRE_FALSE(d.world.group->machine->update_running());
   d.GiveUp();
-  const std::optional<EpochUp> given_up = d.world.Take<EpochUp>();
+  const std::optional<CommunicatorUp> given_up = d.world.Take<CommunicatorUp>();
   REQUIRE(given_up.has_value());
-  CHECK(given_up->epoch == kEpoch);
+  CHECK(given_up->communicator == kCommunicator);
   CHECK(given_up->status.code() == absl::StatusCode::kCancelled);
 }
 
@@ -541,11 +552,11 @@ TEST_CASE("a coordinator gives up epochs whose slots went, but not while an upda
 
 TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
   World world;
-  world.OpenEpoch();
+  world.OpenCommunicator();
   world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, WireOp(100), turn); });
   REQUIRE(world.wire().broadcasts.size() == 1);
   const WireBroadcast& sent = world.wire().broadcasts[0];
-  CHECK(sent.epoch == world.wire().opened[0]);
+  CHECK(sent.communicator == world.wire().opened[0]);
   CHECK(sent.seq == WireSeq(5));
   CHECK(sent.root == 0);
   CHECK(sent.memory.bytes == 100);
@@ -554,7 +565,7 @@ TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that c
   world.wire().ends.at(0)(absl::OkStatus());
   const std::optional<WireDone> done = world.Take<WireDone>();
   REQUIRE(done.has_value());
-  CHECK(done->epoch == kEpoch);
+  CHECK(done->communicator == kCommunicator);
   CHECK(done->seq == WireSeq(5));
   CHECK(world.moved.broadcast == 100);
   // The root receives nothing.
@@ -568,7 +579,7 @@ TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that c
 
 TEST_CASE("to some ranks only, the root sends to each and the others receive") {
   World world;
-  world.OpenEpoch();
+  world.OpenCommunicator();
   world.InTurn([&](DataPlane& plane, Turn& turn) {
     StartWire start = WireOp(64, 0, {0, 2});
     start.size = 3;
@@ -585,7 +596,8 @@ TEST_CASE("to some ranks only, the root sends to each and the others receive") {
   CHECK(world.wire().exchanges[1].timeout == seconds(3));
 }
 
-TEST_CASE("a collective outside of the pool, or without its epoch, is answered at once (P10)") {
+TEST_CASE(
+    "a collective outside of the pool, or without its communicator, is answered at once (P10)") {
   World world;
   const auto refused = [&](const StartWire& start) {
     world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
@@ -593,8 +605,8 @@ TEST_CASE("a collective outside of the pool, or without its epoch, is answered a
     REQUIRE(done.has_value());
     return done->status;
   };
-  CHECK(refused(WireOp(1)).message() == "the epoch is closed");
-  world.OpenEpoch();
+  CHECK(refused(WireOp(1)).message() == "the communicator is closed");
+  world.OpenCommunicator();
   CHECK(refused(WireOp(kSlotBytes + 1)).code() == absl::StatusCode::kInvalidArgument);
   CHECK(refused(WireOp(-1)).code() == absl::StatusCode::kInvalidArgument);
   StartWire beyond = WireOp(1);
@@ -607,9 +619,9 @@ TEST_CASE("a collective outside of the pool, or without its epoch, is answered a
 
 TEST_CASE("a round is exchanged from one slot into another, within both (P10)") {
   World world;
-  world.OpenEpoch();
+  world.OpenCommunicator();
   StartExchange round;
-  round.epoch = kEpoch;
+  round.communicator = kCommunicator;
   round.seq = WireSeq(6);
   round.timeout = seconds(2);
   round.out = SlotIndex(0);

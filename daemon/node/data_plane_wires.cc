@@ -1,4 +1,4 @@
-// The wires' epochs, and the collectives on them.
+// The wires' communicators, and the collectives on them.
 #include <utility>
 
 #include "daemon/node/data_plane.h"
@@ -20,48 +20,49 @@ bool IsEncrypted(const std::string& address) {
 
 }  // namespace
 
-// ---- epochs ----
+// ---- communicators ----
 
-const DataPlane::Epoch* DataPlane::Find(const GroupRecord& group, EpochId epoch) const {
-  const auto of_group = epochs_.find(group.id);
-  if (of_group == epochs_.end()) return nullptr;
-  const auto it = of_group->second.find(epoch);
+const DataPlane::Communicator* DataPlane::Find(const GroupRecord& group,
+                                               CommunicatorId communicator) const {
+  const auto of_group = communicators_.find(group.id);
+  if (of_group == communicators_.end()) return nullptr;
+  const auto it = of_group->second.find(communicator);
   return it == of_group->second.end() ? nullptr : &it->second;
 }
 
-DataPlane::Epoch* DataPlane::Find(uint64_t group_id, EpochId epoch) {
-  const auto of_group = epochs_.find(group_id);
-  if (of_group == epochs_.end()) return nullptr;
-  const auto it = of_group->second.find(epoch);
+DataPlane::Communicator* DataPlane::Find(uint64_t group_id, CommunicatorId communicator) {
+  const auto of_group = communicators_.find(group_id);
+  if (of_group == communicators_.end()) return nullptr;
+  const auto it = of_group->second.find(communicator);
   return it == of_group->second.end() ? nullptr : &it->second;
 }
 
-void DataPlane::Erase(uint64_t group_id, EpochId epoch) {
-  const auto of_group = epochs_.find(group_id);
-  if (of_group == epochs_.end()) return;
-  of_group->second.erase(epoch);
-  if (of_group->second.empty()) epochs_.erase(of_group);
+void DataPlane::Erase(uint64_t group_id, CommunicatorId communicator) {
+  const auto of_group = communicators_.find(group_id);
+  if (of_group == communicators_.end()) return;
+  of_group->second.erase(communicator);
+  if (of_group->second.empty()) communicators_.erase(of_group);
 }
 
-Wire* DataPlane::WireOf(const Epoch& epoch) const {
-  Wire* const wire = epoch.on_devices ? device_wire_.get() : wire_.get();
+Wire* DataPlane::WireOf(const Communicator& communicator) const {
+  Wire* const wire = communicator.on_devices ? device_wire_.get() : wire_.get();
   REFITD_CHECK(wire != nullptr);
   return wire;
 }
 
-bool DataPlane::ReachesSlots(const Epoch& epoch, const GroupRecord& group) {
-  if (!epoch.on_devices) return !group.pools.wire().has_value();
-  return group.pools.wire() == epoch.ordinal;
+bool DataPlane::ReachesSlots(const Communicator& communicator, const GroupRecord& group) {
+  if (!communicator.on_devices) return !group.pools.wire().has_value();
+  return group.pools.wire() == communicator.ordinal;
 }
 
-// A coordinator numbers epochs group by group. A wire has epochs of many groups, so its id must be
-// the same on every daemon of the group and differ from all other groups' ids.
-void DataPlane::Open(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
+// A coordinator numbers communicators group by group. A wire has communicators of many groups, so
+// its id must be the same on every daemon of the group and differ from all other groups' ids.
+void DataPlane::Open(GroupRecord* group, const OpenCommunicator& a, Turn& turn) {
   HashChain id(group->machine->incarnation());
-  id.Add(a.epoch.value());
-  const EpochId local(id.hash());
-  EpochOpened opened;
-  opened.epoch = a.epoch;
+  id.Add(a.communicator.value());
+  const CommunicatorId local(id.hash());
+  CommunicatorOpened opened;
+  opened.communicator = a.communicator;
   const bool encrypted = group->machine->spec().encrypted_data;
   if (state_.leases->HasDevices(group->name())) {
     if (encrypted) {
@@ -85,16 +86,17 @@ void DataPlane::Open(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
     opened.status = address.status();
     if (address.ok()) {
       opened.address = *std::move(address);
-      epochs_[group->id][a.epoch] = {local, false};
+      communicators_[group->id][a.communicator] = {local, false};
     }
   }
   turn.Post(group->name(), std::move(opened));
 }
 
 // NCCL takes long, the first time most of all, so it is not called under the mutex.
-void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, EpochId local) {
+void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenCommunicator& a,
+                             CommunicatorId local) {
   const std::string name = group.name();
-  epochs_[group.id][a.epoch] = {local, true};
+  communicators_[group.id][a.communicator] = {local, true};
   if (group.pools.wire().has_value()) {
     return OpenOnDevice(name, group.id, a, local, *group.pools.wire());
   }
@@ -102,92 +104,104 @@ void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, Epoch
       group, [this, name, a, local](GroupRecord* found, const absl::Status& made, Turn& turn) {
         REFITD_CHECK(!made.ok() || found->pools.wire().has_value());
         if (made.ok()) return OpenOnDevice(name, found->id, a, local, *found->pools.wire());
-        Erase(found->id, a.epoch);
-        turn.Post(name, EpochOpened{a.epoch, made, ""});
+        Erase(found->id, a.communicator);
+        turn.Post(name, CommunicatorOpened{a.communicator, made, ""});
       });
 }
 
-void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenEpoch& a,
-                             EpochId local, int ordinal) {
-  if (Epoch* const epoch = Find(id, a.epoch); epoch != nullptr) epoch->ordinal = ordinal;
+void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenCommunicator& a,
+                             CommunicatorId local, int ordinal) {
+  if (Communicator* const communicator = Find(id, a.communicator); communicator != nullptr)
+    communicator->ordinal = ordinal;
   opener_.Submit(id, [this, name, id, a, local, ordinal] {
-    EpochOpened opened;
-    opened.epoch = a.epoch;
+    CommunicatorOpened opened;
+    opened.communicator = a.communicator;
     absl::StatusOr<std::string> address = device_wire_->OpenOn(ordinal, local, a.rank, a.size);
     opened.status = address.status();
     if (address.ok()) opened.address = *std::move(address);
     {
       MutexLock lock(turns_.mutex);
-      const bool wanted = Find(id, a.epoch) != nullptr;
+      const bool wanted = Find(id, a.communicator) != nullptr;
       if (opened.status.ok() && !wanted) device_wire_->Close(local);
-      if (!opened.status.ok() && wanted) Erase(id, a.epoch);
+      if (!opened.status.ok() && wanted) Erase(id, a.communicator);
     }
-    Tell(name, id, std::move(opened));
+    Report(name, id, std::move(opened));
   });
 }
 
-void DataPlane::Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn) {
+void DataPlane::Connect(const GroupRecord& group, ConnectCommunicator a, Turn& turn) {
   const std::string name = group.name();
-  const Epoch* const local = Find(group, a.epoch);
+  const Communicator* const local = Find(group, a.communicator);
   if (local == nullptr) {
-    turn.Post(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
+    turn.Post(name,
+              CommunicatorUp{a.communicator, absl::NotFoundError("the communicator is not open")});
     return;
   }
-  WireOf(*local)->Connect(local->id, std::move(a.addresses), a.timeout,
-                          [this, name, id = group.id, epoch = a.epoch](absl::Status status) {
-                            Tell(name, id, EpochUp{epoch, std::move(status)});
-                          });
+  WireOf(*local)->Connect(
+      local->id, std::move(a.addresses), a.timeout,
+      [this, name, id = group.id, communicator = a.communicator](absl::Status status) {
+        Report(name, id, CommunicatorUp{communicator, std::move(status)});
+      });
 }
 
-void DataPlane::Close(const GroupRecord& group, const CloseEpoch& a) {
-  const Epoch* const local = Find(group, a.epoch);
+void DataPlane::Close(const GroupRecord& group, const CloseCommunicator& a) {
+  const Communicator* const local = Find(group, a.communicator);
   if (local == nullptr) return;
   WireOf(*local)->Close(local->id);
-  Erase(group.id, a.epoch);
+  Erase(group.id, a.communicator);
 }
 
 void DataPlane::CloseAll(uint64_t group_id) {
-  const auto of_group = epochs_.find(group_id);
-  if (of_group == epochs_.end()) return;
-  for (const auto& [id, epoch] : of_group->second) WireOf(epoch)->Close(epoch.id);
-  epochs_.erase(of_group);
+  const auto of_group = communicators_.find(group_id);
+  if (of_group == communicators_.end()) return;
+  for (const auto& [id, communicator] : of_group->second)
+    WireOf(communicator)->Close(communicator.id);
+  communicators_.erase(of_group);
 }
 
-// A joined daemon leaves with its last member, which ends its epochs. A coordinator stays, so it
-// reports its end as lost, which closes the epoch everywhere; the next update that needs an epoch
-// opens another, perhaps on another GPU. While an update runs, its nodes may be using the epoch.
-void DataPlane::GiveUpEpochs(const GroupRecord& group, Turn& turn) {
+// A joined daemon leaves with its last member, which ends its communicators. A coordinator stays,
+// so it reports its end as lost, which closes the communicator everywhere; the next update that
+// needs a communicator opens another, perhaps on another GPU. While an update runs, its nodes may
+// be using the communicator.
+void DataPlane::GiveUpCommunicators(const GroupRecord& group, Turn& turn) {
   if (group.coordinator == nullptr || group.machine->update_running()) return;
-  const auto of_group = epochs_.find(group.id);
-  if (of_group == epochs_.end()) return;
-  for (const auto& [id, epoch] : of_group->second) {
-    // If an epoch's slots are still being made, its failure is reported when they are made.
-    if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
-    turn.Post(group.name(), EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
+  const auto of_group = communicators_.find(group.id);
+  if (of_group == communicators_.end()) return;
+  for (const auto& [id, communicator] : of_group->second) {
+    // If a communicator's slots are still being made, its failure is reported when they are made.
+    if (!communicator.on_devices || communicator.ordinal < 0 || ReachesSlots(communicator, group))
+      continue;
+    turn.Post(group.name(),
+              CommunicatorUp{id, absl::CancelledError("its slots on a GPU are given back")});
   }
 }
 
 // ---- operations ----
 
-absl::StatusOr<DataPlane::Epoch> DataPlane::ReadyEpoch(GroupRecord* group, EpochId epoch) {
+absl::StatusOr<DataPlane::Communicator> DataPlane::ReadyCommunicator(GroupRecord* group,
+                                                                     CommunicatorId communicator) {
   REFITD_RETURN_IF_ERROR(state_.slots->Ensure(group));
-  const Epoch* const local = Find(*group, epoch);
-  if (local == nullptr) return absl::CancelledError("the epoch is closed");
-  // Members left and others came, so slots lie elsewhere now; only the next epoch reaches those.
-  if (!ReachesSlots(*local, *group)) return absl::CancelledError("the epoch is of other memory");
+  const Communicator* const local = Find(*group, communicator);
+  if (local == nullptr) return absl::CancelledError("the communicator is closed");
+  // Members left and others came, so slots lie elsewhere now; only the next communicator reaches
+  // those.
+  if (!ReachesSlots(*local, *group))
+    return absl::CancelledError("the communicator is of other memory");
   return *local;
 }
 
-std::function<void(absl::Status)> DataPlane::WireDoneOf(const GroupRecord& group, EpochId epoch,
-                                                        WireSeq seq, MoveKind kind, int64_t bytes) {
-  return [this, name = group.name(), id = group.id, epoch, seq, kind, bytes](absl::Status ended) {
+std::function<void(absl::Status)> DataPlane::WireDoneOf(const GroupRecord& group,
+                                                        CommunicatorId communicator, WireSeq seq,
+                                                        MoveKind kind, int64_t bytes) {
+  return [this, name = group.name(), id = group.id, communicator, seq, kind,
+          bytes](absl::Status ended) {
     if (ended.ok() && bytes > 0) CountBytes(name, kind, bytes);
-    Tell(name, id, WireDone{epoch, seq, std::move(ended)});
+    Report(name, id, WireDone{communicator, seq, std::move(ended)});
   };
 }
 
 void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
-  absl::StatusOr<Epoch> local = ReadyEpoch(group, a.epoch);
+  absl::StatusOr<Communicator> local = ReadyCommunicator(group, a.communicator);
   const GroupSpec& spec = group->machine->spec();
   if (local.ok() && (int64_t{a.slot.slot.value()} >= spec.slots || a.bytes > spec.slot_bytes ||
                      a.bytes < 0 || a.ranks.empty())) {
@@ -195,7 +209,7 @@ void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
                   a.slot.slot, a.bytes);
   }
   if (!local.ok()) {
-    turn.Post(group->name(), WireDone{a.epoch, a.seq, local.status()});
+    turn.Post(group->name(), WireDone{a.communicator, a.seq, local.status()});
     return;
   }
   const absl::StatusOr<MemorySpan> slot = GroupMemory(*state_.leases, *group).Slot(a.slot.slot);
@@ -205,10 +219,10 @@ void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
   const bool root = a.ranks.front() == a.rank;
   const bool all = static_cast<int>(a.ranks.size()) == a.size;
   const MoveKind kind = all ? MoveKind::kBroadcast : MoveKind::kExchange;
-  auto done = WireDoneOf(*group, a.epoch, a.seq, kind, root ? 0 : a.bytes);
+  auto done = WireDoneOf(*group, a.communicator, a.seq, kind, root ? 0 : a.bytes);
   if (all) {
     WireBroadcast broadcast;
-    broadcast.epoch = local->id;
+    broadcast.communicator = local->id;
     broadcast.seq = a.seq;
     broadcast.root = static_cast<int>(a.ranks.front());
     broadcast.memory = memory;
@@ -217,7 +231,7 @@ void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
     return;
   }
   WireExchange exchange;
-  exchange.epoch = local->id;
+  exchange.communicator = local->id;
   exchange.seq = a.seq;
   exchange.timeout = a.timeout;
   if (root) {
@@ -269,43 +283,44 @@ absl::StatusOr<WireExchange> DataPlane::ExchangeOf(const GroupRecord& group, con
 }
 
 void DataPlane::Start(GroupRecord* group, const StartExchange& a, Turn& turn) {
-  const absl::StatusOr<Epoch> local = ReadyEpoch(group, a.epoch);
+  const absl::StatusOr<Communicator> local = ReadyCommunicator(group, a.communicator);
   if (!local.ok()) {
-    turn.Post(group->name(), WireDone{a.epoch, a.seq, local.status()});
+    turn.Post(group->name(), WireDone{a.communicator, a.seq, local.status()});
     return;
   }
   int64_t received = 0;
   absl::StatusOr<WireExchange> exchange = ExchangeOf(*group, a, &received);
   if (!exchange.ok()) {
-    turn.Post(group->name(), WireDone{a.epoch, a.seq, exchange.status()});
+    turn.Post(group->name(), WireDone{a.communicator, a.seq, exchange.status()});
     return;
   }
-  exchange->epoch = local->id;
+  exchange->communicator = local->id;
   Wire* const wire = WireOf(*local);
-  auto done = [this, name = group->name(), id = group->id, epoch = a.epoch, seq = a.seq, received,
-               wire, used = local->id](absl::Status ended) {
+  auto done = [this, name = group->name(), id = group->id, communicator = a.communicator,
+               seq = a.seq, received, wire, used = local->id](absl::Status ended) {
     if (ended.ok() && received > 0) CountBytes(name, MoveKind::kExchange, received);
     // The wire lives until this call has returned.
-    Tell(name, id, WireDone{epoch, seq, std::move(ended), wire->Uses(used)});
+    Report(name, id, WireDone{communicator, seq, std::move(ended), wire->Uses(used)});
   };
   wire->Submit(*std::move(exchange), std::move(done));
 }
 
 // ---- status and the end ----
 
-std::optional<WireStats> DataPlane::StatsOf(const GroupRecord& group, EpochId epoch) const {
-  const Epoch* const local = Find(group, epoch);
+std::optional<WireStats> DataPlane::StatsOf(const GroupRecord& group,
+                                            CommunicatorId communicator) const {
+  const Communicator* const local = Find(group, communicator);
   if (local == nullptr) return std::nullopt;
   return WireOf(*local)->Stats(local->id);
 }
 
-std::vector<DataPlane::DeviceEpoch> DataPlane::DeviceEpochs() const {
-  std::vector<DeviceEpoch> open;
+std::vector<DataPlane::DeviceCommunicator> DataPlane::DeviceCommunicators() const {
+  std::vector<DeviceCommunicator> open;
   for (const auto& [name, group] : state_.groups->all()) {
-    const auto of_group = epochs_.find(group->id);
-    if (of_group == epochs_.end()) continue;
-    for (const auto& [id, epoch] : of_group->second) {
-      if (epoch.on_devices) open.push_back({name, id, epoch.id});
+    const auto of_group = communicators_.find(group->id);
+    if (of_group == communicators_.end()) continue;
+    for (const auto& [id, communicator] : of_group->second) {
+      if (communicator.on_devices) open.push_back({name, id, communicator.id});
     }
   }
   return open;
@@ -327,7 +342,7 @@ void DataPlane::StopWires() {
   std::unique_ptr<Wire> wire;
   std::shared_ptr<DeviceWire> device_wire;
   MutexLock lock(turns_.mutex);
-  epochs_.clear();
+  communicators_.clear();
   wire = std::move(wire_);
   device_wire = std::move(device_wire_);
 }
@@ -335,9 +350,9 @@ void DataPlane::StopWires() {
 void DataPlane::CheckInvariants() const {
   std::map<uint64_t, const GroupRecord*> records;
   for (const auto& [name, group] : state_.groups->all()) records[group->id] = group.get();
-  for (const auto& [id, of_group] : epochs_) {
+  for (const auto& [id, of_group] : communicators_) {
     REFITD_CHECK(records.contains(id) && !of_group.empty());
-    for (const auto& [epoch, local] : of_group) {
+    for (const auto& [communicator, local] : of_group) {
       REFITD_CHECK(WireOf(local) != nullptr);
       REFITD_CHECK(local.on_devices || local.ordinal < 0);
     }

@@ -99,7 +99,7 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                group, daemon, clear);
 }
 
-absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits) {
+absl::Status CheckGivenSpec(const GroupSpec& told, const SpecLimits& limits) {
   if (told.slots >= 1 && told.slots <= kMaxSlots && told.slot_bytes >= 1 &&
       told.slot_bytes <= limits.max_pool_bytes) {
     return absl::OkStatus();

@@ -118,12 +118,12 @@ TEST_CASE("only a group that demands encryption refuses daemons that have none")
 
 TEST_CASE("sizes that a coordinator tells are bounded as an operator's are (P10)") {
   GroupSpec told = *CheckSpec(Wish(), kLimits);
-  CHECK(CheckToldSpec(told, kLimits).ok());
+  CHECK(CheckGivenSpec(told, kLimits).ok());
   told.slot_bytes = kLimits.max_pool_bytes + 1;
-  CHECK(CheckToldSpec(told, kLimits).code() == kInvalid);
+  CHECK(CheckGivenSpec(told, kLimits).code() == kInvalid);
   told.slot_bytes = 1;
   told.slots = 0;
-  CHECK(CheckToldSpec(told, kLimits).code() == kInvalid);
+  CHECK(CheckGivenSpec(told, kLimits).code() == kInvalid);
 }
 
 }  // namespace

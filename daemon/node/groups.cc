@@ -44,7 +44,8 @@ std::vector<std::string> Groups::names() const {
 std::vector<std::string> Groups::running() const {
   std::vector<std::string> names;
   for (const auto& [name, group] : groups_) {
-    if (group->machine->update_running() && !group->machine->fill_running()) names.push_back(name);
+    if (group->machine->update_running() && !group->machine->catch_up_running())
+      names.push_back(name);
   }
   return names;
 }

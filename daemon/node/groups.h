@@ -64,7 +64,7 @@ struct GroupRecord {
   // members, or an update runs.
   std::optional<TimePoint> empty_since;
   // The staging slots. Those in host memory are made when a member first needs them. Those on a GPU
-  // are made before a staged rank there is welcomed, when a trainer there first leases or maps one,
+  // are made before a loader rank there is welcomed, when a trainer there first leases or maps one,
   // or for a Begin whose buckets may be broadcast through slots; they are given up with the last
   // member on that GPU. The wire's GPU keeps its slots as long as a member is on any GPU or an
   // update runs.

@@ -113,8 +113,9 @@ absl::Status Identities::AdmitRegionOf(const MemberRecord& of) const {
 
 absl::Status Identities::AdmitUpdate(const MemberRecord& trainer, const std::string& request_id) {
   GroupRecord* const group = state_.groups.Of(trainer);
-  // A fill gives way, so this call opens an update.
-  if (group->machine->update_running() && !group->machine->fill_running()) return absl::OkStatus();
+  // A catch-up gives way, so this call opens an update.
+  if (group->machine->update_running() && !group->machine->catch_up_running())
+    return absl::OkStatus();
   const std::string identity = IdentityOf(trainer.peer);
   if (const int64_t limit = state_.options.per_identity.updates; limit != 0) {
     int64_t updates = 0;

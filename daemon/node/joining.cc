@@ -97,7 +97,7 @@ void Joining::LinkIsUp(const DialTry& of, const LinkUp& up) {
   Turn turn(state_.turns);
   GroupRecord* const group = Dialler::Current(of, &state_.groups);
   if (group == nullptr || !group->join.joining) return;
-  absl::Status fits = CheckToldSpec(up.spec, state_.spec_limits);
+  absl::Status fits = CheckGivenSpec(up.spec, state_.spec_limits);
   if (fits.ok()) {
     fits = CheckEncryption(of.group, up.spec, state_.options.daemon_id, state_.options.clear_wire);
   }

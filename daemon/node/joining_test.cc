@@ -38,7 +38,7 @@ class Silent {
 
 Attached AttachAt(DaemonParts* parts, const std::string& address, Duration wait,
                   std::optional<GroupSpec> spec = {}) {
-  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kStaged);
+  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kLoader);
   arrival.coordinator = address;
   return parts->Attach(std::move(arrival), "g", std::move(spec), nullptr, wait);
 }
@@ -75,7 +75,7 @@ TEST_CASE("a member must name the coordinator that the group has here") {
   CHECK_THAT(Message(AttachAt(&b, "10.0.0.9:1", kPatience, Spec()).inbox->Ended()),
              Contains("group 'g' is coordinated by " + a.address()));
   const Attached trainer = b.AttachTrainer("own");
-  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kStaged);
+  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kLoader);
   arrival.coordinator = a.address();
   CHECK_THAT(
       Message(b.Attach(std::move(arrival), "own", Spec(), nullptr, kPatience).inbox->Ended()),

@@ -27,7 +27,7 @@ struct World {
 
   DaemonParts parts;
   SharedMemory memory{kBytes};
-  Attached engine = parts.AttachRegistered("g");
+  Attached engine = parts.AttachInPlace("g");
   RegionId region;
 };
 

@@ -200,7 +200,7 @@ void Members::Erase(MemberId member, Turn& turn) {
 
 void Members::DropUnused(GroupRecord* group, int ordinal, Turn& turn) {
   device_slots_.DropUnused(group, ordinal);
-  data_plane_.GiveUpEpochs(*group, turn);
+  data_plane_.GiveUpCommunicators(*group, turn);
 }
 
 }  // namespace refitd

@@ -131,7 +131,7 @@ TEST_CASE("the audit log tells who attached, and to what") {
   DaemonOptions options;
   options.audit = audit.get();
   DaemonParts parts("a", options);
-  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kStaged);
+  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kLoader);
   arrival.record.peer.identity = "dns:a";
   REQUIRE(parts.Attach(std::move(arrival), "g").inbox->welcomed());
   REQUIRE(audit->Flush());
@@ -191,8 +191,8 @@ bool HasPool(DaemonParts* parts, int ordinal) {
 
 TEST_CASE("a group's engines on a GPU take in none in host memory") {
   DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
-  REQUIRE(AttachOnGpu(&parts, "i", DeliveryMode::kRegistered, 1).inbox->welcomed());
-  const absl::Status refused = parts.AttachRegistered("g", "j").inbox->Ended();
+  REQUIRE(AttachOnGpu(&parts, "i", DeliveryMode::kInPlace, 1).inbox->welcomed());
+  const absl::Status refused = parts.AttachInPlace("g", "j").inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(refused), Contains("engine ranks on 'GPU-1'"));
 }
@@ -201,14 +201,14 @@ TEST_CASE("a rank that reads slots on its GPU is let in when they are made, or h
   const auto memory = std::make_shared<FakeMemory>();
   DaemonParts parts("a", WithGpus(memory));
   std::shared_ptr<void> held = parts.HoldRegionsThread();
-  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kStaged, 1);
+  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kLoader, 1);
   CHECK_FALSE(engine.inbox->welcomed());
   held.reset();
   REQUIRE(Eventually([&engine] { return engine.inbox->welcomed(); }));
   CHECK(HasPool(&parts, 1));
   parts.AwaitRegionsThread();
   memory->can_make = absl::ResourceExhaustedError("too little memory is free");
-  const absl::Status refused = AttachOnGpu(&parts, "j", DeliveryMode::kStaged, 2).inbox->Ended();
+  const absl::Status refused = AttachOnGpu(&parts, "j", DeliveryMode::kLoader, 2).inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(refused), Contains("too little memory is free"));
   // The slots go with the last rank on their GPU (P8).
@@ -223,8 +223,8 @@ TEST_CASE("slots that were made for a rank which may not enter any more are give
   DaemonParts parts("a", WithGpus(memory));
   const Attached trainer = parts.AttachTrainer("g");
   std::shared_ptr<void> held = parts.HoldRegionsThread();
-  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kStaged, 1);
-  REQUIRE(parts.AttachRegistered("g", "j").inbox->welcomed());
+  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kLoader, 1);
+  REQUIRE(parts.AttachInPlace("g", "j").inbox->welcomed());
   held.reset();
   CHECK_THAT(Message(engine.inbox->Ended()), Contains("engine ranks on 'host'"));
   parts.AwaitRegionsThread();
@@ -237,7 +237,7 @@ TEST_CASE("a rank that goes while it waits for slots is answered, and leaves its
   DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
   const Attached trainer = parts.AttachTrainer("g");
   const std::shared_ptr<void> held = parts.HoldRegionsThread();
-  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kStaged, 1);
+  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kLoader, 1);
   const auto empty = [&parts] {
     const Turn turn(parts.state().turns);
     return parts.state().groups.Find("g")->empty_since.has_value();
@@ -253,19 +253,19 @@ TEST_CASE("a rank that comes while an update is opened gets slots, or goes witho
   const auto memory = std::make_shared<FakeMemory>();
   DaemonParts parts("a", WithGpus(memory));
   const Attached trainer = parts.AttachTrainer("g");
-  REQUIRE(AttachOnGpu(&parts, "i", DeliveryMode::kRegistered, 0).inbox->welcomed());
+  REQUIRE(AttachOnGpu(&parts, "i", DeliveryMode::kInPlace, 0).inbox->welcomed());
   CHECK_FALSE(HasPool(&parts, 0));
   const auto prepare = [&parts](int by) {
     const Turn turn(parts.state().turns);
     parts.state().groups.Find("g")->preparing_begins += by;
   };
   prepare(1);
-  const Attached with = AttachOnGpu(&parts, "j", DeliveryMode::kRegistered, 1);
+  const Attached with = AttachOnGpu(&parts, "j", DeliveryMode::kInPlace, 1);
   CHECK(Eventually([&with] { return with.inbox->welcomed(); }));
   CHECK(HasPool(&parts, 1));
   parts.AwaitRegionsThread();
   memory->can_make = absl::ResourceExhaustedError("too little memory is free");
-  const Attached without = AttachOnGpu(&parts, "k", DeliveryMode::kRegistered, 2);
+  const Attached without = AttachOnGpu(&parts, "k", DeliveryMode::kInPlace, 2);
   CHECK(Eventually([&without] { return without.inbox->welcomed(); }));
   CHECK_FALSE(HasPool(&parts, 2));
   prepare(-1);

@@ -170,8 +170,8 @@ void Operators::AbortUpdate(CallId call, const std::string& group, std::string r
 
 GroupDetails Operators::DetailsOf(const GroupRecord& record) const {
   GroupDetails details{record.machine->View(DaemonState::Now()), std::nullopt};
-  const std::optional<EpochId> epoch = details.machine.epoch;
-  if (epoch.has_value()) details.moved = data_plane_.StatsOf(record, *epoch);
+  const std::optional<CommunicatorId> communicator = details.machine.communicator;
+  if (communicator.has_value()) details.moved = data_plane_.StatsOf(record, *communicator);
   return details;
 }
 
@@ -181,21 +181,23 @@ std::vector<GroupDetails> Operators::AllGroups() const {
   return all;
 }
 
-void Operators::DescribeEpochs(DaemonDetails* details) const {
+void Operators::DescribeWireCommunicators(DaemonDetails* details) const {
   const DeviceWire& wire = *data_plane_.device_wire();
-  std::map<EpochId, DeviceEpochStatus> open;
-  for (DeviceEpochStatus& each : wire.Describe()) {
-    const EpochId id = each.epoch;
+  std::map<CommunicatorId, DeviceCommunicatorStatus> open;
+  for (DeviceCommunicatorStatus& each : wire.Describe()) {
+    const CommunicatorId id = each.communicator;
     open.emplace(id, std::move(each));
   }
-  for (const DataPlane::DeviceEpoch& epoch : data_plane_.DeviceEpochs()) {
-    const auto found = open.find(epoch.wire_id);
+  for (const DataPlane::DeviceCommunicator& communicator : data_plane_.DeviceCommunicators()) {
+    const auto found = open.find(communicator.wire_id);
     if (found == open.end()) continue;
-    details->epochs.push_back({epoch.group, epoch.id, std::move(found->second)});
+    details->wire_communicators.push_back(
+        {communicator.group, communicator.id, std::move(found->second)});
     open.erase(found);
   }
-  for (auto& [id, epoch] : open) details->epochs.push_back({"", std::nullopt, std::move(epoch)});
-  details->abandoned_epochs = wire.Abandoned();
+  for (auto& [id, communicator] : open)
+    details->wire_communicators.push_back({"", std::nullopt, std::move(communicator)});
+  details->abandoned_communicators = wire.Abandoned();
 }
 
 DaemonDetails Operators::Describe() {
@@ -206,7 +208,7 @@ DaemonDetails Operators::Describe() {
   if (has_devices && owner != nullptr) details.communicators = owner->Communicators();
   details.moved = data_plane_.TotalStats();
   const Turn turn(state_.turns);
-  if (has_devices && data_plane_.device_wire() != nullptr) DescribeEpochs(&details);
+  if (has_devices && data_plane_.device_wire() != nullptr) DescribeWireCommunicators(&details);
   details.listeners = state_.listeners;
   details.serving = !state_.draining;
   details.members = static_cast<int64_t>(state_.leases.size());

@@ -28,7 +28,7 @@ namespace refitd {
 // The state of a group that operators see.
 struct GroupDetails {
   MachineView machine;
-  std::optional<WireStats> moved;  // by the current epoch, if it is open here
+  std::optional<WireStats> moved;  // by the current communicator, if it is open here
 };
 
 // The state of a member that operators see.
@@ -49,21 +49,21 @@ struct DaemonDetails {
   Duration uptime{};
   bool serving = false;
   std::vector<std::string> listeners;
-  WireStats moved;  // by all epochs
+  WireStats moved;  // by all communicators
   int64_t members = 0;
   int64_t regions = 0;
   int64_t region_bytes = 0;
   int64_t pool_bytes = 0;
   std::vector<GroupDetails> groups;
-  // Communicators and epochs over GPU memory.
+  // Communicators over GPU memory: those of this daemon's GPUs, and those of the wire.
   std::vector<CommunicatorStatus> communicators;
-  struct Epoch {
-    std::string group;          // empty: the epoch is being closed
-    std::optional<EpochId> id;  // the group's number of the epoch
-    DeviceEpochStatus status;
+  struct WireCommunicator {
+    std::string group;                 // empty: the communicator is being closed
+    std::optional<CommunicatorId> id;  // the group's number of the communicator
+    DeviceCommunicatorStatus status;
   };
-  std::vector<Epoch> epochs;
-  int64_t abandoned_epochs = 0;
+  std::vector<WireCommunicator> wire_communicators;
+  int64_t abandoned_communicators = 0;
 };
 
 class Operators {
@@ -143,7 +143,8 @@ class Operators {
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
                                    const std::string& identity, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  void DescribeEpochs(DaemonDetails* details) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void DescribeWireCommunicators(DaemonDetails* details) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   GroupDetails DetailsOf(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   std::vector<GroupDetails> AllGroups() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
 

@@ -23,7 +23,7 @@ Arrival As(Arrival arrival, const std::string& identity) {
 }
 // An engine that holds a version which was committed while `owner` owned the group.
 Arrival Holder(const std::string& owner, const std::string& instance = "i") {
-  Arrival arrival = As(DaemonParts::Engine(instance, DeliveryMode::kStaged), "uid:7");
+  Arrival arrival = As(DaemonParts::Engine(instance, DeliveryMode::kLoader), "uid:7");
   auto& engine = std::get<EngineIdentity>(arrival.identity);
   engine.held_version = Version(5);
   engine.held_origin = 0x55;
@@ -126,7 +126,7 @@ TEST_CASE("an engine refuses a group that another identity owns than the one tha
   DaemonParts a("a");
   DaemonParts b("b");
   const auto engine = [](const std::string& takes, const std::string& instance) {
-    Arrival arrival = DaemonParts::Engine(instance, DeliveryMode::kStaged);
+    Arrival arrival = DaemonParts::Engine(instance, DeliveryMode::kLoader);
     std::get<EngineIdentity>(arrival.identity).trainer_identity = takes;
     return arrival;
   };
@@ -165,9 +165,9 @@ TEST_CASE("where a rule names the owner nobody else makes or enters the group at
   CHECK(absl::IsPermissionDenied(elsewhere));
   CHECK_THAT(Message(elsewhere), Contains("may not make group 'g', whose owner a rule names"));
   // Engines with a spec, of either daemon, wait for the owner.
-  const Attached here = a.Attach(As(DaemonParts::Engine("i", DeliveryMode::kStaged), kThief), "g");
+  const Attached here = a.Attach(As(DaemonParts::Engine("i", DeliveryMode::kLoader), kThief), "g");
   const Attached there =
-      b.Attach(As(DaemonParts::Engine("j", DeliveryMode::kStaged), kThief), "g", Spec(), &a);
+      b.Attach(As(DaemonParts::Engine("j", DeliveryMode::kLoader), kThief), "g", Spec(), &a);
   // The owner is not kept from the group by others who wait beside it.
   const Attached thief = b.Attach(As(DaemonParts::Trainer(), kThief), "g", Spec(), &a);
   CHECK_FALSE(a.Has("g"));

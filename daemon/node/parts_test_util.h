@@ -216,17 +216,17 @@ class DaemonParts {
                          const DaemonParts* at = nullptr, Duration wait = kPatience) {
     return Attach(Trainer(), group, std::move(spec), at, wait);
   }
-  // Attaches an engine rank with staged delivery, by default alone in its instance.
+  // Attaches an engine rank with loader delivery, by default alone in its instance.
   Attached AttachEngine(const std::string& group, const std::string& instance,
                         std::optional<GroupSpec> spec, const DaemonParts* at = nullptr,
                         Duration wait = kPatience, int rank = 0, int world_size = 1,
                         const std::vector<std::string>& manifest = {}) {
-    return Attach(Engine(instance, DeliveryMode::kStaged, rank, world_size, manifest), group,
+    return Attach(Engine(instance, DeliveryMode::kLoader, rank, world_size, manifest), group,
                   std::move(spec), at, wait);
   }
   // Attaches an engine rank whose pieces are written in place, alone in its instance.
-  Attached AttachRegistered(const std::string& group, const std::string& instance = "i") {
-    return Attach(Engine(instance, DeliveryMode::kRegistered), group, Spec(), nullptr, kPatience);
+  Attached AttachInPlace(const std::string& group, const std::string& instance = "i") {
+    return Attach(Engine(instance, DeliveryMode::kInPlace), group, Spec(), nullptr, kPatience);
   }
   static Arrival Trainer(int rank = 0, int world_size = 1) {
     Arrival arrival;

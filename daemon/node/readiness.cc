@@ -51,7 +51,7 @@ absl::StatusOr<uint64_t> InstanceReadiness::Watch(std::string identity, std::str
   Watcher& watcher = watchers_[id];
   watcher = {std::move(identity), std::move(group), std::move(instance), std::move(sink),
              std::nullopt};
-  Tell(&watcher, now);
+  Notify(&watcher, now);
   return id;
 }
 
@@ -60,7 +60,7 @@ void InstanceReadiness::EndAll(const absl::Status& status) {
   watchers_.clear();
 }
 
-void InstanceReadiness::Tell(Watcher* watcher, TimePoint now) {
+void InstanceReadiness::Notify(Watcher* watcher, TimePoint now) {
   const InstanceHealth health = HealthOf(Of(watcher->group, watcher->instance, now));
   if (watcher->told == health) return;
   watcher->told = health;
@@ -71,7 +71,7 @@ void InstanceReadiness::Changed(const std::string& group, TimePoint now) {
   const GroupRecord* const record = groups_.Find(group);
   if (record != nullptr && record->follower != nullptr) Keep(group, *record->follower, now);
   for (auto& [id, watcher] : watchers_) {
-    if (watcher.group == group) Tell(&watcher, now);
+    if (watcher.group == group) Notify(&watcher, now);
   }
 }
 
@@ -104,14 +104,14 @@ void InstanceReadiness::Arrived(const std::string& group, const EngineIdentity& 
   const std::optional<Version>& version = known->second.version;
   const bool same = !version.has_value() ||
                     (engine.held_version == version && engine.held_origin == kept.incarnation);
-  if (engine.dirty || !same) kept.book.Doubt(engine.instance);
+  if (engine.dirty || !same) kept.book.MarkUnknown(engine.instance);
   Changed(group, now);
 }
 
 void InstanceReadiness::Look(TimePoint now) {
   looked_ = now;
   std::erase_if(kept_, [now](const auto& kept) { return now >= kept.second.until; });
-  for (auto& [id, watcher] : watchers_) Tell(&watcher, now);
+  for (auto& [id, watcher] : watchers_) Notify(&watcher, now);
 }
 
 std::optional<TimePoint> InstanceReadiness::NextDue() const {

@@ -91,7 +91,7 @@ class InstanceReadiness {
   };
 
   void Keep(const std::string& group, const Follower& follower, TimePoint now);
-  void Tell(Watcher* watcher, TimePoint now);
+  void Notify(Watcher* watcher, TimePoint now);
 
   const Duration keep_;
   const Groups& groups_;

@@ -257,7 +257,8 @@ TEST_CASE("a watcher is told at once that a rank came again with other weights")
   CHECK(sink->told == std::vector<InstanceHealth>{kServing, kNotServing});
 }
 
-TEST_CASE("an instance whose update was running when the coordinator was lost is in doubt") {
+TEST_CASE(
+    "an instance whose update was running when the coordinator was lost has unknown weights") {
   World world;
   world.Tell(Standing::kUpdating);
   CHECK(world.Ready("there"));

@@ -81,13 +81,13 @@ struct Gpus {
   DaemonParts parts;
   Attached trainer = parts.Attach(DaemonParts::OnGpu(DaemonParts::Trainer(), 1), "g");
   Attached engine =
-      parts.Attach(DaemonParts::OnGpu(DaemonParts::Engine("i", DeliveryMode::kRegistered), 1), "g");
+      parts.Attach(DaemonParts::OnGpu(DaemonParts::Engine("i", DeliveryMode::kInPlace), 1), "g");
 };
 
 TEST_CASE("a memfd becomes a region of its member: a trainer's is read, an engine's is written") {
   DaemonParts parts;
   const Attached trainer = parts.AttachTrainer("g");
-  const Attached engine = parts.AttachRegistered("g");
+  const Attached engine = parts.AttachInPlace("g");
   const SharedMemory from(4096);
   const SharedMemory to(8192);
   std::memcpy(from.data(), "weights", 8);
@@ -137,7 +137,7 @@ TEST_CASE(
   DaemonParts parts("a", options);
   const SharedMemory memory(4096);
   const SharedMemory other(4096);
-  const Attached engine = parts.AttachRegistered("g");
+  const Attached engine = parts.AttachInPlace("g");
   REQUIRE(parts.Register(engine, memory).ok());
   CHECK(parts.Register(engine, memory).status().code() == absl::StatusCode::kAlreadyExists);
   const Attached trainer = parts.AttachTrainer("g");
@@ -173,7 +173,7 @@ TEST_CASE("the descriptor socket serves lease tokens that live (P9)") {
 
 TEST_CASE("a region that a layout uses stays; any other is released once") {
   DaemonParts parts;
-  const Attached engine = parts.AttachRegistered("g");
+  const Attached engine = parts.AttachInPlace("g");
   const SharedMemory memory(4096);
   const RegionId region = *parts.Register(engine, memory);
   std::optional<absl::Status> released;

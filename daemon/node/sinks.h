@@ -46,7 +46,7 @@ struct WelcomeNews {
   int slots = 0;
   std::optional<Version> version;  // of the group; none: no update has committed
 };
-// A staged engine rank may read a part.
+// A loader engine rank may read a part.
 struct PartNews {
   SendPart part;
   int64_t slot_bytes = 0;  // slot i of the pool begins at i * slot_bytes

@@ -192,7 +192,7 @@ void TrainerCalls::BeginOpened(CallId call, const Caller& caller, BeginEvent eve
     event.slots_on_devices = slots && device_slots_.MissingFor(member).empty();
     GroupRecord* group = state_.groups.Of(member);
     const GroupMachine& machine = *group->machine;
-    if (!machine.update_running() || machine.fill_running()) group->broadcasts = false;
+    if (!machine.update_running() || machine.catch_up_running()) group->broadcasts = false;
     group->broadcasts = group->broadcasts || event.slots_on_devices;
     return std::move(event);
   };

@@ -66,7 +66,7 @@ struct World {
   DaemonParts parts;
   SharedMemory weights{4096};
   Attached trainer = parts.AttachTrainer("g");
-  Attached engine = parts.AttachRegistered("g");
+  Attached engine = parts.AttachInPlace("g");
 };
 
 TEST_CASE("inline bytes and a region's bytes are pushed into the engine's memory, and committed") {
@@ -362,7 +362,7 @@ TEST_CASE("a call whose caller went away is answered, and no call twice") {
   world.parts.calls().CallGone(call);
 }
 
-TEST_CASE("a slot is leased, packed and pushed to a staged engine, which acknowledges") {
+TEST_CASE("a slot is leased, packed and pushed to a loader engine, which acknowledges") {
   DaemonParts parts;
   const Attached trainer = parts.AttachTrainer("g", Spec(3));
   const Attached engine = parts.AttachEngine("g", "i", Spec(3));
@@ -440,7 +440,7 @@ struct Gpus {
         trainer(parts.AttachTrainerOnGpu("g", 0, 0, trainers)) {}
   Attached AttachEngine(const std::string& instance, int ordinal) {
     const Attached engine = parts.Attach(
-        DaemonParts::OnGpu(DaemonParts::Engine(instance, DeliveryMode::kRegistered), ordinal), "g");
+        DaemonParts::OnGpu(DaemonParts::Engine(instance, DeliveryMode::kInPlace), ordinal), "g");
     REQUIRE(engine.inbox->welcomed());
     const auto region = std::make_shared<std::atomic<uint64_t>>(0);
     parts.regions().RegisterDevice(
@@ -673,7 +673,7 @@ TEST_CASE("a broadcast is refused where a rank without slots came while the upda
   gpus.parts.AwaitRegionsThread();
   gpus.memory->can_make = absl::ResourceExhaustedError("too little memory is free");
   const Attached late = gpus.parts.Attach(
-      DaemonParts::OnGpu(DaemonParts::Engine("k", DeliveryMode::kRegistered), 3), "g");
+      DaemonParts::OnGpu(DaemonParts::Engine("k", DeliveryMode::kInPlace), 3), "g");
   REQUIRE(Eventually([&late] { return late.inbox->welcomed(); }));
   CHECK_FALSE(gpus.HasPool(3));
   gpus.memory->can_make = absl::OkStatus();

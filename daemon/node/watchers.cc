@@ -42,7 +42,7 @@ void Watchers::Changed(const GroupMachine& group, const Machines& all, TimePoint
   std::optional<UpdateView> view;
   for (auto it = watchers_.begin(); it != watchers_.end();) {
     const bool concerned = it->second.Watches(group);
-    if (concerned) Tell(&it->second, group, &view, false, now);
+    if (concerned) Notify(&it->second, group, &view, false, now);
     it = concerned && EndIfIdle(it->second, all) ? watchers_.erase(it) : std::next(it);
   }
 }
@@ -54,7 +54,7 @@ void Watchers::Progress(const Machines& all, TimePoint now) {
     if (watcher.due <= now) {
       watcher.due = now + watcher.wish.interval;
       for (const GroupMachine* group : all) {
-        if (watcher.Watches(*group)) Tell(&watcher, *group, &views[group], true, now);
+        if (watcher.Watches(*group)) Notify(&watcher, *group, &views[group], true, now);
       }
     }
     it = EndIfIdle(watcher, all) ? watchers_.erase(it) : std::next(it);
@@ -69,8 +69,8 @@ std::optional<TimePoint> Watchers::NextDue() const {
   return next;
 }
 
-void Watchers::Tell(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view,
-                    bool due, TimePoint now) {
+void Watchers::Notify(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view,
+                      bool due, TimePoint now) {
   const std::string& name = group.name();
   const std::optional<UpdateMark> mark = group.MarkLatest();
   if (!mark.has_value()) return;

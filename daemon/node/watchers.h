@@ -78,8 +78,8 @@ class Watchers {
 
   // `view` is the view of the group's update, which is made for the first watcher that is told. If
   // `due`, progress is told too.
-  void Tell(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view, bool due,
-            TimePoint now);
+  void Notify(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view,
+              bool due, TimePoint now);
   // Ends a watcher if no update that it watches runs any more. False: the watcher goes on.
   static bool EndIfIdle(const Watcher& watcher, const Machines& all);
 

@@ -49,9 +49,9 @@ struct UpdateReport {
   std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of `bytes`, by kPushMethods
 };
 
-// How a fill ended: its newcomers have the version; it gave way to an update or a drain, or its
-// givers changed; it failed.
-enum class FillEnd { kCommitted, kGaveWay, kFailed };
+// How a catch-up ended: its late instances have the version; it gave way to an update or a drain,
+// or its source instances changed; it failed.
+enum class CatchUpEnd { kCommitted, kGaveWay, kFailed };
 
 // The moves of a transport (docs/architecture.md).
 enum class MoveKind { kCopy, kBroadcast, kExchange };
@@ -60,9 +60,10 @@ class DaemonObserver {
  public:
   virtual ~DaemonObserver() = default;
   virtual void UpdateEnded(const UpdateReport& report) = 0;
-  // A fill of late instances ended. `bytes`: how many it wrote into them, if it was committed.
+  // A catch-up of late instances ended. `bytes`: how many it wrote into them, if it was committed.
   // `took`: the time from its start to its outcome.
-  virtual void FillEnded(const std::string& group, FillEnd end, int64_t bytes, Duration took) = 0;
+  virtual void CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes,
+                            Duration took) = 0;
   virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;
   // The bytes that were written differ from the bytes that were sent.
   virtual void IntegrityFailure(const std::string& group) = 0;

@@ -12,7 +12,7 @@ namespace {
 
 void PrintError(std::string message) {
   std::replace(message.begin(), message.end(), '\n', ' ');
-  Tell("refitctl: " + message);
+  PrintLine("refitctl: " + message);
 }
 
 }  // namespace
@@ -34,6 +34,6 @@ void PrintRaw(const std::string& text) {
   std::fflush(stdout);
 }
 
-void Tell(const std::string& line) { fmt::print(stderr, "{}\n", Escaped(line)); }
+void PrintLine(const std::string& line) { fmt::print(stderr, "{}\n", Escaped(line)); }
 
 }  // namespace refitd::refitctl

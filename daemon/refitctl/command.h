@@ -41,7 +41,7 @@ int UsageError(const std::string& message);
 // what a terminal would obey is written out (EscapedLines in format.h).
 void Print(const std::string& text);     // on stdout, flushed
 void PrintRaw(const std::string& text);  // the same for what LiveBlock made, which moves the cursor
-void Tell(const std::string& line);      // on stderr
+void PrintLine(const std::string& line);  // on stderr
 
 }  // namespace refitd::refitctl
 

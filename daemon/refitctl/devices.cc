@@ -9,7 +9,7 @@ namespace refitd::refitctl {
 namespace {
 
 std::string RenderCommunicator(const v1::CommunicatorStatus& communicator) {
-  std::string text = fmt::format("communicator {} of {}", communicator.epoch(),
+  std::string text = fmt::format("communicator {} of {}", communicator.number(),
                                  fmt::join(communicator.gpu_uuids(), ", "));
   if (communicator.copy_engines()) text += ", by copy engines";
   if (communicator.windows() > 0) {
@@ -20,14 +20,16 @@ std::string RenderCommunicator(const v1::CommunicatorStatus& communicator) {
   return text;
 }
 
-std::string RenderEpoch(const v1::WireEpochStatus& epoch) {
-  std::string text = epoch.group().empty()
-                         ? std::string("epoch of no group")
-                         : fmt::format("epoch {} of group {}", epoch.epoch(), epoch.group());
-  text += fmt::format(": rank {} of {} daemons on {}, {}; {} sent, {} received", epoch.rank(),
-                      epoch.ranks(), epoch.gpu_uuid(), epoch.state(),
-                      HumanBytes(epoch.bytes_sent()), HumanBytes(epoch.bytes_received()));
-  if (!epoch.error().empty()) text += "; " + epoch.error();
+std::string RenderCommunicator(const v1::WireCommunicatorStatus& communicator) {
+  std::string text =
+      communicator.group().empty()
+          ? std::string("communicator of no group")
+          : fmt::format("communicator {} of group {}", communicator.number(), communicator.group());
+  text +=
+      fmt::format(": rank {} of {} daemons on {}, {}; {} sent, {} received", communicator.rank(),
+                  communicator.ranks(), communicator.gpu_uuid(), communicator.state(),
+                  HumanBytes(communicator.bytes_sent()), HumanBytes(communicator.bytes_received()));
+  if (!communicator.error().empty()) text += "; " + communicator.error();
   return text;
 }
 
@@ -38,11 +40,11 @@ std::string RenderCollectives(const v1::TransportStatus& transport) {
   for (const auto& each : transport.nccl().communicators()) {
     text += fmt::format("nccl       {}\n", RenderCommunicator(each));
   }
-  for (const auto& each : transport.nccl().epochs()) {
-    text += fmt::format("nccl       {}\n", RenderEpoch(each));
+  for (const auto& each : transport.nccl().wire_communicators()) {
+    text += fmt::format("nccl       {}\n", RenderCommunicator(each));
   }
-  if (const int64_t abandoned = transport.nccl().abandoned_epochs(); abandoned > 0) {
-    text += fmt::format("nccl       {} epochs never connected\n", abandoned);
+  if (const int64_t abandoned = transport.nccl().abandoned_communicators(); abandoned > 0) {
+    text += fmt::format("nccl       {} communicators never connected\n", abandoned);
   }
   return text;
 }

@@ -11,7 +11,7 @@
 
 namespace refitd::refitctl {
 
-// Lines about the transport's communicators and epochs, each with its end of line; empty: none.
+// Lines about the transport's communicators, each with its end of line; empty: none.
 std::string RenderCollectives(const v1::TransportStatus& transport);
 
 }  // namespace refitd::refitctl

@@ -71,7 +71,7 @@ class EventLog {
     }
     return log;
   }
-  void Tell(const std::string& event, json fields) {
+  void Write(const std::string& event, json fields) {
     std::string words;
     for (const auto& [key, value] : fields.items()) {
       words +=
@@ -132,9 +132,9 @@ class ReferenceEngine {
     if (DeclaresManifest(attach.delivery)) attach.manifest = holder_.tensors();
     REFITD_ASSIGN_OR_RETURN(engine_, client::Engine::Attach(attach));
     REFITD_RETURN_IF_ERROR(NeedsLayout(attach.delivery) ? RegisterMemory() : MakeOwnMemory());
-    log_.Tell("attached", {{"tensors", holder_.tensors().size()},
-                           {"bytes", holder_.holding().tensor_bytes},
-                           {"pid", ::getpid()}});
+    log_.Write("attached", {{"tensors", holder_.tensors().size()},
+                            {"bytes", holder_.holding().tensor_bytes},
+                            {"pid", ::getpid()}});
     return absl::OkStatus();
   }
 
@@ -143,13 +143,13 @@ class ReferenceEngine {
     while (stop_requested == 0 && (options_.versions == 0 || commits_ < options_.versions)) {
       auto event = engine_->Next(kSignalPoll);
       if (!event.ok()) {
-        log_.Tell("lost", {{"reason", Message(event.status())},
-                           {"weights", WeightsWord(engine_->weights())}});
+        log_.Write("lost",
+                   {{"reason", Message(event.status())}, {"weights", NameOf(engine_->weights())}});
         return event.status();
       }
       REFITD_RETURN_IF_ERROR(std::visit([this](const auto& e) { return Handle(e); }, *event));
     }
-    log_.Tell("stopped", {{"commits", commits_}});
+    log_.Write("stopped", {{"commits", commits_}});
     return absl::OkStatus();
   }
 
@@ -166,16 +166,16 @@ class ReferenceEngine {
     return absl::OkStatus();
   }
 
-  static std::string WeightsWord(client::Weights weights) {
+  static std::string NameOf(client::Weights weights) {
     switch (weights) {
-      case client::Weights::kGood:
-        return "good";
+      case client::Weights::kClean:
+        return "clean";
       case client::Weights::kPaused:
         return "paused";
       case client::Weights::kDirty:
         return "dirty";
-      case client::Weights::kInDoubt:
-        return "in doubt";
+      case client::Weights::kUnknown:
+        return "unknown";
     }
     return "unknown";
   }
@@ -186,34 +186,33 @@ class ReferenceEngine {
     return absl::OkStatus();
   }
   absl::Status Handle(const client::Draining&) {
-    log_.Tell("draining", json::object());
+    log_.Write("draining", json::object());
     return absl::OkStatus();
   }
   absl::Status Handle(const client::Lost& lost) {
     joiner_.Reset();
-    log_.Tell(
-        "lost",
-        {{"reason", lost.reason}, {"weights", WeightsWord(lost.weights)}, {"reattaching", true}});
+    log_.Write("lost",
+               {{"reason", lost.reason}, {"weights", NameOf(lost.weights)}, {"reattaching", true}});
     return absl::OkStatus();
   }
   absl::Status Handle(const client::Reattached& again) {
-    json fields = {{"weights", WeightsWord(again.weights)}};
+    json fields = {{"weights", NameOf(again.weights)}};
     if (again.held_version) fields["held_version"] = again.held_version->value();
-    log_.Tell("reattached", std::move(fields));
+    log_.Write("reattached", std::move(fields));
     return absl::OkStatus();
   }
   absl::Status Handle(const client::Prepare& prepare) {
-    log_.Tell("prepare", {{"version", prepare.version.value()}});
+    log_.Write("prepare", {{"version", prepare.version.value()}});
     return engine_->Ready(prepare.version);
   }
   absl::Status Handle(const client::Part& part) {
     if (options_.stall_in == part.version.value()) {
-      log_.Tell("stalled", {{"version", part.version.value()}, {"part", part.part.value()}});
+      log_.Write("stalled", {{"version", part.version.value()}, {"part", part.part.value()}});
       std::raise(SIGSTOP);
     }
     const absl::Status stored = StorePart(part);
     if (!stored.ok()) {
-      log_.Tell("failed", {{"version", part.version.value()}, {"reason", Message(stored)}});
+      log_.Write("failed", {{"version", part.version.value()}, {"reason", Message(stored)}});
       REFITD_RETURN_IF_ERROR(engine_->Fail(part.version, Message(stored)));
     }
     return engine_->Ack(part);
@@ -228,15 +227,15 @@ class ReferenceEngine {
   absl::Status Handle(const client::Committed& committed) {
     ++commits_;
     joiner_.Reset();
-    log_.Tell("committed", {{"version", committed.version.value()}});
+    log_.Write("committed", {{"version", committed.version.value()}});
     if (!options_.verify) return absl::OkStatus();
     return Verify(committed.version);
   }
   absl::Status Handle(const client::Aborted& aborted) {
     joiner_.Reset();
-    log_.Tell("aborted", {{"version", aborted.version.value()},
-                          {"dirty", aborted.dirty},
-                          {"reason", aborted.reason}});
+    log_.Write("aborted", {{"version", aborted.version.value()},
+                           {"dirty", aborted.dirty},
+                           {"reason", aborted.reason}});
     return absl::OkStatus();
   }
 
@@ -246,14 +245,14 @@ class ReferenceEngine {
                             Checkpoint::Open(FolderOf(options_.checkpoint, version)));
     const absl::Status verified = holder_.Verify(checkpoint);
     if (!verified.ok()) {
-      log_.Tell("mismatch", {{"version", version.value()}, {"reason", Message(verified)}});
+      log_.Write("mismatch", {{"version", version.value()}, {"reason", Message(verified)}});
       return verified;
     }
-    log_.Tell("verified",
-              {{"version", version.value()},
-               {"tensors", holder_.tensors().size()},
-               {"bytes", holder_.holding().tensor_bytes},
-               {"seconds", std::chrono::duration<double>(Clock::now() - start).count()}});
+    log_.Write("verified",
+               {{"version", version.value()},
+                {"tensors", holder_.tensors().size()},
+                {"bytes", holder_.holding().tensor_bytes},
+                {"seconds", std::chrono::duration<double>(Clock::now() - start).count()}});
     return absl::OkStatus();
   }
 
@@ -333,7 +332,7 @@ Command AddEngine(CommandApp app, const GlobalOptions& global) {
   sub.Add("--versions", &options->versions, "Exit after so many commits")
       .InRange(int64_t{1}, INT64_MAX);
   sub.Add("--stall-in", &options->stall_in,
-          "Fault drill, staged delivery: stop (SIGSTOP) with a part of this version in hand, "
+          "Fault drill, loader delivery: stop (SIGSTOP) with a part of this version in hand, "
           "so that the process can be killed in mid-update or continued late")
       .InRange(int64_t{0}, INT64_MAX);
   sub.Add("--coordinator", &options->coordinator,

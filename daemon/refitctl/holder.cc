@@ -19,7 +19,7 @@ absl::Status Holder::Store(const TensorSpec& tensor, int64_t start, int64_t coun
     return Error(absl::StatusCode::kInvalidArgument, "tensor '{}' as {} is not held here",
                  tensor.name, ToString(tensor.dtype, tensor.shape));
   }
-  const Held& held = holding_.held[found->second];
+  const HeldTensor& held = holding_.held[found->second];
   const int64_t element = ElementBytes(tensor.dtype);
   ForEachRun(held.strips, start, count, [&](int64_t global, int64_t local, int64_t elements) {
     std::memcpy(memory_ + held.byte_offset + local * element, data + (global - start) * element,
@@ -31,7 +31,7 @@ absl::Status Holder::Store(const TensorSpec& tensor, int64_t start, int64_t coun
 absl::Status Holder::VerifyTensor(const Checkpoint& checkpoint, size_t tensor, size_t stored,
                                   std::span<char> buffer) const {
   const TensorSpec& spec = tensors_[tensor];
-  const Held& held = holding_.held[tensor];
+  const HeldTensor& held = holding_.held[tensor];
   const int64_t element = ElementBytes(spec.dtype);
   const Strips& strips = held.strips;
   if (strips.run == 0 || strips.count == 0) return absl::OkStatus();

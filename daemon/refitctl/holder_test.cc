@@ -86,7 +86,7 @@ TEST_CASE("any single wrong byte that a rank holds is found and its tensor named
   holder.SetMemory(memory.data());
   REQUIRE(StoreAll(holder, source, 1000).ok());
   for (size_t i = 0; i < Tensors().size(); ++i) {
-    const Held& held = holder.holding().held[i];
+    const HeldTensor& held = holder.holding().held[i];
     for (int64_t at = held.byte_offset; at < held.byte_offset + held.bytes; ++at) {
       char& byte = memory[static_cast<size_t>(at)];
       byte = static_cast<char>(byte ^ 1);

@@ -86,7 +86,7 @@ class Progress {
     const int tenth = static_cast<int>(Fraction(bytes, total_).value_or(0) * 10);
     if (tenth <= shown_tenth_) return;
     shown_tenth_ = tenth;
-    Tell(line);
+    PrintLine(line);
   }
 
  private:
@@ -551,8 +551,8 @@ absl::StatusOr<Summary> InstallCheckpoint(const GlobalOptions& global, const Pus
   summary.bytes = checkpoint.bytes();
   summary.refitted = why_push.empty();
   if (options.progress) {
-    Tell(fmt::format("{} v{}: {}", options.group, version,
-                     summary.refitted ? "refit" : fmt::format("push ({})", why_push)));
+    PrintLine(fmt::format("{} v{}: {}", options.group, version,
+                          summary.refitted ? "refit" : fmt::format("push ({})", why_push)));
   }
   const auto start = Clock::now();
   if (summary.refitted) {

@@ -27,8 +27,8 @@ std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; 
 
 // Why the instance is dirty, and what becomes of the version that it lacks.
 std::string ReasonWord(const v1::InstanceStatus& instance) {
-  const bool both = !instance.reason().empty() && !instance.fill().empty();
-  return instance.reason() + (both ? "; " : "") + instance.fill();
+  const bool both = !instance.reason().empty() && !instance.catch_up().empty();
+  return instance.reason() + (both ? "; " : "") + instance.catch_up();
 }
 
 // "7", or "7 (of 1a2b)" if another incarnation than the group's committed it.
@@ -65,9 +65,9 @@ bool OnSeveralDaemons(const v1::GroupStatus& group) {
 
 // Describes this daemon's end of the group's communicator.
 std::string RenderLink(const v1::GroupStatus& group) {
-  if (!group.has_epoch()) return "none open";
-  return fmt::format("epoch {} {}, {} sent, {} received", group.epoch(),
-                     OrDash(group.epoch_state()), HumanBytes(group.wire_bytes_sent()),
+  if (!group.has_communicator()) return "none open";
+  return fmt::format("communicator {} {}, {} sent, {} received", group.communicator(),
+                     OrDash(group.communicator_state()), HumanBytes(group.wire_bytes_sent()),
                      HumanBytes(group.wire_bytes_received()));
 }
 
@@ -126,9 +126,9 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
     text += fmt::format("  {}: {}\n", HasEnded(group.update()) ? "last update" : "update",
                         RenderUpdate(group.update(), ProgressMeter()));
   }
-  if (group.has_fill()) {
-    text += fmt::format("  {}: {}\n", HasEnded(group.fill()) ? "last fill" : "fill",
-                        RenderUpdate(group.fill(), ProgressMeter()));
+  if (group.has_catch_up()) {
+    text += fmt::format("  {}: {}\n", HasEnded(group.catch_up()) ? "last catch-up" : "catch-up",
+                        RenderUpdate(group.catch_up(), ProgressMeter()));
   }
   return text;
 }
@@ -160,13 +160,14 @@ std::string Outcomes(const v1::UpdateStatus& update) {
   return fmt::format("{} of {} instances{}", committed, update.instances_size(), lost);
 }
 
-// "policy v8": the group and the version; of a fill "policy v8 fill from a, b".
+// "policy v8": the group and the version; of a catch-up "policy v8 catch-up from a, b".
 std::string LabelOf(const v1::UpdateStatus& update) {
   const std::string label = fmt::format("{} v{}", update.group(), update.version());
-  if (!update.fill()) return label;
-  return fmt::format(
-      "{} fill from {}", label,
-      update.givers().empty() ? "-" : fmt::format("{}", fmt::join(update.givers(), ", ")));
+  if (!update.catch_up()) return label;
+  return fmt::format("{} catch-up from {}", label,
+                     update.source_instances().empty()
+                         ? "-"
+                         : fmt::format("{}", fmt::join(update.source_instances(), ", ")));
 }
 
 // `line` and the note that a trainer gave: "policy v8 (step 1200)".
@@ -278,7 +279,7 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
              {false, false, false, true, true, true, true, true, true});
   bool ran = false;
   std::string slow;
-  Table links({"GROUP", "COORDINATOR", "EPOCH", "STATE", "SENT", "RECEIVED"},
+  Table links({"GROUP", "COORDINATOR", "COMMUNICATOR", "STATE", "SENT", "RECEIVED"},
               {false, false, true, false, true, true});
   for (const auto& group : groups) {
     for (const auto& node : group.nodes()) {
@@ -286,8 +287,9 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
       cells.insert(cells.begin(), group.name());
       nodes.Add(std::move(cells));
       if (!node.slow().empty()) {
-        slow += fmt::format("\ngroup {}: {} is slow, so updates leave its instances to fills: {}\n",
-                            group.name(), node.daemon_id(), node.slow());
+        slow +=
+            fmt::format("\ngroup {}: {} is slow, so updates leave its instances to catch-ups: {}\n",
+                        group.name(), node.daemon_id(), node.slow());
       }
       if (node.data_seconds() <= 0) continue;
       ran = true;
@@ -296,8 +298,8 @@ std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus
       runs.Add(std::move(cells));
     }
     links.Add({group.name(), group.coordinator().empty() ? "this daemon" : group.coordinator(),
-               group.has_epoch() ? fmt::format("{}", group.epoch()) : "-",
-               OrDash(group.epoch_state()), HumanBytes(group.wire_bytes_sent()),
+               group.has_communicator() ? fmt::format("{}", group.communicator()) : "-",
+               OrDash(group.communicator_state()), HumanBytes(group.wire_bytes_sent()),
                HumanBytes(group.wire_bytes_received())});
   }
   return nodes.ToString() + "\n" + links.ToString() + (ran ? "\n" + runs.ToString() : "") + slow;

@@ -27,7 +27,7 @@ std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& me
 
 bool HasEnded(const v1::UpdateStatus& update);
 
-// Whether every rank is attached and, for registered delivery, has a layout: the instance takes
+// Whether every rank is attached and, for in-place delivery, has a layout: the instance takes
 // part in updates.
 bool IsComplete(const v1::InstanceStatus& instance);
 int CompleteInstances(const v1::GroupStatus& group);

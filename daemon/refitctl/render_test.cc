@@ -37,25 +37,26 @@ TEST_CASE("an update's note is shown with its version, while it runs and when it
              Contains("policy v5 (step 1200) committed"));
 }
 
-TEST_CASE("a fill is shown with its givers, and a late instance with what it waits for") {
-  v1::UpdateStatus fill = Update(9, 5, 50 << 20, 1);
-  fill.set_fill(true);
-  fill.add_givers("vllm-0");
-  fill.add_givers("vllm-1");
-  CHECK_THAT(RenderUpdate(fill, ProgressMeter()),
-             Contains("policy v5 fill from vllm-0, vllm-1 transferring"));
+TEST_CASE(
+    "a catch-up is shown with its source instances, and a late instance with what it waits for") {
+  v1::UpdateStatus catch_up = Update(9, 5, 50 << 20, 1);
+  catch_up.set_catch_up(true);
+  catch_up.add_source_instances("vllm-0");
+  catch_up.add_source_instances("vllm-1");
+  CHECK_THAT(RenderUpdate(catch_up, ProgressMeter()),
+             Contains("policy v5 catch-up from vllm-0, vllm-1 transferring"));
   v1::GetStatusResponse status;
   auto* group = status.add_groups();
   group->set_name("policy");
-  *group->mutable_fill() = Ended(fill, true);
+  *group->mutable_catch_up() = Ended(catch_up, true);
   auto* instance = group->add_instances();
   instance->set_name("late");
   instance->set_state("dirty");
   instance->set_reason("rank 1: died");
-  instance->set_fill("waits for a fill");
+  instance->set_catch_up("waits for a catch-up");
   const std::string text = RenderStatus(status);
-  CHECK_THAT(text, Contains("rank 1: died; waits for a fill"));
-  CHECK_THAT(text, Contains("last fill: policy v5 fill from vllm-0, vllm-1 committed"));
+  CHECK_THAT(text, Contains("rank 1: died; waits for a catch-up"));
+  CHECK_THAT(text, Contains("last catch-up: policy v5 catch-up from vllm-0, vllm-1 committed"));
 }
 
 TEST_CASE("the status page shows groups, instances, slots and the running update") {
@@ -104,8 +105,8 @@ v1::GroupStatus OnTwoDaemons() {
   other->set_state("joined");
   other->set_members(3);
   other->set_silent_seconds(0.5);
-  group.set_epoch(7);
-  group.set_epoch_state("up");
+  group.set_communicator(7);
+  group.set_communicator_state("up");
   group.set_wire_bytes_sent(3 << 20);
   group.set_wire_bytes_received(1 << 10);
   return group;
@@ -125,54 +126,55 @@ TEST_CASE("the status page shows the daemon's id, a group's nodes and its link")
   status.mutable_groups(0)->mutable_spec()->set_encrypted_data(true);
   CHECK_THAT(RenderStatus(status),
              Contains("\n  between daemons: encrypted or not at all (encrypted_data)\n"));
-  CHECK_THAT(text, Contains("\n  link: epoch 7 up, 3.00 MiB sent, 1.00 KiB received\n"));
+  CHECK_THAT(text, Contains("\n  link: communicator 7 up, 3.00 MiB sent, 1.00 KiB received\n"));
   CHECK_THAT(text, Contains("\n  node-a  -               self          2       -\n"));
   CHECK_THAT(text, Contains("\n  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
 }
 
-TEST_CASE(
-    "the status page shows NCCL's communicators and epochs, and why one is no longer usable") {
+TEST_CASE("the status page shows NCCL's communicators, and why one is no longer usable") {
   v1::GetStatusResponse status;
   auto* cuda = status.add_transports();
   cuda->set_name("cuda");
   cuda->set_available(true);
   cuda->set_detail("NCCL 2.28.9 from PATH");
   auto* good = cuda->mutable_nccl()->add_communicators();
-  good->set_epoch(3);
+  good->set_number(3);
   good->add_gpu_uuids("GPU-a");
   good->add_gpu_uuids("GPU-b");
   good->set_copy_engines(true);
   good->set_windows(2);
   good->set_window_bytes(3 << 20);
   auto* bad = cuda->mutable_nccl()->add_communicators();
-  bad->set_epoch(4);
+  bad->set_number(4);
   bad->add_gpu_uuids("GPU-a");
   bad->set_error("a device hangs");
-  auto* epoch = cuda->mutable_nccl()->add_epochs();
-  epoch->set_group("policy");
-  epoch->set_epoch(7);
-  epoch->set_gpu_uuid("GPU-b");
-  epoch->set_rank(1);
-  epoch->set_ranks(3);
-  epoch->set_state("connected");
-  epoch->set_bytes_sent(3 << 20);
-  auto* lost = cuda->mutable_nccl()->add_epochs();
+  auto* communicator = cuda->mutable_nccl()->add_wire_communicators();
+  communicator->set_group("policy");
+  communicator->set_number(7);
+  communicator->set_gpu_uuid("GPU-b");
+  communicator->set_rank(1);
+  communicator->set_ranks(3);
+  communicator->set_state("connected");
+  communicator->set_bytes_sent(3 << 20);
+  auto* lost = cuda->mutable_nccl()->add_wire_communicators();
   lost->set_gpu_uuid("GPU-a");
   lost->set_ranks(2);
   lost->set_state("lost");
   lost->set_error("rank 1 went");
-  cuda->mutable_nccl()->set_abandoned_epochs(3);
+  cuda->mutable_nccl()->set_abandoned_communicators(3);
   const std::string text = RenderStatus(status);
   INFO(text);
   CHECK_THAT(text, Contains("\ntransport  cuda: NCCL 2.28.9 from PATH\n"));
   CHECK_THAT(text, Contains("\nnccl       communicator 3 of GPU-a, GPU-b, by copy engines; "
                             "windows: 2, 3.00 MiB on each GPU\n"));
   CHECK_THAT(text, Contains("\nnccl       communicator 4 of GPU-a; a device hangs\n"));
-  CHECK_THAT(text, Contains("\nnccl       epoch 7 of group policy: rank 1 of 3 daemons on GPU-b, "
-                            "connected; 3.00 MiB sent, 0 B received\n"));
-  CHECK_THAT(text, Contains("\nnccl       epoch of no group: rank 0 of 2 daemons on GPU-a, lost; "
-                            "0 B sent, 0 B received; rank 1 went\n"));
-  CHECK_THAT(text, Contains("\nnccl       3 epochs never connected\n"));
+  CHECK_THAT(text,
+             Contains("\nnccl       communicator 7 of group policy: rank 1 of 3 daemons on GPU-b, "
+                      "connected; 3.00 MiB sent, 0 B received\n"));
+  CHECK_THAT(text,
+             Contains("\nnccl       communicator of no group: rank 0 of 2 daemons on GPU-a, lost; "
+                      "0 B sent, 0 B received; rank 1 went\n"));
+  CHECK_THAT(text, Contains("\nnccl       3 communicators never connected\n"));
 }
 
 TEST_CASE("a group of another daemon says where it is coordinated") {
@@ -233,9 +235,10 @@ TEST_CASE("the nodes page shows who sent to whom in the last refit, and at what 
                             "250 ms         0 B  256.00 MiB\n"));
   CHECK_THAT(text, !Contains("slow"));
   other->set_slow("it held the others back by 3 s");
-  CHECK_THAT(RenderNodes(groups.groups()),
-             Contains("\ngroup policy: node-b is slow, so updates leave its instances to fills: it "
-                      "held the others back by 3 s\n"));
+  CHECK_THAT(
+      RenderNodes(groups.groups()),
+      Contains("\ngroup policy: node-b is slow, so updates leave its instances to catch-ups: it "
+               "held the others back by 3 s\n"));
 }
 
 TEST_CASE("the buckets page says what went by each method, then every bucket") {

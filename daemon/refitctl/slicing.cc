@@ -37,7 +37,7 @@ Holding PlanHolding(const std::vector<TensorSpec>& tensors, std::optional<int> d
   Holding holding;
   holding.held.reserve(tensors.size());
   for (const TensorSpec& tensor : tensors) {
-    Held held;
+    HeldTensor held;
     held.box = SliceOf(tensor.shape, dim, rank, world_size);
     held.strips = StripsOf(tensor.shape, held.box);
     held.byte_offset = holding.memory_bytes;
@@ -55,7 +55,7 @@ Layout LayoutOf(const std::vector<TensorSpec>& tensors, const Holding& holding, 
   layout.tensors = tensors;
   layout.pieces.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const Held& held = holding.held[i];
+    const HeldTensor& held = holding.held[i];
     layout.pieces.push_back({static_cast<uint32_t>(i), held.box, region, held.byte_offset,
                              RowMajorStrides(held.box.extent)});
   }

@@ -55,7 +55,7 @@ void ForEachRun(const Strips& strips, int64_t start, int64_t count, Fn fn) {
 }
 
 // One tensor's part in the rank's memory.
-struct Held {
+struct HeldTensor {
   Box box;
   Strips strips;
   int64_t byte_offset = 0;  // from the memory's start, a multiple of kPackAlignment
@@ -64,14 +64,14 @@ struct Held {
 
 // All parts that a rank holds, in the order of the tensors that they were made from.
 struct Holding {
-  std::vector<Held> held;
-  int64_t tensor_bytes = 0;  // sum of Held::bytes
+  std::vector<HeldTensor> held;
+  int64_t tensor_bytes = 0;  // sum of HeldTensor::bytes
   int64_t memory_bytes = 0;  // includes gaps for alignment
 };
 Holding PlanHolding(const std::vector<TensorSpec>& tensors, std::optional<int> dim, int rank,
                     int world_size);
 
-// The holding as a layout for registered delivery, all in one region.
+// The holding as a layout for in-place delivery, all in one region.
 Layout LayoutOf(const std::vector<TensorSpec>& tensors, const Holding& holding, RegionId region);
 
 }  // namespace refitd

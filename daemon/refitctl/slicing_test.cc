@@ -75,7 +75,7 @@ TEST_CASE("a rank's memory is aligned, without overlap, and large enough") {
   CHECK(holding.held[1].bytes == 28);
   CHECK(holding.tensor_bytes == 12 + 28 + 0 + 8);
   int64_t end = 0;
-  for (const Held& held : holding.held) {
+  for (const HeldTensor& held : holding.held) {
     CHECK(held.byte_offset % kPackAlignment == 0);
     CHECK(held.byte_offset >= end);
     end = held.byte_offset + held.bytes;

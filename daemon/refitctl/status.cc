@@ -17,10 +17,10 @@ std::string NodesJson(const v1::GetStatusResponse& status) {
     const auto whole =
         nlohmann::ordered_json::parse(ToJson(group, false), nullptr, /*allow_exceptions=*/false);
     nlohmann::ordered_json shown;
-    for (const char* key : {"name", "coordinator", "nodes", "epoch", "epoch_state",
+    for (const char* key : {"name", "coordinator", "nodes", "communicator", "communicator_state",
                             "wire_bytes_sent", "wire_bytes_received"}) {
       if (whole.contains(key))
-        shown[key] = whole.at(key);  // only "epoch" may be absent: no epoch is open
+        shown[key] = whole.at(key);  // only "communicator" may be absent: no communicator is open
     }
     out["groups"].push_back(std::move(shown));
   }

@@ -25,7 +25,7 @@
 #include "daemon/node/member.h"
 #include "daemon/node/sinks.h"
 #include "daemon/node/trainer_calls.h"
-#include "daemon/services/door.h"
+#include "daemon/services/authorizer.h"
 #include "daemon/services/member_events.h"
 #include "proto/grpc_status.h"
 #include "transport/base/errors.h"
@@ -50,16 +50,17 @@ const Payload& PayloadAs(const ReplyPayload& payload) {
 // A unary call that is answered later, by the code that has the reply. Deletes itself.
 class PendingCall : public grpc::ServerUnaryReactor {
  public:
-  PendingCall(Daemon* daemon, const Door* door, Asked asked, Peer peer)
+  PendingCall(Daemon* daemon, const Authorizer* authorizer, RequestContext request_context,
+              Peer peer)
       : daemon_(daemon),
-        door_(door),
-        asked_(std::move(asked)),
+        authorizer_(authorizer),
+        request_context_(std::move(request_context)),
         peer_(std::move(peer)),
         id_(daemon->NewCall()) {}
   CallId id() const { return id_; }
   const Peer& peer() const { return peer_; }
   void Answer(const absl::Status& status) {
-    door_->Told(asked_, peer_, status);
+    authorizer_->AuditAnswer(request_context_, peer_, status);
     Finish(ToGrpc(status));
   }
   void OnDone() noexcept override { delete this; }
@@ -67,8 +68,8 @@ class PendingCall : public grpc::ServerUnaryReactor {
 
  private:
   Daemon* const daemon_;
-  const Door* const door_;
-  const Asked asked_;
+  const Authorizer* const authorizer_;
+  const RequestContext request_context_;
   const Peer peer_;
   const CallId id_;
 };
@@ -84,12 +85,12 @@ inline grpc::ServerUnaryReactor* Finish(grpc::CallbackServerContext* context,
 // Answers later with the daemon's reply: `start(call, peer, reply)` begins the call,
 // `fill(payload)` fills the response if the reply is OK.
 template <typename Start, typename Fill>
-grpc::ServerUnaryReactor* AnswerLater(Daemon* daemon, const Door& door,
-                                      grpc::CallbackServerContext* context, Asked asked,
-                                      Start start, Fill fill) {
-  absl::StatusOr<Peer> peer = door.Admit(*context, asked);
+grpc::ServerUnaryReactor* AnswerLater(Daemon* daemon, const Authorizer& authorizer,
+                                      grpc::CallbackServerContext* context,
+                                      RequestContext request_context, Start start, Fill fill) {
+  absl::StatusOr<Peer> peer = authorizer.Admit(*context, request_context);
   if (!peer.ok()) return Finish(context, peer.status());
-  auto* call = new PendingCall(daemon, &door, std::move(asked), *std::move(peer));
+  auto* call = new PendingCall(daemon, &authorizer, std::move(request_context), *std::move(peer));
   start(call->id(), call->peer(),
         [call, fill](const absl::Status& status, const ReplyPayload& payload) {
           if (status.ok()) fill(payload);
@@ -100,12 +101,13 @@ grpc::ServerUnaryReactor* AnswerLater(Daemon* daemon, const Door& door,
 
 // Answers later with the whole response: `start(peer, reply)` begins the call.
 template <typename Response, typename Start>
-grpc::ServerUnaryReactor* AnswerOnce(Daemon* daemon, const Door& door,
-                                     grpc::CallbackServerContext* context, Asked asked,
-                                     Response* response, Start start) {
-  absl::StatusOr<Peer> peer = door.Admit(*context, asked);
+grpc::ServerUnaryReactor* AnswerOnce(Daemon* daemon, const Authorizer& authorizer,
+                                     grpc::CallbackServerContext* context,
+                                     RequestContext request_context, Response* response,
+                                     Start start) {
+  absl::StatusOr<Peer> peer = authorizer.Admit(*context, request_context);
   if (!peer.ok()) return Finish(context, peer.status());
-  auto* call = new PendingCall(daemon, &door, std::move(asked), *std::move(peer));
+  auto* call = new PendingCall(daemon, &authorizer, std::move(request_context), *std::move(peer));
   start(call->peer(), [call, response](const absl::StatusOr<Response>& answer) {
     if (answer.ok()) *response = *answer;
     call->Answer(answer.status());
@@ -115,15 +117,17 @@ grpc::ServerUnaryReactor* AnswerOnce(Daemon* daemon, const Door& door,
 
 // Answers a call at once: `answer(peer)` returns a StatusOr of the response.
 template <typename Response, typename Respond>
-grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContext* context,
-                                    const Asked& asked, Response* response, Respond answer) {
-  const absl::StatusOr<Peer> peer = door.Admit(*context, asked);
+grpc::ServerUnaryReactor* AnswerNow(const Authorizer& authorizer,
+                                    grpc::CallbackServerContext* context,
+                                    const RequestContext& request_context, Response* response,
+                                    Respond answer) {
+  const absl::StatusOr<Peer> peer = authorizer.Admit(*context, request_context);
   absl::Status status = peer.status();
   if (status.ok()) {
     absl::StatusOr<Response> answered = answer(*peer);
     status = answered.status();
     if (status.ok()) *response = *std::move(answered);
-    door.Told(asked, *peer, status);
+    authorizer.AuditAnswer(request_context, *peer, status);
   }
   return Finish(context, status);
 }
@@ -297,12 +301,12 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   using Stream = EventStream<typename Role::Event, AttachReactor>;
   using Sink = StreamSink<MemberNews, MemberEventOf<typename Role::Event>, Stream>;
 
-  AttachReactor(Daemon* daemon, const Door* door, grpc::CallbackServerContext* context)
+  AttachReactor(Daemon* daemon, const Authorizer* authorizer, grpc::CallbackServerContext* context)
       : daemon_(daemon),
-        door_(door),
+        authorizer_(authorizer),
         context_(context),
         stream_(std::make_shared<Stream>(this)),
-        peer_(door->Admit(*context, {Role::kRpc})) {
+        peer_(authorizer->Admit(*context, {Role::kRpc})) {
     if (!peer_.ok()) {
       stream_->End(peer_.status());
       return;
@@ -317,8 +321,8 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
         return stream_->End(
             InvalidField("kind", "kind: the first message of Attach must be hello"));
       }
-      const Asked asked{.rpc = Role::kRpc, .group = message_.hello().group()};
-      if (absl::Status status = door_->Enter(&*peer_, asked); !status.ok()) {
+      const RequestContext request_context{.rpc = Role::kRpc, .group = message_.hello().group()};
+      if (absl::Status status = authorizer_->Enter(&*peer_, request_context); !status.ok()) {
         return stream_->End(std::move(status));
       }
       member_ = Role::Hello(daemon_, message_, *peer_, std::make_shared<Sink>(stream_)).value();
@@ -349,7 +353,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   }
 
   Daemon* const daemon_;
-  const Door* const door_;
+  const Authorizer* const authorizer_;
   grpc::CallbackServerContext* const context_;
   const std::shared_ptr<Stream> stream_;
   absl::StatusOr<Peer> peer_;

@@ -51,25 +51,26 @@ struct EngineRole {
 
 grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* EngineService::Attach(
     grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<EngineRole>(daemon_, door_, context);
+  return new AttachReactor<EngineRole>(daemon_, authorizer_, context);
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
     grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor(daemon_, door_->Admit(*context, {Rpc::kEngineRegisterLayout}),
+  return new RegisterLayoutReactor(daemon_,
+                                   authorizer_->Admit(*context, {Rpc::kEngineRegisterLayout}),
                                    /*engine=*/true, response);
 }
 
 grpc::ServerUnaryReactor* EngineService::RegisterRegion(
     grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
     v1::RegisterRegionResponse* response) noexcept {
-  return AnswerRegisterRegion(daemon_, *door_, context, *request, /*engine=*/true, response);
+  return AnswerRegisterRegion(daemon_, *authorizer_, context, *request, /*engine=*/true, response);
 }
 
 grpc::ServerUnaryReactor* EngineService::ReleaseRegion(
     grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
     v1::ReleaseRegionResponse* response) noexcept {
-  return AnswerReleaseRegion(daemon_, *door_, context, *request, /*engine=*/true, response);
+  return AnswerReleaseRegion(daemon_, *authorizer_, context, *request, /*engine=*/true, response);
 }
 
 }  // namespace refitd

@@ -1,4 +1,4 @@
-// refitd.v1.Engine over the daemon: checks the door and translates.
+// refitd.v1.Engine over the daemon: checks the authorizer and translates.
 #ifndef REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_
 
@@ -7,10 +7,11 @@
 
 namespace refitd {
 
-// `daemon` and `door` must outlive the server. Thread-safe.
+// `daemon` and `authorizer` must outlive the server. Thread-safe.
 class EngineService final : public v1::Engine::CallbackService {
  public:
-  EngineService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
+  EngineService(Daemon* daemon, const Authorizer* authorizer)
+      : daemon_(daemon), authorizer_(authorizer) {}
 
   grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* Attach(
       grpc::CallbackServerContext* context) noexcept override;
@@ -25,7 +26,7 @@ class EngineService final : public v1::Engine::CallbackService {
 
  private:
   Daemon* const daemon_;
-  const Door* const door_;
+  const Authorizer* const authorizer_;
 };
 
 }  // namespace refitd

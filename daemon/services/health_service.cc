@@ -36,8 +36,8 @@ HealthCheckResponse ResponseOf(InstanceHealth health) {
   return ResponseOf(HealthCheckResponse::SERVICE_UNKNOWN);
 }
 
-// The question to the door about a request for this name.
-Asked AskedFor(const absl::StatusOr<HealthName>& name, Rpc daemon, Rpc instance) {
+// The question to the authorizer about a request for this name.
+RequestContext AskedFor(const absl::StatusOr<HealthName>& name, Rpc daemon, Rpc instance) {
   if (!name.ok() || name->group.empty()) return {.rpc = daemon};
   return {.rpc = instance, .group = name->group};
 }
@@ -140,34 +140,36 @@ class HealthService::InstanceWatcher final : public WatchReactorBase<HealthCheck
   uint64_t watch_ = 0;  // 0: not watching
 };
 
-HealthService::HealthService(Daemon* daemon, const Door* door)
-    : daemon_(daemon), door_(door), state_(std::make_shared<State>()) {}
+HealthService::HealthService(Daemon* daemon, const Authorizer* authorizer)
+    : daemon_(daemon), authorizer_(authorizer), state_(std::make_shared<State>()) {}
 HealthService::~HealthService() = default;
 
 grpc::ServerUnaryReactor* HealthService::Check(grpc::CallbackServerContext* context,
                                                const HealthCheckRequest* request,
                                                HealthCheckResponse* response) noexcept {
   const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
-  const Asked asked = AskedFor(name, Rpc::kHealthCheck, Rpc::kHealthCheckInstance);
-  return AnswerNow(
-      *door_, context, asked, response, [&](const Peer&) -> absl::StatusOr<HealthCheckResponse> {
-        REFITD_RETURN_IF_ERROR(name.status());
-        if (!name->group.empty()) {
-          REFITD_ASSIGN_OR_RETURN(const Readiness readiness,
-                                  daemon_->operators().ReadinessOf(name->group, name->instance));
-          return ResponseOf(readiness.ready ? InstanceHealth::kServing
-                                            : InstanceHealth::kNotServing);
-        }
-        MutexLock lock(&state_->mutex);
-        return state_->Now();
-      });
+  const RequestContext request_context =
+      AskedFor(name, Rpc::kHealthCheck, Rpc::kHealthCheckInstance);
+  return AnswerNow(*authorizer_, context, request_context, response,
+                   [&](const Peer&) -> absl::StatusOr<HealthCheckResponse> {
+                     REFITD_RETURN_IF_ERROR(name.status());
+                     if (!name->group.empty()) {
+                       REFITD_ASSIGN_OR_RETURN(
+                           const Readiness readiness,
+                           daemon_->operators().ReadinessOf(name->group, name->instance));
+                       return ResponseOf(readiness.ready ? InstanceHealth::kServing
+                                                         : InstanceHealth::kNotServing);
+                     }
+                     MutexLock lock(&state_->mutex);
+                     return state_->Now();
+                   });
 }
 
 grpc::ServerWriteReactor<HealthCheckResponse>* HealthService::Watch(
     grpc::CallbackServerContext* context, const HealthCheckRequest* request) noexcept {
   const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
   absl::StatusOr<Peer> admitted =
-      door_->Admit(*context, AskedFor(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance));
+      authorizer_->Admit(*context, AskedFor(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance));
   if (admitted.ok() && absl::IsInvalidArgument(name.status())) admitted = name.status();
   if (name.ok() && !name->group.empty()) {
     return new InstanceWatcher(daemon_, context, admitted, *name);

@@ -19,7 +19,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "daemon/services/door.h"
+#include "daemon/services/authorizer.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "transport/base/mutex.h"
 
@@ -40,10 +40,10 @@ struct HealthName {
 // what follows is not GROUP/INSTANCE.
 absl::StatusOr<HealthName> ParseHealthName(std::string_view service);
 
-// `daemon` and `door` must outlive the server. Thread-safe.
+// `daemon` and `authorizer` must outlive the server. Thread-safe.
 class HealthService final : public grpc::health::v1::Health::CallbackService {
  public:
-  HealthService(Daemon* daemon, const Door* door);
+  HealthService(Daemon* daemon, const Authorizer* authorizer);
   ~HealthService() override;
 
   grpc::ServerUnaryReactor* Check(
@@ -65,7 +65,7 @@ class HealthService final : public grpc::health::v1::Health::CallbackService {
   class InstanceWatcher;
 
   Daemon* const daemon_;
-  const Door* const door_;
+  const Authorizer* const authorizer_;
   const std::shared_ptr<State> state_;  // shared with watchers
 };
 

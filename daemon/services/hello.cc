@@ -91,10 +91,10 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   identity.trainer_identity = hello.trainer_identity();
   REFITD_RETURN_IF_ERROR(CheckLine(hello.held_owner(), kMaxIdentityBytes, "held_owner"));
   identity.held_owner = hello.held_owner();
-  identity.fill = hello.fill();
-  if (hello.fill() && !Fills(identity.delivery)) {
-    return InvalidField("fill", "fill: only {} delivery takes part in fills",
-                        DeliveriesWith(Fills));
+  identity.catch_up = hello.catch_up();
+  if (hello.catch_up() && !CatchesUp(identity.delivery)) {
+    return InvalidField("catch_up", "catch_up: only {} delivery takes part in catch-ups",
+                        DeliveriesWith(CatchesUp));
   }
   const int64_t manifest_tensors =
       std::max<int64_t>(hello.manifest_tensors(), hello.manifest().names_size());
@@ -150,7 +150,7 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   arrival.record.rank = identity.rank;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
   arrival.record.claims = identity.held_version.has_value() && identity.held_digest != 0 &&
-                          identity.fill && NeedsLayout(identity.delivery);
+                          identity.catch_up && NeedsLayout(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

@@ -19,12 +19,12 @@ const std::string& GroupOf(const v1::MemberStatus& member) { return member.group
 
 // Leaves out the groups that the caller may not see, or their members.
 template <typename Element>
-void KeepShown(const Door& door, const Peer& peer, Rpc rpc,
+void KeepShown(const Authorizer& authorizer, const Peer& peer, Rpc rpc,
                google::protobuf::RepeatedPtrField<Element>* all) {
   std::map<std::string, bool> shown;
   const auto hidden = [&](const Element& element) {
     const auto [it, added] = shown.try_emplace(GroupOf(element), false);
-    if (added) it->second = door.Shows(peer, rpc, it->first);
+    if (added) it->second = authorizer.Shows(peer, rpc, it->first);
     return !it->second;
   };
   all->erase(std::remove_if(all->begin(), all->end(), hidden), all->end());
@@ -85,14 +85,14 @@ grpc::ServerUnaryReactor* OperatorService::CreateGroup(grpc::CallbackServerConte
                                                        v1::CreateGroupResponse* response) noexcept {
   const Rpc rpc = request->replace() ? Rpc::kOperatorReplaceGroup : Rpc::kOperatorCreateGroup;
   return AnswerNow(
-      *door_, context, {rpc, request->group(), request->request_id()}, response,
+      *authorizer_, context, {rpc, request->group(), request->request_id()}, response,
       [&](const Peer& peer) { return CreateGroupOf(daemon_, *request, IdentityOf(peer)); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::DeleteGroup(grpc::CallbackServerContext* context,
                                                        const v1::DeleteGroupRequest* request,
                                                        v1::DeleteGroupResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kOperatorDeleteGroup, request->group()}, response,
+  return AnswerNow(*authorizer_, context, {Rpc::kOperatorDeleteGroup, request->group()}, response,
                    [&](const Peer&) -> absl::StatusOr<v1::DeleteGroupResponse> {
                      if (absl::Status status = daemon_->operators().DeleteGroup(request->group());
                          !status.ok()) {
@@ -106,7 +106,7 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
     grpc::CallbackServerContext* context, const v1::AbortUpdateRequest* request,
     v1::AbortUpdateResponse* /*response*/) noexcept {
   return AnswerLater(
-      daemon_, *door_, context, {Rpc::kOperatorAbortUpdate, request->group()},
+      daemon_, *authorizer_, context, {Rpc::kOperatorAbortUpdate, request->group()},
       [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
         const absl::Status line = CheckLine(request->reason(), kMaxReasonBytes, "reason");
         if (!line.ok()) return reply(line, EmptyReply{});
@@ -119,7 +119,7 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
 grpc::ServerUnaryReactor* OperatorService::Drain(grpc::CallbackServerContext* context,
                                                  const v1::DrainRequest* request,
                                                  v1::DrainResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kOperatorDrain, request->group()}, response,
+  return AnswerNow(*authorizer_, context, {Rpc::kOperatorDrain, request->group()}, response,
                    [&](const Peer&) -> absl::StatusOr<v1::DrainResponse> {
                      REFITD_ASSIGN_OR_RETURN(const Operators::DrainedGroups done,
                                              daemon_->operators().Drain(request->group()));
@@ -134,11 +134,11 @@ grpc::ServerUnaryReactor* OperatorService::GetStatus(grpc::CallbackServerContext
                                                      const v1::GetStatusRequest* /*request*/,
                                                      v1::GetStatusResponse* response) noexcept {
   constexpr Rpc kRpc = Rpc::kOperatorGetStatus;
-  return AnswerNow(*door_, context, {kRpc}, response,
+  return AnswerNow(*authorizer_, context, {kRpc}, response,
                    [&](const Peer& peer) -> absl::StatusOr<v1::GetStatusResponse> {
                      v1::GetStatusResponse status = StatusOf(daemon_);
                      ShowMoved(daemon_, &names_, status.mutable_groups());
-                     KeepShown(*door_, peer, kRpc, status.mutable_groups());
+                     KeepShown(*authorizer_, peer, kRpc, status.mutable_groups());
                      return status;
                    });
 }
@@ -147,11 +147,11 @@ grpc::ServerUnaryReactor* OperatorService::ListGroups(grpc::CallbackServerContex
                                                       const v1::ListGroupsRequest* /*request*/,
                                                       v1::ListGroupsResponse* response) noexcept {
   constexpr Rpc kRpc = Rpc::kOperatorListGroups;
-  return AnswerNow(*door_, context, {kRpc}, response,
+  return AnswerNow(*authorizer_, context, {kRpc}, response,
                    [&](const Peer& peer) -> absl::StatusOr<v1::ListGroupsResponse> {
                      v1::ListGroupsResponse list = refitd::ListGroups(daemon_);
                      ShowMoved(daemon_, &names_, list.mutable_groups());
-                     KeepShown(*door_, peer, kRpc, list.mutable_groups());
+                     KeepShown(*authorizer_, peer, kRpc, list.mutable_groups());
                      return list;
                    });
 }
@@ -159,7 +159,7 @@ grpc::ServerUnaryReactor* OperatorService::ListGroups(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* OperatorService::GetGroup(grpc::CallbackServerContext* context,
                                                     const v1::GetGroupRequest* request,
                                                     v1::GetGroupResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kOperatorGetGroup, request->group()}, response,
+  return AnswerNow(*authorizer_, context, {Rpc::kOperatorGetGroup, request->group()}, response,
                    [&](const Peer&) { return refitd::GetGroup(daemon_, *request); });
 }
 
@@ -167,11 +167,11 @@ grpc::ServerUnaryReactor* OperatorService::ListMembers(grpc::CallbackServerConte
                                                        const v1::ListMembersRequest* request,
                                                        v1::ListMembersResponse* response) noexcept {
   constexpr Rpc kRpc = Rpc::kOperatorListMembers;
-  return AnswerNow(*door_, context, {kRpc, request->group()}, response,
+  return AnswerNow(*authorizer_, context, {kRpc, request->group()}, response,
                    [&](const Peer& peer) -> absl::StatusOr<v1::ListMembersResponse> {
                      REFITD_ASSIGN_OR_RETURN(v1::ListMembersResponse list,
                                              refitd::ListMembers(daemon_, *request));
-                     KeepShown(*door_, peer, kRpc, list.mutable_members());
+                     KeepShown(*authorizer_, peer, kRpc, list.mutable_members());
                      return list;
                    });
 }
@@ -179,22 +179,23 @@ grpc::ServerUnaryReactor* OperatorService::ListMembers(grpc::CallbackServerConte
 grpc::ServerUnaryReactor* OperatorService::GetUpdateStatistics(
     grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
     v1::GetUpdateStatisticsResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kOperatorGetUpdateStatistics, request->group()}, response,
+  return AnswerNow(*authorizer_, context, {Rpc::kOperatorGetUpdateStatistics, request->group()},
+                   response,
                    [&](const Peer&) { return refitd::GetUpdateStatistics(daemon_, *request); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::CheckAccess(grpc::CallbackServerContext* context,
                                                        const v1::CheckAccessRequest* request,
                                                        v1::CheckAccessResponse* response) noexcept {
-  return AnswerNow(*door_, context, {Rpc::kOperatorCheckAccess, request->group()}, response,
-                   [&](const Peer&) { return door_->CheckAccess(*request); });
+  return AnswerNow(*authorizer_, context, {Rpc::kOperatorCheckAccess, request->group()}, response,
+                   [&](const Peer&) { return authorizer_->CheckAccess(*request); });
 }
 
 grpc::ServerWriteReactor<v1::UpdateStatus>* OperatorService::WatchUpdates(
     grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) noexcept {
-  return new WatchReactor(daemon_, context,
-                          door_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}),
-                          *request);
+  return new WatchReactor(
+      daemon_, context,
+      authorizer_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}), *request);
 }
 
 }  // namespace refitd

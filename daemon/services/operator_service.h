@@ -1,4 +1,4 @@
-// refitd.v1.Operator over the daemon: checks the door and translates.
+// refitd.v1.Operator over the daemon: checks the authorizer and translates.
 #ifndef REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 
@@ -8,10 +8,11 @@
 
 namespace refitd {
 
-// `daemon` and `door` must outlive the server. Thread-safe.
+// `daemon` and `authorizer` must outlive the server. Thread-safe.
 class OperatorService final : public v1::Operator::CallbackService {
  public:
-  OperatorService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
+  OperatorService(Daemon* daemon, const Authorizer* authorizer)
+      : daemon_(daemon), authorizer_(authorizer) {}
 
   grpc::ServerUnaryReactor* CreateGroup(grpc::CallbackServerContext* context,
                                         const v1::CreateGroupRequest* request,
@@ -49,7 +50,7 @@ class OperatorService final : public v1::Operator::CallbackService {
 
  private:
   Daemon* const daemon_;
-  const Door* const door_;
+  const Authorizer* const authorizer_;
   NameLookup names_;
 };
 

@@ -31,7 +31,7 @@ constexpr int64_t kMessageBytes = 1 << 20;
 
 std::string AddressOf(const std::string& identity) {
   SocketAddress address;
-  address.epoch = 9;
+  address.communicator = 9;
   address.rank = 1;
   address.size = 2;
   address.host.family = AF_INET;
@@ -96,7 +96,8 @@ class Coordinator : public PeerAcceptor {
   }
   void Report(uint64_t /*session*/, PeerReport report) override {
     MutexLock lock(&mutex_);
-    if (const auto* opened = std::get_if<EpochOpened>(&report)) taken_.push_back(opened->address);
+    if (const auto* opened = std::get_if<CommunicatorOpened>(&report))
+      taken_.push_back(opened->address);
   }
   void Gone(uint64_t /*session*/, std::string /*reason*/) override {}
 
@@ -203,7 +204,8 @@ absl::Status Sending(Coordinator* coordinator, const std::shared_ptr<const Certi
                      const std::string& address) {
   Joined joined(*coordinator, own);
   const size_t before = coordinator->taken().size();
-  REQUIRE(joined.link().Queue(EpochOpened{EpochId(9), absl::OkStatus(), address}).ok());
+  REQUIRE(
+      joined.link().Queue(CommunicatorOpened{CommunicatorId(9), absl::OkStatus(), address}).ok());
   joined.link().Flush();
   REQUIRE(Eventually([&] { return coordinator->taken().size() > before || !joined.ended().ok(); }));
   return joined.ended();
@@ -216,8 +218,8 @@ absl::Status BeingTold(Coordinator* coordinator, const std::shared_ptr<const Cer
                        std::vector<std::string> addresses,
                        std::optional<uint32_t> coordinator_rank) {
   Joined joined(*coordinator, own);
-  PeerEpochConnect connect;
-  connect.epoch = EpochId(9);
+  PeerCommunicatorConnect connect;
+  connect.communicator = CommunicatorId(9);
   connect.addresses = std::make_shared<const std::vector<std::string>>(std::move(addresses));
   connect.coordinator_rank = coordinator_rank;
   coordinator->Say(std::move(connect));

@@ -228,13 +228,13 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 // The reactor of one link. Deletes itself.
 class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
  public:
-  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, const LinkDoor& door,
+  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, const LinkAuthorizer& authorizer,
               grpc::CallbackServerContext* context)
       : acceptor_(acceptor),
         context_(context),
         address_(TcpAddress(context->peer())),
         session_(std::make_shared<Session>(this, message_bytes)) {
-    if (absl::Status status = Admit(door); !status.ok()) {
+    if (absl::Status status = Admit(authorizer); !status.ok()) {
       if (!address_.empty()) LogRefused(status);
       session_->End(std::move(status));
       return;
@@ -261,13 +261,13 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   void GiveUp() { context_->TryCancel(); }
 
  private:
-  absl::Status Admit(const LinkDoor& door) {
+  absl::Status Admit(const LinkAuthorizer& authorizer) {
     if (address_.empty()) {
       return Error(StatusCode::kPermissionDenied,
                    "daemons link over TCP, not over a socket for clients");
     }
-    if (door == nullptr) return absl::OkStatus();
-    REFITD_ASSIGN_OR_RETURN(caller_, door(*context_));
+    if (authorizer == nullptr) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(caller_, authorizer(*context_));
     return absl::OkStatus();
   }
 
@@ -309,10 +309,10 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     return absl::OkStatus();
   }
 
-  // P9: the other daemons of an epoch admit whoever has the identity that an address names. So a
-  // daemon must not give an address that names another daemon's identity.
+  // P9: the other daemons of a communicator admit whoever has the identity that an address names.
+  // So a daemon must not give an address that names another daemon's identity.
   absl::Status CheckAddress(const PeerReport& report) const {
-    const auto* const opened = std::get_if<EpochOpened>(&report);
+    const auto* const opened = std::get_if<CommunicatorOpened>(&report);
     if (opened == nullptr) return absl::OkStatus();
     absl::Status status = CheckAddressOwner(opened->address, caller_.identity);
     if (status.ok()) return status;
@@ -361,7 +361,7 @@ void Session::Pump() {
 
 grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* PeerService::Link(
     grpc::CallbackServerContext* context) noexcept {
-  return new LinkReactor(acceptor_, message_bytes_, door_, context);
+  return new LinkReactor(acceptor_, message_bytes_, authorizer_, context);
 }
 
 }  // namespace refitd

@@ -24,19 +24,18 @@ struct LinkCaller {
   std::function<void(const std::string& group, const absl::Status& why)> refused{};
 };
 // Asks who links. An error refuses the link.
-using LinkDoor = std::function<absl::StatusOr<LinkCaller>(const grpc::ServerContextBase&)>;
+using LinkAuthorizer = std::function<absl::StatusOr<LinkCaller>(const grpc::ServerContextBase&)>;
 
-// `acceptor` must outlive the server. `door`: null lets everybody in. `message_bytes`: as in the
-// server's SetMaxReceiveMessageSize. Callers on a unix socket are clients and are refused. A link
-// whose daemon gives an address of the data plane that names another identity than its certificate
-// is ended with PERMISSION_DENIED.
-// Thread-safe.
+// `acceptor` must outlive the server. `authorizer`: null lets everybody in. `message_bytes`: as in
+// the server's SetMaxReceiveMessageSize. Callers on a unix socket are clients and are refused. A
+// link whose daemon gives an address of the data plane that names another identity than its
+// certificate is ended with PERMISSION_DENIED. Thread-safe.
 //
 // Like any server, it must be shut down with a deadline, since links do not end by themselves.
 class PeerService final : public v1::Peer::CallbackService {
  public:
-  PeerService(PeerAcceptor* acceptor, int64_t message_bytes, LinkDoor door = nullptr)
-      : acceptor_(acceptor), message_bytes_(message_bytes), door_(std::move(door)) {}
+  PeerService(PeerAcceptor* acceptor, int64_t message_bytes, LinkAuthorizer authorizer = nullptr)
+      : acceptor_(acceptor), message_bytes_(message_bytes), authorizer_(std::move(authorizer)) {}
 
   grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* Link(
       grpc::CallbackServerContext* context) noexcept override;
@@ -44,7 +43,7 @@ class PeerService final : public v1::Peer::CallbackService {
  private:
   PeerAcceptor* const acceptor_;
   const int64_t message_bytes_;
-  const LinkDoor door_;
+  const LinkAuthorizer authorizer_;
 };
 
 }  // namespace refitd

@@ -126,7 +126,7 @@ ServerReflectionResponse Reflect(const ServerReflectionRequest& request,
 
 grpc::ServerBidiReactor<ServerReflectionRequest, ServerReflectionResponse>*
 ReflectionService::ServerReflectionInfo(grpc::CallbackServerContext* context) noexcept {
-  return new Reflector(door_->Admit(*context, {Rpc::kReflectionInfo}).status(), services_);
+  return new Reflector(authorizer_->Admit(*context, {Rpc::kReflectionInfo}).status(), services_);
 }
 
 }  // namespace refitd

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/services/door.h"
+#include "daemon/services/authorizer.h"
 #include "grpc/reflection/v1alpha/reflection.grpc.pb.h"
 
 namespace refitd {
@@ -19,19 +19,20 @@ grpc::reflection::v1alpha::ServerReflectionResponse Reflect(
     const grpc::reflection::v1alpha::ServerReflectionRequest& request,
     const std::vector<std::string>& services);
 
-// `door` must outlive the server. `services`: full names of the server's services. Thread-safe.
+// `authorizer` must outlive the server. `services`: full names of the server's services.
+// Thread-safe.
 class ReflectionService final
     : public grpc::reflection::v1alpha::ServerReflection::CallbackService {
  public:
-  ReflectionService(const Door* door, std::vector<std::string> services)
-      : door_(door), services_(std::move(services)) {}
+  ReflectionService(const Authorizer* authorizer, std::vector<std::string> services)
+      : authorizer_(authorizer), services_(std::move(services)) {}
 
   grpc::ServerBidiReactor<grpc::reflection::v1alpha::ServerReflectionRequest,
                           grpc::reflection::v1alpha::ServerReflectionResponse>*
   ServerReflectionInfo(grpc::CallbackServerContext* context) noexcept override;
 
  private:
-  const Door* const door_;
+  const Authorizer* const authorizer_;
   const std::vector<std::string> services_;
 };
 

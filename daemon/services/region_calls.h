@@ -14,40 +14,43 @@
 
 namespace refitd {
 
-inline grpc::ServerUnaryReactor* AnswerRegisterRegion(Daemon* daemon, const Door& door,
+inline grpc::ServerUnaryReactor* AnswerRegisterRegion(Daemon* daemon, const Authorizer& authorizer,
                                                       grpc::CallbackServerContext* context,
                                                       const v1::RegisterRegionRequest& request,
                                                       bool engine,
                                                       v1::RegisterRegionResponse* response) {
   const Rpc rpc = engine ? Rpc::kEngineRegisterRegion : Rpc::kTrainerRegisterRegion;
-  return AnswerOnce(daemon, door, context, {rpc}, response, [&](const Peer& peer, auto reply) {
-    const DeviceRef block = BlockOf(request);
-    daemon->regions().RegisterDevice(
-        CallerOf(request.lease(), peer), engine,
-        {std::string(block.handle), std::string(block.device), block.byte_offset, block.bytes},
-        [reply](const absl::StatusOr<Regions::Registered>& registered) {
-          if (!registered.ok()) return reply(registered.status());
-          v1::RegisterRegionResponse answer;
-          answer.set_region_id(registered->id.value());
-          answer.set_bytes(registered->bytes);
-          reply(std::move(answer));
-        });
-  });
+  return AnswerOnce(
+      daemon, authorizer, context, {rpc}, response, [&](const Peer& peer, auto reply) {
+        const DeviceRef block = BlockOf(request);
+        daemon->regions().RegisterDevice(
+            CallerOf(request.lease(), peer), engine,
+            {std::string(block.handle), std::string(block.device), block.byte_offset, block.bytes},
+            [reply](const absl::StatusOr<Regions::Registered>& registered) {
+              if (!registered.ok()) return reply(registered.status());
+              v1::RegisterRegionResponse answer;
+              answer.set_region_id(registered->id.value());
+              answer.set_bytes(registered->bytes);
+              reply(std::move(answer));
+            });
+      });
 }
 
-inline grpc::ServerUnaryReactor* AnswerReleaseRegion(Daemon* daemon, const Door& door,
+inline grpc::ServerUnaryReactor* AnswerReleaseRegion(Daemon* daemon, const Authorizer& authorizer,
                                                      grpc::CallbackServerContext* context,
                                                      const v1::ReleaseRegionRequest& request,
                                                      bool engine,
                                                      v1::ReleaseRegionResponse* response) {
   const Rpc rpc = engine ? Rpc::kEngineReleaseRegion : Rpc::kTrainerReleaseRegion;
-  return AnswerOnce(daemon, door, context, {rpc}, response, [&](const Peer& peer, auto reply) {
-    daemon->regions().Release(CallerOf(request.lease(), peer), engine,
-                              RegionId(request.region_id()), [reply](const absl::Status& status) {
-                                if (!status.ok()) return reply(status);
-                                reply(v1::ReleaseRegionResponse());
-                              });
-  });
+  return AnswerOnce(daemon, authorizer, context, {rpc}, response,
+                    [&](const Peer& peer, auto reply) {
+                      daemon->regions().Release(CallerOf(request.lease(), peer), engine,
+                                                RegionId(request.region_id()),
+                                                [reply](const absl::Status& status) {
+                                                  if (!status.ok()) return reply(status);
+                                                  reply(v1::ReleaseRegionResponse());
+                                                });
+                    });
 }
 
 }  // namespace refitd

@@ -22,17 +22,18 @@ constexpr int64_t kMaxWatchMs = 3'600'000;
 
 double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
 
-v1::WireEpochStatus ToProto(const DaemonDetails::Epoch& epoch, const DeviceMemory& memory) {
-  v1::WireEpochStatus out;
-  out.set_group(epoch.group);
-  if (epoch.id.has_value()) out.set_epoch(epoch.id->value());
-  out.set_gpu_uuid(memory.NameOf(epoch.status.device));
-  out.set_rank(epoch.status.rank);
-  out.set_ranks(epoch.status.size);
-  out.set_state(std::string(epoch.status.state));
-  out.set_error(Message(epoch.status.status));
-  out.set_bytes_sent(epoch.status.moved.bytes_sent);
-  out.set_bytes_received(epoch.status.moved.bytes_received);
+v1::WireCommunicatorStatus ToProto(const DaemonDetails::WireCommunicator& communicator,
+                                   const DeviceMemory& memory) {
+  v1::WireCommunicatorStatus out;
+  out.set_group(communicator.group);
+  if (communicator.id.has_value()) out.set_number(communicator.id->value());
+  out.set_gpu_uuid(memory.NameOf(communicator.status.device));
+  out.set_rank(communicator.status.rank);
+  out.set_ranks(communicator.status.size);
+  out.set_state(std::string(communicator.status.state));
+  out.set_error(Message(communicator.status.status));
+  out.set_bytes_sent(communicator.status.moved.bytes_sent);
+  out.set_bytes_received(communicator.status.moved.bytes_received);
   return out;
 }
 
@@ -44,7 +45,7 @@ void Fill(const DeviceOptions& devices, const DaemonDetails& details, v1::NcclSt
   status->set_no_symmetric(devices.collectives.no_symmetric);
   for (const CommunicatorStatus& communicator : details.communicators) {
     v1::CommunicatorStatus* const out = status->add_communicators();
-    out->set_epoch(communicator.epoch);
+    out->set_number(communicator.number);
     for (const int device : communicator.devices) {
       out->add_gpu_uuids(devices.memory->NameOf(device));
     }
@@ -53,10 +54,10 @@ void Fill(const DeviceOptions& devices, const DaemonDetails& details, v1::NcclSt
     out->set_window_bytes(communicator.window_bytes);
     out->set_error(Message(communicator.status));
   }
-  for (const DaemonDetails::Epoch& epoch : details.epochs) {
-    *status->add_epochs() = ToProto(epoch, *devices.memory);
+  for (const DaemonDetails::WireCommunicator& communicator : details.wire_communicators) {
+    *status->add_wire_communicators() = ToProto(communicator, *devices.memory);
   }
-  status->set_abandoned_epochs(details.abandoned_epochs);
+  status->set_abandoned_communicators(details.abandoned_communicators);
 }
 
 void Show(const InstanceView& instance, v1::InstanceStatus* status) {
@@ -70,7 +71,7 @@ void Show(const InstanceView& instance, v1::InstanceStatus* status) {
   status->set_ready(instance.readiness.ready);
   if (instance.readiness.lag.has_value()) status->set_lag(*instance.readiness.lag);
   status->set_unready_reason(instance.readiness.reason);
-  status->set_fill(instance.fill);
+  status->set_catch_up(instance.catch_up);
 }
 
 void Show(const NodeView& node, v1::NodeStatus* status) {
@@ -110,7 +111,7 @@ v1::GroupStatus ToProto(const GroupDetails& details) {
     Show(instance, status.add_instances());
   }
   if (view.update.has_value()) *status.mutable_update() = ToProto(view.name, *view.update);
-  if (view.fill.has_value()) *status.mutable_fill() = ToProto(view.name, *view.fill);
+  if (view.catch_up.has_value()) *status.mutable_catch_up() = ToProto(view.name, *view.catch_up);
   for (const SlotView& slot : view.slots) {
     v1::SlotStatus* s = status.add_slots();
     s->set_slot(slot.slot.value());
@@ -122,9 +123,9 @@ v1::GroupStatus ToProto(const GroupDetails& details) {
   status.set_chain_daemons(static_cast<int>(view.chain_daemons));
   status.set_coordinator(machine.coordinator_address);
   for (const NodeView& node : machine.nodes) Show(node, status.add_nodes());
-  if (machine.epoch.has_value()) {
-    status.set_epoch(machine.epoch->value());
-    status.set_epoch_state(std::string(machine.epoch_state));
+  if (machine.communicator.has_value()) {
+    status.set_communicator(machine.communicator->value());
+    status.set_communicator_state(std::string(machine.communicator_state));
   }
   if (details.moved.has_value()) {
     status.set_wire_bytes_sent(details.moved->bytes_sent);
@@ -197,8 +198,9 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_tensor_count(update.tensor_count);
   status.set_buckets(update.buckets);
   status.set_note(update.note);
-  status.set_fill(update.fill);
-  for (const std::string& giver : update.givers) status.add_givers(giver);
+  status.set_catch_up(update.catch_up);
+  for (const std::string& source_instance : update.source_instances)
+    status.add_source_instances(source_instance);
   status.set_left_out_tensors(update.left_out.tensors);
   status.set_left_out_bytes(update.left_out.bytes);
   for (const std::string& name : update.left_out.names) status.add_left_out(name);

@@ -31,29 +31,33 @@ struct TrainerRole {
 // Thread-safe.
 class TrainerService final : public v1::Trainer::CallbackService {
  public:
-  TrainerService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
+  TrainerService(Daemon* daemon, const Authorizer* authorizer)
+      : daemon_(daemon), authorizer_(authorizer) {}
 
   grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
       grpc::CallbackServerContext* context) noexcept override {
-    return new AttachReactor<TrainerRole>(daemon_, door_, context);
+    return new AttachReactor<TrainerRole>(daemon_, authorizer_, context);
   }
 
   grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(
       grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept override {
-    return new RegisterLayoutReactor(daemon_, door_->Admit(*context, {Rpc::kTrainerRegisterLayout}),
+    return new RegisterLayoutReactor(daemon_,
+                                     authorizer_->Admit(*context, {Rpc::kTrainerRegisterLayout}),
                                      /*engine=*/false, response);
   }
 
   grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
                                            const v1::RegisterRegionRequest* request,
                                            v1::RegisterRegionResponse* response) noexcept override {
-    return AnswerRegisterRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
+    return AnswerRegisterRegion(daemon_, *authorizer_, context, *request, /*engine=*/false,
+                                response);
   }
 
   grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
                                           const v1::ReleaseRegionRequest* request,
                                           v1::ReleaseRegionResponse* response) noexcept override {
-    return AnswerReleaseRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
+    return AnswerReleaseRegion(daemon_, *authorizer_, context, *request, /*engine=*/false,
+                               response);
   }
 
   grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
@@ -83,7 +87,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                        const v1::PushBucketRequest* request,
                                        v1::PushBucketResponse* response) noexcept override {
     return AnswerLater(
-        daemon_, *door_, context, {Rpc::kTrainerPushBucket},
+        daemon_, *authorizer_, context, {Rpc::kTrainerPushBucket},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
           daemon_->trainer_calls().PushBucket(call, CallerOf(request->lease(), peer),
                                               PushOf(*request), std::move(reply));
@@ -112,7 +116,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                   const v1::RefitRequest* request,
                                   v1::CommitResponse* response) noexcept override {
     return AnswerLater(
-        daemon_, *door_, context, {Rpc::kTrainerRefit},
+        daemon_, *authorizer_, context, {Rpc::kTrainerRefit},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
           daemon_->trainer_calls().Refit(call, CallerOf(request->lease(), peer),
                                          EventOf(*request, MaxDuration()),
@@ -126,20 +130,20 @@ class TrainerService final : public v1::Trainer::CallbackService {
   grpc::ServerUnaryReactor* GetUpdate(grpc::CallbackServerContext* context,
                                       const v1::GetUpdateRequest* request,
                                       v1::GetUpdateResponse* response) noexcept override {
-    return AnswerNow(*door_, context, {Rpc::kTrainerGetUpdate, request->group()}, response,
+    return AnswerNow(*authorizer_, context, {Rpc::kTrainerGetUpdate, request->group()}, response,
                      [&](const Peer&) { return refitd::GetUpdate(daemon_, *request); });
   }
 
  private:
   Duration MaxDuration() const { return daemon_->options().group.max_duration; }
 
-  // Hands the event that `make()` returns to the caller's group, once the door has admitted the
-  // caller. `fill(reply)` fills the response if the group's reply is OK.
+  // Hands the event that `make()` returns to the caller's group, once the authorizer has admitted
+  // the caller. `fill(reply)` fills the response if the group's reply is OK.
   template <typename Reply, typename Request, typename Make, typename FillIn>
   grpc::ServerUnaryReactor* Hand(grpc::CallbackServerContext* context, Rpc rpc,
                                  const Request& request, Make make, FillIn fill) {
     return AnswerLater(
-        daemon_, *door_, context, {rpc},
+        daemon_, *authorizer_, context, {rpc},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
           daemon_->trainer_calls().Call(call, CallerOf(request.lease(), peer), make(),
                                         std::move(reply));
@@ -153,7 +157,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
   }
 
   Daemon* const daemon_;
-  const Door* const door_;
+  const Authorizer* const authorizer_;
 };
 
 REFITD_METHOD_IS_NOEXCEPT(TrainerService, Attach, nullptr);
@@ -171,8 +175,8 @@ REFITD_METHOD_IS_NOEXCEPT(TrainerService, GetUpdate, nullptr, nullptr, nullptr);
 
 }  // namespace
 
-std::unique_ptr<grpc::Service> MakeTrainerService(Daemon* daemon, const Door* door) {
-  return std::make_unique<TrainerService>(daemon, door);
+std::unique_ptr<grpc::Service> MakeTrainerService(Daemon* daemon, const Authorizer* authorizer) {
+  return std::make_unique<TrainerService>(daemon, authorizer);
 }
 
 }  // namespace refitd

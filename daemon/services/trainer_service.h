@@ -1,4 +1,4 @@
-// refitd.v1.Trainer over the daemon: checks the door and translates.
+// refitd.v1.Trainer over the daemon: checks the authorizer and translates.
 #ifndef REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
 
@@ -7,12 +7,12 @@
 #include <memory>
 
 #include "daemon/node/daemon.h"
-#include "daemon/services/door.h"
+#include "daemon/services/authorizer.h"
 
 namespace refitd {
 
-// `daemon` and `door` must outlive the server.
-std::unique_ptr<grpc::Service> MakeTrainerService(Daemon* daemon, const Door* door);
+// `daemon` and `authorizer` must outlive the server.
+std::unique_ptr<grpc::Service> MakeTrainerService(Daemon* daemon, const Authorizer* authorizer);
 
 }  // namespace refitd
 

@@ -40,7 +40,7 @@ v1::EngineHello Hello() {
   hello.set_instance("i");
   hello.set_rank(1);
   hello.set_world_size(2);
-  hello.set_delivery(v1::DELIVERY_STAGED);
+  hello.set_delivery(v1::DELIVERY_LOADER);
   return hello;
 }
 
@@ -210,7 +210,7 @@ TEST_CASE("a welcome tells both roles the same") {
   CHECK(welcome.daemon_version() == kVersion);
 }
 
-TEST_CASE("a part tells a staged engine where in the pool its tensors lie") {
+TEST_CASE("a part tells a loader engine where in the pool its tensors lie") {
   CheckedBucket bucket;
   bucket.tensors = {{"a", DType::kFloat32, {4}}, {"b", DType::kUint8, {2, 3}}};
   PartContent content;

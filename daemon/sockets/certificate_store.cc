@@ -32,15 +32,15 @@ std::string Describe(const Certificates& certificates) {
 }
 
 absl::StatusOr<std::unique_ptr<CertificateStore>> CertificateStore::Create(const TlsFiles& files,
-                                                                           Told told) {
+                                                                           OnReload on_reload) {
   REFITD_ASSIGN_OR_RETURN(auto first, Load(files));
   return std::unique_ptr<CertificateStore>(
-      new CertificateStore(files, std::move(told), std::move(first)));
+      new CertificateStore(files, std::move(on_reload), std::move(first)));
 }
 
-CertificateStore::CertificateStore(TlsFiles files, Told told,
+CertificateStore::CertificateStore(TlsFiles files, OnReload on_reload,
                                    std::shared_ptr<const Certificates> first)
-    : files_(std::move(files)), told_(std::move(told)), current_(std::move(first)) {}
+    : files_(std::move(files)), on_reload_(std::move(on_reload)), current_(std::move(first)) {}
 
 std::shared_ptr<const Certificates> CertificateStore::Current() const {
   MutexLock lock(&mutex_);
@@ -59,7 +59,7 @@ void CertificateStore::Refresh() {
     }
     // The log may stall, so it is written without the mutex, for which handshakes wait.
     LogInfo("certificates changed: {}", Describe(**loaded));
-    if (told_ != nullptr) told_(absl::OkStatus(), **loaded);
+    if (on_reload_ != nullptr) on_reload_(absl::OkStatus(), **loaded);
     return;
   }
   const std::string problem = Message(loaded.status());
@@ -71,7 +71,7 @@ void CertificateStore::Refresh() {
     in_force = current_;
   }
   LogError("certificates not taken over: {}; still in force: {}", problem, Describe(*in_force));
-  if (told_ != nullptr) told_(loaded.status(), *in_force);
+  if (on_reload_ != nullptr) on_reload_(loaded.status(), *in_force);
 }
 
 }  // namespace refitd

@@ -21,11 +21,11 @@ class CertificateStore {
  public:
   // Called for each change (with OK) and for files that can't be taken over (with the reason), both
   // times with the certificates that are then in force, and without any mutex.
-  using Told = std::function<void(const absl::Status& taken, const Certificates& in_force)>;
-  // `told` may be null. Errors: as of LoadCertificates; also INVALID_ARGUMENT: the certificate
+  using OnReload = std::function<void(const absl::Status& taken, const Certificates& in_force)>;
+  // `on_reload` may be null. Errors: as of LoadCertificates; also INVALID_ARGUMENT: the certificate
   // gives no identity.
   static absl::StatusOr<std::unique_ptr<CertificateStore>> Create(const TlsFiles& files,
-                                                                  Told told = nullptr);
+                                                                  OnReload on_reload = nullptr);
 
   // Never null.
   std::shared_ptr<const Certificates> Current() const;
@@ -34,10 +34,10 @@ class CertificateStore {
   void Refresh();
 
  private:
-  CertificateStore(TlsFiles files, Told told, std::shared_ptr<const Certificates> first);
+  CertificateStore(TlsFiles files, OnReload on_reload, std::shared_ptr<const Certificates> first);
 
   const TlsFiles files_;
-  const Told told_;
+  const OnReload on_reload_;
   mutable Mutex mutex_;
   std::shared_ptr<const Certificates> current_ ABSL_GUARDED_BY(mutex_);
   std::string problem_ ABSL_GUARDED_BY(mutex_);  // of the last refresh

@@ -125,7 +125,7 @@ class Chaos {
   }
   void StartEngine(int node) {
     std::vector<std::string> settings = Settings();
-    settings.insert(settings.end(), {fmt::format("instance=i{}", node), "auto=1", "fill=1",
+    settings.insert(settings.end(), {fmt::format("instance=i{}", node), "auto=1", "catch_up=1",
                                      "coordinator=" + home().address()});
     auto process = std::make_unique<e2e::MemberProcess>(*daemons_[static_cast<size_t>(node)],
                                                         "engine", settings);

@@ -72,7 +72,7 @@ void Add(Report* report, const std::string& name, const std::vector<double>& ms,
 }
 
 v1::EngineHello Hello(const std::string& instance, const v1::GroupSpec& spec,
-                      v1::Delivery delivery = v1::DELIVERY_REGISTERED) {
+                      v1::Delivery delivery = v1::DELIVERY_IN_PLACE) {
   return e2e::RawEngine::Hello("g", instance, 0, 1, delivery, spec);
 }
 
@@ -129,23 +129,23 @@ void BenchKilledTrainer(Report* report, const e2e::Model& model) {
 
 // ---- a hung engine ----
 
-// `staged`: the engine hangs with a part to acknowledge; else with Prepare to answer.
-void BenchHungEngine(Report* report, const e2e::Model& model, bool staged) {
+// `loader`: the engine hangs with a part to acknowledge; else with Prepare to answer.
+void BenchHungEngine(Report* report, const e2e::Model& model, bool loader) {
   const v1::GroupSpec spec = e2e::Spec();
   e2e::Daemon daemon(Limits("alone"));
   e2e::MemberProcess victim(
       daemon, "engine",
-      {"instance=victim", "auto=1", staged ? "delivery=staged" : "delivery=registered"});
+      {"instance=victim", "auto=1", loader ? "delivery=loader" : "delivery=in-place"});
   Ask(&victim, "attach");
   e2e::RawTrainer trainer(daemon.Connect(), e2e::RawTrainer::Hello("g", spec));
   Check(trainer.attached().ok(), "attaching the trainer");
   std::vector<double> over;
   for (int64_t version = 1; version <= kRounds; ++version) {
-    if (staged) CheckOk(trainer.Begin(version), "Begin");
+    if (loader) CheckOk(trainer.Begin(version), "Begin");
     victim.Signal(SIGSTOP);
     const auto start = Clock::now();
     grpc::Status status;
-    if (staged) {
+    if (loader) {
       status =
           trainer.Push(version, e2e::InlineBucket(model, e2e::BytesOf(model, version), 0, true))
               .status;
@@ -159,7 +159,7 @@ void BenchHungEngine(Report* report, const e2e::Model& model, bool staged) {
     Until(start, "over", [&] { return daemon.Group("g").update().state() == "aborted"; });
   }
   Add(report,
-      staged ? "engine hung with a part, call's end beyond `ack`"
+      loader ? "engine hung with a part, call's end beyond `ack`"
              : "engine hung before Ready, call's end beyond `ready`",
       over, kOverGoal);
 }

@@ -1,8 +1,8 @@
 """One trainers' node and many engine nodes over links of equal rate: the time of a refit and of a push.
 
 usage: tools/bench fleet [--json] [--nodes 1,2,4,8] [--mib 64] [--rate 40] [--rounds 3] [--way refit,push]
-       tools/bench fleet --fill 1,2,4 [--givers 4] [...]
-       tools/bench fleet --way giver [--givers 4] [...]
+       tools/bench fleet --catch-up 1,2,4 [--sources 4] [...]
+       tools/bench fleet --way source [--sources 4] [...]
        tools/bench fleet --slow 0.25 [--nodes 4] [--relay-slow 500] [...]
 
 Every node is a daemon in a network namespace of this process's own, joined to the others by a bridge in one more
@@ -14,17 +14,17 @@ the median over rounds of what the commit says it took; the first version, for w
 Two figures stand beside each time: what one engine node took, and the time of one link at its rate, which no way of
 sending can beat.
 
-With --fill, GIVERS engine nodes hold a version, and LATE others start their engines at the same moment: the group fills
+With --catch-up, GIVERS engine nodes hold a version, and LATE others start their engines at the same moment: the group brings
 them. A figure is the time from the start of their processes, which comes before they attach, until the last of them has
 committed; each then compares its memory with the checkpoint. Beside it stand the bytes that crossed the busiest link
-meanwhile, in one direction and with all headers, against the size of one newcomer's weights.
+meanwhile, in one direction and with all headers, against the size of one late instance's weights.
 
-With --way giver, one late node is filled while a process reads memory as fast as it can: its rate in fills against its
+With --way source, one late node is filled while a process reads memory as fast as it can: its rate in catch-ups against its
 rate before and after them. All nodes share this host's processors, so the loss includes what all daemons take, not only
-those of the givers.
+those of the source instances.
 
 With --slow, the link of the last engine node has that part of the rate. Figures are a refit to all nodes; one in which the
-coordinator leaves the slow node to fills (`peers.relay_slow_ms`); and the time from its commit until the fill has committed.
+coordinator leaves the slow node to catch-ups (`peers.relay_slow_ms`); and the time from its commit until the catch-up has committed.
 
 Needs root, or a user who may make network namespaces, and iproute2.
 """
@@ -47,10 +47,10 @@ TENSORS = 16
 GROUP = "fleet"
 COORDINATOR = "10.78.0.1:7411"
 POLL = 0.005  # seconds between two looks at the engines' events
-FILL_LIMIT = (1.3, 0.3)  # the goal of a fill: so many times the link's time, and so many seconds more
-LINK_LIMIT = 1.1  # the goal of the busiest link: so many times the bytes of one newcomer
-READER_LIMIT = 0.95  # the goal of a reader's rate in a fill: this part of its rate without fills
-READER_SECONDS = 2.0  # the reader reads for so long before and after each fill
+CATCH_UP_LIMIT = (1.3, 0.3)  # the goal of a catch-up: so many times the link's time, and so many seconds more
+LINK_LIMIT = 1.1  # the goal of the busiest link: so many times the bytes of one late instance
+READER_LIMIT = 0.95  # the goal of a reader's rate in a catch-up: this part of its rate without catch-ups
+READER_SECONDS = 2.0  # the reader reads for so long before and after each catch-up
 SLOW_GOAL = 0.9  # the goal of the other nodes beside a slow one: this part of their link's rate
 
 
@@ -226,8 +226,8 @@ class Fleet:
             fail("%s: %s\n%s" % (way, done.stdout.strip(), self.log()))
         return float(answer["seconds"])
 
-    def fill(self, late: int, number: int) -> "Fill":
-        """Has `late` engines start at the spare nodes, waits until each is filled, and ends them."""
+    def catch_up(self, late: int, number: int) -> "CatchUp":
+        """Has `late` engines start at the spare nodes, waits until each catches up, and ends them."""
         instances = {self.engines + 1 + i: "late%d-%d" % (number, i) for i in range(late)}
         before = self.network.traffic()
         began = time.monotonic()
@@ -241,7 +241,7 @@ class Fleet:
             for instance in started:
                 events = self.events(instance)
                 if "mismatch" in events or "lost" in events or now > began + SECONDS:
-                    fail("the fill of %s: %s\n%s" % (instance, events, self.log()))
+                    fail("the catch-up of %s: %s\n%s" % (instance, events, self.log()))
                 if "attached" in events:
                     attached.setdefault(instance, now)
                 if "committed" in events and instance not in committed:
@@ -252,12 +252,12 @@ class Fleet:
                     verified.add(instance)
             time.sleep(POLL)
         last = max(committed.values())
-        fill = Fill(began, last, last - min(attached.values()), {k: traffic[k] - before[k] for k in before})
+        catch_up = Fill(began, last, last - min(attached.values()), {k: traffic[k] - before[k] for k in before})
         for process in started.values():
             process.kill()
             process.wait()
         self.await_instances(self.engines)
-        return fill
+        return catch_up
 
     def await_instances(self, number: int) -> None:
         """Waits until the group has so many instances with all their ranks."""
@@ -286,8 +286,8 @@ class Fleet:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Fill:
-    """A fill's times (`began`, `ended`: of time.monotonic) and bytes by link and direction."""
+class CatchUp:
+    """A catch-up's times (`began`, `ended`: of time.monotonic) and bytes by link and direction."""
 
     def __init__(self, began: float, ended: float, since_attached: float, traffic: dict[str, int]) -> None:
         self.began, self.ended, self.since_attached, self.traffic = began, ended, since_attached, traffic
@@ -297,33 +297,33 @@ class Fill:
         return self.ended - self.began
 
 
-def bench_fills(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
+def bench_catch_ups(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
     """Prints a row for each number of late nodes. False: a goal was missed."""
     link = size / (options.rate * 1e6)
-    limit = FILL_LIMIT[0] * link + FILL_LIMIT[1]
-    numbers = [int(n) for n in options.fill.split(",")]
+    limit = CATCH_UP_LIMIT[0] * link + CATCH_UP_LIMIT[1]
+    numbers = [int(n) for n in options.catch_up.split(",")]
     reached = True
-    fleet = Fleet(options.givers, checkpoint, options, spare=max(numbers))
+    fleet = Fleet(options.sources, checkpoint, options, spare=max(numbers))
     try:
         fleet.push("refit")
         number = 0
         for late in numbers:
-            fills = []
+            catch_ups = []
             for _ in range(options.rounds):
                 number += 1
-                fills.append(fleet.fill(late, number))
-            seconds = statistics.median(fill.seconds() for fill in fills)
-            since = statistics.median(fill.since_attached for fill in fills)
-            worst = max(fills, key=lambda fill: fill.traffic[fill.busiest])
+                catch_ups.append(fleet.fill(late, number))
+            seconds = statistics.median(catch_up.seconds() for catch_up in catch_ups)
+            since = statistics.median(catch_up.since_attached for catch_up in catch_ups)
+            worst = max(catch_ups, key=lambda catch_up: catch_up.traffic[catch_up.busiest])
             share = worst.traffic[worst.busiest] / size
             reached = reached and seconds <= limit and share <= LINK_LIMIT
             if options.json:
-                row = {"bench": "fleet", "case": "fill of %d" % late, "value": seconds, "unit": "s", "goal": limit}
+                row = {"bench": "fleet", "case": "catch-up of %d" % late, "value": seconds, "unit": "s", "goal": limit}
                 row.update({"since_attached": since, "of_link": link / seconds, "busiest": worst.busiest, "busiest_bytes": share})
                 print(json.dumps(row), flush=True)
                 continue
-            print("fill of %2d by %2d  %8.2f s (goal %.2f)   %5.2f s since attached   %5.2f of the link   busiest link: %s %5.2f of a "
-                  "newcomer (goal %.2f)" % (late, options.givers, seconds, limit, since, link / seconds, worst.busiest, share, LINK_LIMIT),
+            print("catch-up of %2d by %2d  %8.2f s (goal %.2f)   %5.2f s since attached   %5.2f of the link   busiest link: %s %5.2f of a "
+                  "late instance (goal %.2f)" % (late, options.sources, seconds, limit, since, link / seconds, worst.busiest, share, LINK_LIMIT),
                   flush=True)
     finally:
         fleet.end()
@@ -365,9 +365,9 @@ class Reader:
         self.process.wait()
 
 
-def bench_giver(checkpoint: str, options: argparse.Namespace) -> bool:
-    """Prints what a reader beside the givers loses. False: more than the goal allows."""
-    fleet = Fleet(options.givers, checkpoint, options, spare=1)
+def bench_source(checkpoint: str, options: argparse.Namespace) -> bool:
+    """Prints what a reader beside the source instances loses. False: more than the goal allows."""
+    fleet = Fleet(options.sources, checkpoint, options, spare=1)
     try:
         fleet.push("refit")
         reader = Reader(fleet.folder)
@@ -377,11 +377,11 @@ def bench_giver(checkpoint: str, options: argparse.Namespace) -> bool:
             for number in range(options.rounds):
                 start = time.monotonic()
                 time.sleep(READER_SECONDS)
-                fill = fleet.fill(1, number)
+                catch_up = fleet.fill(1, number)
                 quiet = time.monotonic()
                 time.sleep(READER_SECONDS)
-                # The time since the newcomer attached, without the start of its process.
-                during = reader.rate(fill.ended - fill.since_attached, fill.ended)
+                # The time since the late instance attached, without the start of its process.
+                during = reader.rate(catch_up.ended - catch_up.since_attached, catch_up.ended)
                 beside = (reader.rate(start, start + READER_SECONDS) + reader.rate(quiet, time.monotonic())) / 2
                 kept.append(during / beside)
                 rates.append((beside, during))
@@ -392,12 +392,12 @@ def bench_giver(checkpoint: str, options: argparse.Namespace) -> bool:
     share = statistics.median(kept)
     beside, during = (statistics.median(pair[i] for pair in rates) for i in (0, 1))
     if options.json:
-        row = {"bench": "fleet", "case": "reader beside givers", "value": share, "unit": "of its rate", "goal": READER_LIMIT}
+        row = {"bench": "fleet", "case": "reader beside source instances", "value": share, "unit": "of its rate", "goal": READER_LIMIT}
         row.update({"without": beside, "with": during, "least": min(kept), "most": max(kept)})
         print(json.dumps(row), flush=True)
     else:
-        print("reader beside %d givers  %5.2f GB/s, in a fill %5.2f GB/s: %5.3f of it (goal %.2f), %.3f to %.3f over %d fills"
-              % (options.givers, beside, during, share, READER_LIMIT, min(kept), max(kept), options.rounds), flush=True)
+        print("reader beside %d source instances  %5.2f GB/s, in a catch-up %5.2f GB/s: %5.3f of it (goal %.2f), %.3f to %.3f over %d catch-ups"
+              % (options.sources, beside, during, share, READER_LIMIT, min(kept), max(kept), options.rounds), flush=True)
     return share >= READER_LIMIT
 
 
@@ -420,7 +420,7 @@ def bench_slow(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
         row(name + ": all", statistics.median(fleet.push("refit") for _ in range(options.rounds)), None)
     finally:
         fleet.end()
-    others, filled = [], []
+    others, caught_up = [], []
     fleet = Fleet(engines, checkpoint, options, last=options.slow, flags=("--relay-slow-ms=%d" % options.relay_slow,))
     try:
         fleet.push("refit")
@@ -430,14 +430,14 @@ def bench_slow(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
             began = time.monotonic()
             while fleet.events(slow).count("committed") == before:
                 if time.monotonic() > began + SECONDS:
-                    fail("%s is not filled: %s\n%s" % (slow, fleet.events(slow), fleet.log()))
+                    fail("%s does not catch up: %s\n%s" % (slow, fleet.events(slow), fleet.log()))
                 time.sleep(POLL)
-            filled.append(time.monotonic() - began)
+            caught_up.append(time.monotonic() - began)
     finally:
         fleet.end()
     seconds = statistics.median(others)
-    row(name + ", left to a fill", seconds, link / SLOW_GOAL)
-    row("from the others' commit until it is filled", statistics.median(filled), None)
+    row(name + ", left to a catch-up", seconds, link / SLOW_GOAL)
+    row("from the others' commit until it catches up", statistics.median(caught_up), None)
     return link / seconds >= SLOW_GOAL
 
 
@@ -484,9 +484,9 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=64, help="size of the model")
     parser.add_argument("--rate", type=float, default=40, help="of each link and direction, in MB/s")
     parser.add_argument("--rounds", type=int, default=3, help="medians of so many")
-    parser.add_argument("--way", default="refit,push", help="refit, push, or both; giver: a reader beside engines that give")
-    parser.add_argument("--fill", help="numbers of late engine nodes to be filled, instead of refits and pushes")
-    parser.add_argument("--givers", type=int, default=4, help="engine nodes that hold the version that late ones are filled with")
+    parser.add_argument("--way", default="refit,push", help="refit, push, or both; source: a reader beside engines that give")
+    parser.add_argument("--catch-up", help="numbers of late engine nodes to bring up to date, instead of refits and pushes")
+    parser.add_argument("--sources", type=int, default=4, help="engine nodes that hold the version that late ones are brought")
     parser.add_argument("--slow", type=float, help="the last engine node's link has this part of the rate, instead of refits and pushes")
     parser.add_argument("--relay-slow", type=int, default=500, help="with --slow: peers.relay_slow_ms of the coordinator")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -497,12 +497,12 @@ def main() -> int:
         checkpoint = os.path.join(folder, "checkpoint")
         size = write_checkpoint(checkpoint, options.mib)
         link = size / (options.rate * 1e6)
-        if options.fill is not None:
-            return 0 if bench_fills(checkpoint, size, options) else 1
+        if options.catch_up is not None:
+            return 0 if bench_catch_ups(checkpoint, size, options) else 1
         if options.slow is not None:
             return 0 if bench_slow(checkpoint, size, options) else 1
-        if options.way == "giver":
-            return 0 if bench_giver(checkpoint, options) else 1
+        if options.way == "source":
+            return 0 if bench_source(checkpoint, options) else 1
         first: dict[str, float] = {}
         for engines in [int(n) for n in options.nodes.split(",")]:
             for way, (seconds, sent) in measure(engines, checkpoint, size, options).items():

@@ -33,9 +33,9 @@ namespace {
 
 using std::chrono::steady_clock;
 
-void BenchRegistered(Report* report, const std::string& self, const std::string& socket,
-                     const std::string& model_name, int rounds, int threads) {
-  Session bench(self, socket, "registered", model_name, {{socket, ""}});
+void BenchInPlace(Report* report, const std::string& self, const std::string& socket,
+                  const std::string& model_name, int rounds, int threads) {
+  Session bench(self, socket, "in-place", model_name, {{socket, ""}});
   const int64_t bytes = bench.model().bytes;
   const std::shared_ptr<HostRegion> from = MappedMemfd(bytes);
   const std::shared_ptr<HostRegion> to = MappedMemfd(bytes);
@@ -388,7 +388,7 @@ int Main(int argc, char** argv) {
     Child daemon({refitd, "--listen-unix", socket, "--log-level", "warning"}, false);
     Report report("host", json);
     BenchDigest(&report, rounds, threads);
-    BenchRegistered(&report, self, socket, model, rounds, threads);
+    BenchInPlace(&report, self, socket, model, rounds, threads);
     BenchRefit(&report, self, socket, model, rounds, threads);
     BenchReplay(&report, self, socket, rounds);
     BenchSmallUpdate(&report, self, socket, rounds);

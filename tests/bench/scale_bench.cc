@@ -63,7 +63,7 @@ struct Size {
   int64_t layers = 61;
   int64_t experts = 256;
   int bucket_tensors = 1024;
-  int staged_buckets = 4;
+  int loaded_buckets = 4;
 };
 
 Size QuickSize() {
@@ -75,14 +75,14 @@ Size QuickSize() {
   size.layers = 6;
   size.experts = 16;
   size.bucket_tensors = 64;
-  size.staged_buckets = 2;
+  size.loaded_buckets = 2;
   return size;
 }
 
-enum class Data { kRefit, kPush, kStaged };
+enum class Data { kRefit, kPush, kLoader };
 
 std::string_view Name(Data data) {
-  return data == Data::kRefit ? "refit" : data == Data::kPush ? "push" : "push, staged";
+  return data == Data::kRefit ? "refit" : data == Data::kPush ? "push" : "push, loader";
 }
 
 // The layouts of all ranks; equal layouts share one object.
@@ -141,7 +141,7 @@ constexpr const char* kRows[] = {
     "Refit call",
     "plan hand-out",
     "node's program built",
-    "epoch opened, connected",
+    "communicator opened, connected",
     "Ready",
     "bucket",
     "part's header agreed to",
@@ -337,12 +337,14 @@ class Bench {
     stub->parts.clear();
     for (const MemberId m : c.engines) Report(node, "Ready", ReadyEvent{m, c.update});
   }
-  void Take(NodeId node, Stub*, const OpenEpoch& c) {
-    Report(node, "epoch opened, connected",
-           EpochOpened{c.epoch, absl::OkStatus(), fmt::format("10.0.{}.1:40000", node)});
+  void Take(NodeId node, Stub*, const OpenCommunicator& c) {
+    Report(
+        node, "communicator opened, connected",
+        CommunicatorOpened{c.communicator, absl::OkStatus(), fmt::format("10.0.{}.1:40000", node)});
   }
-  void Take(NodeId node, Stub*, const PeerEpochConnect& c) {
-    Report(node, "epoch opened, connected", EpochUp{c.epoch, absl::OkStatus()});
+  void Take(NodeId node, Stub*, const PeerCommunicatorConnect& c) {
+    Report(node, "communicator opened, connected",
+           CommunicatorUp{c.communicator, absl::OkStatus()});
   }
   void Take(NodeId node, Stub*, const PeerWireLock& c) {
     Report(node, "other", PeerWireGranted{c.update});
@@ -477,15 +479,16 @@ class Bench {
   void FollowerDoes(const SendPart& a) {
     ToFollower("joined daemon: other", GroupEvent(AckEvent{a.member, a.update, a.part}));
   }
-  void FollowerDoes(const OpenEpoch& a) {
-    ToFollower("joined daemon: other", EpochOpened{a.epoch, absl::OkStatus(), "10.1.1.1:40000"});
+  void FollowerDoes(const OpenCommunicator& a) {
+    ToFollower("joined daemon: other",
+               CommunicatorOpened{a.communicator, absl::OkStatus(), "10.1.1.1:40000"});
   }
-  void FollowerDoes(const ConnectEpoch& a) {
-    ToFollower("joined daemon: other", EpochUp{a.epoch, absl::OkStatus()});
+  void FollowerDoes(const ConnectCommunicator& a) {
+    ToFollower("joined daemon: other", CommunicatorUp{a.communicator, absl::OkStatus()});
   }
   void FollowerDoes(const AcquireWire&) { ToFollower("joined daemon: other", WireGranted{}); }
   void FollowerDoes(const StartWire& a) {
-    ToFollower("joined daemon: other", WireDone{a.epoch, a.seq, absl::OkStatus()});
+    ToFollower("joined daemon: other", WireDone{a.communicator, a.seq, absl::OkStatus()});
   }
   void FollowerDoes(const StartTransfer& a) {
     std::vector<int64_t> bytes(a.destinations.size());
@@ -551,7 +554,7 @@ class Bench {
       who.rank = r % ranks_per_instance();
       who.world_size = ranks_per_instance();
       who.pid = 1000 + r;
-      who.delivery = data_ == Data::kStaged ? DeliveryMode::kStaged : DeliveryMode::kRegistered;
+      who.delivery = data_ == Data::kLoader ? DeliveryMode::kLoader : DeliveryMode::kInPlace;
       if (Followed(node)) {
         ToFollower("joined daemon: other", GroupEvent(EngineAttached{member, who}));
       } else {
@@ -562,7 +565,7 @@ class Bench {
   }
 
   void RegisterAll() {
-    if (data_ == Data::kStaged) return;
+    if (data_ == Data::kLoader) return;
     for (const auto& [member, node] : node_of_) {
       if (IsTrainer(member) && data_ == Data::kPush) continue;
       const CallId call(++ids_);
@@ -609,8 +612,8 @@ class Bench {
   void PushAll() {
     const size_t all = model_.tensors.size();
     const size_t each = static_cast<size_t>(size_.bucket_tensors);
-    const size_t tensors = data_ == Data::kStaged
-                               ? std::min(all, each * static_cast<size_t>(size_.staged_buckets))
+    const size_t tensors = data_ == Data::kLoader
+                               ? std::min(all, each * static_cast<size_t>(size_.loaded_buckets))
                                : all;
     for (int r = 0; r < size_.trainer_ranks; ++r) {
       BeginEvent begin;
@@ -746,7 +749,7 @@ int Main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "medians of so many")->check(CLI::PositiveNumber);
   app.add_option("--instances", instances, "default: 8 and 512");
   app.add_option("--data", only, "one of them alone")
-      ->check(CLI::IsMember({"refit", "push", "staged"}));
+      ->check(CLI::IsMember({"refit", "push", "loader"}));
   CLI11_PARSE(app, argc, argv);
   const Size size = quick ? QuickSize() : Size();
   if (quick) rounds = 1;
@@ -757,8 +760,8 @@ int Main(int argc, char** argv) {
     const Model model = MakeModel(size, count);
     tensors = model.tensors.size();
     std::map<int, std::shared_ptr<const RefitPlan>> plans;
-    for (const Data data : {Data::kRefit, Data::kPush, Data::kStaged}) {
-      const std::string name = data == Data::kStaged ? "staged" : std::string(Name(data));
+    for (const Data data : {Data::kRefit, Data::kPush, Data::kLoader}) {
+      const std::string name = data == Data::kLoader ? "loader" : std::string(Name(data));
       if (!only.empty() && only != name) continue;
       std::vector<Rows> runs;
       for (int i = 0; i < rounds; ++i) {

@@ -17,7 +17,7 @@ Begin, assembling the update
 Refit call
 plan hand-out
 node's program built
-epoch opened, connected
+communicator opened, connected
 Ready
 bucket
 part's header agreed to

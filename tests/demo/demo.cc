@@ -28,7 +28,7 @@ using refitctl::OperatorClient;
 using std::chrono::steady_clock;
 
 constexpr char kGroup[] = "policy";
-constexpr char kVictim[] = "staged";
+constexpr char kVictim[] = "loader";
 constexpr std::string_view kTcp = "tcp:";  // how a listener's name begins, before HOST:PORT
 constexpr int kInstances = 3;
 constexpr int64_t kVersions = 3;
@@ -225,10 +225,10 @@ class Demo {
 
   absl::Status StartEngines() {
     const std::string all = "every tensor";
-    ranks_.push_back({kNodeA, "registered", 0, 1, "registered", all, nullptr});
-    ranks_.push_back({kNodeB, kVictim, 0, 1, "staged", all, nullptr});
+    ranks_.push_back({kNodeA, "in-place", 0, 1, "in-place", all, nullptr});
+    ranks_.push_back({kNodeB, kVictim, 0, 1, "loader", all, nullptr});
     for (int rank = 0; rank < 2; ++rank) {
-      ranks_.push_back({rank == 0 ? kNodeA : kNodeB, "sharded", rank, 2, "registered",
+      ranks_.push_back({rank == 0 ? kNodeA : kNodeB, "sharded", rank, 2, "in-place",
                         fmt::format("half {} of each matrix", rank), nullptr});
     }
     for (Rank& rank : ranks_) {
@@ -418,7 +418,7 @@ class Demo {
     }
     const int64_t sent = nodes_[kNodeA].last.resources().wire_bytes_sent();
     const int64_t received = nodes_[kNodeB].last.resources().wire_bytes_received();
-    // Until the staged instance was killed, each version crossed whole and once: the other rank of
+    // Until the loader instance was killed, each version crossed whole and once: the other rank of
     // its node takes its half from the same bytes.
     const int64_t least = (kKillVersion - 1) * bytes_;
     if (sent != received || sent < least) {

@@ -32,7 +32,7 @@ METRICS = {
     "refitd_moved_bytes_total": {"group", "move"},
     "refitd_slots": {"group", "state"},
     "refitd_leases": {"group", "role"},
-    "refitd_epoch": {"group"},
+    "refitd_communicator": {"group"},
     "refitd_integrity_failures_total": {"group"},
     "refitd_committed_version": {"group"},
     "refitd_peer_up": {"group", "peer"},
@@ -86,7 +86,7 @@ class DaemonTest(unittest.TestCase):
         self.start_daemon(second)
         engine = subprocess.Popen(
             [REFITCTL, "--socket", second, "--timeout", str(SECONDS), "engine", "--group", "g", "--instance", "a",
-             "--checkpoint", checkpoint, "--coordinator", log(r"tcp:([^\s,]+),"), "--delivery", "staged"],
+             "--checkpoint", checkpoint, "--coordinator", log(r"tcp:([^\s,]+),"), "--delivery", "loader"],
             stdout=subprocess.DEVNULL)
         self.addCleanup(lambda: (engine.kill(), engine.wait()))
         subprocess.run([REFITCTL, "--socket", first, "push", checkpoint, "--group", "g", "--create",

@@ -38,7 +38,7 @@ std::vector<std::string> WithPatience(std::vector<std::string> flags) {
 struct Scene {
   explicit Scene(std::vector<std::string> flags = {}, const v1::GroupSpec& spec = Spec())
       : daemon(WithPatience(std::move(flags))),
-        engine(daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, spec),
+        engine(daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, spec),
                HoldWhole(model)),
         trainer(daemon.Connect(), RawTrainer::Hello("g", spec)),
         bystander_engine(daemon.Connect(), RawEngine::Hello("bystander", "i"), HoldWhole(model)),
@@ -576,7 +576,7 @@ TEST_CASE("a hello that is malformed or disagrees is refused by field and value"
       StatusCode::FAILED_PRECONDITION, {"world_size", "2", "1", "i"});
   engine(
       [](auto* h) {
-        h->set_delivery(v1::DELIVERY_STAGED);
+        h->set_delivery(v1::DELIVERY_LOADER);
         h->mutable_manifest()->add_names("a");
       },
       kInvalid, {"manifest.dtypes", "0", "1"});
@@ -775,13 +775,13 @@ TEST_CASE("a layout that is malformed, outside, overlapping or unaligned is refu
   again.binding_generation = 2;
   REQUIRE_OK(engine.Register(again));
 
-  RawEngine staged(s.daemon.Connect(), RawEngine::Hello("g", "k", 0, 1, v1::DELIVERY_STAGED));
-  REQUIRE(staged.attached().ok());
+  RawEngine loader(s.daemon.Connect(), RawEngine::Hello("g", "k", 0, 1, v1::DELIVERY_LOADER));
+  REQUIRE(loader.attached().ok());
   Layout layout = good();
-  SharedMemory own = staged.NewMemory(4096);
+  SharedMemory own = loader.NewMemory(4096);
   for (Piece& piece : layout.pieces) piece.region = RegionId(own.region_id);
-  CheckRefused(staged.Register(layout).status, StatusCode::FAILED_PRECONDITION,
-               {"engine k rank 0", "staged"});
+  CheckRefused(loader.Register(layout).status, StatusCode::FAILED_PRECONDITION,
+               {"engine k rank 0", "loader"});
 }
 
 TEST_CASE("a trainer's layout that is malformed is refused by tensor, field and value") {
@@ -920,7 +920,7 @@ TEST_CASE(
   }
   REQUIRE(Eventually([&] { return s.daemon.Group("g").instances_size() == 1; }));
   {
-    RawEngine open(s.daemon.Connect(), RawEngine::Hello("g", "open", 0, 1, v1::DELIVERY_STAGED));
+    RawEngine open(s.daemon.Connect(), RawEngine::Hello("g", "open", 0, 1, v1::DELIVERY_LOADER));
     REQUIRE(open.attached().ok());
     REQUIRE_OK(s.trainer.Begin(6));
     REQUIRE_OK(s.trainer.Push(6, s.Good(6)));
@@ -1029,10 +1029,10 @@ TEST_CASE("the descriptor socket refuses what it can't trust, and keeps nothing 
 TEST_CASE(
     "slots beyond a rank's share, and slots that do not come free, are refused by who holds them") {
   Scene s({}, Spec(1, 1, 4096, 3));
-  RawEngine staged(s.daemon.Connect(),
-                   RawEngine::Hello("g", "slow", 0, 1, v1::DELIVERY_STAGED, Spec(1, 1, 4096, 3)),
+  RawEngine loader(s.daemon.Connect(),
+                   RawEngine::Hello("g", "slow", 0, 1, v1::DELIVERY_LOADER, Spec(1, 1, 4096, 3)),
                    {.auto_ack = false});
-  REQUIRE(staged.attached().ok());
+  REQUIRE(loader.attached().ok());
   v1::BeginRequest begin;
   begin.set_version(5);
   begin.set_tensor_count(3);
@@ -1051,14 +1051,14 @@ TEST_CASE(
   // Three parts fill three slots, and the engine acknowledges none of them.
   for (int t = 0; t < 3; ++t) {
     REQUIRE_OK(s.trainer.Push(5, s.Good(5, t, {t})));
-    REQUIRE(staged.events().WaitFor(v1::EngineEvent::kBucket).has_value());
+    REQUIRE(loader.events().WaitFor(v1::EngineEvent::kBucket).has_value());
   }
   CheckRefused(s.trainer.LeaseSlot(5, 50).status, StatusCode::DEADLINE_EXCEEDED,
                {"engine slow rank 0"});
-  for (int64_t part = 0; part < 3; ++part) REQUIRE(staged.Ack(5, part));
+  for (int64_t part = 0; part < 3; ++part) REQUIRE(loader.Ack(5, part));
   REQUIRE_OK(s.trainer.LeaseSlot(5));
   REQUIRE_OK(s.trainer.Commit(5, 3));
-  CHECK(staged.StagedDifference(s.model, BytesOf(s.model, 5)) == "");
+  CHECK(loader.LoadedDifference(s.model, BytesOf(s.model, 5)) == "");
   s.RequireInstalled(5);
 }
 

@@ -143,18 +143,18 @@ TEST_CASE(
   Daemon daemon;
   {
     const Trainer trainer = AttachTrainer(daemon);
-    const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_REGISTERED);
+    const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_IN_PLACE);
     const Region memory = NewRegion(engine.get());
     Register(engine.get(), memory.get());
     const Update update = Begin(trainer.get(), engine.get(), 1);
     daemon.Kill();
     auto event = Initialised<refit_event>();
     CHECK(refit_engine_next(engine.get(), kDeadlineMs, &event) == REFIT_UNAVAILABLE);
-    CHECK(refit_engine_weights(engine.get()) == REFIT_WEIGHTS_IN_DOUBT);
+    CHECK(refit_engine_weights(engine.get()) == REFIT_WEIGHTS_UNKNOWN);
   }
   daemon.Restart();
   const Trainer trainer = AttachTrainer(daemon);
-  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_REGISTERED, /*dirty=*/true);
+  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_IN_PLACE, /*dirty=*/true);
   CHECK(refit_engine_weights(engine.get()) == REFIT_WEIGHTS_DIRTY);
   const Region memory = NewRegion(engine.get());
   Register(engine.get(), memory.get());
@@ -175,7 +175,7 @@ TEST_CASE(
     Ok(refit_update_commit(update.get(), 0, nullptr));
   }
   REQUIRE(Next(engine.get()).kind == REFIT_EVENT_COMMITTED);
-  CHECK(refit_engine_weights(engine.get()) == REFIT_WEIGHTS_GOOD);
+  CHECK(refit_engine_weights(engine.get()) == REFIT_WEIGHTS_CLEAN);
 }
 
 UniqueFd NewMemfd(int64_t bytes, unsigned seals) {
@@ -189,7 +189,7 @@ UniqueFd NewMemfd(int64_t bytes, unsigned seals) {
 TEST_CASE("memory that exists already is registered by its memfd, and stays the caller's") {
   Daemon daemon;
   const Trainer trainer = AttachTrainer(daemon);
-  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_REGISTERED);
+  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_IN_PLACE);
   UniqueFd sealed = NewMemfd(kBytes, F_SEAL_SHRINK);
   auto* const mine =
       static_cast<const float*>(::mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, sealed.get(), 0));
@@ -236,7 +236,7 @@ TEST_CASE("memory that can't be registered is refused, saying what is wrong with
 TEST_CASE("a version that is begun twice has one handle, and freeing nothing aborts nothing") {
   Daemon daemon;
   const Trainer trainer = AttachTrainer(daemon);
-  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_REGISTERED);
+  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_IN_PLACE);
   const Region memory = NewRegion(engine.get());
   Register(engine.get(), memory.get());
   const Update first = Begin(trainer.get(), engine.get(), 1);
@@ -256,7 +256,7 @@ TEST_CASE("a version that is begun twice has one handle, and freeing nothing abo
 TEST_CASE("freeing the handle of an update that is over leaves the next one to its version alone") {
   Daemon daemon;
   const Trainer trainer = AttachTrainer(daemon);
-  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_REGISTERED);
+  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_IN_PLACE);
   const Region memory = NewRegion(engine.get());
   Register(engine.get(), memory.get());
   Update first = Begin(trainer.get(), engine.get(), 1);
@@ -270,10 +270,10 @@ TEST_CASE("freeing the handle of an update that is over leaves the next one to i
   REQUIRE(Next(engine.get()).kind == REFIT_EVENT_COMMITTED);
 }
 
-TEST_CASE("a tensor larger than a slot is joined for a staged engine") {
+TEST_CASE("a tensor larger than a slot is joined for a loader engine") {
   Daemon daemon;
   const Trainer trainer = AttachTrainer(daemon);
-  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_STAGED);
+  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_LOADER);
   refit_joiner* made = nullptr;
   Ok(refit_joiner_new(&made));
   const Joiner joiner(made);

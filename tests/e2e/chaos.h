@@ -3,7 +3,7 @@
 //
 //   coordinator: engine "home"    source: trainer, engine "near"    sink: engines "far", "twin"
 //
-// "far" takes staged delivery, the other engines registered. A fault is judged by these promises:
+// "far" takes loader delivery, the other engines registered. A fault is judged by these promises:
 //   P1, P2  an engine that believes in a version holds exactly its bytes; no engine believes in a
 //           version that was not committed; an engine that was told committed believes in it
 //   P4      every call ends within kCallBound, and a call that the fault ended names the victim

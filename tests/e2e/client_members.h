@@ -40,12 +40,12 @@ class Rank {
       : model_(model), delivery_(delivery), held_(HoldWhole(model)) {
     client::EngineOptions options{
         .connect = std::move(connect), .instance = instance, .delivery = delivery};
-    if (delivery == client::Delivery::kStaged) options.manifest = model;
+    if (delivery == client::Delivery::kLoader) options.manifest = model;
     auto engine = client::Engine::Attach(options);
     INFO(engine.status());
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
-    if (delivery == client::Delivery::kRegistered) {
+    if (delivery == client::Delivery::kInPlace) {
       auto region = engine_->NewRegion(held_.region_bytes);
       REQUIRE(region.ok());
       region_ = *std::move(region);
@@ -66,7 +66,7 @@ class Rank {
   }
 
   client::Engine& engine() { return *engine_; }
-  // Registered delivery: the memory of its layout.
+  // In-place delivery: the memory of its layout.
   const char* memory() const { return region_->data(); }
   const Layout& layout() const { return held_.layout; }
 
@@ -84,7 +84,7 @@ class Rank {
   struct Seen {
     int prepares = 0;
     int losses = 0;
-    Weights lost_weights = Weights::kGood;  // its weights at the last loss
+    Weights lost_weights = Weights::kClean;  // its weights at the last loss
     int reattached = 0;
     std::optional<Version> held;  // the version that it reported to the last daemon
     std::optional<Version> committed;
@@ -141,20 +141,20 @@ class Rank {
     auto whole = joiner_.Add(part);
     if (!whole.ok()) return whole.status();
     for (const client::TensorView& view : *whole) {
-      staged_[view.tensor.name].assign(view.data, TensorBytes(view.tensor));
+      loaded_[view.tensor.name].assign(view.data, TensorBytes(view.tensor));
     }
     return engine_->Ack(part);
   }
   absl::Status On(const client::Committed& committed) {
     joiner_.Reset();
-    CheckGood();
+    CheckClean();
     MutexLock lock(&mutex_);
     seen_.committed = committed.version;
     return absl::OkStatus();
   }
   absl::Status On(const client::Aborted& aborted) {
     joiner_.Reset();
-    if (!aborted.dirty) CheckGood();
+    if (!aborted.dirty) CheckClean();
     MutexLock lock(&mutex_);
     ++seen_.aborts;
     seen_.aborted = aborted;
@@ -162,7 +162,7 @@ class Rank {
   }
   absl::Status On(const client::Lost& lost) {
     joiner_.Reset();
-    if (lost.weights == Weights::kGood) CheckGood();
+    if (lost.weights == Weights::kClean) CheckClean();
     MutexLock lock(&mutex_);
     ++seen_.losses;
     seen_.lost_weights = lost.weights;
@@ -170,8 +170,8 @@ class Rank {
     return absl::OkStatus();
   }
   absl::Status On(const client::Reattached& again) {
-    if (again.weights == Weights::kGood) CheckGood();
-    if (again.weights != Weights::kGood && again.held_version) Wrong("what is not good was held");
+    if (again.weights == Weights::kClean) CheckClean();
+    if (again.weights != Weights::kClean && again.held_version) Wrong("what is not good was held");
     MutexLock lock(&mutex_);
     ++seen_.reattached;
     seen_.held = again.held_version;
@@ -179,14 +179,14 @@ class Rank {
   }
 
   // Checks that the weights are good, since the rank may report them as good.
-  void CheckGood() {
-    if (engine_->weights() != Weights::kGood) return Wrong("the weights are not good");
+  void CheckClean() {
+    if (engine_->weights() != Weights::kClean) return Wrong("the weights are not good");
     const std::optional<Version> version = engine_->version();
     std::vector<std::string> bytes;
     if (version) bytes = BytesOf(model_, version->value());
-    if (delivery_ == client::Delivery::kStaged) {
+    if (delivery_ == client::Delivery::kLoader) {
       for (size_t i = 0; i < bytes.size(); ++i) {
-        if (staged_[model_[i].name] != bytes[i]) Wrong("staged " + model_[i].name);
+        if (loaded_[model_[i].name] != bytes[i]) Wrong("loader " + model_[i].name);
       }
       return;
     }
@@ -207,7 +207,7 @@ class Rank {
   std::shared_ptr<client::Region> region_;
   // The rank's thread alone uses these.
   client::PartJoiner joiner_;
-  std::map<std::string, std::string> staged_;
+  std::map<std::string, std::string> loaded_;
 
   Mutex mutex_;
   CondVar cond_;

@@ -32,7 +32,7 @@ Hello In(Hello hello, const Daemon& coordinator) {
 void CheckSuspect(const v1::Failure& failure) {
   REQUIRE(failure.suspects_size() > 0);
   CHECK(failure.suspects(0).daemon() == "source");
-  CHECK(failure.weights() == v1::WEIGHTS_LEFT_DIRTY);
+  CHECK(failure.weights() == v1::WEIGHTS_DIRTY);
 }
 
 enum class When {
@@ -47,10 +47,10 @@ void Check(int signal, When when, int silence_ms) {
   Daemon home(Flags("home", silence_ms));
   Daemon source(Flags("source", silence_ms));
   Daemon sink(Flags("sink", silence_ms));
-  Holder near(home.Connect(), RawEngine::Hello("g", "near", 0, 1, v1::DELIVERY_REGISTERED, spec),
+  Holder near(home.Connect(), RawEngine::Hello("g", "near", 0, 1, v1::DELIVERY_IN_PLACE, spec),
               HoldWhole(model));
   Holder far(sink.Connect(),
-             In(RawEngine::Hello("g", "far", 0, 1, v1::DELIVERY_REGISTERED, spec), home),
+             In(RawEngine::Hello("g", "far", 0, 1, v1::DELIVERY_IN_PLACE, spec), home),
              HoldWhole(model));
   RawTrainer trainer(source.Connect(), In(RawTrainer::Hello("g", spec), home));
   REQUIRE(trainer.attached().ok());
@@ -174,7 +174,7 @@ TEST_CASE("a trainer waited out its deadline for another daemon's engine with to
   }
   SECTION("of its manifest") {
     begin_and_wait(1);
-    v1::EngineHello hello = In(RawEngine::Hello("g", "far", 0, 1, v1::DELIVERY_STAGED), home);
+    v1::EngineHello hello = In(RawEngine::Hello("g", "far", 0, 1, v1::DELIVERY_LOADER), home);
     hello.set_manifest_tensors(kMaxTensorsPerLayout + 1);
     RawEngine far(sink.Connect(), hello);
     CHECK(far.attached().error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);

@@ -120,10 +120,11 @@ class LocalDaemon {
     daemon_ =
         std::make_unique<refitd::Daemon>(std::move(options), std::move(transport), processes_.get(),
                                          nullptr, id.empty() ? nullptr : dialer);
-    door_ = std::make_unique<Door>(DoorOptions{.peers = &peers_, .policies = &policies_});
-    trainers_ = MakeTrainerService(daemon_.get(), door_.get());
-    engines_ = std::make_unique<EngineService>(daemon_.get(), door_.get());
-    operators_ = std::make_unique<OperatorService>(daemon_.get(), door_.get());
+    authorizer_ =
+        std::make_unique<Authorizer>(AuthorizerOptions{.peers = &peers_, .policies = &policies_});
+    trainers_ = MakeTrainerService(daemon_.get(), authorizer_.get());
+    engines_ = std::make_unique<EngineService>(daemon_.get(), authorizer_.get());
+    operators_ = std::make_unique<OperatorService>(daemon_.get(), authorizer_.get());
     accept_loop_ = *AcceptLoop::Create({socket(), 0600}, &peers_, [this](UniqueFd fd) {
       grpc::AddInsecureChannelFromFd(server_.get(), fd.Release());
     });
@@ -172,7 +173,7 @@ class LocalDaemon {
     hello.mutable_device()->set_name(uuid(device));
     return hello;
   }
-  v1::EngineHello EngineOn(size_t device, v1::Delivery delivery = v1::DELIVERY_REGISTERED,
+  v1::EngineHello EngineOn(size_t device, v1::Delivery delivery = v1::DELIVERY_IN_PLACE,
                            const std::string& instance = "i") const {
     v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, delivery);
     hello.mutable_device()->set_name(uuid(device));
@@ -192,7 +193,7 @@ class LocalDaemon {
   PeerTable peers_;
   const PolicyStore policies_{
       *Policy::Make({.rules = {}, .uids = {geteuid()}, .gids = {}, .peers = ""})};
-  std::unique_ptr<Door> door_;
+  std::unique_ptr<Authorizer> authorizer_;
   std::unique_ptr<grpc::Service> trainers_;
   std::unique_ptr<EngineService> engines_;
   std::unique_ptr<OperatorService> operators_;
@@ -240,7 +241,7 @@ auto Release(Member* member, uint64_t region) {
   }
 }
 
-// A registered engine rank whose parameters are on a GPU.
+// An in-place engine rank whose parameters are on a GPU.
 struct DeviceEngine {
   // `coordinator`: the daemon that has the group; null: the daemon that the engine attaches to.
   DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of,
@@ -249,7 +250,7 @@ struct DeviceEngine {
         held(HoldWhole(of)),
         block(daemon, device, held.region_bytes),
         engine(daemon->Connect(), [&] {
-          v1::EngineHello hello = daemon->EngineOn(device, v1::DELIVERY_REGISTERED, instance);
+          v1::EngineHello hello = daemon->EngineOn(device, v1::DELIVERY_IN_PLACE, instance);
           if (coordinator == nullptr) return hello;
           hello.set_coordinator(coordinator->address());
           hello.clear_spec();  // the group exists
@@ -310,8 +311,8 @@ TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told wh
   hello.set_instance("other");
   CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
                {"device.name", "GPU-none", daemon.uuid(0), daemon.uuid(1)});
-  hello = daemon.EngineOn(1, v1::DELIVERY_STAGED);
-  hello.set_instance("staged");
+  hello = daemon.EngineOn(1, v1::DELIVERY_LOADER);
+  hello.set_instance("loader");
   CHECK(RawEngine(daemon.Connect(), hello).attached().ok());
   hello = daemon.EngineOn(0);
   hello.set_group("far");
@@ -734,7 +735,7 @@ TEST_CASE("a region is closed when its release is answered, also beside the chec
 
 TEST_CASE("engines of one group are all on GPUs, or all in host memory") {
   LocalDaemon daemon;
-  const v1::Delivery delivery = GENERATE(v1::DELIVERY_REGISTERED, v1::DELIVERY_STAGED);
+  const v1::Delivery delivery = GENERATE(v1::DELIVERY_IN_PLACE, v1::DELIVERY_LOADER);
   RawEngine gpu(daemon.Connect(), daemon.EngineOn(0));
   REQUIRE(gpu.attached().ok());
   CheckRefused(
@@ -1257,12 +1258,12 @@ client::ConnectOptions ConnectOn(const LocalDaemon& daemon, const std::string& d
   return connect;
 }
 
-// A staged engine on a GPU that loads by itself: it joins whole tensors out of device memory.
-class StagedEngine {
+// A loader engine on a GPU that loads by itself: it joins whole tensors out of device memory.
+class LoaderEngine {
  public:
   // `coordinator`: the daemon that has the group, whose spec the engine waits for; null: the daemon
   // that the engine attaches to.
-  StagedEngine(LocalDaemon* daemon, size_t device, const std::string& instance,
+  LoaderEngine(LocalDaemon* daemon, size_t device, const std::string& instance,
                int64_t slot_bytes = 4096, std::chrono::milliseconds reattach = {},
                const LocalDaemon* coordinator = nullptr) {
     client::EngineOptions options;
@@ -1273,14 +1274,14 @@ class StagedEngine {
       options.connect.spec.reset();
     }
     options.instance = instance;
-    options.delivery = client::Delivery::kStaged;
+    options.delivery = client::Delivery::kLoader;
     auto engine = client::Engine::Attach(options);
     INFO(engine.status());
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
     thread_ = std::thread([this] { Serve(); });
   }
-  ~StagedEngine() {
+  ~LoaderEngine() {
     stop_ = true;
     thread_.join();
   }
@@ -1443,12 +1444,12 @@ absl::Status PushBySlots(client::Trainer* trainer, const Model& model, int64_t v
   return update->Commit().status();
 }
 
-TEST_CASE("staged engines on both GPUs load what regions, handles and a call's bytes bring") {
+TEST_CASE("loader engines on both GPUs load what regions, handles and a call's bytes bring") {
   LocalDaemon daemon;
   const Model model = MixedModel();
   {
-    StagedEngine here(&daemon, 1, "here");
-    StagedEngine there(&daemon, 0, "there");
+    LoaderEngine here(&daemon, 1, "here");
+    LoaderEngine there(&daemon, 0, "there");
     CHECK(daemon.fake().Count().created == 2);
     CHECK(daemon.fake().Count().imported == 2);
     v1::TrainerHello hello = daemon.TrainerOn(1);
@@ -1507,8 +1508,8 @@ TEST_CASE("a bucket packed in a leased slot reaches engines of every kind and GP
   const auto verification =
       GENERATE(Verification::kOff, Verification::kTransfer, Verification::kReadback);
   {
-    StagedEngine zero(&daemon, 0, "zero", 65'536);
-    StagedEngine one(&daemon, 1, "one", 65'536);
+    LoaderEngine zero(&daemon, 0, "zero", 65'536);
+    LoaderEngine one(&daemon, 1, "one", 65'536);
     DeviceEngine registered(&daemon, 0, model);
     const auto trainer = AttachTrainer(ConnectOn(daemon, device, 65'536));
     for (int64_t version = 1; version <= 3; ++version) {
@@ -1523,16 +1524,16 @@ TEST_CASE("a bucket packed in a leased slot reaches engines of every kind and GP
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
 }
 
-TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place, nor the slots") {
+TEST_CASE("a loader rank that goes while its GPU's slots are made gets no place, nor the slots") {
   LocalDaemon daemon;
   const bool detaches = GENERATE(false, true);
   const bool alone = GENERATE(false, true);
   DirectEngine goes;
   DirectEngine stays;
   daemon.fake().Block("cuMemCreate");
-  goes.Attach(&daemon, daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes"));
+  goes.Attach(&daemon, daemon.EngineOn(1, v1::DELIVERY_LOADER, "goes"));
   CHECK(Eventually([&] { return daemon.fake().Count().blocked_calls == 1; }));
-  if (!alone) stays.Attach(&daemon, daemon.EngineOn(1, v1::DELIVERY_STAGED, "stays"));
+  if (!alone) stays.Attach(&daemon, daemon.EngineOn(1, v1::DELIVERY_LOADER, "stays"));
   if (detaches) {
     goes.Detach();
   } else {
@@ -1555,7 +1556,7 @@ TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place,
   CHECK(StatusOf(&daemon.daemon()).resources().members() == 0);
   // Another rank can take the place of the rank that left.
   CHECK(
-      RawEngine(daemon.Connect(), daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes")).attached().ok());
+      RawEngine(daemon.Connect(), daemon.EngineOn(1, v1::DELIVERY_LOADER, "goes")).attached().ok());
 }
 
 TEST_CASE(
@@ -1995,9 +1996,9 @@ TEST_CASE("broadcasts that can't be are refused at Begin, with the reason") {
   REQUIRE_OK(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_UNSPECIFIED)));
 }
 
-TEST_CASE("a GPU without room for the slots refuses the staged engine, and serves the next") {
+TEST_CASE("a GPU without room for the slots refuses the loader engine, and serves the next") {
   LocalDaemon daemon;
-  v1::EngineHello hello = daemon.EngineOn(0, v1::DELIVERY_STAGED);
+  v1::EngineHello hello = daemon.EngineOn(0, v1::DELIVERY_LOADER);
   constexpr int kOutOfMemory = 2;
   daemon.fake().FailAt("cuMemCreate", 1, kOutOfMemory);
   CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::RESOURCE_EXHAUSTED,
@@ -2010,15 +2011,15 @@ TEST_CASE("a GPU without room for the slots refuses the staged engine, and serve
 TEST_CASE("slots of a rank that was refused when they had come are given back") {
   LocalDaemon daemon;
   daemon.fake().Block("cuMemCreate");
-  auto staged = std::async(std::launch::async, [&] {
-    RawEngine engine(daemon.Connect(), daemon.EngineOn(0, v1::DELIVERY_STAGED));
+  auto loader = std::async(std::launch::async, [&] {
+    RawEngine engine(daemon.Connect(), daemon.EngineOn(0, v1::DELIVERY_LOADER));
     return engine.attached();
   });
   CHECK(Eventually([&] { return daemon.fake().Count().blocked_calls == 1; }));
   RawEngine host(daemon.Connect(), RawEngine::Hello("g", "host"));
   CHECK(host.attached().ok());
   daemon.fake().Block("");
-  CheckRefused(staged.get(), StatusCode::FAILED_PRECONDITION, {"device.name", daemon.uuid(0)});
+  CheckRefused(loader.get(), StatusCode::FAILED_PRECONDITION, {"device.name", daemon.uuid(0)});
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
 }
 
@@ -2028,7 +2029,7 @@ TEST_CASE("a process that has no driver gets no slots on a GPU, and is told at A
   options.connect = ConnectOn(daemon, daemon.uuid(0), 4096);
   options.connect.cuda_library = "libcuda_missing.so.1";
   options.instance = "i";
-  options.delivery = client::Delivery::kStaged;
+  options.delivery = client::Delivery::kLoader;
   const absl::Status refused = client::Engine::Attach(options).status();
   CHECK(absl::IsUnavailable(refused));
   CHECK_THAT(Message(refused), Contains("libcuda_missing") && Contains(daemon.uuid(0)));
@@ -2039,7 +2040,7 @@ TEST_CASE("a wrong bit in a slot of a GPU is found before anybody loads it") {
   LocalDaemon daemon;
   const Model model = PlainModel(1, 20, 30);
   const auto verification = GENERATE(Verification::kTransfer, Verification::kReadback);
-  StagedEngine engine(&daemon, 0, "i", 65'536);
+  LoaderEngine engine(&daemon, 0, "i", 65'536);
   const auto trainer = AttachTrainer(ConnectOn(daemon, daemon.uuid(1), 65'536));
   daemon.fake().Corrupt(1);
   const absl::Status failed = PushBySlots(trainer.get(), model, 1, verification);
@@ -2053,8 +2054,8 @@ TEST_CASE("a wrong bit in a slot of a GPU is found before anybody loads it") {
 TEST_CASE("an abort with parts unread: the slots come back, and the next update uses them") {
   LocalDaemon daemon;
   const Model model = PlainModel(6, 20, 30);
-  StagedEngine zero(&daemon, 0, "zero", 65'536);
-  StagedEngine one(&daemon, 1, "one", 65'536);
+  LoaderEngine zero(&daemon, 0, "zero", 65'536);
+  LoaderEngine one(&daemon, 1, "one", 65'536);
   const auto trainer = AttachTrainer(ConnectOn(daemon, daemon.uuid(1), 65'536));
   for (int64_t version = 1; version <= 5; version += 2) {
     one.Hold(true);
@@ -2081,12 +2082,12 @@ TEST_CASE("an abort with parts unread: the slots come back, and the next update 
 }
 
 TEST_CASE(
-    "a staged engine dies with a slot unread: the other commits, its GPU has its memory back") {
+    "a loader engine dies with a slot unread: the other commits, its GPU has its memory back") {
   LocalDaemon daemon;
   const Model model = PlainModel(8, 20, 30);
   {
-    StagedEngine stays(&daemon, 0, "stays", 65'536);
-    v1::EngineHello hello = daemon.EngineOn(1, v1::DELIVERY_STAGED);
+    LoaderEngine stays(&daemon, 0, "stays", 65'536);
+    v1::EngineHello hello = daemon.EngineOn(1, v1::DELIVERY_LOADER);
     hello.set_instance("dies");
     hello.mutable_device()->set_name(daemon.uuid(1));
     auto dies = std::make_unique<RawEngine>(daemon.Connect(), hello,
@@ -2107,13 +2108,13 @@ TEST_CASE(
     // New members get slots again, and leave nothing.
     int open = 0;
     for (int round = 0; round < 20; ++round) {
-      StagedEngine passes(&daemon, 1, "passes", 65'536);
+      LoaderEngine passes(&daemon, 1, "passes", 65'536);
       if (round == 2) open = Descriptors();
     }
     constexpr int kSpare = 8;  // connections that come and go
     CHECK(Eventually([&] { return Descriptors() <= open + kSpare; }));
     CHECK(Eventually([&] { return daemon.fake().Count().created == 1; }));
-    StagedEngine follows(&daemon, 1, "follows", 65'536);
+    LoaderEngine follows(&daemon, 1, "follows", 65'536);
     CHECK(PushBySlots(trainer.get(), model, 2).ok());
     CHECK(follows.Difference(model, 2) == "");
     CHECK(stays.Difference(model, 2) == "");
@@ -2131,7 +2132,7 @@ TEST_CASE("whoever has detached may attach again at once") {
       client::EngineOptions options;
       options.connect = ConnectOn(daemon, daemon.uuid(i % 2), 4096);
       options.instance = "i" + std::to_string(i);
-      options.delivery = client::Delivery::kStaged;
+      options.delivery = client::Delivery::kLoader;
       for (int round = 0; round < kRounds; ++round) {
         const absl::Status attached = client::Engine::Attach(options).status();
         if (!attached.ok()) return attached;
@@ -2150,7 +2151,7 @@ TEST_CASE("slots on a GPU are mapped again from the daemon that follows") {
   Machine machine;
   auto daemon = std::make_unique<LocalDaemon>(true, &machine);
   const Model model = MixedModel();
-  StagedEngine engine(daemon.get(), 0, "i", 4096, kTestDeadline);
+  LoaderEngine engine(daemon.get(), 0, "i", 4096, kTestDeadline);
   client::ConnectOptions connect = ConnectOn(*daemon, daemon->uuid(1), 4096);
   connect.reattach = kTestDeadline;
   const auto trainer = AttachTrainer(connect);
@@ -2268,7 +2269,7 @@ TEST_CASE("a daemon whose GPU hangs as slots are made there ends, and says so to
   const FakeCuda fake;
   Daemon daemon({"--cuda-library=" + FakeCuda::Path(), "--cuda-device-ms=200"},
                 {"/usr/bin/env", "REFITD_FAKE_CUDA_HOLD=1"});
-  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_STAGED);
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_LOADER);
   hello.mutable_device()->set_name((*CudaMemory::Create(FakeCuda::Path()))->devices()[0].uuid);
   CHECK(!RawEngine(daemon.Connect(), hello).attached().ok());
   CHECK(daemon.WaitExit() == 1);
@@ -2309,18 +2310,18 @@ struct TwoDaemons {
   Machine machine;
   LocalDaemon near{true, &machine, CudaTransportOptions().limit, 3, "a"};
   LocalDaemon far{true, &machine, CudaTransportOptions().limit, 3, "b"};
-  // A staged engine at the far daemon, on one of the two GPUs that this process's clients know.
-  std::unique_ptr<StagedEngine> Staged(size_t device, int64_t slot_bytes) {
-    return std::make_unique<StagedEngine>(&far, device, "staged-" + std::to_string(device),
+  // A loader engine at the far daemon, on one of the two GPUs that this process's clients know.
+  std::unique_ptr<LoaderEngine> LoaderRank(size_t device, int64_t slot_bytes) {
+    return std::make_unique<LoaderEngine>(&far, device, "loader-" + std::to_string(device),
                                           slot_bytes, std::chrono::milliseconds(0), &near);
   }
 };
 
-std::vector<v1::WireEpochStatus> Epochs(LocalDaemon& daemon) {
+std::vector<v1::WireCommunicatorStatus> Communicators(LocalDaemon& daemon) {
   const v1::GetStatusResponse status = StatusOf(&daemon.daemon());
   REQUIRE(status.transports(1).name() == "cuda");
-  const auto& epochs = status.transports(1).nccl().epochs();
-  return {epochs.begin(), epochs.end()};
+  const auto& communicators = status.transports(1).nccl().wire_communicators();
+  return {communicators.begin(), communicators.end()};
 }
 
 TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
@@ -2356,19 +2357,19 @@ TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
   const v1::GetStatusResponse status = StatusOf(&daemons.far.daemon());
   CHECK(status.resources().wire_bytes_received() >= 4 * ModelBytes(model));
   CHECK(status.resources().wire_bytes_received() < 5 * ModelBytes(model));
-  // Both daemons have the same epoch, and each shows its own end.
+  // Both daemons have the same communicator, and each shows its own end.
   for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
-    const auto epochs = Epochs(*daemon);
-    REQUIRE(epochs.size() == 1);
+    const auto communicators = Communicators(*daemon);
+    REQUIRE(communicators.size() == 1);
     const bool far = daemon == &daemons.far;
-    CHECK(epochs[0].group() == "g");
-    CHECK(epochs[0].epoch() == status.groups(0).epoch());
-    CHECK(epochs[0].gpu_uuid() == daemon->uuid(far ? 1 : 0));
-    CHECK(epochs[0].rank() == (far ? 1 : 0));
-    CHECK(epochs[0].ranks() == 2);
-    CHECK(epochs[0].state() == "connected");
-    CHECK(epochs[0].error().empty());
-    CHECK((far ? epochs[0].bytes_received() : epochs[0].bytes_sent()) ==
+    CHECK(communicators[0].group() == "g");
+    CHECK(communicators[0].number() == status.groups(0).communicator());
+    CHECK(communicators[0].gpu_uuid() == daemon->uuid(far ? 1 : 0));
+    CHECK(communicators[0].rank() == (far ? 1 : 0));
+    CHECK(communicators[0].ranks() == 2);
+    CHECK(communicators[0].state() == "connected");
+    CHECK(communicators[0].error().empty());
+    CHECK((far ? communicators[0].bytes_received() : communicators[0].bytes_sent()) ==
           status.resources().wire_bytes_received());
   }
   CHECK(daemons.machine.nccl->Count().broadcasts >= 4);
@@ -2471,12 +2472,12 @@ TEST_CASE("Begin waits until NCCL is up, and nothing is packed for a wire that m
 }
 
 TEST_CASE(
-    "staged engines of another daemon load what crossed, on each GPU, beside a registered one") {
+    "loader engines of another daemon load what crossed, on each GPU, beside a registered one") {
   TwoDaemons daemons;
   const Model model = MixedModel();
   {
     // The member comes before the group, whose spec says what slots it needs.
-    auto first = std::async(std::launch::async, [&] { return daemons.Staged(0, 4096); });
+    auto first = std::async(std::launch::async, [&] { return daemons.LoaderRank(0, 4096); });
     REQUIRE(Eventually([&] {
       const v1::GetStatusResponse status = StatusOf(&daemons.far.daemon());
       return status.groups_size() == 1 && status.groups(0).state() == "joining";
@@ -2486,11 +2487,11 @@ TEST_CASE(
     *hello.mutable_spec() = Spec(1, 1, 4096);
     RawTrainer trainer(daemons.near.Connect(), hello);
     REQUIRE(trainer.attached().ok());
-    const std::unique_ptr<StagedEngine> far_zero = first.get();
-    const std::unique_ptr<StagedEngine> far_one = daemons.Staged(1, 4096);
-    DeviceEngine registered(&daemons.far, 2, model, "registered", &daemons.near);
-    StagedEngine near_zero(&daemons.near, 0, "near-0");
-    StagedEngine near_one(&daemons.near, 1, "near-1");
+    const std::unique_ptr<LoaderEngine> far_zero = first.get();
+    const std::unique_ptr<LoaderEngine> far_one = daemons.LoaderRank(1, 4096);
+    DeviceEngine registered(&daemons.far, 2, model, "in-place", &daemons.near);
+    LoaderEngine near_zero(&daemons.near, 0, "near-0");
+    LoaderEngine near_one(&daemons.near, 1, "near-1");
     CHECK(daemons.machine.fake.Count().created == 4);
     const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
     const auto region = Register(&trainer, source.request);
@@ -2513,7 +2514,7 @@ TEST_CASE(
       }
       REQUIRE_OK(trainer.Push(version, bucket));
       REQUIRE_OK(trainer.Commit(version, 1));
-      for (StagedEngine* engine : {far_zero.get(), far_one.get(), &near_zero, &near_one}) {
+      for (LoaderEngine* engine : {far_zero.get(), far_one.get(), &near_zero, &near_one}) {
         CHECK(engine->Difference(model, version) == "");
       }
       CHECK(registered.Difference(version) == "");
@@ -2529,7 +2530,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "a leased slot reaches staged engines of another daemon, and a wrong bit there is found") {
+    "a leased slot reaches loader engines of another daemon, and a wrong bit there is found") {
   TwoDaemons daemons;
   const Model model = PlainModel(6, 20, 30);
   const bool from_far = GENERATE(false, true);
@@ -2540,10 +2541,10 @@ TEST_CASE(
   const auto verification =
       GENERATE(Verification::kOff, Verification::kTransfer, Verification::kReadback);
   // The slots that cross are on the lowest GPU that a daemon has a member on.
-  const std::unique_ptr<StagedEngine> zero = daemons.Staged(0, 65'536);
-  const std::unique_ptr<StagedEngine> one = daemons.Staged(1, 65'536);
-  StagedEngine near(&daemons.near, 1, "near", 65'536);
-  DeviceEngine registered(&daemons.near, 0, model, "registered");
+  const std::unique_ptr<LoaderEngine> zero = daemons.LoaderRank(0, 65'536);
+  const std::unique_ptr<LoaderEngine> one = daemons.LoaderRank(1, 65'536);
+  LoaderEngine near(&daemons.near, 1, "near", 65'536);
+  DeviceEngine registered(&daemons.near, 0, model, "in-place");
   const auto check = [&](int64_t version) {
     CHECK(zero->Difference(model, version) == "");
     CHECK(one->Difference(model, version) == "");
@@ -2578,14 +2579,14 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "a staged engine of another daemon dies with a slot unread: the rest commits, its GPU has its "
+    "a loader engine of another daemon dies with a slot unread: the rest commits, its GPU has its "
     "memory back") {
   TwoDaemons daemons;
   const Model model = PlainModel(8, 20, 30);
   {
     const auto trainer = AttachTrainer(ConnectOn(daemons.near, daemons.near.uuid(0), 65'536));
-    const std::unique_ptr<StagedEngine> stays = daemons.Staged(0, 65'536);
-    v1::EngineHello hello = daemons.far.EngineOn(1, v1::DELIVERY_STAGED, "dies");
+    const std::unique_ptr<LoaderEngine> stays = daemons.LoaderRank(0, 65'536);
+    v1::EngineHello hello = daemons.far.EngineOn(1, v1::DELIVERY_LOADER, "dies");
     hello.set_coordinator(daemons.near.address());
     auto dies = std::make_unique<RawEngine>(daemons.far.Connect(), hello,
                                             EngineOptions{.auto_ready = true, .auto_ack = false});
@@ -2604,7 +2605,7 @@ TEST_CASE(
     CHECK(stays->Difference(model, 1) == "");
     // There is one pool on the trainer's GPU and one on that of the remaining engine.
     CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 2; }));
-    const std::unique_ptr<StagedEngine> follows = daemons.Staged(1, 65'536);
+    const std::unique_ptr<LoaderEngine> follows = daemons.LoaderRank(1, 65'536);
     CHECK(PushBySlots(trainer.get(), model, 2).ok());
     CHECK(follows->Difference(model, 2) == "");
     CHECK(stays->Difference(model, 2) == "");
@@ -2612,11 +2613,11 @@ TEST_CASE(
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
 }
 
-TEST_CASE("a GPU of another daemon without room for the slots refuses the staged engine") {
+TEST_CASE("a GPU of another daemon without room for the slots refuses the loader engine") {
   TwoDaemons daemons;
   RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
   REQUIRE(trainer.attached().ok());
-  v1::EngineHello hello = daemons.far.EngineOn(1, v1::DELIVERY_STAGED);
+  v1::EngineHello hello = daemons.far.EngineOn(1, v1::DELIVERY_LOADER);
   hello.set_coordinator(daemons.near.address());
   constexpr int kOutOfMemory = 2;
   daemons.machine.fake.FailAt("cuMemCreate", 1, kOutOfMemory);
@@ -2642,18 +2643,18 @@ TEST_CASE("over several daemons members of both kinds at one are refused, whoeve
   // A daemon can't join a group if bytes of its members could not cross.
   RawTrainer host(daemons.near.Connect(), RawTrainer::Hello("s"));
   REQUIRE(host.attached().ok());
-  v1::EngineHello staged = daemons.near.EngineOn(1, v1::DELIVERY_STAGED);
-  staged.set_group("s");
-  RawEngine near(daemons.near.Connect(), staged);
+  v1::EngineHello loader = daemons.near.EngineOn(1, v1::DELIVERY_LOADER);
+  loader.set_group("s");
+  RawEngine near(daemons.near.Connect(), loader);
   REQUIRE(near.attached().ok());
-  hello = daemons.far.EngineOn(2, v1::DELIVERY_REGISTERED, "late");
+  hello = daemons.far.EngineOn(2, v1::DELIVERY_IN_PLACE, "late");
   hello.set_group("s");
   hello.set_coordinator(daemons.near.address());
   CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
                {"would span daemons", "daemon a", daemons.near.uuid(1)});
 }
 
-TEST_CASE("device memory that crossed daemons is given back with the epoch") {
+TEST_CASE("device memory that crossed daemons is given back with the communicator") {
   Machine machine;
   LocalDaemon near(true, &machine, CudaTransportOptions().limit, 3, "a");
   const Model model = PlainModel(2, 8, 8);
@@ -2688,13 +2689,14 @@ TEST_CASE("a coordinator whose last member on a GPU left gives its wire back, an
       REQUIRE_OK(trainer.Begin(version));
       PushByHandles(&trainer, source, model, version);
       CHECK(engine->Difference(version) == "");
-      const auto epochs = Epochs(daemons.near);
-      REQUIRE(epochs.size() == 1);
-      CHECK(epochs[0].gpu_uuid() == daemons.near.uuid(gpu));
+      const auto communicators = Communicators(daemons.near);
+      REQUIRE(communicators.size() == 1);
+      CHECK(communicators[0].gpu_uuid() == daemons.near.uuid(gpu));
       CHECK(daemons.machine.nccl->Count().comms == 2);
       CHECK(daemons.machine.fake.Count().created == 2);
     }
-    CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
+    CHECK(Eventually(
+        [&] { return Communicators(daemons.near).empty() && Communicators(daemons.far).empty(); }));
     CHECK(daemons.machine.nccl->Count().comms == 0);
     // Only the engine's slots are left.
     CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 1; }));
@@ -2720,21 +2722,22 @@ TEST_CASE("a wire that an update needs outlives the coordinator's last member on
   leaves.reset();
   REQUIRE(Eventually([&] { return StatusOf(&daemons.near.daemon()).resources().members() == 0; }));
   for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
-    REQUIRE(Epochs(*daemon).size() == 1);
-    CHECK(Epochs(*daemon)[0].state() == "connected");
+    REQUIRE(Communicators(*daemon).size() == 1);
+    CHECK(Communicators(*daemon)[0].state() == "connected");
   }
   // Each end of the wire has its slots.
   CHECK(daemons.machine.fake.Count().created == 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(stays.Difference(1) == "");
-  CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
+  CHECK(Eventually(
+      [&] { return Communicators(daemons.near).empty() && Communicators(daemons.far).empty(); }));
   CHECK(daemons.machine.nccl->Count().comms == 0);
   CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 1; }));
   // All members that are left are on one daemon.
   REQUIRE_OK(trainer.Begin(2));
   PushByHandles(&trainer, source, model, 2);
   CHECK(stays.Difference(2) == "");
-  CHECK(Epochs(daemons.far).empty());
+  CHECK(Communicators(daemons.far).empty());
 }
 
 TEST_CASE("what crossed was looked for in host memory when the last reader there had died") {
@@ -2746,7 +2749,7 @@ TEST_CASE("what crossed was looked for in host memory when the last reader there
   REQUIRE(trainer.attached().ok());
   DeviceEngine stays(&daemons.far, 1, model, "far", &daemons.near);
   auto dies = std::make_unique<RawEngine>(daemons.near.Connect(),
-                                          daemons.near.EngineOn(2, v1::DELIVERY_STAGED, "near"),
+                                          daemons.near.EngineOn(2, v1::DELIVERY_LOADER, "near"),
                                           EngineOptions{.auto_ready = true, .auto_ack = false});
   REQUIRE(dies->attached().ok());
   const Block source(&daemons.far, 0, ModelBytes(model) + 64 * 64);
@@ -2770,9 +2773,9 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
   const Model model = PlainModel(6, 20, 30);
   {
     const auto trainer = AttachTrainer(ConnectOn(daemons.near, daemons.near.uuid(1), 65'536));
-    const std::unique_ptr<StagedEngine> far = daemons.Staged(1, 65'536);
+    const std::unique_ptr<LoaderEngine> far = daemons.LoaderRank(1, 65'536);
     auto comes_and_goes = [&] {
-      return std::make_unique<StagedEngine>(&daemons.near, 0, "near", 65'536);
+      return std::make_unique<LoaderEngine>(&daemons.near, 0, "near", 65'536);
     };
     auto near = comes_and_goes();
     const auto push = [&](int64_t version) {
@@ -2783,8 +2786,8 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
       CHECK(far->Difference(model, version) == "");
       // There are the trainer's slots, and the wire's slots at each end.
       CHECK(daemons.machine.fake.Count().created == 3);
-      REQUIRE(Epochs(daemons.near).size() == 1);
-      CHECK(Epochs(daemons.near)[0].gpu_uuid() == daemons.near.uuid(0));
+      REQUIRE(Communicators(daemons.near).size() == 1);
+      CHECK(Communicators(daemons.near)[0].gpu_uuid() == daemons.near.uuid(0));
     };
     push(1);
     const auto goes = [&] {
@@ -2801,16 +2804,16 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
 }
 
-TEST_CASE("an epoch and a staged rank that need slots on one GPU at once get the same") {
+TEST_CASE("a communicator and a loader rank that need slots on one GPU at once get the same") {
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
   {
     RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
     REQUIRE(trainer.attached().ok());
-    DeviceEngine registered(&daemons.far, 1, model, "registered", &daemons.near);
+    DeviceEngine registered(&daemons.far, 1, model, "in-place", &daemons.near);
     const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
     std::future<void> pushed;
-    DirectEngine staged;
+    DirectEngine loader;
     const auto blocked = [&](int calls) {
       return Eventually([&] { return daemons.machine.fake.Count().blocked_calls == calls; });
     };
@@ -2820,7 +2823,7 @@ TEST_CASE("an epoch and a staged rank that need slots on one GPU at once get the
     daemons.machine.fake.Block("cuMemCreate");
     const bool rank_first = GENERATE(true, false);
     if (rank_first) {
-      staged.Attach(&daemons.near, daemons.near.EngineOn(0, v1::DELIVERY_STAGED, "staged"));
+      loader.Attach(&daemons.near, daemons.near.EngineOn(0, v1::DELIVERY_LOADER, "loader"));
       CHECK(blocked(1));
     }
     pushed = std::async(std::launch::async, [&] {
@@ -2829,15 +2832,15 @@ TEST_CASE("an epoch and a staged rank that need slots on one GPU at once get the
     });
     CHECK(blocked(2));  // one at each daemon
     if (!rank_first) {
-      staged.Attach(&daemons.near, daemons.near.EngineOn(0, v1::DELIVERY_STAGED, "staged"));
+      loader.Attach(&daemons.near, daemons.near.EngineOn(0, v1::DELIVERY_LOADER, "loader"));
     }
-    CHECK(!staged.welcomed());
+    CHECK(!loader.welcomed());
     daemons.machine.fake.Block("");
     pushed.get();
     CHECK(registered.Difference(1) == "");
-    CHECK(Eventually([&] { return staged.welcomed(); }));
+    CHECK(Eventually([&] { return loader.welcomed(); }));
     CHECK(daemons.machine.fake.Count().created == 2);
-    staged.Leave();
+    loader.Leave();
   }
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
 }

@@ -16,7 +16,7 @@ namespace {
 using grpc::StatusCode;
 
 v1::EngineHello EngineIn(const std::string& instance, const v1::GroupSpec& spec,
-                         v1::Delivery delivery = v1::DELIVERY_REGISTERED,
+                         v1::Delivery delivery = v1::DELIVERY_IN_PLACE,
                          const Model* manifest = nullptr) {
   v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, delivery, spec);
   if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
@@ -81,16 +81,16 @@ TEST_CASE(
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon daemon;
   Holder survivor(daemon.Connect(), EngineIn("survivor", spec), HoldWhole(model));
-  RawEngine staged(daemon.Connect(), EngineIn("staged", spec, v1::DELIVERY_STAGED, &model));
-  REQUIRE(staged.attached().ok());
+  RawEngine loader(daemon.Connect(), EngineIn("loader", spec, v1::DELIVERY_LOADER, &model));
+  REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   int64_t version = 0;
-  for (const std::string delivery : {"registered", "staged"}) {
+  for (const std::string delivery : {"in-place", "loader"}) {
     for (const Phase phase :
          {Phase::kAttached, Phase::kPreparing, Phase::kReady, Phase::kWriting, Phase::kPartsOut}) {
       for (const End end : {End::kKilled, End::kKilledWithChild}) {
-        if (phase == Phase::kPartsOut && delivery == "registered") continue;
+        if (phase == Phase::kPartsOut && delivery == "in-place") continue;
         ++version;
         INFO(delivery << " engine killed " << Name(phase)
                       << (end == End::kKilled ? "" : ", its child lives on"));
@@ -132,11 +132,11 @@ TEST_CASE(
             CHECK_THAT(instance.reason(), Catch::Contains("engine victim rank 0"));
         }
         CHECK(committed.response.instances_size() == (phase == Phase::kAttached ? 2 : 3));
-        for (RawEngine* engine : {&survivor.engine(), &staged}) {
+        for (RawEngine* engine : {&survivor.engine(), &loader}) {
           REQUIRE(engine->events().WaitFor(v1::EngineEvent::kCommitted).has_value());
         }
         CHECK(survivor.Difference(model, bytes) == "");
-        CHECK(staged.StagedDifference(model, bytes) == "");
+        CHECK(loader.LoadedDifference(model, bytes) == "");
       }
     }
   }
@@ -227,8 +227,8 @@ TEST_CASE(
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec();
   Daemon daemon({Limit("ack")});
-  Holder registered(daemon.Connect(), EngineIn("registered", spec), HoldWhole(model));
-  MemberProcess late(daemon, "engine", {"instance=late", "delivery=staged"});
+  Holder registered(daemon.Connect(), EngineIn("in-place", spec), HoldWhole(model));
+  MemberProcess late(daemon, "engine", {"instance=late", "delivery=loader"});
   REQUIRE_ANSWER(late, "attach", "ok");
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
@@ -246,7 +246,7 @@ TEST_CASE(
                {"engine late rank 0", "acknowledge part 0"});
   CHECK_THAT(Aborted(&registered.engine(), true), Catch::Contains("engine late rank 0"));
   REQUIRE_ANSWER(late, "outcome", "ok aborted 1 dirty");
-  CHECK(daemon.InstanceState("g", "registered") == "dirty");
+  CHECK(daemon.InstanceState("g", "in-place") == "dirty");
   CHECK(trainer.GetUpdate("g", 1).response.outcome() == v1::UPDATE_OUTCOME_ABORTED);
 
   // An engine that is stopped, not only silent; it is evicted, and the update goes on.
@@ -255,7 +255,7 @@ TEST_CASE(
   const auto committed = trainer.Commit(2, 1);
   REQUIRE_OK(committed);
   for (const v1::InstanceResult& instance : committed.response.instances()) {
-    CHECK(instance.committed() == (instance.instance() == "registered"));
+    CHECK(instance.committed() == (instance.instance() == "in-place"));
     if (!instance.committed()) CHECK_THAT(instance.reason(), Catch::Contains("engine late rank 0"));
   }
   CHECK(registered.Difference(model, BytesOf(model, 2)) == "");
@@ -268,7 +268,7 @@ TEST_CASE("slots that an engine never gives back end the buckets that wait for o
   const Model model = PlainModel(1, 64, 64);  // one tensor as large as two slots
   const v1::GroupSpec spec = Spec(1, 1, 4096, 2);
   Daemon daemon({Limit("ack")});
-  RawEngine engine(daemon.Connect(), EngineIn("slow", spec, v1::DELIVERY_STAGED, &model),
+  RawEngine engine(daemon.Connect(), EngineIn("slow", spec, v1::DELIVERY_LOADER, &model),
                    {.auto_ack = false});
   REQUIRE(engine.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
@@ -300,10 +300,10 @@ TEST_CASE("slots that an engine never gives back end the buckets that wait for o
   }
   REQUIRE_OK(pushed.get());
   REQUIRE_OK(trainer.Commit(2, 1));
-  CHECK(engine.StagedDifference(model, BytesOf(model, 2)) == "");
+  CHECK(engine.LoadedDifference(model, BytesOf(model, 2)) == "");
 }
 
-TEST_CASE("a registered engine that is stopped after Ready is written all the same") {
+TEST_CASE("an in-place engine that is stopped after Ready is written all the same") {
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec();
   Daemon daemon;
@@ -327,7 +327,7 @@ TEST_CASE("an engine that reports a failure ends the update with its words") {
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec();
   Daemon daemon;
-  RawEngine engine(daemon.Connect(), EngineIn("i", spec, v1::DELIVERY_STAGED, &model),
+  RawEngine engine(daemon.Connect(), EngineIn("i", spec, v1::DELIVERY_LOADER, &model),
                    {.auto_ack = false});
   REQUIRE(engine.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
@@ -350,10 +350,10 @@ TEST_CASE(
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec();
   Daemon daemon;
-  Holder registered(daemon.Connect(), EngineIn("registered", spec), HoldWhole(model),
+  Holder registered(daemon.Connect(), EngineIn("in-place", spec), HoldWhole(model),
                     {.auto_ready = false});
-  RawEngine staged(daemon.Connect(), EngineIn("staged", spec, v1::DELIVERY_STAGED, &model));
-  REQUIRE(staged.attached().ok());
+  RawEngine loader(daemon.Connect(), EngineIn("loader", spec, v1::DELIVERY_LOADER, &model));
+  REQUIRE(loader.attached().ok());
   int64_t version = 0;
   std::string last_image;
   for (const Phase phase : {Phase::kPreparing, Phase::kReady, Phase::kWriting, Phase::kPartsOut}) {
@@ -361,7 +361,7 @@ TEST_CASE(
       INFO("trainer killed " << Name(phase) << (end == End::kKilled ? "" : ", its child lives on"));
       ++version;
       REQUIRE(Eventually([&] { return daemon.Group("g").trainers() == 0; }));
-      const bool was_dirty = daemon.InstanceState("g", "registered") == "dirty";
+      const bool was_dirty = daemon.InstanceState("g", "in-place") == "dirty";
       REQUIRE(!was_dirty);
       MemberProcess victim(daemon, "trainer", {});
       REQUIRE_ANSWER(victim, "attach", "ok");
@@ -375,21 +375,21 @@ TEST_CASE(
       }
       if (written) {
         REQUIRE_ANSWER(victim, "push " + std::to_string(version) + " 0 0 3", "ok");
-        REQUIRE(staged.events().WaitFor(v1::EngineEvent::kBucket).has_value());
+        REQUIRE(loader.events().WaitFor(v1::EngineEvent::kBucket).has_value());
       }
       if (phase == Phase::kPartsOut) {
         REQUIRE_ANSWER(victim, "push " + std::to_string(version) + " 1 3 12", "ok");
       }
       const std::string pid = std::to_string(victim.pid());
       victim.Kill();
-      for (RawEngine* engine : {&registered.engine(), &staged}) {
+      for (RawEngine* engine : {&registered.engine(), &loader}) {
         const std::string reason = Aborted(engine, written);
         CHECK_THAT(reason, Catch::Contains("trainer rank 0") && Catch::Contains(pid));
         // While a child holds the socket open no end of stream comes, so the process itself is
         // watched.
         if (end == End::kKilledWithChild) CHECK_THAT(reason, Catch::Contains("process died"));
       }
-      CHECK(daemon.InstanceState("g", "registered") == (written ? "dirty" : "clean"));
+      CHECK(daemon.InstanceState("g", "in-place") == (written ? "dirty" : "clean"));
       if (!written && version == 1) CHECK(registered.DifferenceFromEmpty() == "");
 
       // The rank is free again, and the next update makes the instances whole.
@@ -402,10 +402,10 @@ TEST_CASE(
       REQUIRE_OK(begun.get());
       REQUIRE_OK(next.Push(version, InlineBucket(model, BytesOf(model, version), 0, true)));
       REQUIRE_OK(next.Commit(version, 1));
-      REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+      REQUIRE(loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
       CHECK(registered.Difference(model, BytesOf(model, version)) == "");
-      CHECK(staged.StagedDifference(model, BytesOf(model, version)) == "");
-      CHECK(daemon.InstanceState("g", "registered") == "clean");
+      CHECK(loader.LoadedDifference(model, BytesOf(model, version)) == "");
+      CHECK(daemon.InstanceState("g", "in-place") == "clean");
     }
   }
 }
@@ -495,7 +495,7 @@ TEST_CASE("an operator can give an update up") {
 
 // ---- the daemon ----
 
-TEST_CASE("an engine whose daemon is killed between Ready and the outcome is in doubt") {
+TEST_CASE("an engine whose daemon is killed between Ready and the outcome has unknown weights") {
   Daemon daemon;
   const Model model = PlainModel(1, 4, 4);
   const auto attach = [&](const std::string& instance) {
@@ -541,9 +541,9 @@ TEST_CASE("an engine whose daemon is killed between Ready and the outcome is in 
     CHECK(!engine->Next(kDeadline).ok());
     CHECK(!engine->version().has_value());
   }
-  CHECK(ready->weights() == client::Weights::kInDoubt);
+  CHECK(ready->weights() == client::Weights::kUnknown);
   // An engine that did not say Ready was not written.
-  CHECK(unready->weights() == client::Weights::kGood);
+  CHECK(unready->weights() == client::Weights::kClean);
 }
 
 TEST_CASE("SIGTERM lets the running update end, takes no new one, and ends with exit code 0") {

@@ -85,7 +85,7 @@ struct Victim {
   Daemon daemon{{"--listen-tcp=127.0.0.1:0"}};
   const Model model = MixedModel();
   RawTrainer trainer{daemon.Connect(), RawTrainer::Hello("g")};
-  Holder engine{daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, {}),
+  Holder engine{daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, {}),
                 HoldWhole(model)};
   int64_t before = 0;
 };

@@ -1,4 +1,4 @@
-// A bfloat16 trainer feeds an FP8 engine: staged delivery, and a loader that quantises tensors in
+// A bfloat16 trainer feeds an FP8 engine: loader delivery, and a loader that quantises tensors in
 // blocks of 128 x 128, as engines with block scales do.
 #include <algorithm>
 #include <catch2/catch.hpp>
@@ -147,7 +147,7 @@ void Load(const TensorSpec& tensor, const char* data, Parameters* parameters) {
   }
 }
 
-// A staged engine whose thread loads delivered tensors. The parameters that it serves change only
+// A loader engine whose thread loads delivered tensors. The parameters that it serves change only
 // at Committed.
 class Fp8Engine {
  public:
@@ -156,7 +156,7 @@ class Fp8Engine {
     options.connect.socket = daemon.socket();
     options.connect.group = "g";
     options.instance = "fp8";
-    options.delivery = client::Delivery::kStaged;
+    options.delivery = client::Delivery::kLoader;
     options.manifest = manifest;
     auto engine = client::Engine::Attach(options);
     INFO(engine.status());

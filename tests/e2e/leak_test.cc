@@ -16,14 +16,14 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
   Daemon daemon;
   const Model model = MixedModel();
   Holder bystander(daemon.Connect(),
-                   RawEngine::Hello("g", "bystander", 0, 1, v1::DELIVERY_REGISTERED, Spec(2)),
+                   RawEngine::Hello("g", "bystander", 0, 1, v1::DELIVERY_IN_PLACE, Spec(2)),
                    HoldWhole(model));
   const auto batch = [&] {
     std::vector<std::unique_ptr<MemberProcess>> members;
     for (int i = 0; i < kAtATime; ++i) {
       const std::string n = std::to_string(i);
-      // A batch is two trainers with a region each, four registered engines (two of them one
-      // instance), and two staged engines.
+      // A batch is two trainers with a region each, four in-place engines (two of them one
+      // instance), and two loader engines.
       if (i < 2) {
         members.push_back(std::make_unique<MemberProcess>(
             daemon, "trainer", std::vector<std::string>{"trainers=2", "rank=" + n}));
@@ -36,7 +36,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
         members.push_back(std::make_unique<MemberProcess>(
             daemon, "engine",
             std::vector<std::string>{"trainers=2", "instance=e" + n,
-                                     i < 6 ? "delivery=registered" : "delivery=staged"}));
+                                     i < 6 ? "delivery=in-place" : "delivery=loader"}));
       }
       members.back()->Send("attach");
     }
@@ -87,10 +87,10 @@ TEST_CASE("1,000 updates of a small model do not grow the daemon") {
   constexpr int64_t kSpareBytes = int64_t{1} << 20;
   const Model model = MixedModel();
   Daemon daemon;
-  Holder registered(daemon.Connect(), RawEngine::Hello("g", "registered"), HoldWhole(model));
-  v1::EngineHello hello = RawEngine::Hello("g", "staged", 0, 1, v1::DELIVERY_STAGED);
-  RawEngine staged(daemon.Connect(), hello);
-  REQUIRE(staged.attached().ok());
+  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in-place"), HoldWhole(model));
+  v1::EngineHello hello = RawEngine::Hello("g", "loader", 0, 1, v1::DELIVERY_LOADER);
+  RawEngine loader(daemon.Connect(), hello);
+  REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
   REQUIRE(trainer.attached().ok());
   const std::vector<std::string> bytes = BytesOf(model, 1);

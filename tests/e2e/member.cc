@@ -1,8 +1,8 @@
 // A member in a process of its own, for tests that kill and stop it.
 //
 //   member trainer|engine SOCKET [group=G] [rank=R] [world=W] [trainers=T] [instances=I]
-//          [slot_bytes=B] [slots=S] [instance=NAME] [delivery=registered|staged] [uid=U]
-//          [token=HEX] [coordinator=HOST:PORT] [auto=1] [fill=1]
+//          [slot_bytes=B] [slots=S] [instance=NAME] [delivery=in-place|loader] [uid=U]
+//          [token=HEX] [coordinator=HOST:PORT] [auto=1] [catch_up=1]
 //          [matrices=M rows=N columns=K]
 //
 // Reads commands from stdin, one a line, and answers each with one line: "ok ..." or "error CODE
@@ -28,7 +28,7 @@
 // Engines:
 //   prepare                 waits for Prepare and does not answer it
 //   ready V                 answers Ready
-//   part                    waits for the next staged part; answers "ok VERSION PART"
+//   part                    waits for the next loader part; answers "ok VERSION PART"
 //   ack V PART              acknowledges the part
 //   outcome                 answers "ok committed V" or "ok aborted V clean|dirty REASON"
 //   check V                 answers whether its memory holds exactly version V (0: untouched)
@@ -37,9 +37,9 @@
 //   release                 sends the answers that were kept back
 //   await prepare|part V    waits for that event
 //   believe V               waits for an outcome of version V or later; answers the state of its
-//                           weights: "ok good VERSION", "ok dirty" or "ok doubt", each with " gone"
-//                           if its lease ended; "error 15 ..." if good weights do not have that
-//                           version's bytes
+//                           weights: "ok good VERSION", "ok dirty" or "ok unknown", each with "
+//                           gone" if its lease ended; "error 15 ..." if good weights do not have
+//                           that version's bytes
 // Ends with its stdin, or with its parent.
 #include <fmt/format.h>
 #include <grp.h>
@@ -291,23 +291,23 @@ class EngineMember {
   }
 
  private:
-  RawEngine& engine() { return holder_ != nullptr ? holder_->engine() : *staged_; }
+  RawEngine& engine() { return holder_ != nullptr ? holder_->engine() : *loaded_; }
 
   std::string Attach() {
-    const bool staged = settings_.Text("delivery", "registered") == "staged";
+    const bool loader = settings_.Text("delivery", "in-place") == "loader";
     const int rank = settings_.Number("rank", 0);
     const int world = settings_.Number("world", 1);
     v1::EngineHello hello = RawEngine::Hello(
         settings_.Text("group", "g"), settings_.Text("instance", "i"), rank, world,
-        staged ? v1::DELIVERY_STAGED : v1::DELIVERY_REGISTERED, settings_.GroupSpec());
+        loader ? v1::DELIVERY_LOADER : v1::DELIVERY_IN_PLACE, settings_.GroupSpec());
     hello.set_coordinator(settings_.Text("coordinator", ""));
-    hello.set_fill(settings_.Number("fill", 0) != 0);
+    hello.set_catch_up(settings_.Number("catch_up", 0) != 0);
     const bool by_itself = settings_.Number("auto", 0) != 0;
     const EngineOptions by_hand{.auto_ready = by_itself, .auto_ack = by_itself};
-    if (staged) {
+    if (loader) {
       *hello.mutable_manifest() = ManifestOf(model_);
-      staged_ = std::make_unique<RawEngine>(ConnectTo(socket_), hello, by_hand);
-      return Answer(staged_->attached());
+      loaded_ = std::make_unique<RawEngine>(ConnectTo(socket_), hello, by_hand);
+      return Answer(loaded_->attached());
     }
     try {
       holder_ = std::make_unique<Holder>(
@@ -342,10 +342,10 @@ class EngineMember {
     in >> version;
     const Belief belief = engine().AwaitBelief(version);
     const std::string gone = belief.attached ? "" : " gone";
-    if (belief.in_doubt) return "ok doubt" + gone;
+    if (belief.unknown) return "ok unknown" + gone;
     if (!belief.good) return "ok dirty" + gone;
-    // Staged engines hold nothing before their first version.
-    if (belief.version != 0 || staged_ == nullptr) {
+    // Loader engines hold nothing before their first version.
+    if (belief.version != 0 || loaded_ == nullptr) {
       const std::string difference = DifferenceFrom(belief.version);
       if (!difference.empty()) {
         return fmt::format("error 15 believes in version {}, but {}", belief.version, difference);
@@ -363,7 +363,7 @@ class EngineMember {
 
   std::string DifferenceFrom(int64_t version) {
     const std::vector<std::string> bytes = BytesOf(model_, version);
-    if (staged_ != nullptr) return staged_->StagedDifference(model_, bytes);
+    if (loaded_ != nullptr) return loaded_->LoadedDifference(model_, bytes);
     return version == 0 ? holder_->DifferenceFromEmpty() : holder_->Difference(model_, bytes);
   }
 
@@ -371,7 +371,7 @@ class EngineMember {
   const Settings& settings_;
   const Model model_ = settings_.TheModel();
   std::unique_ptr<Holder> holder_;
-  std::unique_ptr<RawEngine> staged_;
+  std::unique_ptr<RawEngine> loaded_;
 };
 
 std::string Fork() {

@@ -59,7 +59,7 @@ std::string Difference(const std::string& expected, const char* memory, const La
 // A bucket with names, dtypes and shapes of the tensors `indices` (all of them if empty), without a
 // source.
 v1::Bucket Describe(const Model& model, int64_t seq, std::vector<int> indices = {});
-// Lists all tensors as an engine with staged delivery announces them.
+// Lists all tensors as an engine with loader delivery announces them.
 v1::Manifest ManifestOf(const Model& model);
 // Does what Describe does, and puts the bytes inline.
 v1::Bucket InlineBucket(const Model& model, const std::vector<std::string>& bytes, int64_t seq,

@@ -71,8 +71,8 @@ struct Fleet {
         c(FlagsOf("c", 3, "0"), name.launcher()) {
     hosts.Point(OwnLoopback(1));
     pusher = std::make_unique<Pusher>(ConnectTo(c, true), model);
-    Add(b, "at-b", client::Delivery::kRegistered);
-    Add(c, "at-c", client::Delivery::kStaged);
+    Add(b, "at-b", client::Delivery::kInPlace);
+    Add(c, "at-c", client::Delivery::kLoader);
   }
   static std::vector<std::string> FlagsOf(const std::string& id, int loopback,
                                           const std::string& port) {
@@ -154,13 +154,13 @@ TEST_CASE("where the coordinator's name is pointed elsewhere, engines come with 
 
   SECTION("the old daemon died before") {
     f.a.Kill();
-    f.Lost(Weights::kGood);
+    f.Lost(Weights::kClean);
     hosts.Point(OwnLoopback(2));
   }
   SECTION("the old daemon drains after") {
     hosts.Point(OwnLoopback(2));
     CHECK(f.a.Stop() == 0);
-    f.Lost(Weights::kGood);
+    f.Lost(Weights::kClean);
   }
   SECTION("the old daemon goes on without the group") {
     a_lives = true;
@@ -177,7 +177,7 @@ TEST_CASE("where the coordinator's name is pointed elsewhere, engines come with 
     REQUIRE(drained.ok());
     REQUIRE(drained.response.drained_size() == 1);
     CHECK(drained.response.drained(0) == "g");
-    f.Lost(Weights::kGood);
+    f.Lost(Weights::kClean);
     CHECK(f.a.Group("g").name().empty());
   }
   f.CameBackWith(Version(1));
@@ -194,7 +194,7 @@ TEST_CASE("where the coordinator's name is pointed elsewhere, engines come with 
 
   // The old daemon's members find the group where the name points.
   if (!a_lives) f.a.Restart();
-  f.Add(f.a, "at-a", client::Delivery::kRegistered);
+  f.Add(f.a, "at-a", client::Delivery::kInPlace);
   CHECK(f.a.Group("g").coordinator() == f.named());
   f.Install();
 }
@@ -213,7 +213,7 @@ TEST_CASE("an update whose coordinator dies is lost, and the next one commits wh
   INFO(failed);
   CHECK((absl::IsUnavailable(failed) || absl::IsAborted(failed)));
   hosts.Point(OwnLoopback(2));
-  f.Lost(Weights::kInDoubt);
+  f.Lost(Weights::kUnknown);
   f.Install();
   CHECK(f.b.Group("g").version() == f.version);
 }
@@ -224,7 +224,7 @@ TEST_CASE("a coordinator that is started anew makes the group again") {
   f.Install();
   const uint64_t before = f.a.Group("g").incarnation();
   f.a.Kill();
-  f.Lost(Weights::kGood);
+  f.Lost(Weights::kClean);
   f.a.Restart();
   f.CameBackWith(Version(1));
   f.Install();

@@ -25,14 +25,14 @@ Hello In(Hello hello, const Daemon& coordinator) {
   return hello;
 }
 
-v1::EngineHello Registered(const std::string& instance, const v1::GroupSpec& spec, int rank = 0,
-                           int world_size = 1, const std::string& group = "g") {
-  return RawEngine::Hello(group, instance, rank, world_size, v1::DELIVERY_REGISTERED, spec);
+v1::EngineHello InPlaceRank(const std::string& instance, const v1::GroupSpec& spec, int rank = 0,
+                            int world_size = 1, const std::string& group = "g") {
+  return RawEngine::Hello(group, instance, rank, world_size, v1::DELIVERY_IN_PLACE, spec);
 }
 
-v1::EngineHello Staged(const std::string& instance, const v1::GroupSpec& spec,
-                       const Model* manifest = nullptr) {
-  v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
+v1::EngineHello LoaderRank(const std::string& instance, const v1::GroupSpec& spec,
+                           const Model* manifest = nullptr) {
+  v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_LOADER, spec);
   if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
@@ -254,13 +254,13 @@ TEST_CASE(
   Baseline at_a(&a);
   Baseline at_b(&b);
   {
-    Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
-    Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+    Holder near(a.Connect(), InPlaceRank("near", spec), HoldWhole(model));
+    Holder far(b.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
     // An instance with a rank on each daemon.
-    Holder left(a.Connect(), Registered("wide", spec, 0, 2), HoldSlice(model, 0, 0, 2));
-    Holder right(b.Connect(), In(Registered("wide", spec, 1, 2), a), HoldSlice(model, 0, 1, 2));
-    RawEngine near_staged(a.Connect(), Staged("near-staged", spec, &model));
-    RawEngine far_staged(b.Connect(), In(Staged("far-staged", spec, &model), a));
+    Holder left(a.Connect(), InPlaceRank("wide", spec, 0, 2), HoldSlice(model, 0, 0, 2));
+    Holder right(b.Connect(), In(InPlaceRank("wide", spec, 1, 2), a), HoldSlice(model, 0, 1, 2));
+    RawEngine near_staged(a.Connect(), LoaderRank("near-loader", spec, &model));
+    RawEngine far_staged(b.Connect(), In(LoaderRank("far-loader", spec, &model), a));
     REQUIRE(near_staged.attached().ok());
     REQUIRE(far_staged.attached().ok());
     Pusher first(a, RawTrainer::Hello("g", spec, 0, 2), model);
@@ -291,7 +291,7 @@ TEST_CASE(
         }
         for (RawEngine* engine : {&near_staged, &far_staged}) {
           RequireCommitted(engine, version);
-          CHECK(engine->StagedDifference(model, bytes) == "");
+          CHECK(engine->LoadedDifference(model, bytes) == "");
         }
       }
     }
@@ -306,7 +306,7 @@ TEST_CASE(
     REQUIRE(here.nodes_size() == 2);
     CHECK(here.nodes(1).daemon_id() == "b");
     CHECK(here.nodes(1).state() == "joined");
-    for (const std::string instance : {"near", "far", "wide", "near-staged", "far-staged"}) {
+    for (const std::string instance : {"near", "far", "wide", "near-loader", "far-loader"}) {
       CHECK(a.InstanceState("g", instance) == "clean");
     }
   }
@@ -321,8 +321,8 @@ TEST_CASE("a count that Commit tells on a joined daemon commits all tensors on b
   const v1::GroupSpec spec = Spec(1, 2);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  RawEngine near(a.Connect(), Staged("near", spec));
-  RawEngine far(b.Connect(), In(Staged("far", spec), a));
+  RawEngine near(a.Connect(), LoaderRank("near", spec));
+  RawEngine far(b.Connect(), In(LoaderRank("far", spec), a));
   REQUIRE(near.attached().ok());
   REQUIRE(far.attached().ok());
   RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
@@ -342,7 +342,7 @@ TEST_CASE("a count that Commit tells on a joined daemon commits all tensors on b
   REQUIRE_OK(trainer.Commit(commit));
   for (RawEngine* engine : {&near, &far}) {
     RequireCommitted(engine, 1);
-    CHECK(engine->StagedDifference(model, bytes) == "");
+    CHECK(engine->LoadedDifference(model, bytes) == "");
   }
 }
 
@@ -365,13 +365,13 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
       holders.push_back(std::make_unique<Holder>(daemon.Connect(), hello, held));
     };
     // This instance has a rank on each of the three daemons.
-    add(Registered("wide", spec, 0, 3), a, HoldSlice(model, 1, 0, 3));
-    add(In(Registered("wide", spec, 1, 3), a), b, HoldSlice(model, 1, 1, 3));
-    add(In(Registered("wide", spec, 2, 3), a), c, HoldSlice(model, 1, 2, 3));
-    add(In(Registered("on-b", spec), a), b, HoldWhole(model));
-    add(In(Registered("on-c", spec), a), c, HoldWhole(model));
-    RawEngine staged(c.Connect(), In(Staged("staged", spec, &model), a));
-    REQUIRE(staged.attached().ok());
+    add(InPlaceRank("wide", spec, 0, 3), a, HoldSlice(model, 1, 0, 3));
+    add(In(InPlaceRank("wide", spec, 1, 3), a), b, HoldSlice(model, 1, 1, 3));
+    add(In(InPlaceRank("wide", spec, 2, 3), a), c, HoldSlice(model, 1, 2, 3));
+    add(In(InPlaceRank("on-b", spec), a), b, HoldWhole(model));
+    add(In(InPlaceRank("on-c", spec), a), c, HoldWhole(model));
+    RawEngine loader(c.Connect(), In(LoaderRank("loader", spec, &model), a));
+    REQUIRE(loader.attached().ok());
     int64_t version = 0;
     for (int round = 0; round < 2; ++round) {
       for (const Source source : {Source::kInline, Source::kRegion, Source::kSlot}) {
@@ -383,21 +383,21 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
           RequireCommitted(&holder->engine(), version);
           CHECK(holder->Difference(model, bytes) == "");
         }
-        RequireCommitted(&staged, version);
-        CHECK(staged.StagedDifference(model, bytes) == "");
+        RequireCommitted(&loader, version);
+        CHECK(loader.LoadedDifference(model, bytes) == "");
       }
       // A daemon leaves with its last member; the others get a new communicator.
       if (round == 0) {
-        const uint64_t epoch = a.Group("g").epoch();
+        const uint64_t communicator = a.Group("g").communicator();
         Daemon d(Flags("d"));
-        Holder late(d.Connect(), In(Registered("late", spec), a), HoldWhole(model));
+        Holder late(d.Connect(), In(InPlaceRank("late", spec), a), HoldWhole(model));
         ++version;
         const std::vector<std::string> bytes = BytesOf(model, version);
         InstallTogether({&first, &second}, version, bytes, Source::kInline);
         CHECK(late.Difference(model, bytes) == "");
         for (const auto& holder : holders) RequireCommitted(&holder->engine(), version);
-        RequireCommitted(&staged, version);
-        CHECK(a.Group("g").epoch() > epoch);
+        RequireCommitted(&loader, version);
+        CHECK(a.Group("g").communicator() > communicator);
       }
       REQUIRE(Eventually([&] { return a.Group("g").nodes_size() == 3; }));
     }
@@ -415,7 +415,7 @@ TEST_CASE("an engine registered on a joined daemon was left out of an update tha
   const v1::GroupSpec spec = Spec();
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  Holder near(a.Connect(), InPlaceRank("near", spec), HoldWhole(model));
   RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   for (int64_t version = 1; version <= 30; ++version) {
@@ -438,7 +438,7 @@ TEST_CASE("a bucket crosses the wire once a daemon, however many engines are the
     std::vector<std::unique_ptr<Holder>> holders;
     for (int i = 0; i < engines; ++i) {
       holders.push_back(std::make_unique<Holder>(
-          b.Connect(), In(Registered("i" + std::to_string(i), spec), a), HoldWhole(model)));
+          b.Connect(), In(InPlaceRank("i" + std::to_string(i), spec), a), HoldWhole(model)));
     }
     Pusher pusher(a, RawTrainer::Hello("g", spec), model);
     REQUIRE(pusher.trainer.attached().ok());
@@ -465,36 +465,36 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
-  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  Holder near(a.Connect(), InPlaceRank("near", spec), HoldWhole(model));
+  Holder far(b.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
 
   const auto attach = [](const Daemon& daemon, const v1::EngineHello& hello) {
     return RawEngine(daemon.Connect(), hello).attached();
   };
   SECTION("a daemon that names itself by its own address is its own coordinator") {
-    CHECK(attach(a, In(Registered("self", spec), a)).ok());
+    CHECK(attach(a, In(InPlaceRank("self", spec), a)).ok());
   }
   SECTION("a daemon that answers to another name itself coordinates the group") {
     const std::string port = a.address().substr(a.address().rfind(':'));
-    v1::EngineHello hello = Registered("self", spec, 0, 1, "other");
+    v1::EngineHello hello = InPlaceRank("self", spec, 0, 1, "other");
     hello.set_coordinator("localhost" + port);
     CHECK(attach(a, hello).ok());
     CHECK(a.Group("other").coordinator().empty());
   }
   SECTION("the coordinator's own id") {
     Daemon twin(Flags("a"));
-    CheckRefused(attach(twin, In(Registered("twin", spec), a)), StatusCode::FAILED_PRECONDITION,
+    CheckRefused(attach(twin, In(InPlaceRank("twin", spec), a)), StatusCode::FAILED_PRECONDITION,
                  {"daemon_id", "'a'"});
   }
   SECTION("another spec") {
     Daemon c(Flags("c"));
-    CheckRefused(attach(c, In(Registered("x", Spec(1, 7, 65'536, 4)), a)),
+    CheckRefused(attach(c, In(InPlaceRank("x", Spec(1, 7, 65'536, 4)), a)),
                  StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
-    CheckRefused(attach(b, In(Registered("x", Spec(1, 7, 65'536, 4)), a)),
+    CheckRefused(attach(b, In(InPlaceRank("x", Spec(1, 7, 65'536, 4)), a)),
                  StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
   }
   SECTION("an unknown group") {
-    v1::EngineHello hello = In(Registered("x", spec, 0, 1, "nobody"), a);
+    v1::EngineHello hello = In(InPlaceRank("x", spec, 0, 1, "nobody"), a);
     hello.clear_spec();
     CheckRefused(attach(b, hello), StatusCode::NOT_FOUND, {"nobody"});
     hello.set_wait_ms(50);
@@ -502,34 +502,34 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
   }
   SECTION("nobody listens there") {
     Daemon gone(Flags("gone"));
-    const v1::EngineHello hello = In(Registered("x", spec, 0, 1, "other"), gone);
+    const v1::EngineHello hello = In(InPlaceRank("x", spec, 0, 1, "other"), gone);
     gone.Kill();
     CheckRefused(attach(b, hello), StatusCode::UNAVAILABLE, {gone.address()});
   }
   SECTION("a group that this daemon follows, without its coordinator's name or with another") {
-    CheckRefused(attach(b, Registered("x", spec)), StatusCode::FAILED_PRECONDITION, {a.address()});
-    CheckRefused(attach(b, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
+    CheckRefused(attach(b, InPlaceRank("x", spec)), StatusCode::FAILED_PRECONDITION, {a.address()});
+    CheckRefused(attach(b, In(InPlaceRank("x", spec), b)), StatusCode::FAILED_PRECONDITION,
                  {a.address()});
     Daemon c(Flags("c"));
-    CheckRefused(attach(b, In(Registered("x", spec), c)), StatusCode::FAILED_PRECONDITION,
+    CheckRefused(attach(b, In(InPlaceRank("x", spec), c)), StatusCode::FAILED_PRECONDITION,
                  {a.address(), c.address()});
     // A daemon that itself follows another is no coordinator either.
-    CheckRefused(attach(c, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
+    CheckRefused(attach(c, In(InPlaceRank("x", spec), b)), StatusCode::FAILED_PRECONDITION,
                  {a.address()});
   }
   SECTION("a rank that is attached already, on another daemon or on this one") {
-    CheckRefused(attach(b, In(Registered("near", spec), a)), StatusCode::ALREADY_EXISTS,
+    CheckRefused(attach(b, In(InPlaceRank("near", spec), a)), StatusCode::ALREADY_EXISTS,
                  {"engine near rank 0"});
-    CheckRefused(attach(b, In(Registered("far", spec), a)), StatusCode::ALREADY_EXISTS,
+    CheckRefused(attach(b, In(InPlaceRank("far", spec), a)), StatusCode::ALREADY_EXISTS,
                  {"engine far rank 0"});
-    CheckRefused(attach(a, Registered("far", spec)), StatusCode::ALREADY_EXISTS,
+    CheckRefused(attach(a, InPlaceRank("far", spec)), StatusCode::ALREADY_EXISTS,
                  {"engine far rank 0"});
   }
   SECTION("a world size that the instance does not have") {
-    CHECK_FALSE(attach(b, In(Registered("near", spec, 1, 2), a)).ok());
+    CHECK_FALSE(attach(b, In(InPlaceRank("near", spec, 1, 2), a)).ok());
   }
   SECTION("an acknowledgement that means nothing") {
-    RawEngine odd(b.Connect(), In(Registered("odd", spec), a));
+    RawEngine odd(b.Connect(), In(InPlaceRank("odd", spec), a));
     REQUIRE(odd.attached().ok());
     REQUIRE(odd.Ack(1, -1));
     REQUIRE(odd.Ack(1, 7));
@@ -555,13 +555,13 @@ TEST_CASE("a daemon started anew under the id of one that was killed takes its p
   Daemon a(Flags("a"));
   Daemon old(Flags("b"));
   Daemon anew(Flags("b"));
-  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
-  Holder before(old.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  Holder near(a.Connect(), InPlaceRank("near", spec), HoldWhole(model));
+  Holder before(old.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
   // While the old daemon lives it keeps its place.
-  RawEngine refused(anew.Connect(), In(Registered("far", spec), a));
+  RawEngine refused(anew.Connect(), In(InPlaceRank("far", spec), a));
   CheckRefused(refused.attached(), StatusCode::ALREADY_EXISTS, {"daemon_id", "'b'", "try again"});
   CHECK(!before.engine().events().ended());
-  v1::EngineHello waits = In(Registered("far", spec), a);
+  v1::EngineHello waits = In(InPlaceRank("far", spec), a);
   waits.set_wait_ms(20'000);
   old.Kill();
   Holder after(anew.Connect(), waits, HoldWhole(model));
@@ -581,7 +581,7 @@ TEST_CASE("members that wait on another daemon are admitted when the group is cr
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  v1::EngineHello waits = In(Staged("far", spec, &model), a);
+  v1::EngineHello waits = In(LoaderRank("far", spec, &model), a);
   waits.clear_spec();
   waits.set_wait_ms(20'000);
   RawEngine far(b.Connect(), waits);
@@ -596,21 +596,21 @@ TEST_CASE("members that wait on another daemon are admitted when the group is cr
   REQUIRE(pusher.trainer.attached().ok());
   InstallTogether({&pusher}, 1, BytesOf(model, 1), Source::kRegion);
   RequireCommitted(&far, 1);
-  CHECK(far.StagedDifference(model, BytesOf(model, 1)) == "");
+  CHECK(far.LoadedDifference(model, BytesOf(model, 1)) == "");
 }
 
 TEST_CASE("a member that waits for a group here gets none that another daemon coordinates") {
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon b(Flags("b"));
-  v1::EngineHello waits = Registered("waits", spec);
+  v1::EngineHello waits = InPlaceRank("waits", spec);
   waits.clear_spec();
   waits.set_wait_ms(2'000);
   RawEngine waiting(b.Connect(), waits);  // waits by the time that the other daemons have started
   Daemon a(Flags("a"));
   Daemon c(Flags("c"));
-  RawEngine joins(b.Connect(), In(Registered("joins", spec), a));
+  RawEngine joins(b.Connect(), In(InPlaceRank("joins", spec), a));
   REQUIRE(joins.attached().ok());
-  v1::EngineHello lost = In(Registered("lost", spec), b);
+  v1::EngineHello lost = In(InPlaceRank("lost", spec), b);
   lost.clear_spec();
   RawEngine refused(c.Connect(), lost);
   CheckRefused(refused.attached(), StatusCode::FAILED_PRECONDITION, {a.address()});
@@ -620,15 +620,15 @@ TEST_CASE("a member that waits for a group here gets none that another daemon co
   CHECK(a.Group("g").instances_size() == 1);
 }
 
-TEST_CASE("a staged engine that dies with parts waiting for its slots costs its daemon no link") {
+TEST_CASE("a loader engine that dies with parts waiting for its slots costs its daemon no link") {
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec(1, 1, 4096, 2);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
-  auto staged = std::make_unique<RawEngine>(b.Connect(), In(Staged("staged", spec, &model), a));
-  REQUIRE(staged->attached().ok());
-  staged->Hold(/*ready=*/false, /*ack=*/true);
+  Holder far(b.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
+  auto loader = std::make_unique<RawEngine>(b.Connect(), In(LoaderRank("loader", spec, &model), a));
+  REQUIRE(loader->attached().ok());
+  loader->Hold(/*ready=*/false, /*ack=*/true);
   RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
   REQUIRE(trainer.attached().ok());
   REQUIRE_OK(trainer.Begin(1));
@@ -636,8 +636,8 @@ TEST_CASE("a staged engine that dies with parts waiting for its slots costs its 
   auto pushed = std::async(std::launch::async, [&] {
     return trainer.Push(1, InlineBucket(model, bytes, 0, true)).status;
   });
-  REQUIRE(staged->AwaitPart(1));
-  staged.reset();
+  REQUIRE(loader->AwaitPart(1));
+  loader.reset();
   REQUIRE(pushed.get().ok());
   const auto committed = trainer.Commit(1, 1);
   REQUIRE_OK(committed);
@@ -654,9 +654,9 @@ TEST_CASE("the death of a daemon's only engine aborted the update for the others
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
   Daemon c(Flags("c"));
-  Holder stays(b.Connect(), In(Registered("stays", spec), a), HoldWhole(model));
+  Holder stays(b.Connect(), In(InPlaceRank("stays", spec), a), HoldWhole(model));
   auto dies =
-      std::make_unique<Holder>(c.Connect(), In(Registered("dies", spec), a), HoldWhole(model));
+      std::make_unique<Holder>(c.Connect(), In(InPlaceRank("dies", spec), a), HoldWhole(model));
   RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   const auto gone = [&] { return Eventually([&] { return a.Group("g").instances_size() == 1; }); };
@@ -696,9 +696,9 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
   Daemon c(Flags("c"));
-  Holder sound(b.Connect(), In(Registered("sound", spec), a), HoldWhole(model));
+  Holder sound(b.Connect(), In(InPlaceRank("sound", spec), a), HoldWhole(model));
   auto broken =
-      std::make_unique<Holder>(c.Connect(), In(Registered("broken", spec), a), HoldWhole(model));
+      std::make_unique<Holder>(c.Connect(), In(InPlaceRank("broken", spec), a), HoldWhole(model));
   RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   // Runs the update to `version`; returns with how many instances it began and committed.
@@ -738,7 +738,7 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
   REQUIRE(Eventually(
       [&] { return a.Group("g").instances_size() == 1 && c.Status().groups_size() == 0; }));
   broken =
-      std::make_unique<Holder>(c.Connect(), In(Registered("broken", spec), a), HoldWhole(model));
+      std::make_unique<Holder>(c.Connect(), In(InPlaceRank("broken", spec), a), HoldWhole(model));
   CHECK(kept_out().empty());
   CHECK(install(3) == 2);
   RequireCommitted(&broken->engine(), 3);
@@ -750,7 +750,7 @@ TEST_CASE("a joined daemon answers for updates it took part in and sends operato
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  Holder far(b.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
   RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
   REQUIRE(trainer.attached().ok());
   REQUIRE_OK(trainer.Begin(1));
@@ -809,7 +809,7 @@ TEST_CASE("a repeated request id through a joined daemon has no second effect") 
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  Holder near(a.Connect(), InPlaceRank("near", spec), HoldWhole(model));
   RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
   REQUIRE(trainer.attached().ok());
   v1::BeginRequest begin;
@@ -845,8 +845,8 @@ TEST_CASE("a group that is replaced ends trainers' leases on every daemon and be
   const v1::GroupSpec spec = Spec(2, 1, 65'536, 4);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
-  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  Holder near(a.Connect(), InPlaceRank("near", spec), HoldWhole(model));
+  Holder far(b.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
   const auto attach = [&](std::unique_ptr<Pusher>* first, std::unique_ptr<Pusher>* second) {
     *first = std::make_unique<Pusher>(a, RawTrainer::Hello("g", spec, 0, 2), model);
     *second = std::make_unique<Pusher>(b, In(RawTrainer::Hello("g", spec, 1, 2), a), model);
@@ -901,10 +901,10 @@ TEST_CASE("two groups of different coordinators update at once over the same two
     };
     const auto make = [&](const std::string& group, const Daemon& own, const Daemon& other) {
       Side side;
-      side.near = std::make_unique<Holder>(own.Connect(), Registered("near", spec, 0, 1, group),
+      side.near = std::make_unique<Holder>(own.Connect(), InPlaceRank("near", spec, 0, 1, group),
                                            HoldWhole(model));
       side.far = std::make_unique<Holder>(
-          other.Connect(), In(Registered("far", spec, 0, 1, group), own), HoldWhole(model));
+          other.Connect(), In(InPlaceRank("far", spec, 0, 1, group), own), HoldWhole(model));
       side.pusher = std::make_unique<Pusher>(own, RawTrainer::Hello(group, spec), model);
       REQUIRE(side.pusher->trainer.attached().ok());
       return side;
@@ -941,7 +941,7 @@ TEST_CASE("metadata that engines of another daemon don't share is refused by the
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon a(Flags("a"));
   Daemon b(Flags("b"));
-  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  Holder far(b.Connect(), In(InPlaceRank("far", spec), a), HoldWhole(model));
   const Daemon& trainers_daemon = GENERATE(true, false) ? a : b;
   RawTrainer trainer(trainers_daemon.Connect(), In(RawTrainer::Hello("g", spec), a));
   REQUIRE(trainer.attached().ok());
@@ -956,7 +956,7 @@ TEST_CASE("metadata that engines of another daemon don't share is refused by the
 
   // Two engines contradict each other, so the update can't begin.
   {
-    Holder contrary(a.Connect(), Registered("contrary", spec), HoldWhole(other));
+    Holder contrary(a.Connect(), InPlaceRank("contrary", spec), HoldWhole(other));
     const auto begun = trainer.Begin(++version);
     CHECK_FALSE(begun.ok());
     CHECK_THAT(begun.status.error_message(), Catch::Contains("layers.0.o.weight"));

@@ -130,9 +130,9 @@ struct Fixture {
         alpha(CoordinatorFlags(), net.alpha.launcher()),
         beta(Flags("beta"), net.beta.launcher()),
         pusher(WithSpec(At(trainer_side)), model),
-        near(At(Side::kAlpha), "near", client::Delivery::kRegistered, model),
-        far(At(Side::kBeta), "far", client::Delivery::kRegistered, model),
-        staged(At(Side::kBeta), "staged", client::Delivery::kStaged, model) {}
+        near(At(Side::kAlpha), "near", client::Delivery::kInPlace, model),
+        far(At(Side::kBeta), "far", client::Delivery::kInPlace, model),
+        loader(At(Side::kBeta), "loader", client::Delivery::kLoader, model) {}
 
   client::ConnectOptions At(Side where) const {
     client::ConnectOptions connect;
@@ -148,12 +148,12 @@ struct Fixture {
         .trainer_ranks = 1, .min_instances = 3, .slot_bytes = kPartBytes, .slots = 4};
     return connect;
   }
-  std::vector<Rank*> ranks() { return {&near, &far, &staged}; }
+  std::vector<Rank*> ranks() { return {&near, &far, &loader}; }
   Daemon& root() { return side == Side::kAlpha ? alpha : beta; }
 
   // How often each rank at beta has lost its lease so far.
   std::map<Rank*, int> BetasLosses() {
-    return {{&far, far.seen().losses}, {&staged, staged.seen().losses}};
+    return {{&far, far.seen().losses}, {&loader, loader.seen().losses}};
   }
   // Waits until all know that the daemons are apart: if the network healed earlier, one of them
   // might find that out only in the next update.
@@ -185,7 +185,7 @@ struct Fixture {
   Pusher pusher;
   Rank near;
   Rank far;
-  Rank staged;
+  Rank loader;
   int64_t good = 0;  // the last committed version
 };
 
@@ -259,19 +259,19 @@ void Round(Fixture* f, Phase phase, Fault fault) {
     CHECK(f->near.engine().version() != Version(version));
   }
   // Beta's engines hear within the same limit that the coordinator is gone. An engine that answered
-  // Ready is in doubt.
+  // Ready has unknown weights.
   if (phase == Phase::kPrepare) {
     // The lease is lost, and its thread has not heard of that.
-    CHECK(Eventually([&] { return f->far.engine().weights() == Weights::kGood; }));
+    CHECK(Eventually([&] { return f->far.engine().weights() == Weights::kClean; }));
     f->far.Let();
   }
   f->AwaitBetasLoss(losses);
-  for (Rank* rank : {&f->far, &f->staged}) {
+  for (Rank* rank : {&f->far, &f->loader}) {
     CHECK_THAT(rank->seen().reason, Catch::Contains(kCoordinator));
   }
   CHECK(since() < std::max(kSilence, kWire) + kSlack);
-  if (phase == Phase::kPrepare) CHECK(f->far.seen().lost_weights == Weights::kGood);
-  for (Rank* rank : {&f->far, &f->staged}) CHECK(rank->engine().version() != Version(version));
+  if (phase == Phase::kPrepare) CHECK(f->far.seen().lost_weights == Weights::kClean);
+  for (Rank* rank : {&f->far, &f->loader}) CHECK(rank->engine().version() != Version(version));
   CHECK(f->alpha.Group("g").version() == f->good);
 
   if (phase == Phase::kOnTheWire) f->net.Fast();

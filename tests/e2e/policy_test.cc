@@ -414,7 +414,7 @@ TEST_CASE("a changed policy counts at once and ends no lease, and a bad one is n
   near.socket = daemon.socket();
   near.group = "g";
   near.spec.emplace();
-  Rank engine(near, "i", client::Delivery::kRegistered, model);
+  Rank engine(near, "i", client::Delivery::kInPlace, model);
   auto trainer = Train(daemon.address(), certified.Issue("t"), "g");
   REQUIRE(trainer.ok());
   const std::vector<std::string> bytes = BytesOf(model, 1);
@@ -491,11 +491,11 @@ TEST_CASE("pools and running updates are limited for each identity too") {
   near.spec.emplace();
   near.group = "g";
   near.spec->slots = 2;
-  Rank of_g(near, "i", client::Delivery::kRegistered, model);
+  Rank of_g(near, "i", client::Delivery::kInPlace, model);
   const auto first = client::Trainer::Attach({.connect = near});
   REQUIRE(first.ok());
   near.group = "h";
-  Rank of_h(near, "i", client::Delivery::kRegistered, model);
+  Rank of_h(near, "i", client::Delivery::kInPlace, model);
   const auto second = client::Trainer::Attach({.connect = near});
   REQUIRE(second.ok());
   near.group = "k";
@@ -531,7 +531,7 @@ TEST_CASE("the audit log tells who did what, survives rotation, and has no token
   near.socket = daemon.socket();
   near.group = "g";
   near.spec.emplace();
-  auto engine = std::make_unique<Rank>(near, "i", client::Delivery::kRegistered, model);
+  auto engine = std::make_unique<Rank>(near, "i", client::Delivery::kInPlace, model);
   auto trainer = Train(daemon.address(), certified.Issue("t"), "g");
   REQUIRE(trainer.ok());
   const std::vector<std::string> bytes = BytesOf(model, 812);
@@ -554,7 +554,7 @@ TEST_CASE("the audit log tells who did what, survives rotation, and has no token
   CHECK(has({{"what", "abort"}, {"identity", t}, {"version", 813}, {"outcome", "OK"}}));
   CHECK(has({{"what", "update"}, {"version", 813}, {"outcome", "aborted"}}));
 
-  auto other = std::make_unique<Rank>(near, "j", client::Delivery::kRegistered, model);
+  auto other = std::make_unique<Rank>(near, "j", client::Delivery::kInPlace, model);
   auto evicting = (*trainer)->Begin({.version = Version(814)});
   REQUIRE(evicting.ok());
   other.reset();

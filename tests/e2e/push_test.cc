@@ -9,9 +9,9 @@
 namespace refitd::e2e {
 namespace {
 
-v1::EngineHello StagedHello(const std::string& instance, const std::optional<v1::GroupSpec>& spec,
+v1::EngineHello LoaderHello(const std::string& instance, const std::optional<v1::GroupSpec>& spec,
                             const Model* manifest = nullptr) {
-  v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
+  v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_LOADER, spec);
   if (manifest != nullptr) *hello.mutable_manifest() = ManifestOf(*manifest);
   return hello;
 }
@@ -40,9 +40,9 @@ TEST_CASE(
     "them") {
   const Model model = MixedModel();
   Daemon daemon;
-  Holder registered(daemon.Connect(), RawEngine::Hello("g", "registered"), HoldWhole(model));
-  RawEngine staged(daemon.Connect(), StagedHello("staged", Spec(), &model));
-  REQUIRE(staged.attached().ok());
+  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in-place"), HoldWhole(model));
+  RawEngine loader(daemon.Connect(), LoaderHello("loader", Spec(), &model));
+  REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
   REQUIRE(trainer.attached().ok());
   const int64_t room = ModelBytes(model) + 8 * static_cast<int64_t>(model.size());
@@ -60,13 +60,13 @@ TEST_CASE(
     REQUIRE(committed.response.instances_size() == 2);
     for (const v1::InstanceResult& instance : committed.response.instances())
       CHECK(instance.committed());
-    for (RawEngine* engine : {&registered.engine(), &staged}) {
+    for (RawEngine* engine : {&registered.engine(), &loader}) {
       const auto event = engine->events().WaitFor(v1::EngineEvent::kCommitted);
       REQUIRE(event.has_value());
       CHECK(event->committed().version() == version);
     }
     CHECK(registered.Difference(model, bytes) == "");
-    CHECK(staged.StagedDifference(model, bytes) == "");
+    CHECK(loader.LoadedDifference(model, bytes) == "");
   };
 
   SECTION("inline, unpacked") {
@@ -192,9 +192,9 @@ TEST_CASE(
 TEST_CASE("version after version is installed under every verification") {
   const Model model = MixedModel();
   Daemon daemon;
-  Holder registered(daemon.Connect(), RawEngine::Hello("g", "registered"), HoldWhole(model));
-  RawEngine staged(daemon.Connect(), StagedHello("staged", Spec()));
-  REQUIRE(staged.attached().ok());
+  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in-place"), HoldWhole(model));
+  RawEngine loader(daemon.Connect(), LoaderHello("loader", Spec()));
+  REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
   REQUIRE(trainer.attached().ok());
   int64_t version = 10;
@@ -217,9 +217,9 @@ TEST_CASE("version after version is installed under every verification") {
       REQUIRE(committed.response.pushed_size() == 1);
       CHECK(committed.response.pushed(0).method() == v1::BROADCAST_METHOD_DIRECT);
       CHECK(committed.response.pushed(0).bytes() == ModelBytes(model));
-      REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+      REQUIRE(loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
       CHECK(registered.Difference(model, bytes) == "");
-      CHECK(staged.StagedDifference(model, bytes) == "");
+      CHECK(loader.LoadedDifference(model, bytes) == "");
       const v1::GroupStatus group = daemon.Group("g");
       CHECK(group.version() == version);
       CHECK(group.update().tensors() == static_cast<int64_t>(model.size()));
@@ -242,11 +242,11 @@ TEST_CASE("version after version is installed under every verification") {
                grpc::StatusCode::NOT_FOUND, {"'other'"});
 }
 
-TEST_CASE("a count that Commit tells commits all tensors to a staged engine, or nothing (P1)") {
+TEST_CASE("a count that Commit tells commits all tensors to a loader engine, or nothing (P1)") {
   const Model model = MixedModel();
   Daemon daemon;
-  RawEngine staged(daemon.Connect(), StagedHello("staged", Spec()));
-  REQUIRE(staged.attached().ok());
+  RawEngine loader(daemon.Connect(), LoaderHello("loader", Spec()));
+  REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
   REQUIRE(trainer.attached().ok());
   const std::vector<std::string> bytes = BytesOf(model, 1);
@@ -261,8 +261,8 @@ TEST_CASE("a count that Commit tells commits all tensors to a staged engine, or 
   CHECK(daemon.Group("g").update().outcome() == v1::UPDATE_OUTCOME_RUNNING);
   commit.set_tensor_count(static_cast<int64_t>(model.size()));
   REQUIRE_OK(trainer.Commit(commit));
-  REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
-  CHECK(staged.StagedDifference(model, bytes) == "");
+  REQUIRE(loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+  CHECK(loader.LoadedDifference(model, bytes) == "");
 }
 
 TEST_CASE("several trainer ranks feed several instances of several ranks with strided slices") {
@@ -271,18 +271,18 @@ TEST_CASE("several trainer ranks feed several instances of several ranks with st
   const v1::GroupSpec spec = Spec(kTrainers, 4);
   Daemon daemon;
   // There is one instance of one rank that holds all, one of two ranks cut along dimension 0, one
-  // of three ranks cut along dimension 1, and a staged one.
+  // of three ranks cut along dimension 1, and a loader one.
   std::vector<std::unique_ptr<Holder>> holders;
   const auto add = [&](const std::string& instance, int rank, int world, const Held& held) {
     holders.push_back(std::make_unique<Holder>(
-        daemon.Connect(),
-        RawEngine::Hello("g", instance, rank, world, v1::DELIVERY_REGISTERED, spec), held));
+        daemon.Connect(), RawEngine::Hello("g", instance, rank, world, v1::DELIVERY_IN_PLACE, spec),
+        held));
   };
   add("whole", 0, 1, HoldWhole(model));
   for (int rank = 0; rank < 2; ++rank) add("rows", rank, 2, HoldSlice(model, 0, rank, 2));
   for (int rank = 0; rank < 3; ++rank) add("columns", rank, 3, HoldSlice(model, 1, rank, 3));
-  RawEngine staged(daemon.Connect(), StagedHello("staged", spec, &model));
-  REQUIRE(staged.attached().ok());
+  RawEngine loader(daemon.Connect(), LoaderHello("loader", spec, &model));
+  REQUIRE(loader.attached().ok());
   std::vector<std::unique_ptr<RawTrainer>> trainers;
   for (int rank = 0; rank < kTrainers; ++rank) {
     trainers.push_back(std::make_unique<RawTrainer>(daemon.Connect(),
@@ -310,26 +310,26 @@ TEST_CASE("several trainer ranks feed several instances of several ranks with st
       INFO(status.error_message());
       REQUIRE(status.ok());
     }
-    REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+    REQUIRE(loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
     for (const auto& holder : holders) CHECK(holder->Difference(model, bytes) == "");
-    CHECK(staged.StagedDifference(model, bytes) == "");
+    CHECK(loader.LoadedDifference(model, bytes) == "");
   }
-  for (const std::string instance : {"whole", "rows", "columns", "staged"}) {
+  for (const std::string instance : {"whole", "rows", "columns", "loader"}) {
     CHECK(daemon.InstanceState("g", instance) == "clean");
   }
 }
 
-TEST_CASE("tensors larger than a slot reach staged engines in parts") {
+TEST_CASE("tensors larger than a slot reach loader engines in parts") {
   const Model model = {{"big", DType::kFloat32, {7, 1000}},
                        {"small", DType::kInt8, {3}},
                        {"odd", DType::kInt64, {1025}},
                        {"last", DType::kBool, {1}}};
   const v1::GroupSpec spec = Spec(1, 2, 4096, 2);
   Daemon daemon;
-  RawEngine staged(daemon.Connect(), StagedHello("staged", spec, &model));
-  REQUIRE(staged.attached().ok());
+  RawEngine loader(daemon.Connect(), LoaderHello("loader", spec, &model));
+  REQUIRE(loader.attached().ok());
   Holder registered(daemon.Connect(),
-                    RawEngine::Hello("g", "registered", 0, 1, v1::DELIVERY_REGISTERED, spec),
+                    RawEngine::Hello("g", "in-place", 0, 1, v1::DELIVERY_IN_PLACE, spec),
                     HoldSlice(model, 1, 0, 1));
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
@@ -343,9 +343,9 @@ TEST_CASE("tensors larger than a slot reach staged engines in parts") {
     }
     REQUIRE_OK(trainer.Push(version, bucket));
     REQUIRE_OK(trainer.Commit(version, 1));
-    REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
-    CHECK(staged.parts_seen() >= 9);
-    CHECK(staged.StagedDifference(model, bytes) == "");
+    REQUIRE(loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+    CHECK(loader.parts_seen() >= 9);
+    CHECK(loader.LoadedDifference(model, bytes) == "");
     CHECK(registered.Difference(model, bytes) == "");
   }
 }
@@ -357,7 +357,7 @@ TEST_CASE("tensors that engines register and trainers never push are left alone"
   v1::GroupSpec spec = Spec();
   spec.add_engine_only_tensors("rotary.cache");
   Daemon daemon;
-  Holder engine(daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, spec),
+  Holder engine(daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, spec),
                 HoldWhole(held));
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
@@ -377,13 +377,13 @@ TEST_CASE("groups update side by side and do not mix") {
   for (int g = 0; g < kGroups; ++g) {
     groups.push_back(std::async(std::launch::async, [&, g]() -> std::string {
       const std::string name = "group-" + std::to_string(g);
-      Holder registered(daemon.Connect(), RawEngine::Hello(name, "registered"),
+      Holder registered(daemon.Connect(), RawEngine::Hello(name, "in-place"),
                         HoldSlice(model, g % 2, 0, 1));
-      v1::EngineHello hello = StagedHello("staged", Spec(), &model);
+      v1::EngineHello hello = LoaderHello("loader", Spec(), &model);
       hello.set_group(name);
-      RawEngine staged(daemon.Connect(), hello);
+      RawEngine loader(daemon.Connect(), hello);
       RawTrainer trainer(daemon.Connect(), RawTrainer::Hello(name));
-      if (!staged.attached().ok() || !trainer.attached().ok()) return "not attached";
+      if (!loader.attached().ok() || !trainer.attached().ok()) return "not attached";
       for (int64_t v = 1; v <= kVersions; ++v) {
         const int64_t version = v * (g + 1);
         const std::vector<std::string> bytes = BytesOf(model, 1000 * g + version);
@@ -392,10 +392,10 @@ TEST_CASE("groups update side by side and do not mix") {
           return s.error_message();
         }
         if (auto s = trainer.Commit(version, 1).status; !s.ok()) return s.error_message();
-        if (!staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value())
+        if (!loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value())
           return "no Committed";
         if (auto d = registered.Difference(model, bytes); !d.empty()) return d;
-        if (auto d = staged.StagedDifference(model, bytes); !d.empty()) return d;
+        if (auto d = loader.LoadedDifference(model, bytes); !d.empty()) return d;
       }
       return "";
     }));
@@ -410,10 +410,9 @@ TEST_CASE(
   const v1::GroupSpec spec = Spec(1, 2);
   Daemon daemon;
   Holder victim(daemon.Connect(),
-                RawEngine::Hello("g", "victim", 0, 1, v1::DELIVERY_REGISTERED, spec),
+                RawEngine::Hello("g", "victim", 0, 1, v1::DELIVERY_IN_PLACE, spec),
                 HoldWhole(model));
-  Holder other(daemon.Connect(),
-               RawEngine::Hello("g", "other", 0, 1, v1::DELIVERY_REGISTERED, spec),
+  Holder other(daemon.Connect(), RawEngine::Hello("g", "other", 0, 1, v1::DELIVERY_IN_PLACE, spec),
                HoldWhole(model));
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());

@@ -300,8 +300,8 @@ Belief RawEngine::AwaitBelief(int64_t version) {
   std::lock_guard lock(told_mutex_);
   Belief belief = belief_;
   belief.attached = !stream_->ended();
-  belief.in_doubt = prepared_ != 0 && answered_;
-  if (belief.in_doubt) belief.good = false;
+  belief.unknown = prepared_ != 0 && answered_;
+  if (belief.unknown) belief.good = false;
   return belief;
 }
 
@@ -310,9 +310,9 @@ void RawEngine::On(const v1::EngineEvent& event) {
   if (event.has_prepare()) {
     update_id_ = event.prepare().update_id();
     {
-      std::lock_guard lock(staged_mutex_);
-      before_ = std::exchange(staged_tensors_, {});
-      staged_error_.clear();
+      std::lock_guard lock(loaded_mutex_);
+      before_ = std::exchange(loaded_tensors_, {});
+      loaded_error_.clear();
       next_part_ = 0;
     }
     bool answer = false;
@@ -342,8 +342,8 @@ void RawEngine::On(const v1::EngineEvent& event) {
     belief_.version = event.committed().version();
   } else if (event.has_aborted()) {
     if (!event.aborted().dirty()) {
-      std::lock_guard lock(staged_mutex_);
-      staged_tensors_ = std::move(before_);
+      std::lock_guard lock(loaded_mutex_);
+      loaded_tensors_ = std::move(before_);
       before_.clear();
     }
     std::lock_guard lock(told_mutex_);
@@ -355,9 +355,9 @@ void RawEngine::On(const v1::EngineEvent& event) {
 }
 
 void RawEngine::Take(const v1::BucketReady& part) {
-  std::lock_guard lock(staged_mutex_);
+  std::lock_guard lock(loaded_mutex_);
   const auto fail = [this](std::string what) {
-    if (staged_error_.empty()) staged_error_ = std::move(what);
+    if (loaded_error_.empty()) loaded_error_ = std::move(what);
   };
   if (pool_ == nullptr) pool_ = MapPool(Access::kReadOnly);
   if (pool_ == nullptr) return fail("the pool can't be mapped");
@@ -376,30 +376,30 @@ void RawEngine::Take(const v1::BucketReady& part) {
     if (part.byte_offsets(i) + bytes > part.bytes() || part.bytes() > welcome_.slot_bytes()) {
       return fail(fmt::format("{} is outside of its part", tensor.name));
     }
-    Staged& staged = staged_tensors_[tensor.name];
-    staged.bytes.resize(static_cast<size_t>(TensorBytes(tensor)));
-    staged.times.resize(staged.bytes.size());
+    LoadedTensor& loaded = loaded_tensors_[tensor.name];
+    loaded.bytes.resize(static_cast<size_t>(TensorBytes(tensor)));
+    loaded.times.resize(loaded.bytes.size());
     const int64_t at = part.starts(i) * element;
-    if (at + bytes > static_cast<int64_t>(staged.bytes.size()))
+    if (at + bytes > static_cast<int64_t>(loaded.bytes.size()))
       return fail(tensor.name + ": more than all of it");
-    std::memcpy(staged.bytes.data() + at,
+    std::memcpy(loaded.bytes.data() + at,
                 pool_->data() + part.slot_byte_offset() + part.byte_offsets(i),
                 static_cast<size_t>(bytes));
-    for (int64_t b = at; b < at + bytes; ++b) ++staged.times[static_cast<size_t>(b)];
+    for (int64_t b = at; b < at + bytes; ++b) ++loaded.times[static_cast<size_t>(b)];
   }
 }
 
-std::string RawEngine::StagedDifference(const Model& model, const std::vector<std::string>& bytes) {
-  std::lock_guard lock(staged_mutex_);
-  if (!staged_error_.empty()) return staged_error_;
-  if (staged_tensors_.size() != model.size()) {
-    return fmt::format("{} tensors came instead of {}", staged_tensors_.size(), model.size());
+std::string RawEngine::LoadedDifference(const Model& model, const std::vector<std::string>& bytes) {
+  std::lock_guard lock(loaded_mutex_);
+  if (!loaded_error_.empty()) return loaded_error_;
+  if (loaded_tensors_.size() != model.size()) {
+    return fmt::format("{} tensors came instead of {}", loaded_tensors_.size(), model.size());
   }
   for (size_t t = 0; t < model.size(); ++t) {
-    const auto staged = staged_tensors_.find(model[t].name);
-    if (staged == staged_tensors_.end()) return model[t].name + " did not come";
-    if (staged->second.bytes != bytes[t]) return model[t].name + " has other bytes";
-    if (staged->second.times.find_first_not_of('\1') != std::string::npos) {
+    const auto loader = loaded_tensors_.find(model[t].name);
+    if (loader == loaded_tensors_.end()) return model[t].name + " did not come";
+    if (loader->second.bytes != bytes[t]) return model[t].name + " has other bytes";
+    if (loader->second.times.find_first_not_of('\1') != std::string::npos) {
       return model[t].name + ": not every byte came once";
     }
   }
@@ -407,7 +407,7 @@ std::string RawEngine::StagedDifference(const Model& model, const std::vector<st
 }
 
 int64_t RawEngine::parts_seen() {
-  std::lock_guard lock(staged_mutex_);
+  std::lock_guard lock(loaded_mutex_);
   return next_part_;
 }
 

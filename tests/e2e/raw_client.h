@@ -287,21 +287,21 @@ struct EngineOptions {
 
 // An engine rank's knowledge of its own weights, from the daemon's messages alone.
 struct Belief {
-  bool good = true;       // the rank holds `version` in full; else it is dirty or in doubt
-  int64_t version = 0;    // 0: the weights from before the first update
-  bool in_doubt = false;  // the rank answered Ready, and its stream ended before the outcome
+  bool good = true;      // the rank holds `version` in full; else it is dirty or unknown
+  int64_t version = 0;   // 0: the weights from before the first update
+  bool unknown = false;  // the rank answered Ready, and its stream ended before the outcome
   bool attached = true;
 };
 
-// An engine rank; says hello when constructed. The reading thread copies staged parts into
-// `staged_tensors` and checks what every engine may rely on.
+// An engine rank; says hello when constructed. The reading thread copies loader parts into
+// `loaded_tensors` and checks what every engine may rely on.
 class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::EngineEvent> {
  public:
   RawEngine(const std::shared_ptr<grpc::Channel>& channel, const v1::EngineHello& hello,
             EngineOptions options = {});
   ~RawEngine() { stream_.reset(); }  // the stream's thread uses the members of this class
   static v1::EngineHello Hello(const std::string& group, const std::string& instance, int rank = 0,
-                               int world_size = 1, v1::Delivery delivery = v1::DELIVERY_REGISTERED,
+                               int world_size = 1, v1::Delivery delivery = v1::DELIVERY_IN_PLACE,
                                std::optional<v1::GroupSpec> spec = Spec());
 
   bool Ready(int64_t version);
@@ -319,9 +319,9 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   // `version` or later; ends early at kDeadline or when the stream ends.
   Belief AwaitBelief(int64_t version);
 
-  // Staged delivery: empty if exactly these tensors were delivered since the last Prepare, each
+  // Loader delivery: empty if exactly these tensors were delivered since the last Prepare, each
   // byte once; else what is wrong.
-  std::string StagedDifference(const Model& model, const std::vector<std::string>& bytes);
+  std::string LoadedDifference(const Model& model, const std::vector<std::string>& bytes);
   int64_t parts_seen();
 
  private:
@@ -341,20 +341,20 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   int64_t outcome_of_ = 0;                              // the highest version with an outcome
   std::vector<std::pair<int64_t, int64_t>> kept_acks_;  // the version and part of each
   Belief belief_;
-  std::mutex staged_mutex_;
-  struct Staged {
+  std::mutex loaded_mutex_;
+  struct LoadedTensor {
     std::string bytes;
     std::string times;  // for each byte: how often it was delivered
   };
-  std::map<std::string, Staged> staged_tensors_;
+  std::map<std::string, LoadedTensor> loaded_tensors_;
   // The bytes that the previous update delivered; an abort may leave them valid.
-  std::map<std::string, Staged> before_;
-  std::string staged_error_;
+  std::map<std::string, LoadedTensor> before_;
+  std::string loaded_error_;
   int64_t next_part_ = 0;
   std::shared_ptr<HostRegion> pool_;
 };
 
-// A registered engine rank with its memory, checked byte by byte.
+// An in-place engine rank with its memory, checked byte by byte.
 class Holder {
  public:
   // Attaches and registers; throws std::runtime_error naming what was refused.

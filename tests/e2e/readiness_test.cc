@@ -71,7 +71,7 @@ std::vector<std::string> Flags(const std::string& daemon_id) {
 }
 
 v1::EngineHello HelloOf(const std::string& instance, const v1::GroupSpec& spec) {
-  return RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_REGISTERED, spec);
+  return RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_IN_PLACE, spec);
 }
 
 template <typename Hello>
@@ -266,7 +266,7 @@ TEST_CASE("an engine was ready whose memory did not hold the version that it cla
     hello.set_held_version(1);
     hello.set_held_origin(incarnation);
     hello.set_held_digest(committed->committed().digest());
-    hello.set_fill(true);
+    hello.set_catch_up(true);
     return hello;
   };
   std::vector<std::string> changed = BytesOf(model, 1);

@@ -40,13 +40,12 @@ std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
   return std::nullopt;
 }
 
-// A group of one trainer, a registered and a staged engine.
+// A group of one trainer, a registered and a loader engine.
 struct Fixture {
   explicit Fixture(milliseconds reattach = kDeadline, milliseconds silence = milliseconds(30'000))
       : pusher(WithSpec(WithSilence(reattach, silence)), model),
-        registered(WithSilence(reattach, silence), "registered", client::Delivery::kRegistered,
-                   model),
-        staged(WithSilence(reattach, silence), "staged", client::Delivery::kStaged, model) {}
+        registered(WithSilence(reattach, silence), "in-place", client::Delivery::kInPlace, model),
+        loader(WithSilence(reattach, silence), "loader", client::Delivery::kLoader, model) {}
 
   client::ConnectOptions WithSilence(milliseconds reattach, milliseconds silence) const {
     client::ConnectOptions connect = ConnectTo(daemon, reattach);
@@ -73,13 +72,13 @@ struct Fixture {
     REQUIRE(Eventually([&] { return pusher.trainer().reattachments() == times; }));
     CHECK(pusher.trainer().health().ok());
   }
-  std::vector<Rank*> ranks() { return {&registered, &staged}; }
+  std::vector<Rank*> ranks() { return {&registered, &loader}; }
 
   const Model model = MixedModel();
   Daemon daemon;
   Pusher pusher;
   Rank registered;
-  Rank staged;
+  Rank loader;
 };
 
 TEST_CASE("members of a daemon that is killed and started again attach again and go on") {
@@ -89,7 +88,7 @@ TEST_CASE("members of a daemon that is killed and started again attach again and
   f.daemon.Kill();
   for (Rank* rank : f.ranks()) {
     REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
-    CHECK(rank->seen().lost_weights == Weights::kGood);
+    CHECK(rank->seen().lost_weights == Weights::kClean);
     CHECK_THAT(rank->seen().reason, Catch::Contains(f.daemon.socket()));
     CHECK(rank->engine().version() == Version(1));
   }
@@ -99,7 +98,7 @@ TEST_CASE("members of a daemon that is killed and started again attach again and
   }
   f.daemon.Restart();
   f.Back(1);
-  for (const std::string instance : {"registered", "staged"}) {
+  for (const std::string instance : {"in-place", "loader"}) {
     CHECK(VersionAt(&f.daemon, instance) == Version(1));
   }
   // The engines hold a version of the previous incarnation; the group has committed none in its
@@ -153,10 +152,10 @@ TEST_CASE("a rank that has not answered Ready when the daemon dies keeps its ver
   REQUIRE(f.registered.Await([](const Rank::Seen& s) { return s.prepares == 2; }));
   f.daemon.Kill();
   // The lease is lost, and its thread has not heard of that.
-  REQUIRE(Eventually([&] { return f.registered.engine().weights() == Weights::kGood; }));
+  REQUIRE(Eventually([&] { return f.registered.engine().weights() == Weights::kClean; }));
   f.registered.Let();
   REQUIRE(f.registered.Await([](const Rank::Seen& s) { return s.losses == 1; }));
-  CHECK(f.registered.seen().lost_weights == Weights::kGood);
+  CHECK(f.registered.seen().lost_weights == Weights::kClean);
   f.daemon.Restart();
   f.Back(1);
   CHECK(f.registered.seen().held == Version(1));
@@ -167,7 +166,8 @@ TEST_CASE("a rank that has not answered Ready when the daemon dies keeps its ver
   f.Installed(3);
 }
 
-TEST_CASE("ranks of an update whose daemon dies after Ready are in doubt until the next commit") {
+TEST_CASE(
+    "ranks of an update whose daemon dies after Ready have unknown weights until the next commit") {
   Fixture f;
   f.Installed(1);
   Pusher::Step moment = Pusher::kBegun;
@@ -182,22 +182,23 @@ TEST_CASE("ranks of an update whose daemon dies after Ready are in doubt until t
   CHECK_THAT(Message(failed), Catch::Contains(f.daemon.socket()));
   for (Rank* rank : f.ranks()) {
     REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
-    CHECK(rank->seen().lost_weights == Weights::kInDoubt);
+    CHECK(rank->seen().lost_weights == Weights::kUnknown);
     CHECK_FALSE(rank->engine().version().has_value());
   }
   f.daemon.Restart();
   f.Back(1);
   for (Rank* rank : f.ranks()) {
-    CHECK(rank->engine().weights() == Weights::kInDoubt);
+    CHECK(rank->engine().weights() == Weights::kUnknown);
     CHECK_FALSE(rank->seen().held.has_value());
   }
-  for (const std::string instance : {"registered", "staged"}) {
+  for (const std::string instance : {"in-place", "loader"}) {
     CHECK_FALSE(VersionAt(&f.daemon, instance).has_value());
   }
   f.Installed(2);
 }
 
-TEST_CASE("after a commit the ranks that heard of it hold the version, others are in doubt") {
+TEST_CASE(
+    "after a commit the ranks that heard of it hold the version, others have unknown weights") {
   Fixture f;
   REQUIRE(f.pusher
               .Install(1,
@@ -208,7 +209,7 @@ TEST_CASE("after a commit the ranks that heard of it hold the version, others ar
   for (Rank* rank : f.ranks()) {
     REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
     const bool heard = rank->seen().committed == Version(1);
-    CHECK(rank->seen().lost_weights == (heard ? Weights::kGood : Weights::kInDoubt));
+    CHECK(rank->seen().lost_weights == (heard ? Weights::kClean : Weights::kUnknown));
     CHECK(rank->engine().version() == rank->seen().committed);
   }
   f.daemon.Restart();
@@ -228,7 +229,7 @@ TEST_CASE(
   CHECK(absl::IsUnavailable(failed));
   for (Rank* rank : f.ranks()) {
     REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
-    CHECK(rank->seen().lost_weights == Weights::kInDoubt);
+    CHECK(rank->seen().lost_weights == Weights::kUnknown);
   }
   f.daemon.Signal(SIGCONT);
   f.Back(1);
@@ -325,7 +326,7 @@ TEST_CASE("a call that its coordinator's silence ends is made again when it is t
   Shards shards(options, model, HoldWhole(model));
   REQUIRE(shards.Register().ok());
   shards.Fill(1);
-  Rank rank(connect, "i", client::Delivery::kRegistered, model);
+  Rank rank(connect, "i", client::Delivery::kInPlace, model);
   rank.Hold();
   std::unique_ptr<client::Update> update;
   std::future<absl::Status> call;

@@ -92,7 +92,7 @@ std::unique_ptr<MemberProcess> TrainerProcess(const Daemon& daemon, int rank, in
 
 v1::EngineHello EngineIn(const std::string& instance, const std::string& coordinator = "") {
   v1::EngineHello hello =
-      RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+      RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
   hello.set_coordinator(coordinator);
   hello.set_wait_ms(30'000);
   return hello;
@@ -319,8 +319,8 @@ TEST_CASE("a joined daemon killed in the middle of a refit is named, and its mem
     trainers.push_back(std::make_unique<Shards>(options, f.model, HoldSlice(f.model, 1, rank, 2)));
     REQUIRE(trainers.back()->Register().ok());
   }
-  Rank near(connect(f.a), "near", client::Delivery::kRegistered, f.model);
-  Rank far(connect(f.b), "far", client::Delivery::kRegistered, f.model);
+  Rank near(connect(f.a), "near", client::Delivery::kInPlace, f.model);
+  Rank far(connect(f.b), "far", client::Delivery::kInPlace, f.model);
   const auto refit = [&](int64_t version) {
     std::vector<std::future<absl::Status>> calls;
     for (const auto& trainer : trainers) {
@@ -358,7 +358,7 @@ TEST_CASE("a joined daemon killed in the middle of a refit is named, and its mem
   CHECK(near.engine().weights() == Weights::kDirty);
   CHECK(f.a.InstanceState("g", "near") == "dirty");
   REQUIRE(far.Await([](const Rank::Seen& s) { return s.losses == 1; }));
-  CHECK(far.seen().lost_weights == Weights::kInDoubt);
+  CHECK(far.seen().lost_weights == Weights::kUnknown);
 
   f.b.Restart();
   REQUIRE(far.Await([](const Rank::Seen& s) { return s.reattached == 1; }));

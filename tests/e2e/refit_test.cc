@@ -96,7 +96,7 @@ struct Engines {
   Engines(const Daemons& daemons, const Model& model) {
     for (int rank = 0; rank < kRanks; ++rank) {
       v1::EngineHello hello =
-          RawEngine::Hello("g", "i", rank, kRanks, v1::DELIVERY_REGISTERED, std::nullopt);
+          RawEngine::Hello("g", "i", rank, kRanks, v1::DELIVERY_IN_PLACE, std::nullopt);
       hello.set_coordinator(CoordinatorOf(daemons, rank));
       hello.set_wait_ms(30'000);
       ranks.push_back(std::make_unique<Holder>(daemons[static_cast<size_t>(rank)]->Connect(), hello,
@@ -162,7 +162,7 @@ TEST_CASE("tied weights are written once, and tensors that no engine wants are l
   Held held = HoldWhole(model);
   held.layout.tensors.resize(2);
   held.layout.pieces.resize(1);
-  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
   hello.set_wait_ms(30'000);
   Holder engine(daemon.Connect(), hello, held);
   for (const int64_t version : {1, 2}) {
@@ -210,7 +210,7 @@ TEST_CASE(
   for (int i = 0; i < kInstances; ++i) {
     const Daemon& daemon = *daemons[static_cast<size_t>(i + 1)];
     v1::EngineHello hello =
-        RawEngine::Hello("g", fmt::format("i{}", i), 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+        RawEngine::Hello("g", fmt::format("i{}", i), 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
     hello.set_coordinator(daemons[0]->address());
     hello.set_wait_ms(30'000);
     engines.push_back(std::make_unique<Holder>(daemon.Connect(), hello, HoldSlice(model, 0, 0, 1)));

@@ -130,7 +130,7 @@ int64_t AddressSpace(pid_t pid) {
   return pages * sysconf(_SC_PAGESIZE);
 }
 
-// A trainer and a registered engine of one group.
+// A trainer and an in-place engine of one group.
 struct Pair {
   Pair(const Daemon& trainer_at, const Daemon& engine_at, const std::string& name,
        const std::string& coordinator = "", const v1::GroupSpec& spec = Spec())
@@ -139,8 +139,7 @@ struct Pair {
     REQUIRE(trainer.attached().ok());
   }
   static v1::EngineHello Hello(const std::string& name, const std::string& coordinator) {
-    v1::EngineHello hello =
-        RawEngine::Hello(name, "i", 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+    v1::EngineHello hello = RawEngine::Hello(name, "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
     hello.set_coordinator(coordinator);
     hello.set_wait_ms(20'000);
     return hello;

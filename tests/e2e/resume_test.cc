@@ -61,7 +61,7 @@ struct Fleet {
       connect.coordinator = daemons[0]->address();
       connect.reattach = connect.wait = kDeadline;
       ranks.push_back(
-          std::make_unique<Rank>(connect, NameOf(node), client::Delivery::kRegistered, model));
+          std::make_unique<Rank>(connect, NameOf(node), client::Delivery::kInPlace, model));
     }
   }
 

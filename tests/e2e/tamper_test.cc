@@ -277,11 +277,11 @@ class Network {
   }
 };
 
-// The daemons make no fills, so that an instance that an update left dirty is seen to be dirty.
+// The daemons make no catch-ups, so that an instance that an update left dirty is seen to be dirty.
 std::vector<std::string> FlagsOf(const TlsFiles& files, const std::string& id,
                                  std::vector<std::string> more) {
   more.insert(more.end(), {"--daemon-id=" + id, std::string("--peers-identity=") + kDaemons,
-                           "--fills=false", "--data-interface=v0",
+                           "--catch-ups=false", "--data-interface=v0",
                            fmt::format("--data-port={}", kDataPort), "--peer-silence-ms=30000"});
   return Flags(files, std::move(more));
 }
@@ -359,8 +359,8 @@ void AttackUpdates(Side side) {
     connect.reattach = std::chrono::minutes(1);
     return connect;
   };
-  Rank near(engine_at(Side::kAlpha), "near", client::Delivery::kRegistered, model);
-  Rank far(engine_at(Side::kBeta), "far", client::Delivery::kRegistered, model);
+  Rank near(engine_at(Side::kAlpha), "near", client::Delivery::kInPlace, model);
+  Rank far(engine_at(Side::kBeta), "far", client::Delivery::kInPlace, model);
   const auto installed = [&](int64_t version) {
     const absl::Status status = pusher.Install(version);
     INFO(status << "\nalpha:\n" << alpha.log() << "\nbeta:\n" << beta.log());

@@ -85,7 +85,7 @@ TEST_CASE("a trainer over TLS installs a version, and its identity is seen in st
   Certified certified;
   const Model model = MixedModel();
   Daemon daemon(Flags(certified.Issue("refitd/a"), {"--listen-tcp=127.0.0.1:0"}));
-  Rank engine(At(daemon), "i", client::Delivery::kRegistered, model);
+  Rank engine(At(daemon), "i", client::Delivery::kInPlace, model);
   auto trainer =
       client::Trainer::Attach({.connect = Over(daemon.address(), certified.Issue("trainer/t"))});
   INFO(trainer.status());
@@ -136,7 +136,7 @@ TEST_CASE("daemons link over TLS at a listener of their own, which serves nothin
                   std::string("--peers-identity=") + kDaemons}));
   Daemon b(Flags(certified.Issue("refitd/b"),
                  {"--daemon-id=b", std::string("--peers-identity=") + kDaemons}));
-  Rank far(At(b, a.links()), "far", client::Delivery::kRegistered, model);
+  Rank far(At(b, a.links()), "far", client::Delivery::kInPlace, model);
   Pusher pusher(At(a), model);
   REQUIRE(pusher.Install(1).ok());
   CHECK(far.Await([](const Rank::Seen& seen) { return seen.committed == Version(1); }));
@@ -170,7 +170,7 @@ TEST_CASE("a group that demands encrypted_data never moves bytes between daemons
     connect.spec->encrypted_data = true;
     return connect;
   };
-  Rank far(demanding(b, a.links()), "far", client::Delivery::kRegistered, model);
+  Rank far(demanding(b, a.links()), "far", client::Delivery::kInPlace, model);
   Pusher pusher(demanding(a), model);
   REQUIRE(pusher.Install(1).ok());
   CHECK(far.Await([](const Rank::Seen& seen) { return seen.committed == Version(1); }));
@@ -443,7 +443,7 @@ TEST_CASE("a root that was removed lets nobody in any more, and costs no lease o
   const TlsFiles other = certified.Write(
       "other", certified.stranger.Issue({.uris = {"spiffe://prod/x"}}), certified.authority.root());
   CHECK(Attaching(Over(daemon.address(), other)).ok());
-  Rank engine(At(daemon), "i", client::Delivery::kRegistered, model);
+  Rank engine(At(daemon), "i", client::Delivery::kInPlace, model);
   auto trainer =
       client::Trainer::Attach({.connect = Over(daemon.address(), certified.Issue("trainer"))});
   REQUIRE(trainer.ok());
@@ -486,8 +486,8 @@ TEST_CASE("certificates are replaced under load: no update is lost, nobody is re
   Daemon a(Flags(of_a, {"--daemon-id=a", "--listen-tcp=127.0.0.1:0",
                         std::string("--peers-identity=") + kDaemons}));
   Daemon b(Flags(of_b, {"--daemon-id=b", std::string("--peers-identity=") + kDaemons}));
-  Rank near(At(a), "near", client::Delivery::kRegistered, model);
-  Rank far(At(b, a.address()), "far", client::Delivery::kRegistered, model);
+  Rank near(At(a), "near", client::Delivery::kInPlace, model);
+  Rank far(At(b, a.address()), "far", client::Delivery::kInPlace, model);
   auto trainer =
       client::Trainer::Attach({.connect = Over(a.address(), certified.Issue("trainer"))});
   REQUIRE(trainer.ok());

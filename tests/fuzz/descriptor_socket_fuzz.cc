@@ -86,7 +86,7 @@ class Target {
     engine_hello.set_protocol(v1::PROTOCOL_VERSION_1);
     engine_hello.set_group("g");
     engine_hello.set_world_size(1);
-    engine_hello.set_delivery(v1::DELIVERY_STAGED);
+    engine_hello.set_delivery(v1::DELIVERY_LOADER);
     auto engine = std::make_shared<Welcomed>();
     engine_hello.set_instance("i");
     daemon_->arrivals().Attach(ArrivalOf(engine_hello, self), engine);

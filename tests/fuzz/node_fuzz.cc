@@ -146,7 +146,7 @@ struct Member {
   bool engine = false;
   std::string group;
   std::string instance;
-  DeliveryMode delivery = DeliveryMode::kRegistered;
+  DeliveryMode delivery = DeliveryMode::kInPlace;
   Peer peer;
   v1::Lease lease;  // no token: not welcomed
   int64_t slot_bytes = 0;
@@ -316,7 +316,7 @@ class World {
     member->engine = true;
     member->group = hello.group();
     member->instance = hello.instance();
-    if (hello.delivery() == v1::DELIVERY_STAGED) member->delivery = DeliveryMode::kStaged;
+    if (hello.delivery() == v1::DELIVERY_LOADER) member->delivery = DeliveryMode::kLoader;
     member->peer = NewPeer(step);
     member->engine_inbox = std::make_shared<Inbox<v1::EngineEvent>>();
     member->id = daemon_->arrivals().Attach(ArrivalOf(hello, member->peer), member->engine_inbox);
@@ -691,7 +691,7 @@ class World {
         member->read.clear();
         member->ready.erase(event.prepare().update_id());  // said before it was asked
       } else if (event.has_bucket()) {
-        REFITD_CHECK(member->delivery == DeliveryMode::kStaged);
+        REFITD_CHECK(member->delivery == DeliveryMode::kLoader);
         REFITD_CHECK(member->ready.contains(event.bucket().update_id()));
         member->read.emplace(event.bucket().update_id(), event.bucket().part());
         if (!aborted) JudgePart(*member, event.bucket());

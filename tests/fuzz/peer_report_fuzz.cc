@@ -1,6 +1,6 @@
 // Any bytes as a message of a joined daemon: an accepted report is unchanged by encoding and
-// decoding (P10); a report about an epoch in which its daemon is no rank changes nothing but its
-// link.
+// decoding (P10); a report about a communicator in which its daemon is no rank changes nothing but
+// its link.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -24,9 +24,10 @@ namespace {
 constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 constexpr int64_t kMessageBytes = 8 << 20;
 
-// A coordinator that is opening an epoch gets the report from a daemon that is no rank of it. If
-// the report is about that epoch, the daemon's link ends and the epoch stays as it is.
-void CheckEpochReport(PeerReport report) {
+// A coordinator that is opening a communicator gets the report from a daemon that is no rank of it.
+// If the report is about that communicator, the daemon's link ends and the communicator stays as it
+// is.
+void CheckCommunicatorReport(PeerReport report) {
   uint64_t ids = 0;
   CoordinatorOptions options;
   options.name = "g";
@@ -48,7 +49,7 @@ void CheckEpochReport(PeerReport report) {
   feed(GroupEvent(TrainerAttached{MemberId(1), {}}));
   EngineIdentity engine;
   engine.instance = "i";
-  engine.delivery = DeliveryMode::kStaged;
+  engine.delivery = DeliveryMode::kLoader;
   feed(ReportReceived{NodeId(1), PeerAttach{MemberId(1), engine}});
   BeginEvent begin;
   begin.call = CallId(1);
@@ -56,10 +57,11 @@ void CheckEpochReport(PeerReport report) {
   begin.version = Version(1);
   begin.tensor_count = 1;
   feed(GroupEvent(begin));
-  const std::string before(coordinator.View(now).epoch_state);
+  const std::string before(coordinator.View(now).communicator_state);
   REFITD_CHECK(before == "opening");
-  if (auto* opened = std::get_if<EpochOpened>(&report)) opened->epoch = EpochId(1);
-  if (auto* up = std::get_if<EpochUp>(&report)) up->epoch = EpochId(1);
+  if (auto* opened = std::get_if<CommunicatorOpened>(&report))
+    opened->communicator = CommunicatorId(1);
+  if (auto* up = std::get_if<CommunicatorUp>(&report)) up->communicator = CommunicatorId(1);
   actions.clear();
   feed(ReportReceived{NodeId(2), report});
   const auto dropped =
@@ -68,7 +70,7 @@ void CheckEpochReport(PeerReport report) {
         return peer != nullptr && std::holds_alternative<DropNode>(*peer);
       });
   REFITD_CHECK(dropped == 1);
-  REFITD_CHECK(coordinator.View(now).epoch_state == before);
+  REFITD_CHECK(coordinator.View(now).communicator_state == before);
 }
 
 void FuzzOne(const v1::PeerMessage& message) {
@@ -81,9 +83,9 @@ void FuzzOne(const v1::PeerMessage& message) {
   }
   (void)decoder.Decode(message);  // also as a second message
   if (!first->has_value()) return;
-  const bool of_epoch =
-      std::holds_alternative<EpochOpened>(**first) || std::holds_alternative<EpochUp>(**first);
-  if (of_epoch) CheckEpochReport(**first);
+  const bool of_communicator = std::holds_alternative<CommunicatorOpened>(**first) ||
+                               std::holds_alternative<CommunicatorUp>(**first);
+  if (of_communicator) CheckCommunicatorReport(**first);
   const auto sent = ToProto(**first, kBounds, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);

@@ -1,7 +1,7 @@
 // Any bytes to the host wire over sockets: as an address, a greeting and a frame; from a stranger
 // to its listening socket; and from a peer that showed the token, in the middle of an operation.
 // The first byte chooses. Accepted values encode to the bytes that they came from; a stranger costs
-// an open epoch nothing; memory changes only behind the right frame (P4, P5, P10).
+// an open communicator nothing; memory changes only behind the right frame (P4, P5, P10).
 #include <sys/socket.h>
 
 #include <array>
@@ -47,29 +47,31 @@ void FuzzStranger(WirePair& pair, std::string_view in) {
   } while (n > 0 || (n < 0 && errno == EINTR));  // libFuzzer's alarm
   REFITD_CHECK(n == 0 || errno == ECONNRESET);   // it ends, and not by the time limit
   REFITD_CHECK(total <= kGreetingBytes);
-  // An epoch that a stranger harmed would stay so.
+  // A communicator that a stranger harmed would stay so.
   if (OneIn(16, in)) pair.CheckBroadcast();
 }
 
 void FuzzPeer(WirePair& pair, std::string_view in) {
   static uint64_t next = 100;
-  const EpochId epoch(next++);
+  const CommunicatorId communicator(next++);
   Wire& wire = *pair.wires[1];
-  const std::string theirs = *wire.Open(epoch, 1, 2);
-  SocketAddress mine = *DecodeSocketAddress(theirs, epoch, 1, 2);
+  const std::string theirs = *wire.Open(communicator, 1, 2);
+  SocketAddress mine = *DecodeSocketAddress(theirs, communicator, 1, 2);
   const UniqueFd fd = Dial(mine);
-  Say(fd.get(), {EncodeGreeting({GreetingKind::kHello, epoch.value(), 0, 1, 0, mine.token}).data(),
-                 kGreetingBytes});
+  Say(fd.get(),
+      {EncodeGreeting({GreetingKind::kHello, communicator.value(), 0, 1, 0, mine.token}).data(),
+       kGreetingBytes});
   mine.rank = 0;
   auto up = Ask([&](auto done) {
-    wire.Connect(epoch, {EncodeSocketAddress(mine), theirs}, kTimeout, done);
+    wire.Connect(communicator, {EncodeSocketAddress(mine), theirs}, kTimeout, done);
   });
   REFITD_CHECK(Get(up).ok());
   std::array<char, kPayload> memory;
   memory.fill('\xcd');
   auto ended = Ask([&](auto done) {
-    wire.Submit(WireBroadcast{epoch, WireSeq(1), 0, {memory.data(), kPayload, nullptr}, kTimeout},
-                done);
+    wire.Submit(
+        WireBroadcast{communicator, WireSeq(1), 0, {memory.data(), kPayload, nullptr}, kTimeout},
+        done);
   });
   Say(fd.get(), in);
   shutdown(fd.get(), SHUT_WR);
@@ -83,7 +85,7 @@ void FuzzPeer(WirePair& pair, std::string_view in) {
   for (size_t i = 0; i < kPayload; ++i) {
     REFITD_CHECK(memory[i] == (i < payload.size() ? payload[i] : '\xcd'));
   }
-  wire.Close(epoch);
+  wire.Close(communicator);
 }
 
 }  // namespace

@@ -1,11 +1,12 @@
-// A stranger's bytes to the host wire's listener under TLS, while an epoch is open. The first byte
-// chooses what the stranger is:
+// A stranger's bytes to the host wire's listener under TLS, while a communicator is open. The first
+// byte chooses what the stranger is:
 //   0 without TLS: the input is all that it says;
 //   1 an attacker between a daemon and the listener, who changes the daemon's side of a handshake:
 //     4 bytes say where and how, the others are what is put there;
-//   2 a holder of a good certificate without the epoch's token: the input is what it says under
-//   TLS.
-// The listener ends each connection, tells nobody a token, and the epoch works on (P4, P9, P10).
+//   2 a holder of a good certificate without the communicator's token: the input is what it says
+//   under TLS.
+// The listener ends each connection, tells nobody a token, and the communicator works on (P4, P9,
+// P10).
 #include <dlfcn.h>
 #include <openssl/crypto.h>
 #include <openssl/err.h>
@@ -176,8 +177,8 @@ bool IsHello(std::string_view in) {
 
 void FuzzUnderTls(const Pair& pair, std::string_view in) {
   const std::string answer = AskUnderTls(pair, in);
-  // No answer, or one that says nothing of an epoch or token. A hello is answered: whoever has a
-  // certificate is heard.
+  // No answer, or one that says nothing of a communicator or token. A hello is answered: whoever
+  // has a certificate is heard.
   REFITD_CHECK(answer.empty() ? !IsHello(in) : answer.size() == kGreetingBytes);
   if (answer.empty()) return;
   GreetingBytes bytes;
@@ -227,7 +228,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       break;
   }
   ERR_clear_error();
-  // An epoch that a stranger harmed would stay so.
+  // A communicator that a stranger harmed would stay so.
   if (refitd::OneIn(16, in)) pair->CheckBroadcast();
   return 0;
 }

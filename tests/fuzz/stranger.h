@@ -1,5 +1,5 @@
 // A stranger's connection to the host wire's listener, for fuzz targets that make millions of them,
-// and two ranks of an epoch that strangers must not harm.
+// and two ranks of a communicator that strangers must not harm.
 #ifndef REFITD_TESTS_FUZZ_STRANGER_H_
 #define REFITD_TESTS_FUZZ_STRANGER_H_
 
@@ -82,7 +82,7 @@ inline void Say(int fd, std::string_view bytes) {
 
 // ---- the two ranks ----
 
-inline constexpr EpochId kOpen{1};
+inline constexpr CommunicatorId kOpen{1};
 inline constexpr size_t kPayload = 64;
 inline constexpr Duration kTimeout = std::chrono::seconds(5);
 

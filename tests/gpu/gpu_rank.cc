@@ -78,7 +78,7 @@ struct Options {
   int trainers = 1;
   int instances = 1;
   std::string instance = "engine-0";
-  std::string delivery = "registered";
+  std::string delivery = "in-place";
   int64_t duration_ms = 60'000;
   std::string broadcast = "auto";
   std::string coordinator;
@@ -520,9 +520,9 @@ class EngineRank {
     attach.instance = options.instance;
     attach.rank = options.layout.rank;
     attach.world_size = options.layout.world;
-    const bool staged = options.delivery == "staged";
+    const bool staged = options.delivery == "loader";
     if (staged) {
-      attach.delivery = client::Delivery::kStaged;
+      attach.delivery = client::Delivery::kLoader;
       attach.manifest = holder_.held().layout.tensors;
     }
     REFITD_ASSIGN_OR_RETURN(engine_, client::Engine::Attach(attach));
@@ -858,7 +858,7 @@ int Main(int argc, char** argv) {
   app.add_option("--instances", options.instances, "that an update waits for");
   app.add_option("--instance", options.instance);
   app.add_option("--delivery", options.delivery, "of an engine: registered or staged")
-      ->check(CLI::IsMember({"registered", "staged"}));
+      ->check(CLI::IsMember({"in-place", "loader"}));
   app.add_option("--coordinator", options.coordinator,
                  "HOST:PORT of the daemon with the group; none: the one on the socket");
   app.add_option("--broadcast", options.broadcast,

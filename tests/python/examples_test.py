@@ -18,12 +18,12 @@ class ExamplesTest(unittest.TestCase):
         cls.daemon.__exit__(None, None, None)
 
     def pair(self, trainer, engine):
-        """One trainer with a registered and a staged engine."""
+        """One trainer with a registered and a loader engine."""
         group = "%s.%s" % (trainer, engine)
         socket = self.daemon.socket
         children = [
-            Child(self, "client/examples/" + engine, socket, group, "registered", VERSIONS),
-            Child(self, "client/examples/" + engine, socket, group, "staged", VERSIONS, "staged"),
+            Child(self, "client/examples/" + engine, socket, group, "in-place", VERSIONS),
+            Child(self, "client/examples/" + engine, socket, group, "loader", VERSIONS, "loader"),
             Child(self, "client/examples/" + trainer, socket, group, VERSIONS, "2"),
         ]
         for child in children:

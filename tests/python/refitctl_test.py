@@ -98,8 +98,8 @@ class RefitctlTest(unittest.TestCase):
         pattern = self.checkpoint("{version}")
         sliced = ["--world-size", "2", "--slice", "0"]
         engines = [
-            Engine(self, "modes", "registered", pattern, "--versions", "3"),
-            Engine(self, "modes", "staged", pattern, "--versions", "3", "--delivery", "staged"),
+            Engine(self, "modes", "in-place", pattern, "--versions", "3"),
+            Engine(self, "modes", "loader", pattern, "--versions", "3", "--delivery", "loader"),
             Engine(self, "modes", "sliced", pattern, "--versions", "3", *sliced, "--rank", "0"),
             Engine(self, "modes", "sliced", pattern, "--versions", "3", *sliced, "--rank", "1"),
         ]
@@ -110,7 +110,7 @@ class RefitctlTest(unittest.TestCase):
             if mode == "slot":
                 self.assertGreaterEqual(pushed["buckets"] * SLOT_BYTES, pushed["bytes"])
             committed = {"committed": True, "reason": ""}
-            names = ("registered", "sliced", "staged")
+            names = ("in-place", "sliced", "loader")
             outcomes = sorted(pushed["instances"], key=lambda outcome: outcome["instance"])
             self.assertEqual(outcomes, [{"instance": name, **committed} for name in names])
         for engine in engines:
@@ -148,7 +148,7 @@ class RefitctlTest(unittest.TestCase):
         engine.finish(OK)
         self.assertEqual(engine.verified(), [1, 2, 3])
 
-        engine = Engine(self, "loaded", "replica", self.checkpoint(1), "--versions", "1", "--delivery", "staged")
+        engine = Engine(self, "loaded", "replica", self.checkpoint(1), "--versions", "1", "--delivery", "loader")
         loaded = self.json("push", self.checkpoint(1), "--group", "loaded", "--create", "--wait-instances", "1")
         self.assertEqual(loaded["way"], "push")
         engine.finish(OK)
@@ -186,7 +186,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual((group["state"], group["version"], group["updates_committed"]), ("idle", "1", "1"))
         self.assertEqual(group["spec"]["slot_bytes"], str(SLOT_BYTES))
         self.assertEqual([slot["state"] for slot in group["slots"]], ["free"] * 4)
-        replica = {"name": "replica", "state": "clean", "version": "1", "world_size": 1, "attached": 1, "reason": "", "fill": ""}
+        replica = {"name": "replica", "state": "clean", "version": "1", "world_size": 1, "attached": 1, "reason": "", "catch_up": ""}
         replica["origin"] = group["incarnation"]
         replica.update(ready=True, lag="0", unready_reason="")
         self.assertEqual(group["instances"], [replica])
@@ -200,7 +200,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout, done.stderr), (NOT_READY, "not known\n", ""))
         (member,) = self.json("members", "--group", "shown")["members"]
         self.assertEqual((member["role"], member["instance"], member["pid"]), ("engine", "replica", engine.process.pid))
-        self.assertEqual((member["delivery"], member["pieces"]), ("registered", str(TENSORS)))
+        self.assertEqual((member["delivery"], member["pieces"]), ("in-place", str(TENSORS)))
 
         engine.process.send_signal(signal.SIGTERM)
         engine.finish(OK)
@@ -232,14 +232,14 @@ class RefitctlTest(unittest.TestCase):
             self.wait_until_no_trainer_is_left("far", socket=a.socket)
 
             self.assertRegex(ask(a, "status"), r"\ndaemon     a\n")
-            self.assertRegex(ask(a, "status"), r"\n  coordinator: this daemon\n  link: epoch \d+ up, \S+ \S+ sent, 0 B rec")
+            self.assertRegex(ask(a, "status"), r"\n  coordinator: this daemon\n  link: communicator \d+ up, \S+ \S+ sent, 0 B rec")
             self.assertRegex(ask(a, "status"), r"\n  b +127\.0\.0\.1:\d+ +joined +1 +\d")
-            self.assertRegex(ask(b, "status"), r"\n  coordinator: %s\n  link: epoch \d+ up, 0 B sent, " % coordinator)
+            self.assertRegex(ask(b, "status"), r"\n  coordinator: %s\n  link: communicator \d+ up, 0 B sent, " % coordinator)
 
             table = ask(a, "nodes")
             self.assertRegex(table, r"\AGROUP +NODE +ADDRESS +STATE +MEMBERS +SILENT\nfar +a +- +self +0 +-\nfar +b +127\.")
             self.assertRegex(table, r"\nGROUP +NODE +SENDS TO +SENT +FORWARDED .*\nfar +a +b \(.+\) .*\nfar +b +- +0 B +0 B ")
-            self.assertRegex(table, r"\nGROUP +COORDINATOR +EPOCH +STATE +SENT +RECEIVED\nfar +this daemon +\d+ +up +")
+            self.assertRegex(table, r"\nGROUP +COORDINATOR +COMMUNICATOR +STATE +SENT +RECEIVED\nfar +this daemon +\d+ +up +")
             near, far = (json.loads(ask(daemon, "nodes", "-o", "json")) for daemon in (a, b))
             self.assertEqual((near["daemon_id"], far["daemon_id"]), ("a", "b"))
             (near,), (far,) = near["groups"], far["groups"]
@@ -256,7 +256,7 @@ class RefitctlTest(unittest.TestCase):
             self.assertTrue(source["data_seconds"] > 0 and sink["data_seconds"] > 0)
             sent = int(near["wire_bytes_sent"])
             self.assertTrue(pushed["bytes"] <= sent <= pushed["bytes"] + TENSORS * 512, sent)
-            self.assertEqual((int(far["wire_bytes_received"]), far["epoch"]), (sent, near["epoch"]))
+            self.assertEqual((int(far["wire_bytes_received"]), far["communicator"]), (sent, near["communicator"]))
 
             engine.process.send_signal(signal.SIGTERM)
             engine.finish(OK)
@@ -293,7 +293,7 @@ class RefitctlTest(unittest.TestCase):
         altered = os.path.join(self.folder, "altered")
         shutil.copytree(self.checkpoint(1), altered)
         alter_last_byte(altered)
-        for delivery in ("registered", "staged"):
+        for delivery in ("in-place", "loader"):
             group = "altered-" + delivery
             engine = Engine(self, group, "replica", altered, "--delivery", delivery)
             self.refitctl("push", self.checkpoint(1), "--group", group, "--create")

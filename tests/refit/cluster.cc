@@ -70,7 +70,7 @@ int Cluster::AddTrainer(int daemon, int rank, int world, Layout layout) {
 
 int Cluster::AddEngine(int daemon, const std::string& instance, int rank, int world,
                        Layout layout) {
-  return Add(daemon, DaemonParts::Engine(instance, DeliveryMode::kRegistered, rank, world),
+  return Add(daemon, DaemonParts::Engine(instance, DeliveryMode::kInPlace, rank, world),
              fmt::format("engine {} {}", instance, rank), std::move(layout));
 }
 

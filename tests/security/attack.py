@@ -264,7 +264,7 @@ def member_at_links(pair):
 def false_identity(pair):
     """a daemon's address of the data plane names another daemon, whose place it would take"""
     name = (DOMAIN + "refitd/b").encode()
-    # transport/sockets/frames.h: epoch, rank and size, token, family and address, port, TLS, streams, identity.
+    # transport/sockets/frames.h: communicator, rank and size, token, family and address, port, TLS, streams, identity.
     address = b"RFS1" + struct.pack("<QII16sB16sHBBH", 1, 1, 2, b"t" * 16, 4, b"\x7f\0\0\1", 1, 1, 1, len(name)) + name
     reports = queue.Queue()
     reports.put(peer_pb2.PeerMessage(hello=peer_pb2.PeerHello(protocol=1, group="policy", daemon_id="c", boot_id=b"c" * 16,
@@ -273,8 +273,8 @@ def false_identity(pair):
         answers = peer_pb2_grpc.PeerStub(channel).Link(iter(reports.get, None), timeout=SECONDS)
         try:
             incarnation = next(answers).accepted.incarnation
-            opened = peer_pb2.PeerEpochOpened(epoch=1, address=address)
-            reports.put(peer_pb2.PeerMessage(sequence=1, incarnation=incarnation, epoch_opened=opened))
+            opened = peer_pb2.PeerCommunicatorOpened(communicator=1, address=address)
+            reports.put(peer_pb2.PeerMessage(sequence=1, incarnation=incarnation, communicator_opened=opened))
             for _ in answers:  # pings, while the link stands
                 pass
         except grpc.RpcError as error:

@@ -19,7 +19,7 @@ struct Planted {
 
 inline constexpr std::array<Planted, 31> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
-    {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
+    {Bug::kForgottenUnknown, "forgotten-unknown", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
     {Bug::kSwallowedDeath, "swallowed-death", "P4", 3000},
     {Bug::kEarlyDone, "early-done", "P1 P2 P6", 100},
@@ -42,9 +42,9 @@ inline constexpr std::array<Planted, 31> kPlanted = {{
     {Bug::kHalfRerun, "half-rerun", "P1 REST", 2000},
     {Bug::kSkippedRound, "skipped-round", "P1 REST", 4000},
     {Bug::kWrongResume, "wrong-resume", "P1 REST", 4000},
-    {Bug::kTornGiver, "torn-giver", "P1", 1000},
-    {Bug::kStubbornFill, "stubborn-fill", "GIVE", 1000},
-    {Bug::kBlindFill, "blind-fill", "P1", 1000},
+    {Bug::kTornSource, "torn-source_instance", "P1", 1000},
+    {Bug::kStubbornCatchUp, "stubborn-catch-up", "GIVE", 1000},
+    {Bug::kBlindCatchUp, "blind-catch-up", "P1", 1000},
     {Bug::kSkippedPart, "skipped-part", "P1 REST", 1000},
     {Bug::kTwiceStored, "twice-stored", "P1 REST", 1000},
     {Bug::kTakeover, "takeover", "P9", 2000},

@@ -63,7 +63,7 @@ void World::MakeScenario() {
     chances_.bytes_damaged = 25;
     chances_.replica_differs = 60;
     chances_.wire_fails = 15;
-    chances_.epoch_fails = 60;
+    chances_.communicator_fails = 60;
   }
   if (kind == 3 || kind == 4 || kind == 5) chances_.chaos_operator = 25;
 
@@ -93,10 +93,10 @@ void World::MakeScenario() {
     group.limits.outstanding_buckets = random_.Int(2, 6);
     group.limits.direct_part_bytes = 64 * random_.Int(1, 8);
     group.limits.direct_part_tensors = 1;
-    group.limits.fills = !random_.Percent(10);
-    group.limits.fill_gather = random_.Millis(1, 60);
-    group.limits.fill_wait = milliseconds(100);
-    group.limits.fill_most_wait = seconds(1);
+    group.limits.catch_ups = !random_.Percent(10);
+    group.limits.catch_up_gather = random_.Millis(1, 60);
+    group.limits.catch_up_wait = milliseconds(100);
+    group.limits.catch_up_most_wait = seconds(1);
     group.verification = random_.Percent(50)   ? Verification::kReadback
                          : random_.Percent(70) ? Verification::kTransfer
                                                : Verification::kOff;
@@ -146,9 +146,9 @@ void World::MakeScenario() {
       seat.world_size = random_.Percent(60) ? 1 : random_.Int(2, 3);
       // A program writes to registered memory only.
       const bool registered = group.way != GroupWorld::Way::kPush || random_.Percent(60);
-      seat.delivery = registered ? DeliveryMode::kRegistered : DeliveryMode::kStaged;
-      seat.manifest = seat.delivery == DeliveryMode::kStaged && random_.Percent(50);
-      seat.fill = registered && random_.Percent(75);
+      seat.delivery = registered ? DeliveryMode::kInPlace : DeliveryMode::kLoader;
+      seat.manifest = seat.delivery == DeliveryMode::kLoader && random_.Percent(50);
+      seat.catch_up = registered && random_.Percent(75);
       const int first = random_.Int(0, daemons - 1);
       for (int rank = 0; rank < seat.world_size; ++rank) {
         seat.rank = rank;
@@ -188,16 +188,16 @@ std::vector<int> World::DaemonsWithoutTrainers(bool joined_only) const {
   return found;
 }
 
-// ---- fills ----
+// ---- catch-ups ----
 
-bool World::FillRuns(int g) const {
+bool World::CatchUpRuns(int g) const {
   const auto& machines =
       daemons_[static_cast<size_t>(groups_[static_cast<size_t>(g)].home)].machines;
   const auto home = machines.find(g);
-  return home != machines.end() && home->second.coordinator->fill_running();
+  return home != machines.end() && home->second.coordinator->catch_up_running();
 }
 
-void World::HitFill(int g, const Round& round) {
+void World::HitCatchUp(int g, const Round& round) {
   if (healed_ || chances_.chaos_members + chances_.chaos_daemons == 0 || !random_.Percent(40)) {
     return;
   }
@@ -221,23 +221,23 @@ void World::HitFill(int g, const Round& round) {
   });
 }
 
-void World::TearGiver(const Round& round) {
-  Process& giver = ProcessOf(round.sources[0]);
-  for (auto& cells : giver.cells) {
+void World::TearSource(const Round& round) {
+  Process& source_instance = ProcessOf(round.sources[0]);
+  for (auto& cells : source_instance.cells) {
     if (cells.empty()) continue;
     cells[0] |= kDamageBit;
-    giver.torn = true;
+    source_instance.torn = true;
     return;
   }
 }
 
 // A call at the coordinator's own daemon reaches its group at once, so no call that opens an update
-// is left unanswered by a fill that commits: the fill would have given way to it.
-void World::CheckFilled(int d, int g) {
+// is left unanswered by a catch-up that commits: the catch-up would have given way to it.
+void World::CheckCaughtUp(int d, int g) {
   for (const auto& [id, call] : DaemonAt(d).calls) {
     if (call.g != g || !call.opens || call.since >= now_) continue;
-    return Violate("GIVE", fmt::format("d{} g{}: a fill commits while call {} of pid {} waits", d,
-                                       g, id, call.pid));
+    return Violate("GIVE", fmt::format("d{} g{}: a catch-up commits while call {} of pid {} waits",
+                                       d, g, id, call.pid));
   }
 }
 
@@ -309,23 +309,23 @@ void World::SendWrongPayload() {
   Link& link = links_[static_cast<size_t>(index)];
   const GroupWorld& group = GroupOf(link.g);
   const Machine* m = Find(link.f, link.g);
-  if (random_.Percent(60) || group.last_epoch == EpochId() ||
-      group.epoch_nodes.contains(link.node) || m == nullptr || !m->linked) {
+  if (random_.Percent(60) || group.last_communicator == CommunicatorId() ||
+      group.communicator_nodes.contains(link.node) || m == nullptr || !m->linked) {
     link.down.wrong = true;
     return;
   }
   Count(Fault::kWrongPayload);
   Letter letter;
   if (random_.Percent(50)) {
-    letter.report = EpochUp{group.last_epoch, absl::OkStatus()};
+    letter.report = CommunicatorUp{group.last_communicator, absl::OkStatus()};
   } else {
-    letter.report = EpochOpened{group.last_epoch, absl::OkStatus(), "nowhere"};
+    letter.report = CommunicatorOpened{group.last_communicator, absl::OkStatus(), "nowhere"};
   }
   Post(index, false, std::move(letter));
 }
 
-// Whether each instance with a rank on the daemon has a rank on a broken daemon, too. Then no epoch
-// without the broken daemon needs this daemon, and no search can tell the two apart.
+// Whether each instance with a rank on the daemon has a rank on a broken daemon, too. Then no
+// communicator without the broken daemon needs this daemon, and no search can tell the two apart.
 bool World::OnlyBesideBroken(int g, int d) const {
   const auto of_group = [g](const Seat& seat) { return seat.g == g && !seat.trainer; };
   return std::all_of(seats_.begin(), seats_.end(), [&](const Seat& here) {
@@ -687,8 +687,8 @@ void World::AwaitFinal(TimePoint give_up) {
     In(milliseconds(20), [this, give_up] { AwaitFinal(give_up); });
     return;
   }
-  // A search for the daemon that keeps an epoch from connecting may have left an instance out of
-  // the last update. It ends within a few updates, and then the instance gets the next version.
+  // A search for the daemon that keeps a communicator from connecting may have left an instance out
+  // of the last update. It ends within a few updates, and then the instance gets the next version.
   for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
     GroupWorld& group = GroupOf(g);
     if (!LeavesOneOut(g) || group.more_updates == 0) continue;

@@ -70,7 +70,7 @@ class World::Memory : public MemoryResolver {
 
   // The trainer of a StartTransfer, which packs into the slot that the wire reads.
   MemberId trainer;
-  // Whether staged ranks have slots of their own. If not, they are given the slot of the wire.
+  // Whether loader ranks have slots of their own. If not, they are given the slot of the wire.
   bool readers_have_slots = true;
   std::optional<SlotIndex> forwarded;  // the slot from which a pack forwards, for kEarlyForward
 
@@ -339,7 +339,7 @@ void World::RunWork(const Work& work, bool end) {
     if (!end) elements /= 2;
     const Process* const p = work.WrittenBy(move) == 0 ? nullptr : &ProcessOf(work.WrittenBy(move));
     // P2: nothing may write to an engine that serves.
-    if (elements > 0 && p != nullptr && p->alive && !p->in_doubt && p->holds.has_value()) {
+    if (elements > 0 && p != nullptr && p->alive && !p->weights_unknown && p->holds.has_value()) {
       return Violate("P2", fmt::format("{} writes to pid {}, which serves version {}", work.what,
                                        p->pid, *p->holds));
     }
@@ -405,7 +405,7 @@ void World::Damage(const Work& work, TransferResult* result) {
   }
   // A pushed part takes its chance also where it writes to no engine.
   if (candidates.empty() && work.step() != nullptr) return;
-  const bool blind = options_.bug == Bug::kBlindFill && FillRuns(work.g);
+  const bool blind = options_.bug == Bug::kBlindCatchUp && CatchUpRuns(work.g);
   if (!random_.PerMille(blind ? 500 : chances_.bytes_damaged) || candidates.empty()) return;
   const BoundMove& move = *candidates[random_.Index(candidates.size())];
   Count(Fault::kBytesDamaged);
@@ -424,7 +424,7 @@ void World::EndReading(const Work& work) {
   ReadbackResult result;
   for (const ReadbackPiece& read : work.readback.pieces) {
     if (DigestOf(read.piece, read.piece.box, false) == read.expected) continue;
-    if (options_.bug == Bug::kBlindFill && FillRuns(work.g)) continue;
+    if (options_.bug == Bug::kBlindCatchUp && CatchUpRuns(work.g)) continue;
     result.status = absl::DataLossError("what was read back differs");
     std::vector<uint32_t>& failed = result.failed_destinations;
     if (failed.empty() || failed.back() != read.destination) failed.push_back(read.destination);
@@ -453,25 +453,26 @@ bool World::Touches(int d, MemberId member) const {
   });
 }
 
-// ---- epochs ----
+// ---- communicators ----
 
-std::string World::CommOf(const EpochEnd& end) const {
+std::string World::CommOf(const CommunicatorEnd& end) const {
   std::string comm;
   for (const std::string& address : end.addresses) comm += address + ",";
   return comm;
 }
 
-EpochEnd* World::EndOf(const std::string& address) {
+CommunicatorEnd* World::EndOf(const std::string& address) {
   for (auto& [id, end] : ends_) {
     if (end.address == address) return &end;
   }
   return nullptr;
 }
 
-EpochEnd* World::FindEnd(int d, int g, EpochId epoch) {
+CommunicatorEnd* World::FindEnd(int d, int g, CommunicatorId communicator) {
   const Machine* m = Find(d, g);
   for (auto& [id, end] : ends_) {
-    if (end.d == d && end.g == g && end.epoch == epoch && m != nullptr && end.nonce == m->nonce) {
+    if (end.d == d && end.g == g && end.communicator == communicator && m != nullptr &&
+        end.nonce == m->nonce) {
       return &end;
     }
   }
@@ -486,26 +487,28 @@ std::vector<uint64_t> World::EndsOf(const std::string& comm) const {
   return found;
 }
 
-void World::On(int d, int g, const OpenEpoch& a) {
+void World::On(int d, int g, const OpenCommunicator& a) {
   const Machine* m = Find(d, g);
-  if (FindEnd(d, g, a.epoch) != nullptr) {
-    return Violate("P5", fmt::format("d{} g{}: epoch {} is opened twice", d, g, a.epoch));
+  if (FindEnd(d, g, a.communicator) != nullptr) {
+    return Violate("P5",
+                   fmt::format("d{} g{}: communicator {} is opened twice", d, g, a.communicator));
   }
-  EpochEnd end;
+  CommunicatorEnd end;
   end.id = ++nonces_;
   end.d = d;
   end.g = g;
   end.life = DaemonAt(d).life;
   end.nonce = m->nonce;
   end.coordinator = m->coordinator_nonce;
-  end.epoch = a.epoch;
+  end.communicator = a.communicator;
   end.rank = a.rank;
   end.size = a.size;
   end.address = fmt::format("e{}", end.id);
-  const bool fails = random_.PerMille(chances_.epoch_fails);
-  if (fails) Count(Fault::kEpochFailed);
-  const EpochOpened opened{a.epoch, fails ? absl::UnavailableError("no device") : absl::OkStatus(),
-                           fails ? "" : end.address};
+  const bool fails = random_.PerMille(chances_.communicator_fails);
+  if (fails) Count(Fault::kCommunicatorFailed);
+  const CommunicatorOpened opened{a.communicator,
+                                  fails ? absl::UnavailableError("no device") : absl::OkStatus(),
+                                  fails ? "" : end.address};
   ends_[end.id] = end;
   if (DaemonAt(d).wire_trouble == Daemon::WireTrouble::kNeverOpens) {
     Count(Fault::kWireOneSided);
@@ -515,20 +518,20 @@ void World::On(int d, int g, const OpenEpoch& a) {
            [this, d, g, nonce = m->nonce, opened] { FeedTo(d, g, nonce, opened); });
 }
 
-void World::On(int d, int g, const ConnectEpoch& a) {
-  EpochEnd* end = FindEnd(d, g, a.epoch);
+void World::On(int d, int g, const ConnectCommunicator& a) {
+  CommunicatorEnd* end = FindEnd(d, g, a.communicator);
   if (end == nullptr || end->closed || static_cast<int>(a.addresses.size()) != end->size ||
       a.addresses[static_cast<size_t>(end->rank)] != end->address) {
-    return Violate(
-        "P5", fmt::format("d{} g{}: epoch {} is connected, but was not opened so", d, g, a.epoch));
+    return Violate("P5", fmt::format("d{} g{}: communicator {} is connected, but was not opened so",
+                                     d, g, a.communicator));
   }
   end->connecting = true;
   end->addresses = a.addresses;
   const uint64_t id = end->id;
-  if (random_.PerMille(chances_.epoch_fails)) {
-    Count(Fault::kEpochFailed);
+  if (random_.PerMille(chances_.communicator_fails)) {
+    Count(Fault::kCommunicatorFailed);
     InDaemon(d, random_.Millis(1, 100),
-             [this, id] { AnswerEpoch(id, absl::UnavailableError("connection refused")); });
+             [this, id] { AnswerCommunicator(id, absl::UnavailableError("connection refused")); });
   }
   InDaemon(d, a.timeout, [this, id] {
     const auto it = ends_.find(id);
@@ -536,12 +539,12 @@ void World::On(int d, int g, const ConnectEpoch& a) {
     if (nameless_ && it != ends_.end() && !it->second.answered) Count(Fault::kWireNameless);
     absl::Status late = absl::DeadlineExceededError("not all connected");
     if (rank >= 0) late = AboutRanks(std::move(late), {rank});
-    AnswerEpoch(id, std::move(late));
+    AnswerCommunicator(id, std::move(late));
   });
-  CompleteEpoch(id, now_ + a.timeout);
+  CompleteCommunicator(id, now_ + a.timeout);
 }
 
-int World::OutOfReach(const EpochEnd& end) const {
+int World::OutOfReach(const CommunicatorEnd& end) const {
   const auto trouble = [this](int d) {
     return daemons_[static_cast<size_t>(d)].wire_trouble == Daemon::WireTrouble::kNeverConnects;
   };
@@ -556,15 +559,15 @@ int World::OutOfReach(const EpochEnd& end) const {
   return -1;
 }
 
-// An epoch is up when every end that the addresses name has connected to the same addresses.
-void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
+// A communicator is up when every end that the addresses name has connected to the same addresses.
+void World::CompleteCommunicator(uint64_t id, TimePoint give_up) {
   const auto it = ends_.find(id);
   if (it == ends_.end() || it->second.closed || it->second.answered) return;
   const std::vector<std::string> addresses = it->second.addresses;
   std::vector<uint64_t> all;
   TimePoint blocked = now_;
   for (const std::string& address : addresses) {
-    const EpochEnd* end = EndOf(address);
+    const CommunicatorEnd* end = EndOf(address);
     if (end == nullptr || end->closed || !end->connecting || end->addresses != addresses) return;
     if (DaemonAt(end->d).wire_trouble == Daemon::WireTrouble::kNeverConnects) {
       Count(Fault::kWireOneSided);
@@ -576,7 +579,7 @@ void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
   }
   if (blocked > now_) {
     if (blocked < give_up) {
-      In(blocked - now_, [this, id, give_up] { CompleteEpoch(id, give_up); });
+      In(blocked - now_, [this, id, give_up] { CompleteCommunicator(id, give_up); });
     }
     return;
   }
@@ -587,31 +590,31 @@ void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
       continue;
     }
     InDaemon(d, random_.Micros(200, 10'000),
-             [this, other] { AnswerEpoch(other, absl::OkStatus()); });
+             [this, other] { AnswerCommunicator(other, absl::OkStatus()); });
   }
 }
 
-void World::AnswerEpoch(uint64_t id, const absl::Status& status) {
+void World::AnswerCommunicator(uint64_t id, const absl::Status& status) {
   const auto it = ends_.find(id);
   if (it == ends_.end() || it->second.answered) return;
-  EpochEnd& end = it->second;
+  CommunicatorEnd& end = it->second;
   end.answered = true;
   end.up = status.ok() && !end.closed;
-  FeedTo(end.d, end.g, end.nonce, EpochUp{end.epoch, status});
+  FeedTo(end.d, end.g, end.nonce, CommunicatorUp{end.communicator, status});
 }
 
-void World::On(int d, int g, const CloseEpoch& a) {
-  EpochEnd* end = FindEnd(d, g, a.epoch);
+void World::On(int d, int g, const CloseCommunicator& a) {
+  CommunicatorEnd* end = FindEnd(d, g, a.communicator);
   if (end == nullptr || end->closed) {
-    return Violate("P5",
-                   fmt::format("d{} g{}: epoch {} is closed, but is not open", d, g, a.epoch));
+    return Violate("P5", fmt::format("d{} g{}: communicator {} is closed, but is not open", d, g,
+                                     a.communicator));
   }
   end->closed = true;
   end->up = false;
   const uint64_t id = end->id;
   if (end->connecting && !end->answered) {
     InDaemon(d, random_.Millis(0, 50),
-             [this, id] { AnswerEpoch(id, absl::CancelledError("closed")); });
+             [this, id] { AnswerCommunicator(id, absl::CancelledError("closed")); });
   }
   if (!end->connecting) return;
   const std::string comm = CommOf(*end);
@@ -619,7 +622,7 @@ void World::On(int d, int g, const CloseEpoch& a) {
   for (const auto& [seq, op] : comms_[comm]) {
     if (!op.running.contains(rank)) continue;
     InDaemon(d, random_.Micros(100, 50'000), [this, id, seq = seq] {
-      EndWire(id, seq, absl::AbortedError("the epoch was closed"));
+      EndWire(id, seq, absl::AbortedError("the communicator was closed"));
     });
   }
   broken_comms_.insert(comm);
@@ -628,12 +631,12 @@ void World::On(int d, int g, const CloseEpoch& a) {
 
 // ---- collectives ----
 
-// Checks what must hold for every operation of an epoch; null: it does not.
-EpochEnd* World::CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
-                           const std::string& where) {
-  EpochEnd* end = FindEnd(d, g, epoch);
+// Checks what must hold for every operation of a communicator; null: it does not.
+CommunicatorEnd* World::CheckWire(int d, int g, CommunicatorId communicator, WireSeq seq,
+                                  Duration timeout, const std::string& where) {
+  CommunicatorEnd* end = FindEnd(d, g, communicator);
   if (end == nullptr || end->closed) {
-    Violate("P5", where + " starts, but the epoch is not open");
+    Violate("P5", where + " starts, but the communicator is not open");
     return nullptr;
   }
   if (timeout <= Duration(0)) Violate("P4", where + " has no time limit");
@@ -658,13 +661,14 @@ EpochEnd* World::CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration ti
 
 void World::On(int d, int g, const StartWire& a) {
   Machine* m = Find(d, g);
-  const std::string where = fmt::format("d{} g{}: operation {} of epoch {}", d, g, a.seq, a.epoch);
-  EpochEnd* end = CheckWire(d, g, a.epoch, a.seq, a.timeout, where);
+  const std::string where =
+      fmt::format("d{} g{}: operation {} of communicator {}", d, g, a.seq, a.communicator);
+  CommunicatorEnd* end = CheckWire(d, g, a.communicator, a.seq, a.timeout, where);
   if (end == nullptr) return;
   if (static_cast<uint32_t>(end->rank) != a.rank || end->size != a.size) {
-    return Violate("P5", where + " starts, but the epoch is not open so");
+    return Violate("P5", where + " starts, but the communicator is not open so");
   }
-  const auto header = headers_.find({g, m->coordinator_nonce, a.epoch, a.seq});
+  const auto header = headers_.find({g, m->coordinator_nonce, a.communicator, a.seq});
   if (header == headers_.end()) return Violate("P5", where + " starts, but has no header");
   const HeaderRecord& record = header->second;
   for (const NodeId node : record.sent) {
@@ -699,7 +703,7 @@ void World::On(int d, int g, const StartWire& a) {
   RunWire(end, a.seq, a.timeout);
 }
 
-void World::RunWire(EpochEnd* end, WireSeq seq, Duration timeout) {
+void World::RunWire(CommunicatorEnd* end, WireSeq seq, Duration timeout) {
   const uint64_t id = end->id;
   const int d = end->d;
   const std::string comm = CommOf(*end);
@@ -729,7 +733,7 @@ void World::TryWire(const std::string& comm, WireSeq seq) {
   TimePoint start = now_;
   for (const uint32_t rank : op.ranks) {
     if (!op.running.contains(rank) || !ids.contains(rank)) return;
-    const EpochEnd& end = ends_.at(ids.at(rank));
+    const CommunicatorEnd& end = ends_.at(ids.at(rank));
     start = std::max(start, end.free_at);
     blocked = std::max(blocked, BlockedUntil(end.d, ends_.at(ids.at(op.root)).d));
   }
@@ -740,7 +744,7 @@ void World::TryWire(const std::string& comm, WireSeq seq) {
   op.completing = true;
   const TimePoint done = start + random_.Micros(100, 5000);
   for (const uint32_t rank : op.ranks) {
-    EpochEnd& end = ends_.at(ids.at(rank));
+    CommunicatorEnd& end = ends_.at(ids.at(rank));
     end.free_at = done + random_.Micros(0, 1500);
     const uint64_t id = end.id;
     if (rank != op.root && random_.Percent(50)) {
@@ -761,7 +765,7 @@ void World::TryWire(const std::string& comm, WireSeq seq) {
 void World::EndWire(uint64_t id, WireSeq seq, const absl::Status& status) {
   const auto found = ends_.find(id);
   if (found == ends_.end()) return;
-  EpochEnd& end = found->second;
+  CommunicatorEnd& end = found->second;
   const std::string comm = CommOf(end);
   const auto it = comms_[comm].find(seq);
   const auto rank = static_cast<uint32_t>(end.rank);
@@ -792,7 +796,7 @@ void World::EndWire(uint64_t id, WireSeq seq, const absl::Status& status) {
     broken_comms_.insert(comm);
     if (random_.Percent(70)) BreakComm(comm, milliseconds(1), milliseconds(800));
   }
-  FeedTo(end.d, end.g, end.nonce, WireDone{end.epoch, seq, status});
+  FeedTo(end.d, end.g, end.nonce, WireDone{end.communicator, seq, status});
 }
 
 // Breaks a communicator: ranks that wait in it hear of that at `latest`.

@@ -46,7 +46,7 @@ class Describer {
     REFITD_SIM_FIELD(update);
     REFITD_SIM_FIELD(version);
     REFITD_SIM_FIELD(part);
-    REFITD_SIM_FIELD(epoch);
+    REFITD_SIM_FIELD(communicator);
     REFITD_SIM_FIELD(seq);
     REFITD_SIM_FIELD(wire_seq);
     REFITD_SIM_FIELD(rank);

@@ -83,7 +83,7 @@ int World::NewProcess(int seat_index) {
     const bool loaded = random_.Percent(now_ == TimePoint(std::chrono::hours(1)) ? 60 : 20);
     for (uint32_t t = 0; t < group.model.size(); ++t) {
       const int64_t elements = group.model[t].shape[0];
-      const bool whole = seat.delivery == DeliveryMode::kStaged;
+      const bool whole = seat.delivery == DeliveryMode::kLoader;
       const int64_t low = whole ? 0 : elements * seat.rank / seat.world_size;
       const int64_t high = whole ? elements : elements * (seat.rank + 1) / seat.world_size;
       Piece piece;
@@ -207,10 +207,10 @@ void World::TryAttach(int pid) {
     who.held_version = holds;
     if (who.held_version.has_value()) who.held_origin = origin;
     if (options_.bug != Bug::kTakeover) who.held_owner = owner;
-    who.fill = s.fill;
+    who.catch_up = s.catch_up;
     if (s.manifest) who.manifest = GroupOf(g).model;
     EngineAttached attached{member, std::move(who)};
-    attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kStaged;
+    attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kLoader;
     Feed(d, g, GroupEvent(std::move(attached)));
   });
 }
@@ -224,9 +224,9 @@ void World::LoseLease(int pid, const std::string& why, Duration retry) {
   p.attaching = false;
   p.prepared.reset();
   ++p.lease;
-  // Weights in doubt count as dirty.
-  if (p.in_doubt && options_.bug != Bug::kForgottenDoubt) p.holds.reset();
-  p.in_doubt = false;
+  // Weights that are unknown count as dirty.
+  if (p.weights_unknown && options_.bug != Bug::kForgottenUnknown) p.holds.reset();
+  p.weights_unknown = false;
   while (!p.packs.empty()) EndPack(pid, p.packs.back().grant);
   for (const auto& shard : p.shards) Clobber(shard.get());
   p.shard.reset();
@@ -275,7 +275,7 @@ void World::HearWelcome(int pid) {
   const Seat& seat = SeatOf(p);
   if (seat.trainer) {
     InProcess(pid, random_.Millis(0, 20), [this, pid] { BeginAttempt(pid); });
-  } else if (seat.delivery == DeliveryMode::kRegistered) {
+  } else if (seat.delivery == DeliveryMode::kInPlace) {
     RegisterLayout(pid);
   }
 }
@@ -320,7 +320,7 @@ void World::CheckRegistered(int g, const Round& round) {
     for (const Seat& seat : seats_) {
       if (seat.g != g || seat.trainer || seat.instance != instance) continue;
       const Process& p = ProcessOf(seat.pid);
-      all &= seat.delivery == DeliveryMode::kRegistered ? p.registered : p.welcomed;
+      all &= seat.delivery == DeliveryMode::kInPlace ? p.registered : p.welcomed;
       all &= IsMember(g, seat.pid);
     }
     const Machine* m = Find(GroupOf(g).home, g);
@@ -331,7 +331,7 @@ void World::CheckRegistered(int g, const Round& round) {
     }
     if (!all || round.instances.contains(instance)) continue;
     Violate("REG", fmt::format("g{}: update {} begins without instance {}, whose every rank is "
-                               "registered",
+                               "in-place",
                                g, round.update, instance));
   }
 }
@@ -340,7 +340,7 @@ void World::CheckRegistered(int g, const Round& round) {
 
 void World::HearPrepare(int pid, const SendPrepare& a) {
   Process& p = ProcessOf(pid);
-  if (p.in_doubt) {
+  if (p.weights_unknown) {
     return Violate("P3", fmt::format("pid {} hears Prepare of update {} before the outcome of the "
                                      "one before",
                                      pid, a.update));
@@ -365,7 +365,7 @@ void World::HearPrepare(int pid, const SendPrepare& a) {
       return;
     }
     if (q.mute) return;
-    q.in_doubt = true;
+    q.weights_unknown = true;
     Say(pid, [this, pid, update](int d, MemberId member) {
       Feed(d, SeatOf(ProcessOf(pid)).g, GroupEvent(ReadyEvent{member, update}));
     });
@@ -374,7 +374,7 @@ void World::HearPrepare(int pid, const SendPrepare& a) {
 
 void World::HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool) {
   Process& p = ProcessOf(pid);
-  if (p.prepared != a.update || !p.in_doubt) {
+  if (p.prepared != a.update || !p.weights_unknown) {
     return Violate("P2", fmt::format("pid {} gets part {} of update {}, for which it is not ready",
                                      pid, a.part, a.update));
   }
@@ -457,10 +457,10 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
                                        pid, *p.holds));
     }
   }
-  p.in_doubt = false;
+  p.weights_unknown = false;
   p.prepared.reset();
   // After a new registration the memory is not known to hold a version until the next update.
-  if (seat.delivery == DeliveryMode::kRegistered && random_.PerMille(chances_.new_binding)) {
+  if (seat.delivery == DeliveryMode::kInPlace && random_.PerMille(chances_.new_binding)) {
     RegisterLayout(pid);
   }
 }
@@ -538,17 +538,17 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
             if (DaemonAt(d).calls.contains(call)) Feed(d, g, GroupEvent(CallGone{call}));
           });
         }
-        if (opens && options_.bug == Bug::kStubbornFill) {
-          return FeedWithoutFill(d, g, std::move(event));
+        if (opens && options_.bug == Bug::kStubbornCatchUp) {
+          return FeedWithoutCatchUp(d, g, std::move(event));
         }
         Feed(d, g, std::move(event));
       });
 }
 
-void World::FeedWithoutFill(int d, int g, GroupEvent event) {
-  if (!FillRuns(g)) return Feed(d, g, std::move(event));
+void World::FeedWithoutCatchUp(int d, int g, GroupEvent event) {
+  if (!CatchUpRuns(g)) return Feed(d, g, std::move(event));
   InDaemon(d, milliseconds(2), [this, d, g, event = std::move(event)] {
-    if (Find(d, g) != nullptr) FeedWithoutFill(d, g, event);
+    if (Find(d, g) != nullptr) FeedWithoutCatchUp(d, g, event);
   });
 }
 

@@ -339,11 +339,13 @@ uint64_t World::UseProgramSlot(int d, int g, SlotIndex slot, const std::string& 
 
 void World::On(int d, int g, const StartExchange& a) {
   Machine* m = Find(d, g);
-  const std::string where = fmt::format("d{} g{}: round {} of epoch {}", d, g, a.seq, a.epoch);
+  const std::string where =
+      fmt::format("d{} g{}: round {} of communicator {}", d, g, a.seq, a.communicator);
   const ProgramRecord* record = nullptr;
   for (const auto& [key, known] : programs_) {
     if (std::get<0>(key) != g || std::get<1>(key) != m->coordinator_nonce) continue;
-    if (!known.run.has_value() || known.run->epoch != a.epoch || known.run->wire_seq > a.seq) {
+    if (!known.run.has_value() || known.run->communicator != a.communicator ||
+        known.run->wire_seq > a.seq) {
       continue;
     }
     if (record == nullptr || record->run->wire_seq < known.run->wire_seq) record = &known;
@@ -363,7 +365,7 @@ void World::On(int d, int g, const StartExchange& a) {
       !record->issued.contains(links_[static_cast<size_t>(m->link)].node)) {
     return Violate("P5", where + " starts before it was issued");
   }
-  EpochEnd* end = CheckWire(d, g, a.epoch, a.seq, a.timeout, where);
+  CommunicatorEnd* end = CheckWire(d, g, a.communicator, a.seq, a.timeout, where);
   if (end == nullptr) return;
   WireOp& op = comms_[CommOf(*end)][a.seq];
   const auto rank = static_cast<uint32_t>(end->rank);
@@ -413,7 +415,7 @@ void World::TryExchange(const std::string& comm, WireSeq seq) {
     for (const StartExchange::Leg& leg : share.start.legs) {
       all &= op.shares.contains(leg.rank) && ids.contains(leg.rank);
       if (!all) break;
-      const EpochEnd& there = ends_.at(ids.at(leg.rank));
+      const CommunicatorEnd& there = ends_.at(ids.at(leg.rank));
       start = std::max(start, there.free_at);
       parted = std::max(parted, BlockedUntil(ends_.at(ids.at(rank)).d, there.d));
     }
@@ -423,7 +425,7 @@ void World::TryExchange(const std::string& comm, WireSeq seq) {
       continue;
     }
     share.completing = true;
-    EpochEnd& end = ends_.at(ids.at(rank));
+    CommunicatorEnd& end = ends_.at(ids.at(rank));
     end.free_at = std::max(start, end.free_at) + random_.Micros(100, 4000);
     InDaemon(end.d, end.free_at - now_,
              [this, id = end.id, seq] { EndWire(id, seq, absl::OkStatus()); });
@@ -432,7 +434,7 @@ void World::TryExchange(const std::string& comm, WireSeq seq) {
 }
 
 // The bytes of its peers have arrived; the rank's own slot may be used again afterwards.
-void World::ReceiveShare(const EpochEnd& end, WireOp* op) {
+void World::ReceiveShare(const CommunicatorEnd& end, WireOp* op) {
   const auto rank = static_cast<uint32_t>(end.rank);
   WireOp::Share& share = op->shares.at(rank);
   Pool& pool = *op->pools.at(rank);
@@ -443,8 +445,8 @@ void World::ReceiveShare(const EpochEnd& end, WireOp* op) {
     const auto back = std::find_if(other.start.legs.begin(), other.start.legs.end(),
                                    [rank](const auto& l) { return l.rank == rank; });
     if (back == other.start.legs.end()) {
-      return Violate("P5", fmt::format("g{}: rank {} of epoch {} does not know of rank {}", end.g,
-                                       leg.rank, end.epoch, rank));
+      return Violate("P5", fmt::format("g{}: rank {} of communicator {} does not know of rank {}",
+                                       end.g, leg.rank, end.communicator, rank));
     }
     const std::vector<Tag>& from = other.sent.has_value()
                                        ? *other.sent

@@ -50,9 +50,9 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     sum.reruns += result.reruns;
     sum.resumes += result.resumes;
     sum.parts_again += result.parts_again;
-    sum.fills += result.fills;
+    sum.catch_ups += result.catch_ups;
     sum.gave_way += result.gave_way;
-    sum.fills_failed += result.fills_failed;
+    sum.catch_ups_failed += result.catch_ups_failed;
     for (const int mixed : {0, 1}) {
       for (const int wide : {0, 1}) sum.refits[mixed][wide] += result.refits[mixed][wide];
     }
@@ -76,7 +76,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
       "{} "
       "gave way, {} failed\n",
       sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges,
-      sum.reruns, sum.resumes, sum.parts_again, sum.fills, sum.gave_way, sum.fills_failed);
+      sum.reruns, sum.resumes, sum.parts_again, sum.catch_ups, sum.gave_way, sum.catch_ups_failed);
   CHECK(broken == 0);
   // Fewer updates would mean that the scenarios test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
@@ -90,9 +90,9 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   CHECK(sum.reruns > static_cast<int64_t>(kSeeds) / 200);
   CHECK(sum.resumes > 0);
   CHECK(sum.parts_again > static_cast<int64_t>(kSeeds) / 500);
-  CHECK(sum.fills > static_cast<int64_t>(kSeeds) / 20);
+  CHECK(sum.catch_ups > static_cast<int64_t>(kSeeds) / 20);
   CHECK(sum.gave_way > static_cast<int64_t>(kSeeds) / 50);
-  CHECK(sum.fills_failed > static_cast<int64_t>(kSeeds) / 200);
+  CHECK(sum.catch_ups_failed > static_cast<int64_t>(kSeeds) / 200);
 }
 
 TEST_CASE("the same seed is the same run") {

@@ -37,7 +37,7 @@ std::string_view FaultName(Fault fault) {
       "transfer failed",
       "bytes damaged",
       "wire failed",
-      "epoch failed",
+      "communicator failed",
       "operator abort",
       "trainer abort",
       "engine failed",
@@ -346,7 +346,8 @@ void World::DropFollower(int d, int g) {
   }
   for (const auto& [key, end] : ends_) {
     if (end.d == d && end.nonce == m->nonce && !end.closed) {
-      Violate("P8", fmt::format("d{} g{}: finished, but epoch {} is open", d, g, end.epoch));
+      Violate("P8", fmt::format("d{} g{}: finished, but communicator {} is open", d, g,
+                                end.communicator));
     }
   }
   if (daemon.lock.holder() == GroupOf(g).name) {
@@ -451,7 +452,7 @@ void World::AfterCoordinator(int d, int g) {
     for (const MemberView& member : view.group.members) {
       if (!member.engine || member.instance != instance.name) continue;
       const Process& p = ProcessOf(member.pid);
-      // Nobody can tell the group of a giver that hides what it lost.
+      // Nobody can tell the group of a source instance that hides what it lost.
       if (!p.alive || p.torn || TrueVersion(p, nullptr) == instance.version) continue;
       Violate("P2", fmt::format("g{}: instance {} is shown at version {}, but rank {} (pid {}) "
                                 "does not hold it",
@@ -610,15 +611,15 @@ void World::On(int d, int g, const UpdateAssembled& a) {
     }
   }
   round.bytes_of = static_cast<uint32_t>(rounds_.size());
-  if (a.program.has_value() && a.program->fill) {
-    round.fill = true;
+  if (a.program.has_value() && a.program->catch_up) {
+    round.catch_up = true;
     for (uint32_t i = 0; i < rounds_.size(); ++i) {
       const Round& other = rounds_[i];
       if (other.g != g || other.coordinator != m->nonce || other.version != a.version) continue;
-      if (!other.fill && other.outcome == Outcome::kCommitted) round.bytes_of = i;
+      if (!other.catch_up && other.outcome == Outcome::kCommitted) round.bytes_of = i;
     }
-    if (options_.bug == Bug::kTornGiver) TearGiver(round);
-    HitFill(g, round);
+    if (options_.bug == Bug::kTornSource) TearSource(round);
+    HitCatchUp(g, round);
   } else {
     CheckRegistered(g, round);
   }
@@ -640,11 +641,11 @@ void World::On(int d, int g, const UpdateEnded& a) {
   Machine* m = Find(d, g);
   m->executor->Forget(a.update);
   if (m->coordinator == nullptr || a.outcome == Outcome::kUnknown) return;
-  if (a.fill) {
-    ++(a.outcome == Outcome::kCommitted ? result_.fills
+  if (a.catch_up) {
+    ++(a.outcome == Outcome::kCommitted ? result_.catch_ups
        : a.gave_way                     ? result_.gave_way
-                                        : result_.fills_failed);
-    if (a.outcome == Outcome::kCommitted) CheckFilled(d, g);
+                                        : result_.catch_ups_failed);
+    if (a.outcome == Outcome::kCommitted) CheckCaughtUp(d, g);
     if (over_) return;
   } else if (a.outcome == Outcome::kCommitted) {
     ++result_.committed;
@@ -664,7 +665,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
   });
   if (round == rounds_.end()) return;  // given up before it was assembled
   round->outcome = a.outcome;
-  if (!a.fill) CheckRest(g, *round, a);
+  if (!a.catch_up) CheckRest(g, *round, a);
   if (!over_) CheckKeptOut(g);
   if (over_) return;
   for (const auto& [id, work] : works_) {
@@ -673,13 +674,13 @@ void World::On(int d, int g, const UpdateEnded& a) {
                    fmt::format("g{}: update {} ended while {} runs", g, a.update, work->what));
   }
   if (a.outcome != Outcome::kCommitted) return;
-  if (round->plan != nullptr && !a.fill) {
+  if (round->plan != nullptr && !a.catch_up) {
     const bool mixed = GroupOf(g).way == GroupWorld::Way::kMixed;
     ++result_.refits[mixed ? 1 : 0][round->plan->routes.wire_bytes > 0 ? 1 : 0];
   }
   const uint32_t index = round->bytes_of;
   const MachineView view = m->machine->View(now_);
-  const std::optional<UpdateView>& shown = a.fill ? view.group.fill : view.group.update;
+  const std::optional<UpdateView>& shown = a.catch_up ? view.group.catch_up : view.group.update;
   REFITD_CHECK(shown.has_value() && shown->id == a.update);
   for (const InstanceOutcome& outcome : shown->instances) {
     if (!outcome.committed) continue;
@@ -780,15 +781,15 @@ void World::On(int d, int g, const SendCommand& a) {
     return Violate("P8",
                    fmt::format("d{} g{}: a command would end the link: {}", d, g, Message(read)));
   }
-  if (const auto* open = std::get_if<OpenEpoch>(&a.command)) {
+  if (const auto* open = std::get_if<OpenCommunicator>(&a.command)) {
     GroupWorld& group = GroupOf(g);
-    if (group.last_epoch != open->epoch) group.epoch_nodes.clear();
-    group.last_epoch = open->epoch;
-    group.epoch_nodes.insert(a.node);
+    if (group.last_communicator != open->communicator) group.communicator_nodes.clear();
+    group.last_communicator = open->communicator;
+    group.communicator_nodes.insert(a.node);
   }
   if (const auto* header = std::get_if<PeerHeader>(&a.command);
       header != nullptr && header->wired) {
-    const auto key = std::make_tuple(g, m->nonce, header->epoch, header->wire_seq);
+    const auto key = std::make_tuple(g, m->nonce, header->communicator, header->wire_seq);
     HeaderRecord& record = headers_[key];
     record.digest = header->digest;
     record.ranks = header->ranks.size();
@@ -1063,9 +1064,10 @@ void World::On(int d, int g, const ReleaseWire&) {
     if (end.d != d || end.g != g) continue;
     for (const auto& [seq, op] : comms_[CommOf(end)]) {
       if (op.running.contains(end.rank)) {
-        return Violate("P7", fmt::format("d{} g{}: the wire is given back while op {} of epoch {} "
-                                         "runs",
-                                         d, g, seq, end.epoch));
+        return Violate("P7",
+                       fmt::format("d{} g{}: the wire is given back while op {} of communicator {} "
+                                   "runs",
+                                   d, g, seq, end.communicator));
       }
     }
   }

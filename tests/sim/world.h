@@ -15,7 +15,7 @@
 //   LIVE  with all faults gone, an update did not commit
 //   REG   an update left out an instance though every rank of it was told that it is registered and
 //         none was lost
-//   GIVE  a fill committed while a trainer's call that opens an update was waiting
+//   GIVE  a catch-up committed while a trainer's call that opens an update was waiting
 //   REST  only some engines died, or the data plane of one daemon did not come up, and the update
 //         was given up for the other engines as well
 #ifndef REFITD_TESTS_SIM_WORLD_H_
@@ -50,9 +50,9 @@ namespace refitd::sim {
 // Planted bugs: the world's deliberate errors, at its boundary with the machines.
 enum class Bug : uint8_t {
   kNone,
-  kEarlyCommitted,  // engines hear Committed when verification starts
-  kForgottenDoubt,  // an engine in doubt reports the version that it held before
-  kEarlyIssue,      // Issue goes out with the header, before the acknowledgements
+  kEarlyCommitted,    // engines hear Committed when verification starts
+  kForgottenUnknown,  // an engine with unknown weights reports the version that it held before
+  kEarlyIssue,        // Issue goes out with the header, before the acknowledgements
   // A daemon's death is not reported, its pings are answered, and clean-up has no limit.
   kSwallowedDeath,
   kEarlyDone,         // a copy is reported as ended while it runs
@@ -77,14 +77,14 @@ enum class Bug : uint8_t {
   kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
   // The first thing that a daemon receives, and lacks, after a program went on is not written.
   kSkippedRound,
-  kWrongResume,     // a joined daemon is told to go on one round after the one that is lacking
-  kTornGiver,       // an engine loses some of its weights when a fill begins, and goes on giving
-  kStubbornFill,    // calls that open an update are held up while a fill runs
-  kBlindFill,       // a fill's read-back finds nothing
-  kSkippedPart,     // a joined daemon stores nothing of a part that is sent again
-  kTwiceStored,     // a joined daemon stores a part that is sent again twice
-  kTakeover,        // engines do not say whose version they hold: who comes first owns the group
-  kOwnerElsewhere,  // the coordinator does not know who a trainer at another daemon is
+  kWrongResume,  // a joined daemon is told to go on one round after the one that is lacking
+  kTornSource,   // an engine loses some of its weights when a catch-up begins, and goes on giving
+  kStubbornCatchUp,  // calls that open an update are held up while a catch-up runs
+  kBlindCatchUp,     // a catch-up's read-back finds nothing
+  kSkippedPart,      // a joined daemon stores nothing of a part that is sent again
+  kTwiceStored,      // a joined daemon stores a part that is sent again twice
+  kTakeover,         // engines do not say whose version they hold: who comes first owns the group
+  kOwnerElsewhere,   // the coordinator does not know who a trainer at another daemon is
 };
 
 struct Options {
@@ -107,7 +107,7 @@ enum class Fault : uint8_t {
   kTransferFailed,
   kBytesDamaged,
   kWireFailed,
-  kEpochFailed,
+  kCommunicatorFailed,
   kOperatorAbort,
   kTrainerAbort,
   kEngineFailed,
@@ -120,7 +120,8 @@ enum class Fault : uint8_t {
   // A daemon's end of the data plane never opens, never connects, or connects one way only.
   kWireOneSided,
   kDaemonMute,  // it answers pings and sends no reports
-  // An answer of another kind than its call, or a report about an epoch that the daemon is not in.
+  // An answer of another kind than its call, or a report about a communicator that the daemon is
+  // not in.
   kWrongPayload,
   kWireNameless,  // the data plane fails and names nobody
   kThief,         // a trainer of another identity attaches
@@ -137,10 +138,10 @@ struct Result {
   // Committed updates with a program: [tensors were pushed as well][bytes crossed the wire].
   int64_t refits[2][2] = {};
   int64_t exchanges = 0;
-  int64_t forwards = 0;  // runs of bytes that a daemon sent on along a chain
-  int64_t fills = 0;     // committed
-  int64_t gave_way = 0;  // fills that were given up for no failure of their own
-  int64_t fills_failed = 0;
+  int64_t forwards = 0;   // runs of bytes that a daemon sent on along a chain
+  int64_t catch_ups = 0;  // committed
+  int64_t gave_way = 0;   // catch-ups that were given up for no failure of their own
+  int64_t catch_ups_failed = 0;
   int64_t reruns = 0;       // programs that a daemon was told to run again without a lost daemon
   int64_t resumes = 0;      // those of them that went on from a later round than the first
   int64_t parts_again = 0;  // headers of parts that were sent again to a daemon
@@ -179,9 +180,9 @@ struct Round {
   std::shared_ptr<const RefitPlan> plan;  // null: no program
   bool differs = false;                   // a rank was made to differ from its replicas
   std::vector<int> sources;               // pids, by the plan's numbers
-  bool fill = false;
+  bool catch_up = false;
   uint32_t bytes_of =
-      0;  // the round whose bytes it installs: itself, or, for a fill, an earlier one
+      0;  // the round whose bytes it installs: itself, or, for a catch-up, an earlier one
 };
 
 // A trainer's memory for one registration.
@@ -246,9 +247,9 @@ struct Seat {  // a place for a process: which member should be attached where
   std::string instance;
   int rank = 0;
   int world_size = 1;
-  DeliveryMode delivery = DeliveryMode::kRegistered;
+  DeliveryMode delivery = DeliveryMode::kInPlace;
   bool manifest = false;
-  bool fill = false;  // takes part in fills
+  bool catch_up = false;  // takes part in catch-ups
   int pid = 0;
 };
 
@@ -279,8 +280,8 @@ struct Process {
   std::optional<Version> holds;  // the version that it believes to serve
   uint64_t origin = 0;           // incarnation in which `holds` was committed; 0: from a file
   std::string owner;             // of the group when it committed the last version here
-  bool torn = false;             // it lost a part of `holds` and hides that; for kTornGiver
-  bool in_doubt = false;         // answered Ready, heard no outcome
+  bool torn = false;             // it lost a part of `holds` and hides that; for kTornSource
+  bool weights_unknown = false;  // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -347,8 +348,8 @@ struct GroupWorld {
   int more_updates = 4;  // that may follow the last one while it leaves an instance out
   Version top;           // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
-  EpochId last_epoch;  // the last that its coordinator opened, and its nodes
-  std::set<NodeId> epoch_nodes;
+  CommunicatorId last_communicator;  // the last that its coordinator opened, and its nodes
+  std::set<NodeId> communicator_nodes;
 };
 
 // ---- daemons ----
@@ -365,7 +366,7 @@ struct Machine {
   bool check_view = false;
   std::optional<TimePoint> tick;
   std::shared_ptr<Pool> pool;
-  // The slots that a staged rank on a GPU of its own is handed.
+  // The slots that a loader rank on a GPU of its own is handed.
   std::map<MemberId, std::shared_ptr<Pool>> own_pools;
   std::unique_ptr<Executor> executor;
   // The worker's id of the first run of each version's program.
@@ -469,7 +470,7 @@ struct Work {
   std::shared_ptr<Pool> pool;
   std::shared_ptr<Source> source;      // of a bucket that this daemon's trainer pushed
   std::vector<MemberId> sources;       // members whose memory is read
-  std::vector<MemberId> destinations;  // registered ranks, as the executor numbers them
+  std::vector<MemberId> destinations;  // in-place ranks, as the executor numbers them
   std::vector<int> pids;               // by destination; 0: skipped
   std::vector<std::pair<SlotIndex, uint64_t>> uses;
   // For a copy. `done` is null once the end is reported.
@@ -513,20 +514,20 @@ class WorkTransport : public UnpreparedTransport {
   Work* next = nullptr;
 };
 
-struct EpochEnd {
+struct CommunicatorEnd {
   uint64_t id = 0;
   int d = 0;
   int g = 0;
   uint64_t life = 0;
   uint64_t nonce = 0;  // of its machine
   uint64_t coordinator = 0;
-  EpochId epoch;
+  CommunicatorId communicator;
   int rank = 0;
   int size = 0;
   std::string address;
   std::vector<std::string> addresses;
   bool connecting = false;
-  bool answered = false;  // EpochUp was sent
+  bool answered = false;  // CommunicatorUp was sent
   bool up = false;
   bool closed = false;
   std::optional<WireSeq> last;
@@ -642,9 +643,9 @@ class World {
   void On(int d, int g, const SendReport& a);
   void On(int d, int g, const CloseLink& a);
   void On(int d, int g, const MakeSlots& a);
-  void On(int d, int g, const OpenEpoch& a);
-  void On(int d, int g, const ConnectEpoch& a);
-  void On(int d, int g, const CloseEpoch& a);
+  void On(int d, int g, const OpenCommunicator& a);
+  void On(int d, int g, const ConnectCommunicator& a);
+  void On(int d, int g, const CloseCommunicator& a);
   void On(int d, int g, const StartWire& a);
   void On(int d, int g, const PlanRefit& a);
   void On(int, int, const MovePart&) {}  // the coordinator handles it, and the next three
@@ -687,20 +688,20 @@ class World {
   uint64_t UseSlot(Pool* pool, SlotGrant slot, const std::string& what);
   void EndUse(Pool* pool, SlotIndex slot, uint64_t id);
   bool Touches(int d, MemberId member) const;
-  void CompleteEpoch(uint64_t id, TimePoint give_up);
-  void AnswerEpoch(uint64_t id, const absl::Status& status);
+  void CompleteCommunicator(uint64_t id, TimePoint give_up);
+  void AnswerCommunicator(uint64_t id, const absl::Status& status);
   // A rank, other than its own, that the end can't reach; -1: none.
-  int OutOfReach(const EpochEnd& end) const;
-  std::string CommOf(const EpochEnd& end) const;
+  int OutOfReach(const CommunicatorEnd& end) const;
+  std::string CommOf(const CommunicatorEnd& end) const;
   void TryWire(const std::string& comm, WireSeq seq);
   void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
-  EpochEnd* CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
-                      const std::string& where);
+  CommunicatorEnd* CheckWire(int d, int g, CommunicatorId communicator, WireSeq seq,
+                             Duration timeout, const std::string& where);
   // Runs one operation, which completes, fails, or is cut off.
-  void RunWire(EpochEnd* end, WireSeq seq, Duration timeout);
+  void RunWire(CommunicatorEnd* end, WireSeq seq, Duration timeout);
   void BreakComm(const std::string& comm, Duration soonest, Duration latest);
-  EpochEnd* EndOf(const std::string& address);
-  EpochEnd* FindEnd(int d, int g, EpochId epoch);
+  CommunicatorEnd* EndOf(const std::string& address);
+  CommunicatorEnd* FindEnd(int d, int g, CommunicatorId communicator);
   std::vector<uint64_t> EndsOf(const std::string& comm) const;
 
   // ---- refits.cc ----
@@ -721,7 +722,7 @@ class World {
   Duration PlanningTime();
   uint64_t UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what);
   void TryExchange(const std::string& comm, WireSeq seq);
-  void ReceiveShare(const EpochEnd& end, WireOp* op);
+  void ReceiveShare(const CommunicatorEnd& end, WireOp* op);
 
   // ---- members.cc ----
   int NewProcess(int seat);
@@ -785,14 +786,15 @@ class World {
   void Mute();
   void SendWrongPayload();
   // Checks that faults of these kinds cost only the members that they hit.
-  // Kills a giver, a newcomer or a daemon of a fill that has just been assembled, some time later.
-  void HitFill(int g, const Round& round);
-  // For kTornGiver: damages an element of a rank that gives, which no machine hears of.
-  void TearGiver(const Round& round);
-  bool FillRuns(int g) const;
-  // Feeds the event once no fill runs; for kStubbornFill.
-  void FeedWithoutFill(int d, int g, GroupEvent event);
-  void CheckFilled(int d, int g);
+  // Kills a source instance, a late instance or a daemon of a catch-up that has just been
+  // assembled, some time later.
+  void HitCatchUp(int g, const Round& round);
+  // For kTornSource: damages an element of a rank that gives, which no machine hears of.
+  void TearSource(const Round& round);
+  bool CatchUpRuns(int g) const;
+  // Feeds the event once no catch-up runs; for kStubbornCatchUp.
+  void FeedWithoutCatchUp(int d, int g, GroupEvent event);
+  void CheckCaughtUp(int d, int g);
   void CheckRest(int g, const Round& round, const UpdateEnded& a);
   bool OnlyBesideBroken(int g, int d) const;
   void CheckKeptOut(int g);
@@ -834,7 +836,7 @@ class World {
     int bytes_damaged = 0;
     int replica_differs = 0;
     int wire_fails = 0;
-    int epoch_fails = 0;
+    int communicator_fails = 0;
     int late_member = 0;
     int engine_fails = 0;
     int trainer_abort = 0;
@@ -866,14 +868,14 @@ class World {
   // The times until which messages between two daemons are held up.
   std::vector<std::vector<TimePoint>> blocked_;
   std::map<uint64_t, std::shared_ptr<Work>> works_;
-  std::map<uint64_t, EpochEnd> ends_;
+  std::map<uint64_t, CommunicatorEnd> ends_;
   std::map<std::string, std::map<WireSeq, WireOp>> comms_;
   std::set<std::string> broken_comms_;
-  // The headers by group, coordinator, epoch and wire seq (P5).
-  std::map<std::tuple<int, uint64_t, EpochId, WireSeq>, HeaderRecord> headers_;
+  // The headers by group, coordinator, communicator and wire seq (P5).
+  std::map<std::tuple<int, uint64_t, CommunicatorId, WireSeq>, HeaderRecord> headers_;
   std::map<std::tuple<int, uint64_t, UpdateId>, ProgramRecord> programs_;  // by group, coordinator
   std::map<std::tuple<int, uint64_t, UpdateId, PartSeq>,
-           std::tuple<int, uint64_t, EpochId, WireSeq>>
+           std::tuple<int, uint64_t, CommunicatorId, WireSeq>>
       wired_parts_;
 };
 

@@ -84,7 +84,7 @@ std::string EncodeRest(const Failure& failure) {
   const int64_t dirty =
       std::max(failure.dirty_count, static_cast<int64_t>(failure.dirty_instances.size()));
   if (suspects > 0) PutNumber(kSuspectCount, static_cast<uint64_t>(suspects), &out);
-  if (failure.weights != WeightsLeft::kUnknown) {
+  if (failure.weights != Weights::kUnknown) {
     PutNumber(kWeights, static_cast<uint64_t>(failure.weights), &out);
   }
   if (dirty > 0) PutNumber(kDirtyCount, static_cast<uint64_t>(dirty), &out);
@@ -270,8 +270,8 @@ absl::Status Read(const Field& field, Failure* failure) {
     case kSuspectCount:
       return ReadCount(field, "suspect_count", &failure->suspect_count);
     case kWeights:
-      if (field.value <= static_cast<uint64_t>(WeightsLeft::kDirty)) {
-        failure->weights = static_cast<WeightsLeft>(field.value);
+      if (field.value <= static_cast<uint64_t>(Weights::kDirty)) {
+        failure->weights = static_cast<Weights>(field.value);
       }
       return absl::OkStatus();
     case kDirtyCount:
@@ -297,7 +297,7 @@ void Failure::Add(Suspect suspect) {
 }
 
 void Failure::AddDirty(std::string instance) {
-  weights = WeightsLeft::kDirty;
+  weights = Weights::kDirty;
   ++dirty_count;
   if (dirty_instances.size() < kMaxDirtyInstances) dirty_instances.push_back(std::move(instance));
 }

@@ -61,18 +61,20 @@ struct Suspect {
   bool operator==(const Suspect&) const = default;
 };
 
-// What an update that failed left of the weights that engines hold. The numbers are those of
-// v1::WeightsLeft.
-enum class WeightsLeft : uint8_t {
-  kUnknown = 0,  // the failure is not of an update's end, or the end is not known
-  kClean = 1,    // every engine still holds the version before
+// What is known of weights in engines' memory: of one rank, or, in a failure, of all engines that
+// the update would have written. The numbers are those of v1::Weights.
+enum class Weights : uint8_t {
+  kUnknown = 0,  // an outcome was not heard, or the failure is not of an update's end; the rank
+                 // counts as dirty
+  kClean = 1,    // every engine holds its version, or what was loaded if there is no version yet
   kDirty = 2,    // some engine was written in part, and holds no version until the next commit (P2)
+  kPaused = 3,   // of one rank: Prepare came; not resumed yet
 };
 
 struct Failure {
   std::vector<Suspect> suspects;
   int64_t suspect_count = 0;  // at least suspects.size()
-  WeightsLeft weights = WeightsLeft::kUnknown;
+  Weights weights = Weights::kUnknown;
   std::vector<std::string> dirty_instances;
   int64_t dirty_count = 0;  // at least dirty_instances.size()
   std::string tensor;       // the first tensor that the failure is about

@@ -23,12 +23,12 @@ using NodeId = StrongInt<struct NodeIdTag,
                          uint32_t>;  // a daemon of one group; 0 coordinates; never reused
 using PartSeq = StrongInt<struct PartSeqTag,
                           int64_t>;  // 0.. of an update: order of delivery in the whole group
-using EpochId =
-    StrongInt<struct EpochIdTag, uint64_t>;  // one communicator; never reused by a coordinator
+using CommunicatorId = StrongInt<struct CommunicatorIdTag,
+                                 uint64_t>;  // one communicator; never reused by a coordinator
 using ProgramId = StrongInt<struct ProgramIdTag,
                             uint64_t>;  // one compiled refit; never reused by a coordinator
-using WireSeq =
-    StrongInt<struct WireSeqTag, uint64_t>;  // one operation of an epoch, the same on every rank
+using WireSeq = StrongInt<struct WireSeqTag,
+                          uint64_t>;  // one operation of a communicator, the same on every rank
 
 // Monotonic time, injected everywhere but in main; never a wall time (P4).
 using TimePoint = std::chrono::steady_clock::time_point;

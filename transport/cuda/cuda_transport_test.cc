@@ -378,7 +378,7 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
   CheckSame(Run(setup.transport.get(), broadcast.transfer),
             Run(setup.host.get(), broadcast.world.model));
   REQUIRE(communicators().size() == 1);
-  CHECK(communicators()[0].epoch == 1);
+  CHECK(communicators()[0].number == 1);
   CHECK(communicators()[0].devices.size() > 1);
   CHECK(communicators()[0].status.ok());
   setup.nccl->FailAt("ncclBroadcast", 1, 3);
@@ -389,7 +389,7 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
             Run(setup.host.get(), broadcast.world.model));
   broadcast.world.CheckBytes();
   REQUIRE(!communicators().empty());
-  CHECK(communicators().back().epoch == 2);
+  CHECK(communicators().back().number == 2);
   CHECK(communicators().back().status.ok());
   CHECK(setup.losses == 0);
 }

@@ -49,7 +49,7 @@ bool MergeNeighbours(std::vector<Box>* boxes, size_t d) {
   return merged;
 }
 
-void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
+void AddHolders(absl::Span<const uint32_t> holders, OwnedBox* box) {
   for (const uint32_t holder : holders) {
     const auto at = std::lower_bound(box->holders.begin(), box->holders.end(), holder);
     if (at == box->holders.end() || *at != holder) box->holders.insert(at, holder);
@@ -62,8 +62,8 @@ void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
 constexpr int64_t kMeetingSteps = 64;
 
 // Joins equal boxes into one that has all their holders. `boxes` must not be empty.
-void JoinEqual(std::vector<HeldBox>* boxes) {
-  std::sort(boxes->begin(), boxes->end(), [](const HeldBox& a, const HeldBox& b) {
+void JoinEqual(std::vector<OwnedBox>* boxes) {
+  std::sort(boxes->begin(), boxes->end(), [](const OwnedBox& a, const OwnedBox& b) {
     return std::tie(a.box.offset, a.box.extent, a.holders) <
            std::tie(b.box.offset, b.box.extent, b.holders);
   });
@@ -79,11 +79,11 @@ void JoinEqual(std::vector<HeldBox>* boxes) {
 }
 
 // Cuts `boxes` along `by`, and adds the holders of `by` to the parts inside `by`.
-void CutBy(const HeldBox& by, std::vector<HeldBox>* boxes, PlanWork* work) {
-  std::vector<HeldBox> cut;
+void CutBy(const OwnedBox& by, std::vector<OwnedBox>* boxes, PlanWork* work) {
+  std::vector<OwnedBox> cut;
   cut.reserve(boxes->size());
   *work += kCutSteps * static_cast<int64_t>(boxes->size());
-  for (HeldBox& held : *boxes) {
+  for (OwnedBox& held : *boxes) {
     std::optional<Box> common = Intersect(held.box, by.box);
     if (!common.has_value()) {
       cut.push_back(std::move(held));
@@ -92,7 +92,7 @@ void CutBy(const HeldBox& by, std::vector<HeldBox>* boxes, PlanWork* work) {
     std::vector<Box> outside;
     Subtract(held.box, *common, &outside);
     for (Box& box : outside) cut.push_back({std::move(box), held.holders});
-    HeldBox both{*std::move(common), std::move(held.holders)};
+    OwnedBox both{*std::move(common), std::move(held.holders)};
     AddHolders(by.holders, &both);
     cut.push_back(std::move(both));
   }
@@ -194,15 +194,15 @@ void MergeAdjacent(std::vector<Box>* boxes) {
 }
 
 // Cuts boxes that meet until no two meet, bigger boxes first.
-void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
+void CutByHolders(std::vector<OwnedBox>* held, PlanWork* work) {
   if (held->size() <= 1) return;
   JoinEqual(held);
-  std::stable_sort(held->begin(), held->end(), [](const HeldBox& a, const HeldBox& b) {
+  std::stable_sort(held->begin(), held->end(), [](const OwnedBox& a, const OwnedBox& b) {
     return ElementCount(a.box) > ElementCount(b.box);
   });
   std::vector<const Box*> boxes;
   boxes.reserve(held->size());
-  for (const HeldBox& one : *held) boxes.push_back(&one.box);
+  for (const OwnedBox& one : *held) boxes.push_back(&one.box);
   const BoxIndex index(boxes);
   std::vector<std::vector<uint32_t>> meeting(held->size());  // earlier boxes that meet each box
   bool any = false;
@@ -218,7 +218,7 @@ void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
   }
   if (!any || work->Over()) return;
   // The parts of each box that no earlier box has.
-  std::vector<std::vector<HeldBox>> cut(held->size());
+  std::vector<std::vector<OwnedBox>> cut(held->size());
   for (uint32_t i = 0; i < held->size(); ++i) {
     std::vector<Box> rest = {(*held)[i].box};
     for (const uint32_t earlier : meeting[i]) {
@@ -232,7 +232,7 @@ void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
     for (Box& box : rest) cut[i].push_back({std::move(box), (*held)[i].holders});
   }
   held->clear();
-  for (std::vector<HeldBox>& some : cut) {
+  for (std::vector<OwnedBox>& some : cut) {
     std::move(some.begin(), some.end(), std::back_inserter(*held));
   }
 }

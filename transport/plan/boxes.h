@@ -71,14 +71,14 @@ std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work);
 // two can be joined. Leaves the boxes in the order of BoxLess.
 void MergeAdjacent(std::vector<Box>* boxes);
 // A box all of whose elements have the same holders.
-struct HeldBox {
+struct OwnedBox {
   Box box;
   absl::InlinedVector<uint32_t, 4> holders;  // ascending
 };
 // Replaces boxes, each with one or more holders, by disjoint boxes of the same elements with all
 // their holders. Equal boxes cost no more than sorting. Counts its steps in `work`, and ends early,
 // with a wrong result, if work->Over().
-void CutByHolders(std::vector<HeldBox>* boxes, PlanWork* work);
+void CutByHolders(std::vector<OwnedBox>* boxes, PlanWork* work);
 // The offset of the first element of `box`, a part of the piece's box, in bytes from the start of
 // the piece's region.
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);

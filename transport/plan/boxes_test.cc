@@ -27,7 +27,7 @@ std::vector<Box> Overlapping(int count) {
 }
 
 TEST_CASE("A box that is cut counts as many steps as it takes longer than a comparison") {
-  std::vector<HeldBox> held;
+  std::vector<OwnedBox> held;
   for (const Box& box : Overlapping(100)) {
     held.push_back({box, {static_cast<uint32_t>(held.size())}});
   }
@@ -45,7 +45,7 @@ TEST_CASE("What is cancelled ends where it is, however many boxes overlap") {
   PlanWork disjoint(cancelled);
   CHECK(MakeDisjoint(boxes, &disjoint).empty());
   CHECK(disjoint.steps() == 0);
-  std::vector<HeldBox> held;
+  std::vector<OwnedBox> held;
   for (const Box& box : boxes) held.push_back({box, {0}});
   PlanWork cut(cancelled);
   CutByHolders(&held, &cut);

@@ -24,7 +24,7 @@ constexpr size_t kReservedMoves = 16'384;  // at most
 absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
 
 // A piece of a source that holds part of the tensor.
-struct Held {
+struct SourcePiece {
   uint32_t source = 0;
   uint32_t piece = 0;
   const Box* box = nullptr;
@@ -50,7 +50,7 @@ struct Group {
 // A box, and all pieces with an equal box, at most one for each source.
 struct Replicas {
   const Box* box = nullptr;
-  absl::Span<const Held> holders;  // ascending sources
+  absl::Span<const SourcePiece> holders;  // ascending sources
 };
 
 class Planner {
@@ -152,7 +152,7 @@ class Planner {
     const auto first_move = plan_.moves.size();
     auto held = absl::MakeSpan(held_).subspan(group.held_begin, group.held_end - group.held_begin);
     if (AllDisjoint(held)) {
-      for (const Held& piece : held) EmitSole(piece, *piece.box, wanted);
+      for (const SourcePiece& piece : held) EmitSole(piece, *piece.box, wanted);
     } else {
       ShareOut(held, wanted);
     }
@@ -182,7 +182,7 @@ class Planner {
 
   // Recognises the common cases (one holder, one range in a few boxes) cheaply. Returns false also
   // if the answer would take long.
-  static bool AllDisjoint(absl::Span<const Held> held) {
+  static bool AllDisjoint(absl::Span<const SourcePiece> held) {
     if (held.size() > BoxIndex::kLinearBoxes) return false;
     for (size_t i = 0; i < held.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
@@ -197,7 +197,7 @@ class Planner {
   }
 
   // Decides, for every element that several sources hold, which of these sources is read.
-  void ShareOut(absl::Span<Held> held, const BoxIndex& wanted) {
+  void ShareOut(absl::Span<SourcePiece> held, const BoxIndex& wanted) {
     const std::vector<Replicas> classes = Classes(held);
     std::vector<const Box*> boxes;
     boxes.reserve(classes.size());
@@ -222,9 +222,9 @@ class Planner {
   }
 
   // Groups equal boxes, bigger boxes first. Reorders `held`.
-  static std::vector<Replicas> Classes(absl::Span<Held> held) {
-    std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) {
-      const auto key = [](const Held& h) {
+  static std::vector<Replicas> Classes(absl::Span<SourcePiece> held) {
+    std::sort(held.begin(), held.end(), [](const SourcePiece& a, const SourcePiece& b) {
+      const auto key = [](const SourcePiece& h) {
         return std::tie(h.box->offset, h.box->extent, h.source, h.piece);
       };
       return key(a) < key(b);
@@ -250,23 +250,27 @@ class Planner {
 
   // Returns one piece of every source that holds all of `part`, which is a part of class `c`.
   // Sources are ascending.
-  std::vector<Held> Holders(const Box& part, const std::vector<Replicas>& classes, uint32_t c,
-                            const std::vector<uint32_t>& meeting) {
-    std::vector<Held> holders(classes[c].holders.begin(), classes[c].holders.end());
+  std::vector<SourcePiece> Holders(const Box& part, const std::vector<Replicas>& classes,
+                                   uint32_t c, const std::vector<uint32_t>& meeting) {
+    std::vector<SourcePiece> holders(classes[c].holders.begin(), classes[c].holders.end());
     for (const uint32_t other : meeting) {
       // The part has no elements of an earlier class.
       if (other < c || !Contains(*classes[other].box, part)) continue;
       holders.insert(holders.end(), classes[other].holders.begin(), classes[other].holders.end());
     }
     work_ += static_cast<int64_t>(holders.size() + meeting.size());
-    std::stable_sort(holders.begin(), holders.end(),
-                     [](const Held& a, const Held& b) { return a.source < b.source; });
-    const auto same = [](const Held& a, const Held& b) { return a.source == b.source; };
+    std::stable_sort(
+        holders.begin(), holders.end(),
+        [](const SourcePiece& a, const SourcePiece& b) { return a.source < b.source; });
+    const auto same = [](const SourcePiece& a, const SourcePiece& b) {
+      return a.source == b.source;
+    };
     holders.erase(std::unique(holders.begin(), holders.end(), same), holders.end());
     return holders;
   }
 
-  void ShareOutPart(const Box& part, const std::vector<Held>& holders, const BoxIndex& wanted) {
+  void ShareOutPart(const Box& part, const std::vector<SourcePiece>& holders,
+                    const BoxIndex& wanted) {
     if (holders.size() == 1) {
       EmitSole(holders.front(), part, wanted);
       return;
@@ -290,15 +294,16 @@ class Planner {
     return MakeDisjoint(std::move(boxes), &work_);
   }
 
-  const Held& LeastLoaded(const std::vector<Held>& holders) const {
-    return *std::min_element(holders.begin(), holders.end(), [this](const Held& a, const Held& b) {
-      return load_[a.source] < load_[b.source];
-    });
+  const SourcePiece& LeastLoaded(const std::vector<SourcePiece>& holders) const {
+    return *std::min_element(holders.begin(), holders.end(),
+                             [this](const SourcePiece& a, const SourcePiece& b) {
+                               return load_[a.source] < load_[b.source];
+                             });
   }
 
   // Cuts `box` into a slice for each holder, so that their loads are as equal as whole steps along
   // one dimension allow.
-  void Split(const Box& box, const std::vector<Held>& holders, const BoxIndex& wanted) {
+  void Split(const Box& box, const std::vector<SourcePiece>& holders, const BoxIndex& wanted) {
     const auto count = static_cast<int64_t>(holders.size());
     size_t dim = 0;
     while (dim < box.extent.size() && box.extent[dim] < count) ++dim;
@@ -325,18 +330,18 @@ class Planner {
     }
   }
 
-  static int64_t Level(const std::vector<int64_t>& load, const std::vector<Held>& holders,
+  static int64_t Level(const std::vector<int64_t>& load, const std::vector<SourcePiece>& holders,
                        int64_t bytes) {
     std::vector<int64_t> loads;
     loads.reserve(holders.size());
-    for (const Held& holder : holders) loads.push_back(load[holder.source]);
+    for (const SourcePiece& holder : holders) loads.push_back(load[holder.source]);
     return WaterLevel(std::move(loads), bytes);
   }
 
   // ---- moves ----
 
   // Does what Emit does, for a box of which destinations may want only parts.
-  void EmitSole(const Held& from, const Box& box, const BoxIndex& wanted) {
+  void EmitSole(const SourcePiece& from, const Box& box, const BoxIndex& wanted) {
     if (sources_.size() > 1) {
       for (const Box& part : WantedOf(box, wanted)) {
         load_[from.source] += ElementCount(part) * element_bytes_;
@@ -347,12 +352,12 @@ class Planner {
 
   // Makes the moves of `box` from that piece to all destinations that want some of it. Each element
   // of `box` must be wanted by some destination.
-  void Emit(const Held& from, const Box& box, const BoxIndex& wanted) {
+  void Emit(const SourcePiece& from, const Box& box, const BoxIndex& wanted) {
     load_[from.source] += ElementCount(box) * element_bytes_;
     EmitMoves(from, box, wanted);
   }
 
-  void EmitMoves(const Held& from, const Box& box, const BoxIndex& wanted) {
+  void EmitMoves(const SourcePiece& from, const Box& box, const BoxIndex& wanted) {
     if (Exhausted()) return;
     const Piece& source = sources_[from.source].pieces[from.piece];
     work_ += wanted.Query(box, [&](uint32_t w) {
@@ -449,7 +454,7 @@ class Planner {
   const DestinationIndex& index_;
   const PlanOptions& options_;
   std::vector<Group> groups_;
-  std::vector<Held> held_;
+  std::vector<SourcePiece> held_;
   std::vector<int64_t> load_;  // bytes read from each source
   MovePlan plan_;
   absl::flat_hash_set<std::string_view> uncovered_allowed_;

@@ -60,7 +60,7 @@ class DestinationIndex {
     absl::InlinedVector<Entry, 8> entries;  // ascending
   };
 
-  // A null layout is allowed (for a destination that takes staged delivery) and has no entries.
+  // A null layout is allowed (for a destination that takes loader delivery) and has no entries.
   // FAILED_PRECONDITION if two layouts disagree about a tensor's dtype or shape; the message has
   // both, and the destination's label for each.
   static absl::StatusOr<std::shared_ptr<const DestinationIndex>> Make(

@@ -67,11 +67,11 @@ class ReplicaFinder {
   };
 
   absl::Status FindReplicas() {
-    std::vector<HeldBox> held;
+    std::vector<OwnedBox> held;
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
       if (left_out_[t] || !SeveralHave(t)) continue;
       CutHeld(t, &held);
-      for (HeldBox& box : held) Add(t, std::move(box));
+      for (OwnedBox& box : held) Add(t, std::move(box));
       if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
       if (work_.Over() || static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
         return AboutTensor(
@@ -86,14 +86,14 @@ class ReplicaFinder {
   }
 
   // The boxes of the tensor that sources hold, disjoint, each with the layouts that hold it.
-  void CutHeld(uint32_t t, std::vector<HeldBox>* held) {
+  void CutHeld(uint32_t t, std::vector<OwnedBox>* held) {
     held->clear();
     for (const auto& [layout, piece] : entries_.Of(t)) {
       held->push_back({layouts_[layout]->pieces[piece].box, {layout}});
     }
     CutByHolders(held, &work_);
     std::sort(held->begin(), held->end(),
-              [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
+              [](const OwnedBox& a, const OwnedBox& b) { return BoxLess(a.box, b.box); });
   }
 
   void SortByHash() {
@@ -161,10 +161,10 @@ class ReplicaFinder {
 
   // Adds boxes that cover the tensor once, each with the first rank that holds it.
   absl::Status Cover(uint32_t t, const std::string& tied_to, const std::string& destination) {
-    std::vector<HeldBox> held;
+    std::vector<OwnedBox> held;
     CutHeld(t, &held);
     int64_t missing = ElementCount(WholeBox(tensors_[t].shape));
-    for (HeldBox& box : held) {
+    for (OwnedBox& box : held) {
       missing -= ElementCount(box.box);
       const uint32_t rank = members_[*box.holders.begin()].front();
       AddBox(t, SetOf({rank}), std::move(box.box));
@@ -243,7 +243,7 @@ class ReplicaFinder {
     return members_[layout].size() > 1 || entries.back().layout != layout;
   }
 
-  void Add(uint32_t t, HeldBox held) {
+  void Add(uint32_t t, OwnedBox held) {
     const auto [it, added] =
         set_of_.try_emplace(Ids(held.holders.begin(), held.holders.end()), kNone);
     if (added) {

@@ -510,7 +510,7 @@ class Router {
     CountStores(t);
     std::vector<const Box*> boxes;
     boxes.reserve(cells_.size());
-    for (const HeldBox& cell : cells_) boxes.push_back(&cell.box);
+    for (const OwnedBox& cell : cells_) boxes.push_back(&cell.box);
     const BoxIndex index(boxes);
     bool covered = true;
     Ids meeting;
@@ -611,14 +611,14 @@ class Router {
   // element once.
   void CutByClasses() {
     if (wanted_.size() <= 1) return;
-    std::vector<HeldBox> boxes;
+    std::vector<OwnedBox> boxes;
     for (Wanted& wanted : wanted_) boxes.push_back({std::move(wanted.box), {wanted.node_set}});
     CutByHolders(&boxes, &work_);
     if (work_.Over()) return;  // the result is wrong; the caller returns TooMuch
     std::sort(boxes.begin(), boxes.end(),
-              [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
+              [](const OwnedBox& a, const OwnedBox& b) { return BoxLess(a.box, b.box); });
     wanted_.clear();
-    for (HeldBox& box : boxes) {
+    for (OwnedBox& box : boxes) {
       wanted_.push_back(
           {std::move(box.box), UnionOfSets({box.holders.begin(), box.holders.end()})});
     }
@@ -668,7 +668,7 @@ class Router {
     }
     CutByHolders(&cells_, &work_);
     if (options_.relay_lag == 0) return;
-    for (const HeldBox& cell : cells_) {
+    for (const OwnedBox& cell : cells_) {
       const int64_t bytes = ElementCount(cell.box) * element_bytes_;
       for (const uint32_t node : holders_[HoldersOf(cell)].nodes) node_holds_[node] += bytes;
     }
@@ -682,7 +682,7 @@ class Router {
       if (cells_.size() == 1 && refitd::Contains(cells_[0].box, box)) {
         elements = ElementCount(box);
       } else {
-        for (const HeldBox& cell : cells_) {
+        for (const OwnedBox& cell : cells_) {
           if (const auto common = Intersect(cell.box, box)) elements += ElementCount(*common);
         }
         work_ += static_cast<int64_t>(cells_.size());
@@ -718,7 +718,7 @@ class Router {
       const uint32_t member = destinations_.members[entry.layout].front();
       if (member > first_member) continue;
       std::vector<Box> parts = {destinations_.BoxOf(entry)};
-      for (const HeldBox& cell : cells_) {
+      for (const OwnedBox& cell : cells_) {
         std::vector<Box> outside;
         for (const Box& part : parts) Subtract(part, cell.box, &outside);
         work_ += kCutSteps * static_cast<int64_t>(parts.size());
@@ -739,7 +739,7 @@ class Router {
 
   // ---- who supplies ----
 
-  uint32_t HoldersOf(const HeldBox& cell) {
+  uint32_t HoldersOf(const OwnedBox& cell) {
     const Ids layouts(cell.holders.begin(), cell.holders.end());
     const uint32_t number = holder_layouts_.Number(layouts);
     if (number < holders_of_layouts_.size()) return holders_of_layouts_[number];
@@ -1298,7 +1298,7 @@ class Router {
   int64_t element_bytes_ = 0;
   Ids first_entry_;  // per destination layout
   std::vector<Wanted> wanted_;
-  std::vector<HeldBox> cells_;
+  std::vector<OwnedBox> cells_;
 };
 
 // Checks a plan that came from another process.

@@ -15,7 +15,7 @@ constexpr char kBob[] = "spiffe://prod/refitd/bob";
 
 std::string AddressOf(const std::string& identity) {
   SocketAddress address;
-  address.epoch = 9;
+  address.communicator = 9;
   address.rank = 1;
   address.size = 3;
   address.host.family = AF_INET;

@@ -30,7 +30,7 @@ std::array<char, N> Fixed(const std::string& bytes) {
   return out;
 }
 
-// The reason why the fields behind epoch, rank and size can't be right, or "".
+// The reason why the fields behind communicator, rank and size can't be right, or "".
 std::string WhyMalformed(const SocketAddress& address) {
   const std::string unusable = WhyUnusable(address.host);
   if (!unusable.empty()) return fmt::format("{} is {}", address.host.Text(), unusable);
@@ -53,7 +53,7 @@ bool SameToken(const WireToken& a, const WireToken& b) {
 std::string EncodeSocketAddress(const SocketAddress& address) {
   REFITD_CHECK(address.identity.size() <= kMaxWireIdentityBytes);
   std::string out(kAddressMagic);
-  AppendInt(address.epoch, &out);
+  AppendInt(address.communicator, &out);
   AppendInt(address.rank, &out);
   AppendInt(address.size, &out);
   out.append(address.token.data(), address.token.size());
@@ -66,11 +66,11 @@ std::string EncodeSocketAddress(const SocketAddress& address) {
   return out + address.identity;
 }
 
-absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId epoch, int rank,
-                                                  int size) {
+absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, CommunicatorId communicator,
+                                                  int rank, int size) {
   const auto bad = [&](const std::string& why) {
-    return AboutRanks(Error(absl::StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}",
-                            epoch, rank, why),
+    return AboutRanks(Error(absl::StatusCode::kInvalidArgument,
+                            "communicator {}: address of rank {}: {}", communicator, rank, why),
                       {rank});
   };
   if (in.substr(0, kAddressMagic.size()) != kAddressMagic) {
@@ -82,8 +82,9 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId e
   }
   in.remove_prefix(kAddressMagic.size());
   SocketAddress address;
-  address.epoch = TakeInt<uint64_t>(&in);
-  if (address.epoch != epoch.value()) return bad(fmt::format("is of epoch {}", address.epoch));
+  address.communicator = TakeInt<uint64_t>(&in);
+  if (address.communicator != communicator.value())
+    return bad(fmt::format("is of communicator {}", address.communicator));
   address.rank = TakeInt<uint32_t>(&in);
   if (address.rank != static_cast<uint32_t>(rank)) {
     return bad(fmt::format("is of rank {}", address.rank));
@@ -121,10 +122,11 @@ absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in) {
                  in.size());
   }
   std::string_view numbers = in.substr(kAddressMagic.size());
-  const auto epoch = TakeInt<uint64_t>(&numbers);
+  const auto communicator = TakeInt<uint64_t>(&numbers);
   const auto rank = TakeInt<uint32_t>(&numbers);
   const auto size = TakeInt<uint32_t>(&numbers);
-  return DecodeSocketAddress(in, EpochId(epoch), static_cast<int>(rank), static_cast<int>(size));
+  return DecodeSocketAddress(in, CommunicatorId(communicator), static_cast<int>(rank),
+                             static_cast<int>(size));
 }
 
 bool IsSocketAddress(std::string_view in) { return in.starts_with(kAddressMagic); }
@@ -133,7 +135,7 @@ GreetingBytes EncodeGreeting(const Greeting& greeting) {
   std::string out;
   AppendInt(kGreetingMagic, &out);
   AppendInt(static_cast<uint32_t>(greeting.kind), &out);
-  AppendInt(greeting.epoch, &out);
+  AppendInt(greeting.communicator, &out);
   AppendInt(greeting.from, &out);
   AppendInt(greeting.to, &out);
   AppendInt(greeting.stream, &out);
@@ -148,7 +150,7 @@ std::optional<Greeting> DecodeGreeting(const GreetingBytes& bytes) {
   const auto kind = TakeInt<uint32_t>(&in);
   if (kind < 1 || kind > static_cast<uint32_t>(GreetingKind::kUnknown)) return std::nullopt;
   greeting.kind = static_cast<GreetingKind>(kind);
-  greeting.epoch = TakeInt<uint64_t>(&in);
+  greeting.communicator = TakeInt<uint64_t>(&in);
   greeting.from = TakeInt<uint32_t>(&in);
   greeting.to = TakeInt<uint32_t>(&in);
   greeting.stream = TakeInt<uint32_t>(&in);

@@ -1,7 +1,7 @@
 // The messages that cross the host wire over sockets, and the addresses by which its ends find each
 // other. Pure; everything here may come from a stranger (P10). All integers are little-endian.
 //
-// A connection joins two ranks of an epoch; the lower rank dials. After TLS, if there is any:
+// A connection joins two ranks of a communicator; the lower rank dials. After TLS, if there is any:
 //
 //   dialler  -> Greeting kHello    with the token of the listener's address
 //   listener -> Greeting kWelcome  with the token of the dialler's address; or kUnknown, and the
@@ -40,10 +40,10 @@ inline constexpr size_t kMaxWireIdentityBytes = 2048;
 
 // The address at which a rank listens: Open returns the encoded address, and Connect gets those of
 // all ranks from the control plane. The encoding is
-//   4 magic "RFS1" | 8 epoch | 4 rank | 4 size | 16 token | 1 family (4 or 6) | 16 ip | 2 port |
-//   1 TLS (0 or 1) | 1 streams | 2 length of identity | identity
+//   4 magic "RFS1" | 8 communicator | 4 rank | 4 size | 16 token | 1 family (4 or 6) | 16 ip | 2
+//   port | 1 TLS (0 or 1) | 1 streams | 2 length of identity | identity
 struct SocketAddress {
-  uint64_t epoch = 0;
+  uint64_t communicator = 0;
   uint32_t rank = 0;
   uint32_t size = 0;
   WireToken token{};
@@ -58,10 +58,10 @@ inline constexpr size_t kSocketAddressFixedBytes = 4 + 8 + 4 + 4 + 16 + 1 + 16 +
 
 std::string EncodeSocketAddress(const SocketAddress& address);
 // Decodes the address of rank `rank` of `size`; both are this side's own, and valid.
-// INVALID_ARGUMENT: malformed, or of another epoch, rank, size or kind of wire.
-absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, EpochId epoch, int rank,
-                                                  int size);
-// Decodes an address of any epoch, rank and size. INVALID_ARGUMENT: malformed.
+// INVALID_ARGUMENT: malformed, or of another communicator, rank, size or kind of wire.
+absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, CommunicatorId communicator,
+                                                  int rank, int size);
+// Decodes an address of any communicator, rank and size. INVALID_ARGUMENT: malformed.
 absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in);
 // Whether the encoded address, which may be malformed, is of this wire.
 bool IsSocketAddress(std::string_view in);
@@ -72,7 +72,7 @@ enum class GreetingKind : uint32_t { kHello = 1, kWelcome = 2, kUnknown = 3 };
 
 struct Greeting {
   GreetingKind kind{};
-  uint64_t epoch = 0;
+  uint64_t communicator = 0;
   uint32_t from = 0;
   uint32_t to = 0;
   uint32_t stream = 0;

@@ -48,7 +48,7 @@ absl::Status SocketLane::Open() {
   epoll_.Reset(epoll_create1(EPOLL_CLOEXEC));
   wake_.Reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_.valid() || !wake_.valid() || !Watch(epoll_.get(), wake_.get(), EPOLLIN, nullptr)) {
-    return ErrnoError(errno, fmt::format("epoch {}", shared_.id));
+    return ErrnoError(errno, fmt::format("communicator {}", shared_.id));
   }
   return absl::OkStatus();
 }
@@ -199,7 +199,7 @@ void SocketLane::Queue(Link* link) {
 SocketLane::Cause SocketLane::Run(const WireWork& work) {
   const Cause cause = Drive(work);
   if (cause != Cause::kHalted) return cause;
-  failure_ = HearLastWords();
+  failure_ = ReadLastMessages();
   return failure_.ok() ? Cause::kHalted : Cause::kOther;
 }
 
@@ -228,7 +228,7 @@ absl::Status SocketLane::TakeTurn() {
 // A peer that is at another operation says so on each of its connections before it drops them all.
 // The lane that failed first may have seen only the end of its connection, so the other lanes look
 // for a frame that tells more. OK: there is none.
-absl::Status SocketLane::HearLastWords() {
+absl::Status SocketLane::ReadLastMessages() {
   for (const auto& [key, link] : links_) {
     if (link->state != Link::State::kUp) continue;
     link->readable = true;
@@ -330,16 +330,17 @@ void SocketLane::TakeArrivals() {
   }
 }
 
-// Whether the connection may be a link of this epoch; if not, the caller drops it, which closes it.
-// The control plane told each rank's identity. The listener has checked that `from` is a rank below
-// this rank. A peer that dials again replaces its link, but not once a frame has passed over the
-// link, since that frame would be lost.
+// Whether the connection may be a link of this communicator; if not, the caller drops it, which
+// closes it. The control plane told each rank's identity. The listener has checked that `from` is a
+// rank below this rank. A peer that dials again replaces its link, but not once a frame has passed
+// over the link, since that frame would be lost.
 bool SocketLane::MayArrive(const GreetedConnection& arrival) const {
   const SocketAddress& expected = shared_.addresses[arrival.from];
   if (arrival.identity != expected.identity) {
-    shared_.listener->options().log(fmt::format(
-        "data plane: \"{}\" is dropped: it has the token of rank {} of epoch {}, which is \"{}\"",
-        arrival.identity, arrival.from, shared_.id, expected.identity));
+    shared_.listener->options().log(
+        fmt::format("data plane: \"{}\" is dropped: it has the token of rank {} of communicator "
+                    "{}, which is \"{}\"",
+                    arrival.identity, arrival.from, shared_.id, expected.identity));
     return false;
   }
   if (arrival.stream >= streams()) return false;
@@ -382,7 +383,7 @@ absl::Status SocketLane::Dial(Link* link) {
 
 absl::Status SocketLane::Unreachable(const Link& link, const absl::Status& why) const {
   const SocketAddress& address = shared_.addresses[link.peer];
-  return AboutRanks(Error(StatusCode::kUnavailable, "epoch {}: rank {} at {} port {}: {}",
+  return AboutRanks(Error(StatusCode::kUnavailable, "communicator {}: rank {} at {} port {}: {}",
                           shared_.id, link.peer, address.host.Text(), address.port, Message(why)),
                     {link.peer});
 }
@@ -468,7 +469,7 @@ absl::StatusOr<bool> SocketLane::Step(Link* link) {
       return true;
     }
     case Link::State::kAsking: {
-      REFITD_ASSIGN_OR_RETURN(const bool heard, HearWelcome(link));
+      REFITD_ASSIGN_OR_RETURN(const bool heard, ReadWelcome(link));
       if (heard) link->state = Link::State::kUp;
       return heard;
     }
@@ -503,7 +504,7 @@ absl::StatusOr<bool> SocketLane::SendGreeting(Link* link) {
   return true;
 }
 
-absl::StatusOr<bool> SocketLane::HearWelcome(Link* link) {
+absl::StatusOr<bool> SocketLane::ReadWelcome(Link* link) {
   while (link->greeted < kGreetingBytes) {
     const absl::StatusOr<int64_t> n =
         link->connection.Read(link->greeting.data() + link->greeted,
@@ -514,12 +515,13 @@ absl::StatusOr<bool> SocketLane::HearWelcome(Link* link) {
   }
   const std::optional<Greeting> answer = DecodeGreeting(link->greeting);
   if (answer.has_value() && answer->kind == GreetingKind::kUnknown) {
-    return Unreachable(
-        *link, absl::UnavailableError("it has no such epoch: it closed it, or its address is of "
-                                      "another epoch"));
+    return Unreachable(*link, absl::UnavailableError(
+                                  "it has no such communicator: it closed it, or its address is of "
+                                  "another communicator"));
   }
   if (!answer.has_value() || answer->kind != GreetingKind::kWelcome ||
-      answer->epoch != shared_.id.value() || answer->from != static_cast<uint32_t>(link->peer) ||
+      answer->communicator != shared_.id.value() ||
+      answer->from != static_cast<uint32_t>(link->peer) ||
       answer->to != static_cast<uint32_t>(shared_.rank) ||
       answer->stream != static_cast<uint32_t>(link->stream) ||
       !SameToken(answer->token, shared_.address.token)) {
@@ -691,9 +693,9 @@ absl::Status SocketLane::TakeFrame(Link* link, const Frame& frame) {
     return absl::OkStatus();
   }
   return AboutRanks(
-      Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
-            shared_.id, link->peer, Describe(frame), shared_.rank,
-            Describe(expected ? receive->frame : send->frame)),
+      Error(StatusCode::kFailedPrecondition,
+            "communicator {}: rank {} is at {}, this rank {} at {}", shared_.id, link->peer,
+            Describe(frame), shared_.rank, Describe(expected ? receive->frame : send->frame)),
       {link->peer});
 }
 

@@ -1,5 +1,5 @@
-// One lane of one end of an epoch of the wire over sockets: the connections of some of the streams
-// to all peers, and the parts of operations that these connections carry.
+// One lane of one end of a communicator of the wire over sockets: the connections of some of the
+// streams to all peers, and the parts of operations that these connections carry.
 //
 // A lane waits for its connections and for Wake in one place, so bytes reach their slot without
 // another thread being woken. Two ranks are connected when Connect names them neighbours in the
@@ -10,8 +10,8 @@
 // takes a tenth of one transfer at most (kChainShare). A relay's sending flow reads only what came
 // over the same stream, so lanes share no state that changes while bytes move.
 //
-// Threads: a lane is used by one thread at a time, which its epoch hands it to. Arrive and Wake are
-// thread-safe.
+// Threads: a lane is used by one thread at a time, which its communicator hands it to. Arrive and
+// Wake are thread-safe.
 #ifndef REFITD_TRANSPORT_SOCKETS_LANE_H_
 #define REFITD_TRANSPORT_SOCKETS_LANE_H_
 
@@ -34,14 +34,14 @@
 #include "transport/sockets/connection.h"
 #include "transport/sockets/frames.h"
 #include "transport/sockets/listener.h"
-#include "transport/wire_epochs.h"
+#include "transport/wire_communicators.h"
 
 namespace refitd {
 
-// All lanes of an epoch share this.
+// All lanes of a communicator share this.
 struct LaneShared {
   // Constant after Open.
-  EpochId id;
+  CommunicatorId id;
   int rank = 0;
   int size = 0;
   SocketAddress address;  // of this rank
@@ -53,14 +53,14 @@ struct LaneShared {
   std::vector<SocketAddress> addresses;  // by rank
   int streams = 1;                       // connections between any two ranks
 
-  // The operation that runs must end soon: the epoch closes, or a lane failed.
+  // The operation that runs must end soon: the communicator closes, or a lane failed.
   std::atomic<bool> halted{false};
 };
 
 class SocketLane {
  public:
-  // The lane has the streams from `first` to before `first` + `count`, as far as the epoch has so
-  // many. `shared` must outlive the lane.
+  // The lane has the streams from `first` to before `first` + `count`, as far as the communicator
+  // has so many. `shared` must outlive the lane.
   SocketLane(LaneShared* shared, int first, int count)
       : shared_(*shared), first_(first), count_(count) {}
   SocketLane(const SocketLane&) = delete;
@@ -156,7 +156,7 @@ class SocketLane {
   Cause Run(const WireWork& work);
   Cause Drive(const WireWork& work);
   absl::Status TakeTurn();
-  absl::Status HearLastWords();
+  absl::Status ReadLastMessages();
   void Wait(const WireWork& work);
   void DialAgain();
   absl::Status Advance(Link* link);
@@ -178,7 +178,7 @@ class SocketLane {
   absl::Status Establish(Link* link);
   absl::StatusOr<bool> Step(Link* link);
   absl::StatusOr<bool> SendGreeting(Link* link);
-  absl::StatusOr<bool> HearWelcome(Link* link);
+  absl::StatusOr<bool> ReadWelcome(Link* link);
 
   absl::Status Send(Link* link);
   static bool NextFrame(Link* link);
@@ -196,7 +196,7 @@ class SocketLane {
   UniqueFd epoll_;
   UniqueFd wake_;  // an event counter
 
-  // Used by the lane's thread alone, or by the epoch's while the lane is idle.
+  // Used by the lane's thread alone, or by the communicator's while the lane is idle.
   std::map<std::pair<int, int>, std::unique_ptr<Link>> links_;  // by peer and stream
   std::vector<std::unique_ptr<Flow>> flows_;                    // of the operation that runs
   std::vector<Link*> ready_;                                    // to be advanced

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "transport/base/status.h"
-#include "transport/wire_epochs.h"
+#include "transport/wire_communicators.h"
 
 namespace refitd {
 namespace {
@@ -90,24 +90,24 @@ WireListener::~WireListener() {
   thread_.join();
 }
 
-uint64_t WireListener::Add(Door door) {
+uint64_t WireListener::Add(Expected expected) {
   MutexLock lock(&mutex_);
   const uint64_t number = next_door_++;
-  doors_.emplace(number, std::move(door));
+  expected_.emplace(number, std::move(expected));
   return number;
 }
 
-void WireListener::Remove(uint64_t door) {
+void WireListener::Remove(uint64_t expected) {
   MutexLock lock(&mutex_);
-  doors_.erase(door);
+  expected_.erase(expected);
 }
 
 // ---- the listener's thread ----
 
 int WireListener::WaitMillis() const {
   if (paused_) return static_cast<int>(ToMillis(kPause));
-  if (strangers_.empty()) return -1;
-  const Duration left = strangers_.front().until - steady_clock::now();
+  if (unproved_.empty()) return -1;
+  const Duration left = unproved_.front().until - steady_clock::now();
   return static_cast<int>(std::max<int64_t>(0, ToMillis(left) + 1));
 }
 
@@ -121,11 +121,11 @@ void WireListener::Run() {
       if (fd == wake_.get()) return;
       if (fd == socket_.get()) continue;
       const auto it = by_fd_.find(fd);
-      if (it != by_fd_.end()) Hear(it->second);
+      if (it != by_fd_.end()) Read(it->second);
     }
     const TimePoint now = steady_clock::now();
-    while (!strangers_.empty() && strangers_.front().until <= now) {
-      Drop(strangers_.begin(), "said too little in time");
+    while (!unproved_.empty() && unproved_.front().until <= now) {
+      Drop(unproved_.begin(), "said too little in time");
     }
     // Connections are taken last, since taking one may make one of the events void.
     if (!paused_) TakeConnections();
@@ -147,8 +147,8 @@ bool WireListener::TakeConnection() {
     }
     return errno == ECONNABORTED || errno == EINTR;
   }
-  if (strangers_.size() >= kMaxStrangers) {
-    Drop(strangers_.begin(), "was the oldest of too many that had not proved who they are");
+  if (unproved_.size() >= kMaxUnproved) {
+    Drop(unproved_.begin(), "was the oldest of too many that had not proved who they are");
   }
   PrepareSocket(fd.get());
   SslPtr ssl;
@@ -162,16 +162,16 @@ bool WireListener::TakeConnection() {
   }
   const int number = fd.get();
   if (!Watch(epoll_.get(), number)) return true;
-  Stranger stranger;
+  Unproved stranger;
   stranger.connection = Connection(std::move(fd), std::move(ssl));
-  stranger.until = steady_clock::now() + kStrangerLimit;
+  stranger.until = steady_clock::now() + kUnprovedLimit;
   stranger.encrypted = tls_ == nullptr;
-  strangers_.push_back(std::move(stranger));
-  by_fd_[number] = std::prev(strangers_.end());
+  unproved_.push_back(std::move(stranger));
+  by_fd_[number] = std::prev(unproved_.end());
   return true;
 }
 
-std::string WireListener::Who(const Stranger& stranger) const {
+std::string WireListener::Who(const Unproved& stranger) const {
   sockaddr_storage storage{};
   socklen_t length = sizeof(storage);
   if (getpeername(stranger.connection.fd(), reinterpret_cast<sockaddr*>(&storage), &length) != 0) {
@@ -181,13 +181,13 @@ std::string WireListener::Who(const Stranger& stranger) const {
   return host.ok() ? host->Text() : "somebody";
 }
 
-void WireListener::Drop(Strangers::iterator stranger, const std::string& why) {
+void WireListener::Drop(UnprovedList::iterator stranger, const std::string& why) {
   options_.log(fmt::format("data plane: the connection of {} is dropped: {}", Who(*stranger), why));
   by_fd_.erase(stranger->connection.fd());
-  strangers_.erase(stranger);
+  unproved_.erase(stranger);
 }
 
-void WireListener::Hear(Strangers::iterator stranger) {
+void WireListener::Read(UnprovedList::iterator stranger) {
   const absl::StatusOr<bool> more = Advance(&*stranger);
   if (!more.ok()) return Drop(stranger, Message(more.status()));
   if (*more) return;
@@ -199,10 +199,10 @@ void WireListener::Hear(Strangers::iterator stranger) {
     options_.log(fmt::format("data plane: the connection of {} is dropped: {}", Who(*stranger),
                              Message(admitted)));
   }
-  strangers_.erase(stranger);
+  unproved_.erase(stranger);
 }
 
-absl::StatusOr<bool> WireListener::Advance(Stranger* stranger) {
+absl::StatusOr<bool> WireListener::Advance(Unproved* stranger) {
   if (!stranger->encrypted) {
     REFITD_ASSIGN_OR_RETURN(stranger->encrypted, stranger->connection.Handshake());
     if (!stranger->encrypted) return true;
@@ -218,7 +218,7 @@ absl::StatusOr<bool> WireListener::Advance(Stranger* stranger) {
   return false;
 }
 
-absl::Status WireListener::Admit(Stranger* stranger) {
+absl::Status WireListener::Admit(Unproved* stranger) {
   const std::optional<Greeting> hello = DecodeGreeting(stranger->hello);
   if (!hello.has_value() || hello->kind != GreetingKind::kHello) {
     return Error(StatusCode::kUnauthenticated, "it speaks another protocol");
@@ -229,14 +229,16 @@ absl::Status WireListener::Admit(Stranger* stranger) {
                  identity, options_.identities);
   }
   MutexLock lock(&mutex_);
-  // The lower rank dials, so a hello from a higher rank finds no door.
-  const auto door = std::find_if(doors_.begin(), doors_.end(), [&hello](const auto& entry) {
-    return entry.second.epoch.value() == hello->epoch &&
-           hello->to == static_cast<uint32_t>(entry.second.rank) && hello->from < hello->to &&
-           SameToken(entry.second.token, hello->token);
-  });
-  // An epoch that is not open and a wrong token get one answer, which tells a stranger nothing.
-  if (door == doors_.end()) {
+  // The lower rank dials, so a hello from a higher rank finds no expected.
+  const auto expected =
+      std::find_if(expected_.begin(), expected_.end(), [&hello](const auto& entry) {
+        return entry.second.communicator.value() == hello->communicator &&
+               hello->to == static_cast<uint32_t>(entry.second.rank) && hello->from < hello->to &&
+               SameToken(entry.second.token, hello->token);
+      });
+  // A communicator that is not open and a wrong token get one answer, which tells a stranger
+  // nothing.
+  if (expected == expected_.end()) {
     Greeting unknown = *hello;
     unknown.kind = GreetingKind::kUnknown;
     unknown.token = {};
@@ -244,14 +246,15 @@ absl::Status WireListener::Admit(Stranger* stranger) {
     // The answer fits into the buffer of a new connection; a peer that does not get the answer asks
     // again.
     (void)stranger->connection.Write(bytes, {});
-    return Error(StatusCode::kUnauthenticated, "it names no epoch that is open, or a wrong token");
+    return Error(StatusCode::kUnauthenticated,
+                 "it names no communicator that is open, or a wrong token");
   }
   GreetedConnection arrival;
   arrival.connection = std::move(stranger->connection);
   arrival.from = static_cast<int>(hello->from);
   arrival.stream = static_cast<int>(hello->stream);
   arrival.identity = std::move(identity);
-  door->second.arrived(std::move(arrival));
+  expected->second.arrived(std::move(arrival));
   return absl::OkStatus();
 }
 

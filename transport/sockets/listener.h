@@ -1,7 +1,7 @@
 // The one listening socket of a daemon's host wire. It takes connections, lets them prove that they
-// are peers, and hands those that did to their epoch.
+// are peers, and hands those that did to their communicator.
 //
-// A stranger costs a place among kMaxStrangers for at most kStrangerLimit (P4, P10): when all
+// A stranger costs a place among kMaxUnproved for at most kUnprovedLimit (P4, P10): when all
 // places are taken, the oldest connection loses its own. A peer whose place was taken dials again.
 // Events that anybody can cause are told to `log`, which must limit how much it writes.
 //
@@ -28,10 +28,11 @@
 
 namespace refitd {
 
-inline constexpr size_t kMaxStrangers = 128;
-inline constexpr Duration kStrangerLimit = std::chrono::seconds(5);
+inline constexpr size_t kMaxUnproved = 128;
+inline constexpr Duration kUnprovedLimit = std::chrono::seconds(5);
 
-// A connection that showed the epoch's token, and under TLS a certificate that a root signed.
+// A connection that showed the communicator's token, and under TLS a certificate that a root
+// signed.
 struct GreetedConnection {
   Connection connection;
   int from = 0;
@@ -57,42 +58,42 @@ class WireListener {
   uint16_t port() const { return port_; }
   const Options& options() const { return options_; }
 
-  // An epoch that connections may come for. Connections are given to `arrived`, on the listener's
-  // thread, until Remove has returned. `arrived` must not call the listener.
-  struct Door {
-    EpochId epoch;
+  // A communicator that connections may come for. Connections are given to `arrived`, on the
+  // listener's thread, until Remove has returned. `arrived` must not call the listener.
+  struct Expected {
+    CommunicatorId communicator;
     int rank = 0;
     WireToken token{};
     std::function<void(GreetedConnection)> arrived;
   };
-  // Lets connections come for the epoch. Returns a number for Remove, never 0.
-  uint64_t Add(Door door);
-  void Remove(uint64_t door);
+  // Lets connections come for the communicator. Returns a number for Remove, never 0.
+  uint64_t Add(Expected expected);
+  void Remove(uint64_t expected);
 
  private:
   // A connection whose other end has proved nothing yet.
-  struct Stranger {
+  struct Unproved {
     Connection connection;
     TimePoint until;
     bool encrypted = false;  // the TLS handshake is done, or there is none
     GreetingBytes hello{};
     size_t bytes = 0;  // of hello
   };
-  using Strangers = std::list<Stranger>;
+  using UnprovedList = std::list<Unproved>;
 
   WireListener(Options options, TlsContexts* tls, UniqueFd socket, UniqueFd epoll, UniqueFd wake,
                uint16_t port);
   void Run();
   void TakeConnections();
   bool TakeConnection();
-  void Hear(Strangers::iterator stranger);
+  void Read(UnprovedList::iterator stranger);
   // Reads on from a stranger. True: more bytes must come. False: the stranger's hello is complete.
   // An error: the connection must be dropped.
-  absl::StatusOr<bool> Advance(Stranger* stranger);
-  absl::Status Admit(Stranger* stranger);
-  void Drop(Strangers::iterator stranger, const std::string& why);
+  absl::StatusOr<bool> Advance(Unproved* stranger);
+  absl::Status Admit(Unproved* stranger);
+  void Drop(UnprovedList::iterator stranger, const std::string& why);
   int WaitMillis() const;
-  std::string Who(const Stranger& stranger) const;
+  std::string Who(const Unproved& stranger) const;
 
   const Options options_;
   TlsContexts* const tls_;
@@ -102,14 +103,14 @@ class WireListener {
   const uint16_t port_;
 
   // Used by the listener's thread alone.
-  Strangers strangers_;                       // the oldest first
-  std::map<int, Strangers::iterator> by_fd_;  // all of strangers_
-  bool paused_ = false;                       // the process has no descriptor left
+  UnprovedList unproved_;                        // the oldest first
+  std::map<int, UnprovedList::iterator> by_fd_;  // all of unproved_
+  bool paused_ = false;                          // the process has no descriptor left
 
   Mutex mutex_;
   uint64_t next_door_ ABSL_GUARDED_BY(mutex_) = 1;
-  // An epoch that was closed may be here beside one that was opened with its id.
-  std::map<uint64_t, Door> doors_ ABSL_GUARDED_BY(mutex_);
+  // A communicator that was closed may be here beside one that was opened with its id.
+  std::map<uint64_t, Expected> expected_ ABSL_GUARDED_BY(mutex_);
 
   std::thread thread_;  // last: it uses the other members
 };

@@ -4,35 +4,35 @@
 
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
-#include "transport/sockets/epoch.h"
+#include "transport/sockets/communicator.h"
 #include "transport/sockets/listener.h"
-#include "transport/wire_epochs.h"
+#include "transport/wire_communicators.h"
 
 namespace refitd {
 namespace {
 
 static_assert(kSocketAddressFixedBytes + kMaxWireIdentityBytes <= kMaxWireAddressBytes);
 
-class SocketWire final : public EpochWire {
+class SocketWire final : public CommunicatorWire {
  public:
   SocketWire(int streams, WireListener::Options listening, std::unique_ptr<TlsContexts> tls)
-      : EpochWire("refitd-wire"),
+      : CommunicatorWire("refitd-wire"),
         streams_(streams),
         listening_(std::move(listening)),
         tls_(std::move(tls)) {}
   ~SocketWire() override { CloseAll(); }
 
-  absl::StatusOr<std::string> Open(EpochId id, int rank, int size) override {
+  absl::StatusOr<std::string> Open(CommunicatorId id, int rank, int size) override {
     REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<WireListener> listener, Listen());
-    return OpenEpoch(id, rank, size, fmt::format("refitd-wire-{}", id.value() % 1000), [&] {
-      return std::make_shared<SocketEpoch>(id, rank, size, streams_, listener, tls_.get(),
-                                           totals());
+    return OpenCommunicator(id, rank, size, fmt::format("refitd-wire-{}", id.value() % 1000), [&] {
+      return std::make_shared<SocketCommunicator>(id, rank, size, streams_, listener, tls_.get(),
+                                                  totals());
     });
   }
 
  private:
-  // The daemon listens while an epoch is open. The listener is destroyed under the mutex, so that
-  // its port is free when another is made.
+  // The daemon listens while a communicator is open. The listener is destroyed under the mutex, so
+  // that its port is free when another is made.
   absl::StatusOr<std::shared_ptr<WireListener>> Listen() {
     MutexLock lock(&mutex_);
     if (listener_ == nullptr) {
@@ -50,7 +50,7 @@ class SocketWire final : public EpochWire {
   const std::unique_ptr<TlsContexts> tls_;  // null: in the clear
   Mutex mutex_;
   std::unique_ptr<WireListener> listener_ ABSL_GUARDED_BY(mutex_);  // null: nothing listens
-  int users_ ABSL_GUARDED_BY(mutex_) = 0;                           // epochs
+  int users_ ABSL_GUARDED_BY(mutex_) = 0;                           // communicators
 };
 
 }  // namespace

@@ -1,19 +1,19 @@
 // The wire over host memory: TCP sockets of our own, under TLS or in the clear. docs/decisions.md
 // has the reasons.
 //
-// A peer may connect if it shows the token of an open epoch, which the control plane gave to the
-// epoch's ranks alone, and under TLS also a certificate that the roots signed, with the identity
-// that the rank's address names. Anybody else costs a bounded amount of memory and a line of the
-// log (transport/sockets/listener.h).
+// A peer may connect if it shows the token of an open communicator, which the control plane gave to
+// the communicator's ranks alone, and under TLS also a certificate that the roots signed, with the
+// identity that the rank's address names. Anybody else costs a bounded amount of memory and a line
+// of the log (transport/sockets/listener.h).
 //
 // In the clear (no `certificates`), bytes are neither encrypted nor authenticated: the network of
 // the interface must be trusted (P9).
 //
-// Threads: "refitd-wire-N", one an epoch, which runs its operations in order and does their socket
-// work; "refitd-lane-I", under TLS one for each further stream of an epoch
-// (transport/sockets/lane.h); "refitd-wire-io", which takes connections until they are an epoch's;
-// "refitd-wire", which joins the threads of closed epochs and answers calls on epochs that do not
-// exist.
+// Threads: "refitd-wire-N", one a communicator, which runs its operations in order and does their
+// socket work; "refitd-lane-I", under TLS one for each further stream of a communicator
+// (transport/sockets/lane.h); "refitd-wire-io", which takes connections until they are a
+// communicator's; "refitd-wire", which joins the threads of closed communicators and answers calls
+// on communicators that do not exist.
 #ifndef REFITD_TRANSPORT_SOCKETS_SOCKET_WIRE_H_
 #define REFITD_TRANSPORT_SOCKETS_SOCKET_WIRE_H_
 
@@ -40,7 +40,7 @@ struct SocketWireOptions {
 };
 
 // Errors: those of FindHostAddress. INVALID_ARGUMENT: `streams` is out of its range. The wire
-// listens while an epoch is open; Open fails if the port is in use.
+// listens while a communicator is open; Open fails if the port is in use.
 absl::StatusOr<std::unique_ptr<Wire>> MakeSocketWire(SocketWireOptions options);
 
 }  // namespace refitd

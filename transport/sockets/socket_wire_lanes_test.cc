@@ -143,14 +143,14 @@ constexpr int64_t kCutAfter = int64_t{2} << 20;  // of the 8 MiB of one of three
 
 // Connects both ranks; rank 0 reaches rank 1 through the proxy.
 std::unique_ptr<Proxy> ConnectThrough(Mesh& mesh, Proxy::End end) {
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
-  SocketAddress detour = Decode(addresses[1], kEpoch, 1, 2);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
+  SocketAddress detour = Decode(addresses[1], kCommunicator, 1, 2);
   auto proxy = std::make_unique<Proxy>(detour, end, kCutAfter);
   detour.port = proxy->port();
   std::vector<Result> results(2);
-  mesh.wires[0]->Connect(kEpoch, {addresses[0], EncodeSocketAddress(detour)}, kLong,
+  mesh.wires[0]->Connect(kCommunicator, {addresses[0], EncodeSocketAddress(detour)}, kLong,
                          Into(&results[0]));
-  mesh.wires[1]->Connect(kEpoch, addresses, kLong, Into(&results[1]));
+  mesh.wires[1]->Connect(kCommunicator, addresses, kLong, Into(&results[1]));
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   return proxy;
 }
@@ -162,7 +162,8 @@ TEST_CASE("a cut connection of one stream fails all lanes of both ranks, and nam
   std::vector<std::vector<char>> memory(2, std::vector<char>(kBytes, 'a'));
   std::vector<Result> results(2);
   for (int rank = 0; rank < 2; ++rank) {
-    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, root, Span(memory[rank])), Into(&results[rank]));
+    mesh.wires[rank]->Submit(Broadcast(kCommunicator, 1, root, Span(memory[rank])),
+                             Into(&results[rank]));
   }
   for (int rank = 0; rank < 2; ++rank) {
     const absl::Status status = Get(results[rank]);
@@ -179,7 +180,7 @@ TEST_CASE("a stream that stalls ends by the deadline, and the peer is named") {
   std::vector<Result> results(2);
   for (int rank = 0; rank < 2; ++rank) {
     mesh.wires[rank]->Submit(
-        Broadcast(kEpoch, 1, 0, Span(memory[rank]), rank == 0 ? kLong : kMedium),
+        Broadcast(kCommunicator, 1, 0, Span(memory[rank]), rank == 0 ? kLong : kMedium),
         Into(&results[rank]));
   }
   const absl::Status overdue = Get(results[1]);
@@ -200,10 +201,10 @@ TEST_CASE("Close while one stream stalls ends every lane and lets go of the memo
     alive.push_back(std::make_shared<int>(0));
     MemorySpan span = Span(memory[rank]);
     span.keep_alive = alive.back();
-    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 0, std::move(span)), Into(&results[rank]));
+    mesh.wires[rank]->Submit(Broadcast(kCommunicator, 1, 0, std::move(span)), Into(&results[rank]));
   }
   REQUIRE(Until([&] { return proxy->ended(); }));
-  mesh.wires[1]->Close(kEpoch);
+  mesh.wires[1]->Close(kCommunicator);
   CHECK(Get(results[1]).code() == StatusCode::kCancelled);
   CHECK(alive[1].use_count() == 1);
   const absl::Status victim = Get(results[0]);
@@ -219,13 +220,14 @@ TEST_CASE("a peer that wants one connection gets one") {
     REQUIRE(wire.status() == absl::OkStatus());
     mesh.wires.push_back(*std::move(wire));
   }
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   const std::vector<char> expected = RandomBytes(5 << 20, kSeed);
   std::vector<std::vector<char>> memory(3, std::vector<char>(expected.size()));
   memory[1] = expected;
   std::vector<Result> results(3);
   for (int rank = 0; rank < 3; ++rank) {
-    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 1, Span(memory[rank])), Into(&results[rank]));
+    mesh.wires[rank]->Submit(Broadcast(kCommunicator, 1, 1, Span(memory[rank])),
+                             Into(&results[rank]));
   }
   for (Result& result : results) CHECK(Get(result) == absl::OkStatus());
   for (const auto& bytes : memory) CHECK((bytes == expected));

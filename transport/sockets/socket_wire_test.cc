@@ -22,13 +22,14 @@ using Catch::Matchers::Contains;
 
 constexpr size_t kIdentityOffset = 57;  // where an address has the identity's length
 
-void CheckBroadcast(Mesh& mesh, EpochId epoch, uint64_t seq) {
+void CheckBroadcast(Mesh& mesh, CommunicatorId communicator, uint64_t seq) {
   const std::vector<char> expected = RandomBytes(3 << 20, seq);
   std::vector<std::vector<char>> memory(mesh.size(), std::vector<char>(expected.size()));
   memory[0] = expected;
   std::vector<Result> results(mesh.size());
   for (int rank = 0; rank < mesh.size(); ++rank) {
-    mesh.wires[rank]->Submit(Broadcast(epoch, seq, 0, Span(memory[rank])), Into(&results[rank]));
+    mesh.wires[rank]->Submit(Broadcast(communicator, seq, 0, Span(memory[rank])),
+                             Into(&results[rank]));
   }
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   for (const auto& bytes : memory) CHECK((bytes == expected));
@@ -50,12 +51,12 @@ TEST_CASE("an interface or address that can't be used, or too many connections, 
 TEST_CASE(
     "a rank whose successor gave up named the successor only, not the root that sent nothing") {
   Mesh mesh(3);
-  mesh.Connect(kEpoch);
+  mesh.Connect(kCommunicator);
   std::vector<std::vector<char>> memory(3, std::vector<char>(6 << 20, 'a'));
   std::vector<Result> results(2);
   for (const int rank : {0, 1}) {  // the chain is 2, 0, 1
     mesh.wires[rank]->Submit(
-        Broadcast(kEpoch, 1, 2, Span(memory[rank]), rank == 1 ? kShort : kLong),
+        Broadcast(kCommunicator, 1, 2, Span(memory[rank]), rank == 1 ? kShort : kLong),
         Into(&results[rank]));
   }
   CHECK_THAT(Message(Get(results[1])), Contains("rank 0") && !Contains("rank 2"));
@@ -64,24 +65,24 @@ TEST_CASE(
   CHECK_THAT(Message(relay), Contains("connection to rank 1") && Contains("waited for rank 2"));
 }
 
-TEST_CASE("a wire tells how much it sent to each rank of an epoch") {
+TEST_CASE("a wire tells how much it sent to each rank of a communicator") {
   Mesh mesh(3);
-  mesh.Connect(kEpoch);
-  CHECK(mesh.wires[0]->Uses(EpochId(99)).empty());
-  CheckBroadcast(mesh, kEpoch, 1);  // 3 MiB from 0 to 1 to 2
+  mesh.Connect(kCommunicator);
+  CHECK(mesh.wires[0]->Uses(CommunicatorId(99)).empty());
+  CheckBroadcast(mesh, kCommunicator, 1);  // 3 MiB from 0 to 1 to 2
   for (uint64_t seq = 2; seq < 4; ++seq) {
     std::vector<char> from(2 << 20);
     std::vector<char> to(from.size());
     std::vector<Result> results(2);
-    mesh.wires[1]->Submit(WireExchange{kEpoch, WireSeq(seq), {{2, Span(from)}}, {}, kLong},
+    mesh.wires[1]->Submit(WireExchange{kCommunicator, WireSeq(seq), {{2, Span(from)}}, {}, kLong},
                           Into(&results[0]));
-    mesh.wires[2]->Submit(WireExchange{kEpoch, WireSeq(seq), {}, {{1, Span(to)}}, kLong},
+    mesh.wires[2]->Submit(WireExchange{kCommunicator, WireSeq(seq), {}, {{1, Span(to)}}, kLong},
                           Into(&results[1]));
     for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   }
   const auto mib = [&mesh](int rank) {
     std::vector<int64_t> sent;
-    for (const WireUse& use : mesh.wires[rank]->Uses(kEpoch)) {
+    for (const WireUse& use : mesh.wires[rank]->Uses(kCommunicator)) {
       CHECK(use.busy >= Duration(0));  // the kernel counts in ticks of some milliseconds
       sent.push_back(use.bytes >> 20);
     }
@@ -99,8 +100,8 @@ TEST_CASE("ranks reach each other over IPv6") {
     REQUIRE(wire.status() == absl::OkStatus());
     mesh.wires.push_back(*std::move(wire));
   }
-  mesh.Connect(kEpoch);
-  CheckBroadcast(mesh, kEpoch, 1);
+  mesh.Connect(kCommunicator);
+  CheckBroadcast(mesh, kCommunicator, 1);
 }
 
 TEST_CASE("stripes cover a payload, each byte once") {
@@ -129,12 +130,13 @@ TEST_CASE("stripes cover a payload, each byte once") {
   }
 }
 
-TEST_CASE("addresses that are damaged in any way are refused, and the epoch can be connected") {
+TEST_CASE(
+    "addresses that are damaged in any way are refused, and the communicator can be connected") {
   Mesh mesh(2);
-  const std::vector<std::string> good = mesh.Open(kEpoch);
+  const std::vector<std::string> good = mesh.Open(kCommunicator);
   const auto refused = [&](std::vector<std::string> addresses) {
     Result result;
-    mesh.wires[0]->Connect(kEpoch, std::move(addresses), kShort, Into(&result));
+    mesh.wires[0]->Connect(kCommunicator, std::move(addresses), kShort, Into(&result));
     return Get(result).code() == StatusCode::kInvalidArgument;
   };
   CHECK(refused({}));
@@ -168,29 +170,29 @@ TEST_CASE("addresses that are damaged in any way are refused, and the epoch can 
   CHECK(refused({good[0], with(kIdentityOffset, std::string("\1\0x", 3))}));  // without TLS
   std::vector<Result> results(2);
   for (int rank = 0; rank < 2; ++rank) {
-    mesh.wires[rank]->Connect(kEpoch, good, kLong, Into(&results[rank]));
+    mesh.wires[rank]->Connect(kCommunicator, good, kLong, Into(&results[rank]));
   }
   for (Result& result : results) CHECK(Get(result) == absl::OkStatus());
 }
 
-TEST_CASE("an address with another token or of another epoch connects nobody") {
+TEST_CASE("an address with another token or of another communicator connects nobody") {
   Mesh mesh(2);
-  const EpochId other(8);
-  const std::vector<std::string> good = mesh.Open(kEpoch);
+  const CommunicatorId other(8);
+  const std::vector<std::string> good = mesh.Open(kCommunicator);
   std::string bad = good[1];
   if (GENERATE(false, true)) {
     bad[25] = static_cast<char>(bad[25] ^ 1);
   } else {
-    // The address was right in another epoch, as if a port were used again.
+    // The address was right in another communicator, as if a port were used again.
     bad = *mesh.wires[1]->Open(other, 1, 2);
     bad.replace(4, 8, good[1].substr(4, 8));
-    mesh.wires[1]->Close(kEpoch);
+    mesh.wires[1]->Close(kCommunicator);
   }
   Result result;
-  mesh.wires[0]->Connect(kEpoch, {good[0], bad}, kLong, Into(&result));
+  mesh.wires[0]->Connect(kCommunicator, {good[0], bad}, kLong, Into(&result));
   const absl::Status status = Get(result);
   CHECK(status.code() == StatusCode::kUnavailable);
-  CHECK_THAT(Message(status), Contains("rank 1") && Contains("of another epoch"));
+  CHECK_THAT(Message(status), Contains("rank 1") && Contains("of another communicator"));
 }
 
 // Does to the address of rank 1 what a process without the token may do; `kind` chooses what.
@@ -232,7 +234,7 @@ void Attack(int kind, const SocketAddress& address, std::vector<UniqueFd>* kept)
   kept->push_back(std::move(fd));
 }
 
-TEST_CASE("a stranger who says nothing right costs an epoch nothing, whatever its state") {
+TEST_CASE("a stranger who says nothing right costs a communicator nothing, whatever its state") {
   std::mutex mutex;
   std::string lines;
   std::vector<std::unique_ptr<Wire>> wires;
@@ -246,18 +248,18 @@ TEST_CASE("a stranger who says nothing right costs an epoch nothing, whatever it
   }
   Mesh mesh(0);
   mesh.wires = std::move(wires);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
-  const SocketAddress address = Decode(addresses[1], kEpoch, 1, 2);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
+  const SocketAddress address = Decode(addresses[1], kCommunicator, 1, 2);
   std::vector<UniqueFd> kept;
   for (int kind = 0; kind < 6; ++kind) Attack(kind, address, &kept);
   std::vector<Result> results(2);
-  mesh.wires[1]->Connect(kEpoch, addresses, kLong, Into(&results[1]));
+  mesh.wires[1]->Connect(kCommunicator, addresses, kLong, Into(&results[1]));
   for (int kind = 0; kind < 6; ++kind) Attack(kind, address, &kept);
-  mesh.wires[0]->Connect(kEpoch, addresses, kLong, Into(&results[0]));
+  mesh.wires[0]->Connect(kCommunicator, addresses, kLong, Into(&results[0]));
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
   for (uint64_t seq = 0; seq < 6; ++seq) {
     Attack(static_cast<int>(seq), address, &kept);
-    CheckBroadcast(mesh, kEpoch, seq);
+    CheckBroadcast(mesh, kCommunicator, seq);
   }
   REQUIRE(Until([&] {
     const std::lock_guard lock(mutex);
@@ -269,18 +271,18 @@ TEST_CASE("a stranger who says nothing right costs an epoch nothing, whatever it
 
 TEST_CASE("a flood of strangers keeps no peer out, and takes bounded room for a bounded time") {
   Mesh mesh(2);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
-  const SocketAddress address = Decode(addresses[1], kEpoch, 1, 2);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
+  const SocketAddress address = Decode(addresses[1], kCommunicator, 1, 2);
   const int before = CountEntries("/proc/self/fd");
   std::vector<UniqueFd> flood;
   for (size_t i = 0; i < 3 * kMaxStrangers; ++i) flood.push_back(DialByHand(address));
   std::vector<Result> results(2);
   for (int rank = 0; rank < 2; ++rank) {
-    mesh.wires[rank]->Connect(kEpoch, addresses, kLong, Into(&results[rank]));
+    mesh.wires[rank]->Connect(kCommunicator, addresses, kLong, Into(&results[rank]));
   }
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
-  CheckBroadcast(mesh, kEpoch, 1);
-  constexpr int kOther = 8;  // the epoch's own connection, its ends
+  CheckBroadcast(mesh, kCommunicator, 1);
+  constexpr int kOther = 8;  // the communicator's own connection, its ends
   CHECK(CountEntries("/proc/self/fd") <=
         before + static_cast<int>(flood.size() + kMaxStrangers) + kOther);
   CHECK(Listen(flood.back().get(), 1).empty());  // ends within kStrangerLimit
@@ -292,14 +294,14 @@ TEST_CASE("a flood of strangers keeps no peer out, and takes bounded room for a 
 // Plays rank 0 of 2 by hand, connected to rank 1, which is a wire.
 struct ByHand {
   explicit ByHand(Wire* wire) {
-    const auto theirs = wire->Open(kEpoch, 1, 2);
+    const auto theirs = wire->Open(kCommunicator, 1, 2);
     REQUIRE(theirs.ok());
-    const SocketAddress peer = Decode(*theirs, kEpoch, 1, 2);
+    const SocketAddress peer = Decode(*theirs, kCommunicator, 1, 2);
     SocketAddress mine = peer;
     mine.rank = 0;
     mine.token.fill('t');
     Result connected;
-    wire->Connect(kEpoch, {EncodeSocketAddress(mine), *theirs}, kLong, Into(&connected));
+    wire->Connect(kCommunicator, {EncodeSocketAddress(mine), *theirs}, kLong, Into(&connected));
     fd = DialByHand(peer);
     REQUIRE(Say(fd.get(), View(EncodeGreeting(HelloTo(peer, 0)))));
     const std::string heard = Listen(fd.get(), kGreetingBytes);
@@ -335,7 +337,7 @@ TEST_CASE("a peer that breaks the protocol is named, and no byte of memory chang
   ByHand peer(wire.get());
   std::vector<char> memory(1000, '\xcd');
   Result result;
-  wire->Submit(Broadcast(kEpoch, 1, 0, Span(memory)), Into(&result));
+  wire->Submit(Broadcast(kCommunicator, 1, 0, Span(memory)), Into(&result));
   REQUIRE(Say(peer.fd.get(), c.says));
   shutdown(peer.fd.get(), SHUT_WR);
   const absl::Status status = Get(result);
@@ -347,14 +349,14 @@ TEST_CASE("a peer that breaks the protocol is named, and no byte of memory chang
 
 TEST_CASE("a second connection for a peer that is connected does not take its place") {
   const auto wire = MakeWire();
-  const auto theirs = wire->Open(kEpoch, 1, 2);
+  const auto theirs = wire->Open(kCommunicator, 1, 2);
   REQUIRE(theirs.ok());
-  wire->Close(kEpoch);
+  wire->Close(kCommunicator);
   ByHand peer(wire.get());
   std::vector<char> memory(4, '\0');
   const auto receive = [&](uint64_t seq) {
     Result result;
-    wire->Submit(Broadcast(kEpoch, seq, 0, Span(memory)), Into(&result));
+    wire->Submit(Broadcast(kCommunicator, seq, 0, Span(memory)), Into(&result));
     REQUIRE(Say(peer.fd.get(), View(EncodeFrame({FrameKind::kBroadcast, seq, 0, 4}))));
     REQUIRE(Say(peer.fd.get(), "abcd"));
     CHECK(Listen(peer.fd.get(), kFrameBytes) == View(EncodeFrame({FrameKind::kAck, seq, 0, 0})));
@@ -363,7 +365,7 @@ TEST_CASE("a second connection for a peer that is connected does not take its pl
   };
   receive(1);
   // A connection that shows the token is a peer's, but a connection that is in use stays.
-  const auto again = wire->Stats(kEpoch);
+  const auto again = wire->Stats(kCommunicator);
   CHECK(again.bytes_received == 4);
   receive(2);
 }

@@ -49,11 +49,11 @@ namespace {
 
 // Runs Connect of two wires; returns their statuses by rank.
 std::vector<absl::Status> ConnectPair(Mesh& mesh, Duration timeout) {
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
   std::vector<Result> results(2);
   std::vector<absl::Status> statuses(2);
   for (int rank = 0; rank < 2; ++rank) {
-    mesh.wires[rank]->Connect(kEpoch, addresses, timeout, Into(&results[rank]));
+    mesh.wires[rank]->Connect(kCommunicator, addresses, timeout, Into(&results[rank]));
   }
   for (int rank = 0; rank < 2; ++rank) statuses[rank] = Get(results[rank]);
   return statuses;
@@ -100,7 +100,7 @@ TEST_CASE("a rank whose certificate has expired is refused, and told why") {
   CHECK_THAT(Message(statuses[1]), Contains("rank 0"));
 }
 
-TEST_CASE("a root that is removed lets nobody connect an epoch any more") {
+TEST_CASE("a root that is removed lets nobody connect a communicator any more") {
   const TestAuthority leaving("leaving");
   struct Trusted {
     std::mutex mutex;
@@ -119,7 +119,7 @@ TEST_CASE("a root that is removed lets nobody connect an epoch any more") {
     return trusted->now;
   }}));
   for (const absl::Status& status : ConnectPair(mesh, kLong)) REQUIRE(status == absl::OkStatus());
-  for (const auto& wire : mesh.wires) wire->Close(kEpoch);
+  for (const auto& wire : mesh.wires) wire->Close(kCommunicator);
   {
     const std::lock_guard<std::mutex> lock(trusted->mutex);
     trusted->now = own;
@@ -142,24 +142,24 @@ TEST_CASE("a rank must have the identity that its address names, and match the p
     CHECK_THAT(Message(statuses[0]), Contains("\"spiffe://test/b\", which does not match"));
   }
   SECTION("the address names another") {
-    std::vector<std::string> addresses = mesh.Open(kEpoch);
-    SocketAddress other = Decode(addresses[1], kEpoch, 1, 2);
+    std::vector<std::string> addresses = mesh.Open(kCommunicator);
+    SocketAddress other = Decode(addresses[1], kCommunicator, 1, 2);
     CHECK(other.identity == "spiffe://test/b");
     other.identity = "spiffe://test/c";
     Result result;
-    mesh.wires[0]->Connect(kEpoch, {addresses[0], EncodeSocketAddress(other)}, kLong,
+    mesh.wires[0]->Connect(kCommunicator, {addresses[0], EncodeSocketAddress(other)}, kLong,
                            Into(&result));
     const absl::Status status = Get(result);
     CHECK(status.code() == StatusCode::kUnavailable);
     CHECK_THAT(Message(status), Contains("rank 1") && Contains("it is \"spiffe://test/b\""));
   }
   SECTION("the listening rank expects another") {
-    std::vector<std::string> addresses = mesh.Open(kEpoch);
-    SocketAddress other = Decode(addresses[0], kEpoch, 0, 2);
+    std::vector<std::string> addresses = mesh.Open(kCommunicator);
+    SocketAddress other = Decode(addresses[0], kCommunicator, 0, 2);
     other.identity = "spiffe://test/c";
     std::vector<Result> results(2);
-    mesh.wires[0]->Connect(kEpoch, addresses, kMedium, Into(&results[0]));
-    mesh.wires[1]->Connect(kEpoch, {EncodeSocketAddress(other), addresses[1]}, kMedium,
+    mesh.wires[0]->Connect(kCommunicator, addresses, kMedium, Into(&results[0]));
+    mesh.wires[1]->Connect(kCommunicator, {EncodeSocketAddress(other), addresses[1]}, kMedium,
                            Into(&results[1]));
     for (Result& result : results) CHECK(Get(result).code() == StatusCode::kDeadlineExceeded);
   }
@@ -178,8 +178,8 @@ TEST_CASE("a rank that encrypts and one that does not refuse each other") {
 TEST_CASE(
     "half a handshake, a hello in the clear, and a token without a certificate get nobody in") {
   Mesh mesh(2);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
-  const SocketAddress address = Decode(addresses[1], kEpoch, 1, 2);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
+  const SocketAddress address = Decode(addresses[1], kCommunicator, 1, 2);
   std::vector<UniqueFd> kept;
   kept.push_back(DialByHand(address));
   REQUIRE(Say(kept.back().get(), std::string("\x16\x03\x01\x02\x00\x01", 6)));
@@ -189,7 +189,7 @@ TEST_CASE(
   CHECK(answer.size() < kGreetingBytes);
   std::vector<Result> results(2);
   for (int rank = 0; rank < 2; ++rank) {
-    mesh.wires[rank]->Connect(kEpoch, addresses, kLong, Into(&results[rank]));
+    mesh.wires[rank]->Connect(kCommunicator, addresses, kLong, Into(&results[rank]));
   }
   for (Result& result : results) REQUIRE(Get(result) == absl::OkStatus());
 }
@@ -327,16 +327,16 @@ TEST_CASE(
   const int64_t offset = GENERATE(5, 700, 2'100, 2'500, 70'000, 1'000'000);
   CAPTURE(static_cast<int>(tamper), answers, root, offset);
   Mesh mesh(2);
-  const std::vector<std::string> addresses = mesh.Open(kEpoch);
-  SocketAddress detour = Decode(addresses[1], kEpoch, 1, 2);
+  const std::vector<std::string> addresses = mesh.Open(kCommunicator);
+  SocketAddress detour = Decode(addresses[1], kCommunicator, 1, 2);
   Proxy proxy(detour, tamper, answers, offset);
   detour.port = proxy.port();
   constexpr Duration kLimit = std::chrono::milliseconds(400);
   const Duration limit = tamper == Tamper::kNothing ? kLong : kLimit;
   std::vector<Result> results(2);
-  mesh.wires[0]->Connect(kEpoch, {addresses[0], EncodeSocketAddress(detour)}, limit,
+  mesh.wires[0]->Connect(kCommunicator, {addresses[0], EncodeSocketAddress(detour)}, limit,
                          Into(&results[0]));
-  mesh.wires[1]->Connect(kEpoch, addresses, limit, Into(&results[1]));
+  mesh.wires[1]->Connect(kCommunicator, addresses, limit, Into(&results[1]));
   bool connected = true;
   for (int rank = 0; rank < 2; ++rank) {
     const absl::Status status = Get(results[rank]);
@@ -353,7 +353,7 @@ TEST_CASE(
   std::vector<std::vector<char>> memory(2, std::vector<char>(expected.size(), '\xcd'));
   memory[root] = expected;
   for (int rank = 0; rank < 2; ++rank) {
-    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, root, Span(memory[rank]), limit),
+    mesh.wires[rank]->Submit(Broadcast(kCommunicator, 1, root, Span(memory[rank]), limit),
                              Into(&results[rank]));
   }
   for (int rank = 0; rank < 2; ++rank) {

@@ -15,8 +15,9 @@
 
 namespace refitd {
 
-inline SocketAddress Decode(const std::string& encoded, EpochId epoch, int rank, int size) {
-  const auto address = DecodeSocketAddress(encoded, epoch, rank, size);
+inline SocketAddress Decode(const std::string& encoded, CommunicatorId communicator, int rank,
+                            int size) {
+  const auto address = DecodeSocketAddress(encoded, communicator, rank, size);
   REQUIRE(address.status() == absl::OkStatus());
   return *address;
 }
@@ -56,7 +57,7 @@ std::string_view View(const std::array<char, N>& bytes) {
 
 // The hello by which rank `from` greets the rank with this address.
 inline Greeting HelloTo(const SocketAddress& address, int from) {
-  return {GreetingKind::kHello, address.epoch, static_cast<uint32_t>(from), address.rank, 0,
+  return {GreetingKind::kHello, address.communicator, static_cast<uint32_t>(from), address.rank, 0,
           address.token};
 }
 

@@ -43,7 +43,7 @@ namespace refitd {
 namespace {
 
 constexpr Duration kTimeout = std::chrono::seconds(60);
-constexpr EpochId kEpoch{1};
+constexpr CommunicatorId kCommunicator{1};
 constexpr char kPlainTcp[] = "plain TCP, rank 0 to 1";
 constexpr size_t kIperfBytes = size_t{128} << 10;
 
@@ -208,10 +208,10 @@ class ConnectedWire {
   ConnectedWire(absl::StatusOr<std::unique_ptr<Wire>> wire, Rank* self) {
     Must(wire.status());
     wire_ = *std::move(wire);
-    const auto mine = wire_->Open(kEpoch, self->rank(), self->ranks());
+    const auto mine = wire_->Open(kCommunicator, self->rank(), self->ranks());
     Must(mine.status());
     const std::vector<std::string> addresses = self->Gather(*mine);
-    Wait([&](auto done) { wire_->Connect(kEpoch, addresses, kTimeout, std::move(done)); });
+    Wait([&](auto done) { wire_->Connect(kCommunicator, addresses, kTimeout, std::move(done)); });
   }
 
   // Runs `count` operations, which `make` makes of their sequence numbers.
@@ -249,10 +249,10 @@ void AddWire(const std::string& name, const std::string& clear, SocketWireOption
                       {}});
   };
   add(": broadcast", [slot](uint64_t seq) {
-    return WireBroadcast{kEpoch, WireSeq(seq), 0, slot, kTimeout};
+    return WireBroadcast{kCommunicator, WireSeq(seq), 0, slot, kTimeout};
   });
   add(": exchange, root to each", [slot, self](uint64_t seq) {
-    WireExchange exchange{kEpoch, WireSeq(seq), {}, {}, kTimeout};
+    WireExchange exchange{kCommunicator, WireSeq(seq), {}, {}, kTimeout};
     if (self->rank() != 0) exchange.receives.push_back({0, slot});
     for (int peer = 1; self->rank() == 0 && peer < self->ranks(); ++peer) {
       exchange.sends.push_back({peer, slot});

@@ -1,4 +1,4 @@
-"""An engine in asyncio, with staged delivery: it feeds each part to its own loader, and serves requests between updates.
+"""An engine in asyncio, with loader delivery: it feeds each part to its own loader, and serves requests between updates.
 
 Run it beside push_trainer.py. A lock stands for the engine's scheduler: whoever generates holds it, and so does an update.
 """
@@ -58,7 +58,7 @@ async def main():
 
     model = EngineModel().to(DTYPE).requires_grad_(False)
     weights, answered = asyncio.Lock(), []
-    engine = await refitd.aio.Engine.attach(options.group, instance=options.instance, staged=True, connect=refitd.Connect(wait_seconds=200))
+    engine = await refitd.aio.Engine.attach(options.group, instance=options.instance, loader=True, connect=refitd.Connect(wait_seconds=200))
     async with engine:
         print("attached", flush=True)
         serving = asyncio.create_task(serve(model, weights, answered))

@@ -50,7 +50,7 @@ class Engine(Member):
         instance: str,
         rank: int = 0,
         world_size: int = 1,
-        staged: bool = False,
+        loader: bool = False,
         manifest: Sequence[TensorSpec | tuple[str, Any, Sequence[int]]] | None = None,
         held_version: int | None = None,
         held_incarnation: int | None = None,
@@ -58,7 +58,7 @@ class Engine(Member):
         held_owner: str | None = None,
         trainer_identity: str | None = None,
         dirty: bool = False,
-        fill: bool = True,
+        catch_up: bool = True,
         device: str | None = None,
         socket: str | None = None,
         connect: Connect = Connect(),
@@ -70,17 +70,17 @@ class Engine(Member):
             instance: The engine's name, equal on its ranks.
             rank: This rank's number, from 0.
             world_size: How many ranks the instance has.
-            staged: Whether tensors come as Part events, to load with the engine's own code; else the daemon writes registered parameters.
-            manifest: With `staged`, what must arrive in every update, as (name, dtype, shape).
+            loader: Whether tensors come as Part events, to load with the engine's own code; else the daemon writes registered parameters.
+            manifest: With `loader`, what must arrive in every update, as (name, dtype, shape).
             held_version: The version that the memory holds, complete, from an earlier attachment.
             held_incarnation: Committed's, of `held_version`.
-            held_digest: Committed's, of `held_version`; with `fill`, memory of another digest holds no version.
+            held_digest: Committed's, of `held_version`; with `catch_up`, memory of another digest holds no version.
             held_owner: Committed's owner of the last version that was committed there, also where the memory is dirty since: a group
                 that is made again belongs to that owner.
             trainer_identity: Whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
                 "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's.
             dirty: Whether the memory may hold no whole version; where you don't know, say True.
-            fill: Without `staged`, whether the rank takes part in fills. If its instance lacks the group's version, it gets that version
+            catch-up: Without `loader`, whether the rank takes part in catch-ups. If its instance lacks the group's version, it gets that version
                 from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance holds the
                 version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
                 answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say
@@ -115,9 +115,9 @@ class Engine(Member):
             instance=text(instance),
             rank=rank,
             world_size=world_size,
-            delivery=native.DELIVERIES["staged" if staged else "registered"],
+            delivery=native.DELIVERIES["loader" if loader else "in_place"],
             dirty=int(dirty),
-            fill=native.FILL_DEFAULT if fill else native.FILL_NEVER,
+            catch_up=native.CATCH_UP_DEFAULT if catch_up else native.CATCH_UP_NEVER,
             held_owner=text(held_owner),
             trainer_identity=text(trainer_identity),
         )

@@ -13,7 +13,7 @@ from ._core import native
 from ._core.member import CLOSE_SECONDS, Connect, GroupSpec, Member, Registration, checked_count, checked_version, milliseconds
 from ._core.native import Handle, check, refuse_fork, text
 from ._core.tensors import Packer, check_tensors
-from ._core.update import OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
+from ._core.update import OUTCOMES, VERIFICATIONS, PushedTensor, Update, UpdateResult, result_of
 from ._core.waiting import ends_soon, interruptible, paused
 from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument
 from .layout import devices
@@ -101,7 +101,7 @@ class Trainer(Member):
         options = native.sized(native.refit_trainer_options, connect=ctypes.pointer(made), rank=rank, world_size=world_size)
 
         self._refitting: int | None = None  # the version of the refit that runs, if any
-        self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
+        self._seen: dict[str, PushedTensor] = {}  # tensors that were pushed, by name
         self._packer = Packer()  # knows the same tensors
         self._connect, self._attach_options = made, options
         self._attach(options)
@@ -327,7 +327,7 @@ class Trainer(Member):
         Args:
             version: As of refit, with `verification` and `evict_late`.
             duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
-            tensor_count: Tensors of all ranks together; engines with staged delivery and no manifest need the count, here or from
+            tensor_count: Tensors of all ranks together; engines with loader delivery and no manifest need the count, here or from
                 Update.commit.
             total_bytes: Bytes of all ranks together.
             broadcast: "auto", "direct", "chain", "symmetric" or "nccl".

@@ -71,7 +71,7 @@ class AbiTest(unittest.TestCase):
                 lines.append(f"SAME(sizeof((({name}*)0)->{field}), {getattr(structure, field).size});")
         for name in ("WHOLE", "CUDA_IPC_HANDLE_BYTES"):
             lines.append(f"SAME(REFIT_{name}, {getattr(native, name)});")
-        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(native).items() if name.startswith(("EVENT_", "WEIGHTS_LEFT_"))]
+        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(native).items() if name.startswith(("EVENT_", "WEIGHTS_"))]
         lines += [f"SAME(REFIT_ROLE_{(role or 'unknown').upper()}, {i});" for i, role in enumerate(errors.ROLES)]
         lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in DTYPES.values()]
         lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]

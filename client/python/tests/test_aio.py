@@ -21,9 +21,9 @@ class AsyncTest(DaemonTest):
     def run_async(self, main):
         return asyncio.run(asyncio.wait_for(main, SECONDS))
 
-    async def attach(self, staged=False):
+    async def attach(self, loader=False):
         trainer = await refitd.aio.Trainer.attach(self.group, socket=self.daemon.socket)
-        engine = await refitd.aio.Engine.attach(self.group, instance="a", socket=self.daemon.socket, staged=staged)
+        engine = await refitd.aio.Engine.attach(self.group, instance="a", socket=self.daemon.socket, loader=loader)
         return trainer, engine
 
     async def serve(self, engine, events):
@@ -61,7 +61,7 @@ class AioTest(AsyncTest):
 
     def test_pushes(self):
         async def main():
-            trainer, engine = await self.attach(staged=True)
+            trainer, engine = await self.attach(loader=True)
             async with trainer, engine:
                 events = []
                 server = asyncio.create_task(self.serve(engine, events))
@@ -98,7 +98,7 @@ class AioTest(AsyncTest):
 
     def test_a_cancelled_wait_for_events_loses_none(self):
         async def main():
-            trainer, engine = await self.attach(staged=True)
+            trainer, engine = await self.attach(loader=True)
             async with trainer, engine:
                 for version in range(1, 6):
                     waits = asyncio.create_task(engine.next())
@@ -206,7 +206,7 @@ class StormTest(AsyncTest):
 
     def test_cancelled_pushes_leave_no_update_open_and_no_handle(self):
         async def main():
-            trainer, engine = await self.attach(staged=True)
+            trainer, engine = await self.attach(loader=True)
 
             async def push(version):
                 async with await trainer.update(version, tensor_count=8) as update:

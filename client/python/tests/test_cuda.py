@@ -127,7 +127,7 @@ class CudaTest(DaemonTest):
             torch.cuda.synchronize()
 
         trainer = self.trainer()
-        Server(self, self.engine(device=self.gpu, staged=True), load)
+        Server(self, self.engine(device=self.gpu, loader=True), load)
         with trainer.update(1, tensor_count=2) as update:
             for name, tensor in source.items():
                 update.push(name, tensor)

@@ -68,12 +68,12 @@ class KilledDaemonTest(unittest.TestCase):
             self.assertIn("trainer rank 0 of group g", str(caught.exception))
         wait_until(lambda: server.error is not None, "the engine hears of it")
         self.assertIsInstance(server.error, refitd.Unavailable)
-        self.assertEqual(engine.weights, refitd.Weights.GOOD)
+        self.assertEqual(engine.weights, refitd.Weights.CLEAN)
 
     def test_an_open_update_fails_and_is_let_go_of(self):
         trainer = refitd.Trainer("g", socket=self.daemon.socket, device="host")
         self.addCleanup(trainer.close)
-        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host", staged=True)
+        engine = refitd.Engine("g", instance="a", socket=self.daemon.socket, device="host", loader=True)
         Server(self, engine)
         with self.assertRaises(refitd.Error):
             with trainer.update(1, tensor_count=1) as update:
@@ -92,7 +92,7 @@ class KilledDaemonTest(unittest.TestCase):
         trainer.refit(1)
         server.wait_for(refitd.Committed)
         self.daemon.kill()
-        self.assertEqual(server.wait_for(refitd.Lost).weights, refitd.Weights.GOOD)
+        self.assertEqual(server.wait_for(refitd.Lost).weights, refitd.Weights.CLEAN)
         self.daemon.start()
         self.assertEqual(server.wait_for(refitd.Reattached).version, 1)
         source[:] = b"2" * 64
@@ -163,7 +163,7 @@ class KilledMemberTest(DaemonTest):
             engine_group,
         )
         child.wait_for("attached")
-        server = Server(self, self.engine(staged=True))
+        server = Server(self, self.engine(loader=True))
         child.wait_for("begun")
         child.process.kill()
         aborted = server.wait_for(refitd.Aborted)

@@ -198,7 +198,7 @@ class InterruptsTest(DaemonTest):
 
     def test_a_pushed_update_ends_and_the_next_commits(self):
         trainer = self.trainer()
-        server = Server(self, self.engine(staged=True))
+        server = Server(self, self.engine(loader=True))
         # Several buckets, and a tensor larger than a slot.
         tensors = {"a": b"1" * 40_000, "b": b"2" * 40_000, "c": b"3" * 100_000}
 
@@ -221,7 +221,7 @@ class InterruptsTest(DaemonTest):
 
     def test_an_update_goes_on_after_an_interrupted_push_of_a_tensor_that_fits(self):
         trainer = self.trainer()
-        server = Server(self, self.engine(staged=True))
+        server = Server(self, self.engine(loader=True))
 
         def scenario(interruption):
             with trainer.update(self.next_version(), tensor_count=3, duration_seconds=SECONDS) as update:

@@ -80,7 +80,7 @@ class LeakTest(DaemonTest):
     def test_updates_and_members_leave_no_descriptor(self):
         def use():
             trainer = refitd.Trainer(self.group, socket=self.daemon.socket, device="host")
-            engine = refitd.Engine(self.group, instance="a", socket=self.daemon.socket, device="host", staged=True)
+            engine = refitd.Engine(self.group, instance="a", socket=self.daemon.socket, device="host", loader=True)
             server = Server(self, engine)
             with trainer.update(1, tensor_count=1) as update:
                 update.push("w", bytes(100))

@@ -94,7 +94,7 @@ class TensorsThatChangeTest(DaemonTest):
             fake = torch.ones(16)
         freed = torch.ones(16)
         freed.untyped_storage().resize_(0)
-        trainer, engine = self.trainer(), self.engine(staged=True)
+        trainer, engine = self.trainer(), self.engine(loader=True)
         Server(self, engine)
         for tensor in (fake, freed):
             with self.assertRaises(refitd.FailedPrecondition):
@@ -108,7 +108,7 @@ class TensorsThatChangeTest(DaemonTest):
 
 class NamesTest(DaemonTest):
     def test_names_that_c_reads_otherwise_are_refused(self):
-        trainer, engine = self.trainer(), self.engine(staged=True)
+        trainer, engine = self.trainer(), self.engine(loader=True)
         Server(self, engine)
         with trainer.update(1, tensor_count=1) as update:
             for name in ("w\0x", "", 5, "\ud800"):  # the first would be pushed as w
@@ -124,7 +124,7 @@ class NamesTest(DaemonTest):
             self.trainer(spec=refitd.GroupSpec(engine_only_tensors="lm_head"))
 
     def test_shapes_that_are_no_integers_are_refused(self):
-        trainer, engine = self.trainer(), self.engine(staged=True)
+        trainer, engine = self.trainer(), self.engine(loader=True)
         Server(self, engine)
         with trainer.update(1, tensor_count=1) as update:
             for options in (dict(shape=8), dict(shape=(8.0,)), dict(shape=(8,), start=0.5)):
@@ -141,7 +141,7 @@ class NamesTest(DaemonTest):
             def __dlpack__(self, **_):
                 raise BufferError("only for its own device")
 
-        trainer, engine = self.trainer(), self.engine(staged=True)
+        trainer, engine = self.trainer(), self.engine(loader=True)
         Server(self, engine)
         with trainer.update(1, tensor_count=1) as update:
             with self.assertRaisesRegex(refitd.InvalidArgument, "tensor 'w' is a masked array"):
@@ -174,7 +174,7 @@ class ClosingTest(DaemonTest):
         self.assertIsInstance(errors[0], refitd.UpdateAborted)
 
     def test_pushes_after_an_interrupted_call_do_not_wait_for_its_slots(self):
-        trainer, engine = self.trainer(), self.engine(staged=True)
+        trainer, engine = self.trainer(), self.engine(loader=True)
         Server(self, engine)
         with self.assertRaisesRegex(refitd.UpdateAborted, "interrupted"), trainer.update(1, tensor_count=1) as update:
             for _ in range(update.leasable_slots):
@@ -183,7 +183,7 @@ class ClosingTest(DaemonTest):
             update.push("w", b"1")
 
     def test_an_update_that_is_dropped_is_aborted(self):
-        trainer, engine = self.trainer(), self.engine(staged=True)
+        trainer, engine = self.trainer(), self.engine(loader=True)
         server = Server(self, engine)
         update = trainer.update(1, tensor_count=1)
         update.push("w", b"1")

@@ -23,7 +23,7 @@ except ImportError:
 
 
 class Collector:
-    """Loads staged parts: `tensors` are the bytes by name, with dtype and shape."""
+    """Loads loader parts: `tensors` are the bytes by name, with dtype and shape."""
 
     def __init__(self):
         self.joiner = refitd.Joiner()
@@ -41,7 +41,7 @@ class PushTest(DaemonTest):
     def staged(self, **options):
         trainer = self.trainer()
         collector = Collector()
-        engine = self.engine(staged=True, **options)
+        engine = self.engine(loader=True, **options)
         return trainer, Server(self, engine, collector), collector
 
     def pushed(self, *tensors):
@@ -335,7 +335,7 @@ class PushTest(DaemonTest):
 
     def test_a_bucket_that_is_refused_after_others_were_taken_tells_that_weights_are_dirty(self):
         trainer = self.trainer()
-        engine = self.engine(staged=True, manifest=[TensorSpec("w", "uint8", (100_000,)), TensorSpec("v", "uint8", (3,))])
+        engine = self.engine(loader=True, manifest=[TensorSpec("w", "uint8", (100_000,)), TensorSpec("v", "uint8", (3,))])
         Server(self, engine, Collector())
         with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'u'") as caught:
             with trainer.update(1) as update:
@@ -382,7 +382,7 @@ class PushTest(DaemonTest):
 
     def test_what_an_engine_does_not_know_is_refused_by_name(self):
         trainer = self.trainer()
-        engine = self.engine(staged=True, manifest=[("w", "float32", (2,)), TensorSpec("v", "uint8", (3,))])
+        engine = self.engine(loader=True, manifest=[("w", "float32", (2,)), TensorSpec("v", "uint8", (3,))])
         Server(self, engine, Collector())
         for name, value, message in (("u", b"123", "tensor 'u'"), ("v", b"1234", "tensor 'v'")):
             with self.assertRaisesRegex(refitd.Error, message):
@@ -506,7 +506,7 @@ class PushTest(DaemonTest):
             kept.extend(view.memory for view in part.views)
 
         trainer = self.trainer()
-        engine = self.engine(staged=True)
+        engine = self.engine(loader=True)
         server = Server(self, engine, keep)
         with trainer.update(1, tensor_count=1) as update:
             update.push("w", b"x" * 1000)

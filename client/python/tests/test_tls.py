@@ -51,7 +51,7 @@ class TlsTest(DaemonTest):
             self.engine("b", trainer_identity="uid:1")
         with self.assertRaisesRegex(refitd.InvalidArgument, "trainer_identity"):
             self.engine("b", trainer_identity="somebody")
-        server = Server(self, self.engine(staged=True, trainer_identity="spiffe://prod/*"), lambda part: None)
+        server = Server(self, self.engine(loader=True, trainer_identity="spiffe://prod/*"), lambda part: None)
         with trainer.update(1, tensor_count=1) as update:
             update.push("w", b"weights")
         server.wait_for(refitd.Committed, 1)
@@ -69,7 +69,7 @@ class TlsTest(DaemonTest):
         def load(part):
             taken.update({view.name: bytes(view.memory) for view in joiner.add(part)})
 
-        server = Server(self, self.engine(staged=True), load)
+        server = Server(self, self.engine(loader=True), load)
         for version in (1, 2):
             with trainer.update(version, tensor_count=len(tensors)) as update:
                 for name, value in tensors.items():

@@ -34,7 +34,7 @@ class RefitTest(DaemonTest):
             self.assertGreater(result.seconds, 0)
         server.wait_for(refitd.Committed, 2)
         self.assertEqual([event.version for event in server.of(refitd.Committed)], [3, 4])
-        self.assertEqual((server.engine.version, server.engine.weights), (4, refitd.Weights.GOOD))
+        self.assertEqual((server.engine.version, server.engine.weights), (4, refitd.Weights.CLEAN))
         self.assertEqual((trainer.group_version, trainer.get_update(3), trainer.get_update(9)), (4, "committed", "unknown"))
         self.assertIsNone(trainer.check_health())
 

@@ -70,8 +70,8 @@ absl::Status NcclBroadcasts::Issue(const Relay& relay, RelayIssue* issue,
 
 // ---- communicators and windows ----
 
-absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>& devices,
-                                                          bool copy_engines, const Pools& pools) {
+absl::StatusOr<NcclBroadcasts::Cached*> NcclBroadcasts::Get(const std::vector<int>& devices,
+                                                            bool copy_engines, const Pools& pools) {
   const auto key = std::pair(devices, copy_engines);
   {
     MutexLock lock(&mutex_);
@@ -88,13 +88,13 @@ absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>
       std::unique_ptr<Communicator> made,
       communicators_.Create({.devices = devices, .copy_engines = copy_engines}, Deadline()));
   MutexLock lock(&mutex_);
-  Held& held = held_[key];
+  Cached& held = held_[key];
   held.communicator = std::move(made);
   Use(&held, pools);
   return &held;
 }
 
-void NcclBroadcasts::Use(Held* held, const Pools& pools) {
+void NcclBroadcasts::Use(Cached* held, const Pools& pools) {
   for (const auto& pool : pools) held->pools.insert(pool.get());
   held->last_use = ++uses_;
 }
@@ -118,7 +118,7 @@ absl::Status NcclBroadcasts::MakeRoom() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(Held* held, const Pools& pools) {
+absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(Cached* held, const Pools& pools) {
   std::vector<const DeviceRegion*> key;
   for (const auto& pool : pools) key.push_back(pool.get());
   {
@@ -139,7 +139,7 @@ void NcclBroadcasts::LetGo(const DeviceRegion& pool) {
     MutexLock lock(&mutex_);
     bool idle = true;
     for (auto& each : held_) {
-      Held& held = each.second;
+      Cached& held = each.second;
       std::erase_if(held.windows, [&](const auto& entry) {
         if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
           return false;
@@ -258,7 +258,7 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue,
   }
   std::sort(devices.begin(), devices.end());
   devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
-  REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, false, pools));
+  REFITD_ASSIGN_OR_RETURN(Cached * held, Get(devices, false, pools));
   *by = held->communicator;
   Communicator::BroadcastCall call;
   for (const int device : devices) {
@@ -328,7 +328,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue,
   const int64_t end = BytesOf(relay);
   int64_t at = relay.runs.front().offset / kShareAlignment * kShareAlignment;
   if (count > 1) {
-    REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, options_.copy_engines, pools));
+    REFITD_ASSIGN_OR_RETURN(Cached * held, Get(devices, options_.copy_engines, pools));
     *by = held->communicator;
     REFITD_ASSIGN_OR_RETURN(call.window, WindowOf(held, pools));
     const int64_t slot_offset = receivers[0].data - pools[0]->data();

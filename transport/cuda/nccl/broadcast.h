@@ -73,7 +73,7 @@ class NcclBroadcasts {
 
  private:
   using Pools = std::vector<std::shared_ptr<const DeviceRegion>>;
-  struct Held {
+  struct Cached {
     std::shared_ptr<Communicator> communicator;  // shared with the broadcasts that run
     // Each window by the pools that it is made of, which it holds.
     std::map<std::vector<const DeviceRegion*>, Communicator::WindowId> windows;
@@ -104,8 +104,9 @@ class NcclBroadcasts {
                          std::shared_ptr<const Communicator>* by);
   // Returns a communicator for slots of these pools; it does not count as idle until all these
   // pools are given back. The result stays valid until the next call of Get.
-  absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines, const Pools& pools);
-  absl::StatusOr<Communicator::WindowId> WindowOf(Held* held, const Pools& pools);
+  absl::StatusOr<Cached*> Get(const std::vector<int>& devices, bool copy_engines,
+                              const Pools& pools);
+  absl::StatusOr<Communicator::WindowId> WindowOf(Cached* held, const Pools& pools);
   // Returns an address at which the piece's bytes lie as in a slot, for the next work on the
   // source's stream; packs the bytes into scratch memory if necessary.
   absl::StatusOr<const char*> Packed(const Relay& relay, const RelayChunk& piece,
@@ -114,7 +115,7 @@ class NcclBroadcasts {
   // communicator is not idle.
   absl::StatusOr<Scratch*> ScratchOf(int device, int64_t bytes);
 
-  void Use(Held* held, const Pools& pools) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Use(Cached* held, const Pools& pools) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Frees scratch memory behind the scenes, and waits for nothing.
   void Free(AllScratch scratch);
@@ -124,7 +125,7 @@ class NcclBroadcasts {
   Communicators communicators_;
   Mutex mutex_;  // not held during calls of NCCL or the driver, which may hang
   // Entries are made and dropped by the issuing thread only.
-  std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::pair<std::vector<int>, bool>, Cached> held_ ABSL_GUARDED_BY(mutex_);
   uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
   AllScratch scratch_ ABSL_GUARDED_BY(mutex_);
   // Frees scratch memory; null: none was freed yet.

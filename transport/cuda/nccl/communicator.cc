@@ -90,7 +90,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
  public:
   State(std::shared_ptr<const NcclApi> api, std::shared_ptr<CudaContexts> contexts,
         std::shared_ptr<NcclThread> thread, std::shared_ptr<LostContext> lost,
-        std::chrono::milliseconds clean_up, const CommunicatorOptions& options, uint64_t epoch)
+        std::chrono::milliseconds clean_up, const CommunicatorOptions& options, uint64_t number)
       : api_(std::move(api)),
         contexts_(std::move(contexts)),
         thread_(std::move(thread)),
@@ -98,7 +98,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         clean_up_(clean_up),
         devices_(options.devices),
         copy_engines_(options.copy_engines),
-        epoch_(epoch) {}
+        number_(number) {}
   // If the ranks were not freed, the communicator thread ended before it could free them.
   ~State() {
     for (const auto& rank : warm_up_) rank->Abandon();
@@ -106,7 +106,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  uint64_t epoch() const { return epoch_; }
+  uint64_t number() const { return number_; }
   const std::vector<int>& devices() const { return devices_; }
   bool symmetric() const { return api_->ncclCommWindowRegister != nullptr; }
   int api_version() const { return api_->version; }
@@ -118,7 +118,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
 
   CommunicatorStatus Describe() const {
     MutexLock lock(&mutex_);
-    return {.epoch = epoch_,
+    return {.number = number_,
             .devices = devices_,
             .copy_engines = copy_engines_,
             .windows = open_windows_,
@@ -314,7 +314,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   };
 
   std::string Name() const {
-    return fmt::format("communicator {} (devices {})", epoch_, fmt::join(devices_, ", "));
+    return fmt::format("communicator {} (devices {})", number_, fmt::join(devices_, ", "));
   }
 
   static absl::Status NoWindow(WindowId id) {
@@ -500,7 +500,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   const std::chrono::milliseconds clean_up_;
   const std::vector<int> devices_;
   const bool copy_engines_;
-  const uint64_t epoch_;
+  const uint64_t number_;
 
   // Used by the communicator thread only.
   std::vector<Rank> ranks_;
@@ -521,7 +521,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
 
 Communicator::~Communicator() { Abort(absl::CancelledError("it was not closed")); }
 
-uint64_t Communicator::epoch() const { return state_->epoch(); }
+uint64_t Communicator::number() const { return state_->number(); }
 const std::vector<int>& Communicator::devices() const { return state_->devices(); }
 absl::Status Communicator::status() const { return state_->status(); }
 CommunicatorStatus Communicator::Describe() const { return state_->Describe(); }
@@ -668,7 +668,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> Communicators::Create(
   {
     MutexLock lock(&mutex_);
     state = std::make_shared<Communicator::State>(api_, contexts_, thread, lost_, options_.clean_up,
-                                                  options, ++epoch_);
+                                                  options, ++number_);
     all_.erase(
         std::remove_if(all_.begin(), all_.end(), [](const auto& each) { return each.expired(); }),
         all_.end());

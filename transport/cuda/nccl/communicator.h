@@ -10,7 +10,7 @@
 //
 // P4: every call has a deadline and keeps it, even if NCCL hangs; the error names the call and the
 // device that is waited for. A call that fails or is late poisons its communicator, which then
-// takes no more calls; its successor has a new epoch. A call whose deadline passed before it began
+// takes no more calls; its successor has a new number. A call whose deadline passed before it began
 // changes nothing. If a communicator can't be freed because a device does not end NCCL's work, that
 // is reported as a loss of the GPUs.
 // P7: all calls of all communicators are issued by one thread in the order in which they came.
@@ -77,7 +77,7 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
 
   // A number that grows with every Create of the same Communicators.
-  uint64_t epoch() const;
+  uint64_t number() const;
   const std::vector<int>& devices() const;
   // OK if usable; else why not, naming the call that failed.
   absl::Status status() const;
@@ -180,7 +180,7 @@ class Communicators {
 
   mutable Mutex mutex_;
   std::shared_ptr<NcclThread> thread_ ABSL_GUARDED_BY(mutex_);
-  uint64_t epoch_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t number_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<std::weak_ptr<Communicator::State>> all_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -438,8 +438,8 @@ TEST_CASE("whatever call fails while a communicator is made, nothing of it is le
   }
   CHECK(host.told().empty());
   const auto communicator = host.Make();
-  CHECK(communicator->epoch() == host.communicators()->Describe().back().epoch);
-  CHECK(communicator->epoch() > 19);
+  CHECK(communicator->number() == host.communicators()->Describe().back().number);
+  CHECK(communicator->number() > 19);
   RequireOk(communicator->Close(Plenty()));
 }
 
@@ -462,7 +462,7 @@ TEST_CASE("a communicator that is not made in time is given back, and the device
   CHECK(host.told().empty());
 }
 
-TEST_CASE("a call that fails poisons its communicator alone; the next has a new epoch") {
+TEST_CASE("a call that fails poisons its communicator alone; the next has a new number") {
   Host host;
   const auto first = host.Make();
   const auto other = host.Make();
@@ -486,8 +486,8 @@ TEST_CASE("a call that fails poisons its communicator alone; the next has a new 
 
   RequireOk(other->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()));
   const auto next = host.Make();
-  CHECK(first->epoch() == 1);
-  CHECK(next->epoch() == 3);
+  CHECK(first->number() == 1);
+  CHECK(next->number() == 3);
   RequireOk(next->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()));
   REQUIRE(host.RunStreams());
   RequireOk(next->Close(Plenty()));
@@ -617,10 +617,10 @@ TEST_CASE("what is told of communicators is what there is") {
   first->Abort(absl::InternalError("enough"));
   std::vector<CommunicatorStatus> all = host.communicators()->Describe();
   REQUIRE(all.size() == 2);
-  CHECK(all[0].epoch == 1);
+  CHECK(all[0].number == 1);
   CHECK(all[0].devices == std::vector<int>{0, 1});
   CHECK_THAT(std::string(all[0].status.message()), Contains("enough"));
-  CHECK(all[1].epoch == 2);
+  CHECK(all[1].number == 2);
   CHECK(all[1].copy_engines);
   CHECK(all[1].windows == 2);
   CHECK(all[1].window_bytes == 6 * kMiB);

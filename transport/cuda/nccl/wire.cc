@@ -36,11 +36,11 @@ constexpr auto kCleanUp = std::chrono::milliseconds(800);
 constexpr auto kLastRank = std::chrono::seconds(2);
 
 // The address that Open returns and that comes back from the network. Little-endian, since NCCL
-// needs equal machines anyway: 4 magic "RFN1" | 8 epoch | 4 rank | 4 size | 128 unique id (zeros
-// except for rank 0)
+// needs equal machines anyway: 4 magic "RFN1" | 8 communicator | 4 rank | 4 size | 128 unique id
+// (zeros except for rank 0)
 constexpr std::string_view kMagic = "RFN1";
 struct Address {
-  uint64_t epoch = 0;
+  uint64_t communicator = 0;
   uint32_t rank = 0;
   uint32_t size = 0;
   NcclUniqueId id;
@@ -53,7 +53,7 @@ std::string Encode(const Address& address) {
   const auto add = [&out](const void* data, size_t bytes) {
     out.append(static_cast<const char*>(data), bytes);
   };
-  add(&address.epoch, sizeof(address.epoch));
+  add(&address.communicator, sizeof(address.communicator));
   add(&address.rank, sizeof(address.rank));
   add(&address.size, sizeof(address.size));
   add(address.id.internal.data(), address.id.internal.size());
@@ -61,11 +61,12 @@ std::string Encode(const Address& address) {
 }
 
 // Decodes the address of rank `rank` of `size`, trusting nothing in it (P10).
-absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int size) {
+absl::StatusOr<Address> Decode(std::string_view in, CommunicatorId communicator, int rank,
+                               int size) {
   const auto bad = [&](std::string_view why) {
-    return AboutRanks(
-        Error(StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch, rank, why),
-        {rank});
+    return AboutRanks(Error(StatusCode::kInvalidArgument, "communicator {}: address of rank {}: {}",
+                            communicator, rank, why),
+                      {rank});
   };
   if (in.size() < kMagic.size() || in.substr(0, kMagic.size()) != kMagic) {
     return bad(
@@ -81,11 +82,12 @@ absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int
     std::memcpy(data, at, bytes);
     at += bytes;
   };
-  take(&address.epoch, sizeof(address.epoch));
+  take(&address.communicator, sizeof(address.communicator));
   take(&address.rank, sizeof(address.rank));
   take(&address.size, sizeof(address.size));
   take(address.id.internal.data(), address.id.internal.size());
-  if (address.epoch != epoch.value()) return bad(fmt::format("is of epoch {}", address.epoch));
+  if (address.communicator != communicator.value())
+    return bad(fmt::format("is of communicator {}", address.communicator));
   if (address.rank != static_cast<uint32_t>(rank)) {
     return bad(fmt::format("is of rank {}", address.rank));
   }
@@ -95,7 +97,7 @@ absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int
   return address;
 }
 
-// The objects that all epochs share.
+// The objects that all communicators share.
 struct Shared {
   std::shared_ptr<const NcclApi> nccl;
   std::shared_ptr<CudaContexts> contexts;
@@ -104,20 +106,20 @@ struct Shared {
   // Threads for calls that may hang: aborts, and the making of ids, which takes long.
   std::shared_ptr<NcclThread> watched;
   std::shared_ptr<NcclThread> opening;
-  std::atomic<int64_t> abandoned{0};  // epochs that never connected
+  std::atomic<int64_t> abandoned{0};  // communicators that never connected
 };
 
 // ---- one end of one communicator ----
 
-class NcclEpoch final : public WireEpoch {
+class NcclCommunicator final : public WireCommunicator {
  public:
-  NcclEpoch(std::shared_ptr<Shared> shared, int device, EpochId id, int rank, int size,
-            WireCounters* totals)
-      : WireEpoch(id, rank, size, totals), shared_(std::move(shared)), device_(device) {}
+  NcclCommunicator(std::shared_ptr<Shared> shared, int device, CommunicatorId id, int rank,
+                   int size, WireCounters* totals)
+      : WireCommunicator(id, rank, size, totals), shared_(std::move(shared)), device_(device) {}
 
   absl::StatusOr<std::string> Open() override {
     Address address;
-    address.epoch = id_.value();
+    address.communicator = id_.value();
     address.rank = static_cast<uint32_t>(rank_);
     address.size = static_cast<uint32_t>(size_);
     if (rank_ == 0) {
@@ -127,8 +129,8 @@ class NcclEpoch final : public WireEpoch {
     return Encode(address);
   }
 
-  DeviceEpochStatus Describe() const {
-    return {.epoch = id_,
+  DeviceCommunicatorStatus Describe() const {
+    return {.communicator = id_,
             .device = device_,
             .rank = rank_,
             .size = size_,
@@ -181,7 +183,7 @@ class NcclEpoch final : public WireEpoch {
   absl::Status Connect(const WireWork& work, bool* began) override {
     const std::vector<std::string>& addresses = *work.connect;
     if (addresses.size() != static_cast<size_t>(size_)) {
-      return Error(StatusCode::kInvalidArgument, "epoch {}: {} addresses for {} ranks", id_,
+      return Error(StatusCode::kInvalidArgument, "communicator {}: {} addresses for {} ranks", id_,
                    addresses.size(), size_);
     }
     NcclUniqueId unique;
@@ -229,8 +231,8 @@ class NcclEpoch final : public WireEpoch {
   absl::Status CheckRanks(const WireWork& work) const {
     const auto check = [this](int rank, bool may_be_own) {
       if (rank >= 0 && rank < size_ && (may_be_own || rank != rank_)) return absl::OkStatus();
-      return Error(StatusCode::kInvalidArgument, "epoch {}: rank {} as a peer of {} of {}", id_,
-                   rank, rank_, size_);
+      return Error(StatusCode::kInvalidArgument, "communicator {}: rank {} as a peer of {} of {}",
+                   id_, rank, rank_, size_);
     };
     if (work.broadcast.has_value()) return check(work.broadcast->root, true);
     for (const auto* legs : {&work.exchange->sends, &work.exchange->receives}) {
@@ -304,7 +306,7 @@ class NcclEpoch final : public WireEpoch {
       REFITD_ASSIGN_OR_RETURN(const bool is_ready, ready());
       if (is_ready) return absl::OkStatus();
       if (Clock::now() >= deadline) {
-        return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited for {}", id_, what);
+        return Error(StatusCode::kDeadlineExceeded, "communicator {}: waited for {}", id_, what);
       }
       if (closing()) return Closed();
       PauseOfPoll(since);
@@ -364,7 +366,8 @@ class NcclEpoch final : public WireEpoch {
 
   void Abort() {
     auto aborted = std::make_shared<std::promise<void>>();
-    shared_->watched->Post(fmt::format("ncclCommAbort of epoch {}", id_), Clock::now() + kCleanUp,
+    shared_->watched->Post(fmt::format("ncclCommAbort of communicator {}", id_),
+                           Clock::now() + kCleanUp,
                            [shared = shared_, context = context_, comm = comm_, aborted] {
                              const ScopedContext current(shared->contexts->api(), context);
                              if (current.status().ok()) (void)shared->nccl->ncclCommAbort(comm);
@@ -383,7 +386,7 @@ class NcclEpoch final : public WireEpoch {
       if (!recorded.ok()) {
         // P6: now nothing can tell when the device is done.
         return shared_->lost->Lose(
-            Error(StatusCode::kInternal, "epoch {}: {}", id_, Message(recorded)));
+            Error(StatusCode::kInternal, "communicator {}: {}", id_, Message(recorded)));
       }
     }
     const Clock::time_point since = Clock::now();
@@ -392,8 +395,8 @@ class NcclEpoch final : public WireEpoch {
       if (!ended.ok() || *ended) return;
       if (Clock::now() > since + shared_->options.limit) {
         shared_->lost->Lose(Error(StatusCode::kDeadlineExceeded,
-                                  "epoch {}: device {} does not end what NCCL put there", id_,
-                                  device_));
+                                  "communicator {}: device {} does not end what NCCL put there",
+                                  id_, device_));
       }
       PauseOfPoll(since);
     }
@@ -425,7 +428,7 @@ class NcclEpoch final : public WireEpoch {
   const std::shared_ptr<Shared> shared_;
   const int device_;
 
-  // Used by the epoch's thread only.
+  // Used by the communicator's thread only.
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
   CUevent event_ = nullptr;
@@ -447,19 +450,19 @@ class NcclWire final : public DeviceWire {
     shared_->opening->Stop(deadline);
   }
 
-  absl::StatusOr<std::string> OpenOn(int device, EpochId id, int rank, int size) override {
+  absl::StatusOr<std::string> OpenOn(int device, CommunicatorId id, int rank, int size) override {
     if (device < 0 || device >= shared_->contexts->devices()) {
-      return Error(StatusCode::kInvalidArgument, "epoch {}: no device {}", id, device);
+      return Error(StatusCode::kInvalidArgument, "communicator {}: no device {}", id, device);
     }
-    return OpenEpoch(id, rank, size, "refitd-nwire", [&] {
-      return std::make_shared<NcclEpoch>(shared_, device, id, rank, size, totals());
+    return OpenCommunicator(id, rank, size, "refitd-nwire", [&] {
+      return std::make_shared<NcclCommunicator>(shared_, device, id, rank, size, totals());
     });
   }
 
-  std::vector<DeviceEpochStatus> Describe() const override {
-    std::vector<DeviceEpochStatus> all;
-    for (const auto& epoch : Epochs()) {
-      all.push_back(static_cast<const NcclEpoch&>(*epoch).Describe());
+  std::vector<DeviceCommunicatorStatus> Describe() const override {
+    std::vector<DeviceCommunicatorStatus> all;
+    for (const auto& communicator : Communicators()) {
+      all.push_back(static_cast<const NcclCommunicator&>(*communicator).Describe());
     }
     return all;
   }

@@ -1,6 +1,6 @@
 // The wire over GPU memory: NCCL between daemons, over the network that NCCL finds.
 //
-// An epoch is one communicator with one rank per daemon, on the device that OpenOn names. The
+// A communicator is one communicator with one rank per daemon, on the device that OpenOn names. The
 // memory of operations is a staging slot on that device, or on one that it reaches. Rank 0's
 // address holds NCCL's unique id; the other addresses only identify their ranks. Broadcasts are
 // ncclBroadcast, exchanges grouped sends and receives. Communicators are nonblocking and polled
@@ -11,12 +11,13 @@
 //   - OK on the sender means that its memory is no longer read, not that a peer has received it.
 //   - It is not checked again that peers run the same operation, because NCCL does not check. P5
 //     relies on the agreement before (docs/protocol.md); the digests verify the bytes afterwards.
-//   - Rank 0 frees an epoch that not all ranks connected up to two seconds after Close; until then
+//   - Rank 0 frees a communicator that not all ranks connected up to two seconds after Close; until
+//   then
 //     NCCL listens for the ranks.
 //
-// Threads: those of wire_epochs.h ("refitd-nwire" for each epoch, "refitd-nwire-a"). Calls that may
-// hang inside NCCL run on a watched thread (thread.h), and a hang is reported as a loss of the
-// GPUs.
+// Threads: those of wire_communicators.h ("refitd-nwire" for each communicator, "refitd-nwire-a").
+// Calls that may hang inside NCCL run on a watched thread (thread.h), and a hang is reported as a
+// loss of the GPUs.
 //
 // No CUDA and no NCCL type appears here.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_

@@ -40,7 +40,7 @@ using Catch::Matchers::Contains;
 constexpr Duration kPlenty = std::chrono::seconds(20);  // only a failing test reaches it
 constexpr Duration kShort = std::chrono::milliseconds(30);
 constexpr int64_t kBytes = 1 << 16;
-constexpr EpochId kEpoch(7);
+constexpr CommunicatorId kCommunicator(7);
 
 struct Outcome {
   std::shared_ptr<std::promise<absl::Status>> promise =
@@ -79,20 +79,20 @@ class Daemons {
     wires.clear();
   }
 
-  std::vector<std::string> Open(EpochId epoch = kEpoch) {
+  std::vector<std::string> Open(CommunicatorId communicator = kCommunicator) {
     std::vector<std::string> addresses;
     for (int rank = 0; rank < size(); ++rank) {
-      auto address = wires[static_cast<size_t>(rank)]->OpenOn(rank, epoch, rank, size());
+      auto address = wires[static_cast<size_t>(rank)]->OpenOn(rank, communicator, rank, size());
       REQUIRE(address.ok());
       addresses.push_back(*address);
     }
     return addresses;
   }
-  void Connect(EpochId epoch = kEpoch) {
-    const std::vector<std::string> addresses = Open(epoch);
+  void Connect(CommunicatorId communicator = kCommunicator) {
+    const std::vector<std::string> addresses = Open(communicator);
     std::vector<Outcome> outcomes(wires.size());
     for (size_t rank = 0; rank < wires.size(); ++rank) {
-      wires[rank]->Connect(epoch, addresses, kPlenty, outcomes[rank].done());
+      wires[rank]->Connect(communicator, addresses, kPlenty, outcomes[rank].done());
     }
     for (Outcome& outcome : outcomes) REQUIRE(outcome.Wait().ok());
   }
@@ -104,8 +104,8 @@ class Daemons {
     return {region->data() + offset, bytes, region};
   }
   WireBroadcast Broadcast(int rank, int root, int64_t bytes, uint64_t seq, Duration timeout,
-                          EpochId epoch = kEpoch) {
-    return {.epoch = epoch,
+                          CommunicatorId communicator = kCommunicator) {
+    return {.communicator = communicator,
             .seq = WireSeq(seq),
             .root = root,
             .memory = Span(rank, 0, bytes),
@@ -148,7 +148,7 @@ TEST_CASE("broadcasts from every rank bring its bytes to all") {
   }
   CHECK(daemons.wires[0]->Stats().bytes_sent > 0);
   CHECK(daemons.wires[0]->Stats().bytes_received > 0);
-  CHECK(daemons.wires[0]->Stats(kEpoch).bytes_sent == daemons.wires[0]->Stats().bytes_sent);
+  CHECK(daemons.wires[0]->Stats(kCommunicator).bytes_sent == daemons.wires[0]->Stats().bytes_sent);
 }
 
 TEST_CASE("exchanges bring each leg to its peer, all at once") {
@@ -163,8 +163,11 @@ TEST_CASE("exchanges bring each leg to its peer, all at once") {
       std::memset(daemons.slot(rank) + 3 * kQuarter, rank, kQuarter);
     }
     for (int rank = 0; rank < 3; ++rank) {
-      WireExchange exchange{
-          .epoch = kEpoch, .seq = WireSeq(seq), .sends = {}, .receives = {}, .timeout = kPlenty};
+      WireExchange exchange{.communicator = kCommunicator,
+                            .seq = WireSeq(seq),
+                            .sends = {},
+                            .receives = {},
+                            .timeout = kPlenty};
       for (int peer = 0; peer < 3; ++peer) {
         if (peer == rank) continue;
         exchange.sends.push_back({peer, daemons.Span(rank, 3 * kQuarter, 100 * (rank + 1))});
@@ -186,7 +189,8 @@ TEST_CASE("exchanges bring each leg to its peer, all at once") {
 }
 
 TEST_CASE(
-    "who waits for a peer that does not come is told by its deadline, and the epoch is lost") {
+    "who waits for a peer that does not come is told by its deadline, and the communicator is "
+    "lost") {
   Daemons daemons(2);
   daemons.Connect();
   Outcome late;
@@ -197,14 +201,14 @@ TEST_CASE(
   Outcome next;
   daemons.wires[0]->Submit(daemons.Broadcast(0, 1, 100, 2, kPlenty), next.done());
   CHECK(next.Wait().code() == absl::StatusCode::kFailedPrecondition);
-  daemons.wires[0]->Close(kEpoch);
-  daemons.wires[1]->Close(kEpoch);
-  // A new epoch works.
-  daemons.Connect(EpochId(8));
+  daemons.wires[0]->Close(kCommunicator);
+  daemons.wires[1]->Close(kCommunicator);
+  // A new communicator works.
+  daemons.Connect(CommunicatorId(8));
   Outcome outcomes[2];
   for (int rank = 0; rank < 2; ++rank) {
     daemons.wires[static_cast<size_t>(rank)]->Submit(
-        daemons.Broadcast(rank, 0, 100, 1, kPlenty, EpochId(8)), outcomes[rank].done());
+        daemons.Broadcast(rank, 0, 100, 1, kPlenty, CommunicatorId(8)), outcomes[rank].done());
   }
   CHECK(outcomes[0].Wait().ok());
   CHECK(outcomes[1].Wait().ok());
@@ -214,8 +218,11 @@ TEST_CASE(
 TEST_CASE("an exchange that waits too long suspects the ranks that it waited for") {
   Daemons daemons(3);
   daemons.Connect();
-  WireExchange exchange{
-      .epoch = kEpoch, .seq = WireSeq(0), .sends = {}, .receives = {}, .timeout = kShort};
+  WireExchange exchange{.communicator = kCommunicator,
+                        .seq = WireSeq(0),
+                        .sends = {},
+                        .receives = {},
+                        .timeout = kShort};
   exchange.sends.push_back({1, daemons.Span(0, 0, 100)});
   exchange.receives.push_back({1, daemons.Span(0, 200, 100)});
   exchange.receives.push_back({2, daemons.Span(0, 400, 100)});
@@ -231,13 +238,14 @@ TEST_CASE("a rank that never connects costs the others their deadline alone") {
   Daemons daemons(2);
   const std::vector<std::string> addresses = daemons.Open();
   Outcome outcome;
-  daemons.wires[0]->Connect(kEpoch, addresses, kShort, outcome.done());
+  daemons.wires[0]->Connect(kCommunicator, addresses, kShort, outcome.done());
   CHECK(outcome.Wait().code() == absl::StatusCode::kDeadlineExceeded);
   CHECK(daemons.nccl->Count().comms == 0);
   CHECK(daemons.losses == 0);
 }
 
-TEST_CASE("an epoch that is not connected by all leaves nobody listening for its ranks (P8)") {
+TEST_CASE(
+    "a communicator that is not connected by all leaves nobody listening for its ranks (P8)") {
   Daemons daemons(3);
   // Only the ranks in `comes` connect.
   const std::vector<int> comes = GENERATE(values<std::vector<int>>({{}, {1}, {0, 2}}));
@@ -245,13 +253,13 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
   CHECK(daemons.nccl->Count().listeners == 1);
   std::vector<Outcome> outcomes(comes.size());
   for (size_t i = 0; i < comes.size(); ++i) {
-    daemons.wires[static_cast<size_t>(comes[i])]->Connect(kEpoch, addresses, kShort,
+    daemons.wires[static_cast<size_t>(comes[i])]->Connect(kCommunicator, addresses, kShort,
                                                           outcomes[i].done());
   }
   for (Outcome& outcome : outcomes) CHECK(!outcome.Wait().ok());
   CHECK(daemons.nccl->Count().listeners == 1);
   CHECK(daemons.wires[0]->Abandoned() == 0);
-  for (const auto& wire : daemons.wires) wire->Close(kEpoch);
+  for (const auto& wire : daemons.wires) wire->Close(kCommunicator);
   CHECK(Eventually([&] { return daemons.nccl->Count().listeners == 0; }));
   for (const auto& wire : daemons.wires) {
     CHECK(Eventually([&] { return wire->Describe().empty(); }));
@@ -261,8 +269,8 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
   CHECK(daemons.nccl->Count().comms == 0);
   CHECK(daemons.cuda.Count().streams == 0);
   CHECK(daemons.cuda.Count().events == 0);
-  // An epoch that all ranks connect leaves no listener behind.
-  daemons.Connect(EpochId(8));
+  // A communicator that all ranks connect leaves no listener behind.
+  daemons.Connect(CommunicatorId(8));
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.wires.clear();
   CHECK(daemons.nccl->Count().comms == 0);
@@ -272,7 +280,7 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
 TEST_CASE("an id that NCCL makes after the limit of its Open leaves nobody listening (P8)") {
   Daemons daemons(1, std::chrono::seconds(60), std::chrono::milliseconds(30));
   daemons.nccl->Block("ncclGetUniqueId");
-  const absl::Status late = daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).status();
+  const absl::Status late = daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).status();
   CHECK(late.code() == absl::StatusCode::kDeadlineExceeded);
   CHECK(daemons.wires[0]->Abandoned() == 0);
   daemons.nccl->Block("");
@@ -288,7 +296,7 @@ TEST_CASE("an id that NCCL makes after the limit of its Open leaves nobody liste
 TEST_CASE("an id that NCCL makes after its wire was destroyed leaves nobody listening (P8)") {
   Daemons daemons(1, std::chrono::milliseconds(30), std::chrono::milliseconds(30));
   daemons.nccl->Block("ncclGetUniqueId");
-  CHECK_FALSE(daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).ok());
+  CHECK_FALSE(daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).ok());
   daemons.wires.clear();  // the destructor waits for the call in vain
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.nccl->Block("");
@@ -307,8 +315,8 @@ TEST_CASE("closing ends what runs, and gives back all") {
   Outcome queued;
   daemons.wires[0]->Submit(daemons.Broadcast(0, 1, 100, 1, kPlenty), running.done());
   daemons.wires[0]->Submit(daemons.Broadcast(0, 1, 100, 2, kPlenty), queued.done());
-  daemons.wires[0]->Close(kEpoch);
-  daemons.wires[1]->Close(kEpoch);
+  daemons.wires[0]->Close(kCommunicator);
+  daemons.wires[1]->Close(kCommunicator);
   CHECK(running.Wait().code() == absl::StatusCode::kCancelled);
   CHECK_FALSE(queued.Wait().ok());
   daemons.wires.clear();
@@ -317,41 +325,42 @@ TEST_CASE("closing ends what runs, and gives back all") {
   CHECK(daemons.cuda.Count().events == 0);
 }
 
-TEST_CASE("many epochs after one another leave nothing") {
+TEST_CASE("many communicators after one another leave nothing") {
   Daemons daemons(2);
-  for (uint64_t epoch = 1; epoch <= 50; ++epoch) {
-    daemons.Connect(EpochId(epoch));
+  for (uint64_t communicator = 1; communicator <= 50; ++communicator) {
+    daemons.Connect(CommunicatorId(communicator));
     Outcome outcomes[2];
     for (int rank = 0; rank < 2; ++rank) {
       daemons.wires[static_cast<size_t>(rank)]->Submit(
-          daemons.Broadcast(rank, 0, 1000, 1, kPlenty, EpochId(epoch)), outcomes[rank].done());
+          daemons.Broadcast(rank, 0, 1000, 1, kPlenty, CommunicatorId(communicator)),
+          outcomes[rank].done());
     }
     for (Outcome& outcome : outcomes) CHECK(outcome.Wait().ok());
-    for (const auto& wire : daemons.wires) wire->Close(EpochId(epoch));
+    for (const auto& wire : daemons.wires) wire->Close(CommunicatorId(communicator));
   }
   daemons.wires.clear();
   CHECK(daemons.nccl->Count().comms == 0);
   CHECK(daemons.cuda.Count().streams == 0);
 }
 
-TEST_CASE("what is told of epochs is what there is") {
+TEST_CASE("what is told of communicators is what there is") {
   Daemons daemons(2);
   const DeviceWire& wire = *daemons.wires[1];
   CHECK(wire.Describe().empty());
   const auto is = [&wire](std::string_view state) {
-    const std::vector<DeviceEpochStatus> all = wire.Describe();
+    const std::vector<DeviceCommunicatorStatus> all = wire.Describe();
     return all.size() == 1 && all[0].state == state;
   };
   const std::vector<std::string> addresses = daemons.Open();
   REQUIRE(is("open"));
-  CHECK(wire.Describe()[0].epoch == kEpoch);
+  CHECK(wire.Describe()[0].communicator == kCommunicator);
   CHECK(wire.Describe()[0].device == 1);
   CHECK(wire.Describe()[0].rank == 1);
   CHECK(wire.Describe()[0].size == 2);
   Outcome up[2];
-  daemons.wires[1]->Connect(kEpoch, addresses, kPlenty, up[1].done());
+  daemons.wires[1]->Connect(kCommunicator, addresses, kPlenty, up[1].done());
   REQUIRE(Eventually([&] { return is("connecting"); }));
-  daemons.wires[0]->Connect(kEpoch, addresses, kPlenty, up[0].done());
+  daemons.wires[0]->Connect(kCommunicator, addresses, kPlenty, up[0].done());
   for (Outcome& outcome : up) REQUIRE(outcome.Wait().ok());
   CHECK(is("connected"));
   Outcome moved[2];
@@ -369,12 +378,12 @@ TEST_CASE("what is told of epochs is what there is") {
   CHECK(!late.Wait().ok());
   REQUIRE(is("lost"));
   CHECK_THAT(std::string(wire.Describe()[0].status.message()), Contains("seq 2: rank 0"));
-  // The epoch was given up, but NCCL still works on it.
+  // The communicator was given up, but NCCL still works on it.
   daemons.nccl->Block("ncclCommAbort");
-  daemons.wires[0]->Close(kEpoch);
+  daemons.wires[0]->Close(kCommunicator);
   CHECK(daemons.wires[0]->Describe()[0].state == "closing");
   daemons.nccl->Block("");
-  daemons.wires[1]->Close(kEpoch);
+  daemons.wires[1]->Close(kCommunicator);
   CHECK(
       Eventually([&] { return wire.Describe().empty() && daemons.wires[0]->Describe().empty(); }));
 }
@@ -384,7 +393,7 @@ TEST_CASE("bad addresses are refused and change nothing (P10)") {
   std::vector<std::string> addresses = daemons.Open();
   const auto refused = [&](std::vector<std::string> bad, const std::string& why) {
     Outcome outcome;
-    daemons.wires[0]->Connect(kEpoch, std::move(bad), kPlenty, outcome.done());
+    daemons.wires[0]->Connect(kCommunicator, std::move(bad), kPlenty, outcome.done());
     const absl::Status status = outcome.Wait();
     INFO(status.ToString());
     CHECK(status.code() == absl::StatusCode::kInvalidArgument);
@@ -396,11 +405,11 @@ TEST_CASE("bad addresses are refused and change nothing (P10)") {
   refused({addresses[0], addresses[1].substr(0, 40)}, "40 bytes");
   std::string other = addresses[1];
   other[4] ^= 1;
-  refused({addresses[0], other}, "is of epoch");
-  // The epoch is still connecting.
+  refused({addresses[0], other}, "is of communicator");
+  // The communicator is still connecting.
   std::vector<Outcome> outcomes(2);
   for (size_t rank = 0; rank < 2; ++rank) {
-    daemons.wires[rank]->Connect(kEpoch, addresses, kPlenty, outcomes[rank].done());
+    daemons.wires[rank]->Connect(kCommunicator, addresses, kPlenty, outcomes[rank].done());
   }
   for (Outcome& outcome : outcomes) CHECK(outcome.Wait().ok());
   Outcome outcome;
@@ -418,12 +427,12 @@ TEST_CASE("what is not open is said so, and not inside the call") {
   auto future = promise.get_future();
   REQUIRE(future.wait_for(kTestDeadline) == std::future_status::ready);
   CHECK(future.get() != std::this_thread::get_id());
-  CHECK(daemons.wires[0]->OpenOn(1, kEpoch, 0, 1).status().code() ==
+  CHECK(daemons.wires[0]->OpenOn(1, kCommunicator, 0, 1).status().code() ==
         absl::StatusCode::kInvalidArgument);
-  CHECK(daemons.wires[0]->OpenOn(0, kEpoch, 1, 1).status().code() ==
+  CHECK(daemons.wires[0]->OpenOn(0, kCommunicator, 1, 1).status().code() ==
         absl::StatusCode::kInvalidArgument);
-  REQUIRE(daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).ok());
-  CHECK(daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).status().code() ==
+  REQUIRE(daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).ok());
+  CHECK(daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).status().code() ==
         absl::StatusCode::kAlreadyExists);
 }
 

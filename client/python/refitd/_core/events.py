@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Weights(IntEnum):
     """The state of an engine rank's weights, as far as the rank knows it."""
 
-    GOOD = 0
-    PAUSED = 1  # Prepare came, and neither Committed nor Aborted yet
+    UNKNOWN = 0  # the lease was lost before the outcome was heard: treat it as dirty
+    CLEAN = 1
     DIRTY = 2  # an update was lost after writing had begun, or the rank attached as dirty
-    IN_DOUBT = 3  # the lease was lost before the outcome was heard: treat it as dirty
+    PAUSED = 3  # Prepare came, and neither Committed nor Aborted yet
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class View:
 
 @dataclass(frozen=True)
 class Part:
-    """Staged delivery: tensors to load; then call ack()."""
+    """Loader delivery: tensors to load; then call ack()."""
 
     version: int
     update_id: int
@@ -141,7 +141,7 @@ class Draining:
 
 @dataclass(frozen=True)
 class Lost:
-    """The daemon went away, and is tried again (`reattach_seconds`). Resume if `weights` is GOOD; use no views any more."""
+    """The daemon went away, and is tried again (`reattach_seconds`). Resume if `weights` is CLEAN; use no views any more."""
 
     reason: str
     weights: Weights

@@ -25,16 +25,16 @@ WHOLE = -1
 CUDA_IPC_HANDLE_BYTES = 64
 
 # refit_engine_options.delivery
-DELIVERIES = {"registered": 0, "staged": 1}
-FILL_DEFAULT = 0
-FILL_NEVER = 1
+DELIVERIES = {"in_place": 0, "loader": 1}
+CATCH_UP_DEFAULT = 0
+CATCH_UP_NEVER = 1
 
 # refit_begin_options.broadcast
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 
 # refit_failure.weights_left
-WEIGHTS_LEFT_CLEAN = 1
-WEIGHTS_LEFT_DIRTY = 2
+WEIGHTS_CLEAN = 1
+WEIGHTS_DIRTY = 2
 
 # refit_event.kind
 EVENT_NOTHING = 0
@@ -187,7 +187,7 @@ class refit_engine_options(ctypes.Structure):
         ("held_version", c_int64),
         ("dirty", c_int32),
         ("held_origin", c_uint64),
-        ("fill", c_int32),
+        ("catch_up", c_int32),
         ("held_owner", c_char_p),
         ("trainer_identity", c_char_p),
         ("held_digest", c_uint64),
@@ -454,7 +454,7 @@ def last_failure() -> Failure:
     return Failure(
         suspects=tuple(_suspect(raw.suspects[i]) for i in range(raw.suspects_named)),
         suspect_count=raw.suspect_count,
-        dirty={WEIGHTS_LEFT_CLEAN: False, WEIGHTS_LEFT_DIRTY: True}.get(raw.weights_left),
+        dirty={WEIGHTS_CLEAN: False, WEIGHTS_DIRTY: True}.get(raw.weights_left),
         dirty_instances=tuple(_text(raw.dirty_instances[i]) for i in range(raw.dirty_named)),
         dirty_count=raw.dirty_count,
         tensor=_text(raw.tensor) or None,

@@ -152,7 +152,7 @@ def _on_answer(key: int, status: int, message: bytes) -> None:
 _answered = native.refit_done(_on_answer)
 
 
-class Known(NamedTuple):
+class PushedTensor(NamedTuple):
     """A tensor that was pushed before: the same tensors come in every update. `torch_dtype`: None where it was no torch tensor.
 
     `number`: the packer's, of the tensor's name.
@@ -263,7 +263,7 @@ class Update:
             spec = TensorSpec(name, source.dtype.name, whole)
             check_tensors([spec], self._label)
             with self._lock:
-                known = self._trainer._seen[name] = Known(spec, kind, self._packer.learn(spec))
+                known = self._trainer._seen[name] = PushedTensor(spec, kind, self._packer.learn(spec))
         with self._lock:
             self._pack(known.number, start, source)
 

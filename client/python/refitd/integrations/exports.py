@@ -1,7 +1,7 @@
 """Updates of full tensors that a framework's exporter yields one by one: what refitd.integrations.verl and refitd.integrations.nemo_rl share.
 
 Every trainer rank takes the same tensors from its exporter, which gathers them by collectives, and rank 0 pushes them. Each engine is
-an instance with staged delivery that hands the tensors to its framework's own loader. Imports torch when used.
+an instance with loader delivery that hands the tensors to its framework's own loader. Imports torch when used.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Settings:
         weights are dirty, since nobody told which version they are of."""
         device = devices.current_or_host() if self.device is None else self.device
         connect = replace(self.connect, client=client)
-        return Engine(self.group, instance=instance, staged=True, dirty=True, device=device, connect=connect)
+        return Engine(self.group, instance=instance, loader=True, dirty=True, device=device, connect=connect)
 
     def init_info(self, instance: str) -> dict[str, Any]:
         """What refitd's backend in vLLM's processes attaches by, dirty: vLLM has loaded weights that are none of the group's versions."""
@@ -256,7 +256,7 @@ class Sender:
             self._compare(trainer.world_size, sent, failure)
             if failure is not None:
                 raise failure
-            # Exporters do not say how many tensors they will yield, and engines with staged delivery do not know it (P1).
+            # Exporters do not say how many tensors they will yield, and engines with loader delivery do not know it (P1).
             return update.commit(tensor_count=sent.count)
 
     def agree(self, version: int | None) -> int | None:

@@ -148,7 +148,7 @@ class _Options:
 
 def _collect(x: Any, options: _Options, found: _Found) -> Layout:
     collector = _Collector(options.rules, options.tied, options.rank, options.device)
-    held: list[_Held] = []
+    held: list[_BoundShard] = []
     with paused():
         for each in _held(found.named, options):
             collector.add(each)
@@ -251,7 +251,7 @@ def _find(x: Any, options: _Options) -> _Found:
 class _Source:
     """Looks up what a layout was collected from: see refitd.layout.boxes.Source."""
 
-    def __init__(self, x: Any, options: _Options, found: _Found, held: Sequence[_Held], specs: Mapping[str, _Spec]) -> None:
+    def __init__(self, x: Any, options: _Options, found: _Found, held: Sequence[_BoundShard], specs: Mapping[str, _Spec]) -> None:
         self.rebound = 0
         self._options, self._found, self._specs = options, found, specs
         self._x = found.named if isinstance(found.named, list) else x  # an iterator has no more shards
@@ -324,7 +324,7 @@ class _Spec(NamedTuple):
 
 
 @dataclass
-class _Held:
+class _BoundShard:
     """A shard. `current` returns its tensor, wherever its memory is now."""
 
     shard: Shard
@@ -350,7 +350,7 @@ class _Held:
             )
 
 
-def _held(named: Mapping[str, Any] | list[Any], options: _Options) -> Iterator[_Held]:
+def _held(named: Mapping[str, Any] | list[Any], options: _Options) -> Iterator[_BoundShard]:
     rank = options.rank
     if isinstance(named, Mapping):
         for name, tensor in named.items():
@@ -362,7 +362,7 @@ def _held(named: Mapping[str, Any] | list[Any], options: _Options) -> Iterator[_
             raise InvalidArgument(f"rank {rank}: a list of Shard has a {type(shard).__name__}", culprit="x")
         if options.left_out(shard.name):
             continue
-        yield _Held(_with_integers(shard, rank), partial(_same, shard.tensor), shard.tensor)
+        yield _BoundShard(_with_integers(shard, rank), partial(_same, shard.tensor), shard.tensor)
 
 
 def _with_integers(shard: Shard, rank: int) -> Shard:
@@ -414,7 +414,7 @@ def _kind_of(kind: type) -> str:
     return "tensor" if hasattr(kind, "shape") and hasattr(kind, "dtype") else ""
 
 
-def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_Held]:
+def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_BoundShard]:
     if isinstance(tensor, Added):
         for held in _of_tensor(name, tensor.tensor, rank, world_size):
             yield replace(held, shard=replace(held.shard, addition=tensor.addition))
@@ -424,7 +424,7 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
     if kind == "tensor":
         shape = tuple(tensor.shape)
         replica = (rank, world_size) if world_size else (0, 1)
-        yield _Held(Shard(name, shape, tensor, None, None, replica, prod(shape), True), partial(_same, tensor), tensor)
+        yield _BoundShard(Shard(name, shape, tensor, None, None, replica, prod(shape), True), partial(_same, tensor), tensor)
         return
     if kind == "ShardedTensor":
         yield from _of_sharded_tensor(name, tensor)
@@ -435,17 +435,17 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
     shape = tuple(tensor.shape)
     if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
         shard = Shard(name, shape, local_tensor(tensor), placed.parts[0].offset, None, placed.replica, placed.largest, placed.rows)
-        yield _Held(shard, partial(local_tensor, tensor), tensor)
+        yield _BoundShard(shard, partial(local_tensor, tensor), tensor)
         return
     if not placed.parts:
-        yield _Held(Shard(name, shape, None, None, tensor.dtype, (0, 1), placed.largest, placed.rows), partial(_same, None))
+        yield _BoundShard(Shard(name, shape, None, None, tensor.dtype, (0, 1), placed.largest, placed.rows), partial(_same, None))
     for part in placed.parts:
         current = partial(_part_of, tensor, part)
         shard = Shard(name, shape, current(), part.offset, None, placed.replica, placed.largest, placed.rows)
-        yield _Held(shard, current, tensor)
+        yield _BoundShard(shard, current, tensor)
 
 
-def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
+def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_BoundShard]:
     """FSDP1's older state dicts have ShardedTensor, of which each shard is a box that says its offsets."""
     shape = tuple(tensor.size())
     shards = tensor.local_shards()
@@ -453,10 +453,10 @@ def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
     largest = max((prod(extent) for _, extent in boxes), default=0)
     rows = all(extent[1:] == shape[1:] for _, extent in boxes)
     if not shards:
-        yield _Held(Shard(name, shape, None, None, tensor.dtype, (0, 1), largest, rows), partial(_same, None))
+        yield _BoundShard(Shard(name, shape, None, None, tensor.dtype, (0, 1), largest, rows), partial(_same, None))
     for shard in shards:
         held = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets), None, (0, 1), largest, rows)
-        yield _Held(held, partial(_same, shard.tensor), shard.tensor)
+        yield _BoundShard(held, partial(_same, shard.tensor), shard.tensor)
 
 
 class _Rules:
@@ -589,7 +589,7 @@ class _Collector:
         # By pointer, dtype, extent, offset, strides and addition: the name that has boxes there.
         self._memory: dict[tuple[Any, ...], str] = {}
 
-    def add(self, held: _Held) -> None:
+    def add(self, held: _BoundShard) -> None:
         shard = held.shard
         name, tensor = shard.name, shard.tensor
         if shard.addition is not None:
@@ -662,7 +662,7 @@ class _Collector:
         additions = list(self._additions.values())
         return partial(_begin, additions) if additions else None
 
-    def _demand(self, held: _Held, delivered: str, extent: tuple[int, ...]) -> None:
+    def _demand(self, held: _BoundShard, delivered: str, extent: tuple[int, ...]) -> None:
         """Notes what the cast takes. Tied tensors count as well, as a rank with an empty shard can't tell that they are."""
         shard = held.shard
         nbytes = None if shard.largest is None else shard.largest * DTYPES[delivered].itemsize
@@ -671,7 +671,7 @@ class _Collector:
         demand.nbytes = None if demand.nbytes is None or nbytes is None else max(demand.nbytes, nbytes)
         demand.ranges = demand.ranges and ranges
 
-    def _list_without_boxes(self, held: _Held) -> None:
+    def _list_without_boxes(self, held: _BoundShard) -> None:
         shard = held.shard
         if shard.dtype is None:
             raise InvalidArgument(
@@ -743,7 +743,7 @@ class _Collector:
             self.layout.tied[name] = first
         return first != name
 
-    def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:
+    def _memory_of(self, name: str, tensor: Any, view: _View, held: _BoundShard) -> Memory:
         if view.device is None:
             return HostMemory(view.pointer, view.nbytes, tensor, name)
         check = partial(held.check, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._rank)

@@ -220,7 +220,7 @@ class Delivery:
 
 
 @dataclass
-class _Held:
+class _Entry:
     """A parameter or buffer of a module."""
 
     name: str
@@ -271,9 +271,9 @@ def _reason_in(failed: Mapping[str, str], name: str) -> str:
     return failed.get(name, "") or failed.get(name.rpartition(".")[0], "")
 
 
-def _prepackable(held: Sequence[_Held], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
+def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
     """The processed modules that only prepack parameters, each of which is boxes of tensors that no reloaded module needs."""
-    entries: dict[int, list[_Held]] = {}
+    entries: dict[int, list[_Entry]] = {}
     for entry in held:
         entries.setdefault(id(entry.module), []).append(entry)
     found = {
@@ -289,15 +289,15 @@ def _prepackable(held: Sequence[_Held], captured: Any, sources: dict[str, set[in
         found -= shared
 
 
-def _is_matrix(captured: Any, entry: _Held) -> bool:
+def _is_matrix(captured: Any, entry: _Entry) -> bool:
     """Whether tensors of the checkpoint fill the parameter, and it is a matrix or a vector: others are not only prepacked."""
     found = captured.processed.get(entry.name)
     return found is not None and len(found.shape) <= 2
 
 
-def _held(model: Any) -> list[_Held]:
+def _held(model: Any) -> list[_Entry]:
     """All parameters and buffers, each once: tied ones under their first name."""
-    found: list[_Held] = []
+    found: list[_Entry] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
@@ -305,11 +305,11 @@ def _held(model: Any) -> list[_Held]:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                found.append(_Held(f"{prefix}.{name}" if prefix else name, module, tensor, is_parameter))
+                found.append(_Entry(f"{prefix}.{name}" if prefix else name, module, tensor, is_parameter))
     return found
 
 
-def _reasons(model: Any, held: Sequence[_Held], inside: Any) -> dict[str, str]:
+def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
     """By parameter, why its module can't be written in place."""
     evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
     reasons = {}
@@ -339,7 +339,7 @@ def _reasons(model: Any, held: Sequence[_Held], inside: Any) -> dict[str, str]:
     return reasons
 
 
-def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], inside: Any, processed: Any) -> Any:
+def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any) -> Any:
     import torch
 
     from ..layout.capture import capture
@@ -426,7 +426,7 @@ def _tied_modules(model: Any) -> list[Any]:
 def _conclude(
     model: Any,
     manifest: Sequence[TensorSpec],
-    held: Sequence[_Held],
+    held: Sequence[_Entry],
     captured: Any,
     modules: set[int],
     prepacked: set[int],
@@ -504,7 +504,7 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
     return tied
 
 
-def _padded(held: Sequence[_Held], captured: Any, inside: Any) -> list[str]:
+def _padded(held: Sequence[_Entry], captured: Any, inside: Any) -> list[str]:
     """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
     padded, unfilled = [], {}
     for entry in held:
@@ -529,7 +529,7 @@ def _check_room(total: int, arena_bytes: int, processed: dict[str, str]) -> None
     )
 
 
-def _prepacked(model: Any, held: Sequence[_Held], captured: Any, prepacked: set[int]) -> list[Prepacked]:
+def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int]) -> list[Prepacked]:
     """The modules with ids `prepacked`, with memory for what the daemon writes; pages of it that nobody wrote take no memory."""
     import torch
 
@@ -560,7 +560,7 @@ def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
     return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
-def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
+def _boxes(made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any) -> list[Box]:
     """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
     from ..layout.capture import _boxes_in
     from ..layout.shards import collect

@@ -223,9 +223,9 @@ class Driver:
         if isinstance(event, Aborted):
             return self.machine.aborted(event.version, event.dirty, event.reason)
         if isinstance(event, Lost):
-            return self.machine.lost(event.weights is Weights.GOOD, event.reason)
+            return self.machine.lost(event.weights is Weights.CLEAN, event.reason)
         if isinstance(event, Reattached):
-            return self.machine.reattached(event.weights is Weights.GOOD)
+            return self.machine.reattached(event.weights is Weights.CLEAN)
         return []
 
     def _do(self, actions: Iterable[lifecycle.Action]) -> None:
@@ -299,7 +299,7 @@ class Driver:
             # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
             device=devices.any_of(self._device),
             dirty=dirty,
-            fill=False,  # like the workers' ranks
+            catch_up=False,  # like the workers' ranks
             connect=replace(settings.connect("engine driver"), wait_seconds=ATTACH_SECONDS),
             **held,
         )
@@ -362,7 +362,7 @@ class Driver:
         if isinstance(outcome, Aborted):
             return self.machine.aborted(version, outcome.dirty, outcome.reason)
         if isinstance(outcome, Lost):
-            return self.machine.lost(outcome.weights is Weights.GOOD, outcome.reason)
+            return self.machine.lost(outcome.weights is Weights.CLEAN, outcome.reason)
         return self.machine.write_failed(f"the outcome of version {version} is not known: {outcome}")
 
     def _hear_outcome(self, member: Engine, version: int, heard: list[Event | Exception]) -> None:

@@ -251,7 +251,7 @@ class EngineLoop:
             elif isinstance(event, Aborted):
                 self._good = self._good and not event.dirty
             elif isinstance(event, (Lost, Reattached)):
-                self._good = self._good and event.weights is Weights.GOOD
+                self._good = self._good and event.weights is Weights.CLEAN
             self._changed.notify_all()
 
     def _prepare(self, event: Prepare) -> None:

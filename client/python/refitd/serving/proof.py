@@ -367,7 +367,7 @@ def _differ(a: Any, b: Any, noise: float) -> Any:
 
 
 @dataclass
-class _Held:
+class _Entry:
     """A parameter of a module."""
 
     name: str
@@ -426,7 +426,7 @@ class Prover:
         self._got, self._users = calls.got, calls.users
         return True
 
-    def _find(self, names: set[str]) -> Iterator[_Held]:
+    def _find(self, names: set[str]) -> Iterator[_Entry]:
         """The parameters with these names, under each module that has them: a tied one may be copied by one module alone."""
         wanted = {id(tensor) for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()) if name in names}
         for prefix, module in self._model.named_modules():
@@ -436,7 +436,7 @@ class Prover:
                 name = f"{prefix}.{own}" if prefix else own
                 if tensor is None or not tensor.numel() or (name not in names and id(tensor) not in wanted):
                     continue
-                yield _Held(name, module, tensor, self.layer_of(module))
+                yield _Entry(name, module, tensor, self.layer_of(module))
 
     def layer_of(self, module: Any, itself: bool = True) -> Any:
         """The module to run for the parameters of `module`: itself, one that got it as an argument, or the nearest around it that was
@@ -509,7 +509,7 @@ class Prover:
         A parameter that its own layer does not read may be read by another, as a router's bias is by the experts: then what is around the
         layer is run, with the routes as they are, and at last the whole model. A tied parameter must show in each of its own layers."""
         by_name = {held.name: held for held in self._held}
-        layers: dict[int, list[_Held]] = {}
+        layers: dict[int, list[_Entry]] = {}
         for held in self._held:
             layers.setdefault(id(held.layer), []).append(held)
         missed: dict[str, str] = {}
@@ -521,7 +521,7 @@ class Prover:
             again = self._probe.agree({name for name in missed if self._holders(by_name[name]) == 1 and not missed[name].startswith("of experts")})
             for name in sorted(again & by_name.keys())[:MAX_WIDER_RUNS]:
                 held = by_name[name]
-                wider = _Held(name, held.module, held.tensor, None if whole else self._around(held.layer))
+                wider = _Entry(name, held.module, held.tensor, None if whole else self._around(held.layer))
                 if self._perturb_layer([wider], forced=False).get(name) is None:
                     missed.pop(name, None)
         for name, held in by_name.items():
@@ -565,10 +565,10 @@ class Prover:
         """The nearest module around the layer that was called; None: the whole model."""
         return None if layer is None else self.layer_of(layer, itself=False)
 
-    def _holders(self, held: _Held) -> int:
+    def _holders(self, held: _Entry) -> int:
         return sum(1 for other in self._held if other.tensor is held.tensor)
 
-    def _judge(self, held: _Held, why: str) -> None:
+    def _judge(self, held: _Entry, why: str) -> None:
         shows_nothing = why and self._probe.shows_nothing(held.module, held.layer)
         if not why:
             self.proof.proved.append(held.name)
@@ -579,7 +579,7 @@ class Prover:
         else:
             self.proof.failed[held.name] = why
 
-    def _perturb_layer(self, its: Sequence[_Held], forced: bool = True) -> dict[str, str]:
+    def _perturb_layer(self, its: Sequence[_Entry], forced: bool = True) -> dict[str, str]:
         """Changes the parameters of one layer one after the other; returns those of which the layer's output shows nothing, with why.
         `forced`: whether routers send tokens to chosen experts."""
         layer = its[0].layer
@@ -589,7 +589,7 @@ class Prover:
             return {held.name: f"can't be told, because its layer can't be run alone: {type(error).__name__}: {error}" for held in its}
         return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
 
-    def _perturb_parameter(self, held: _Held, base: _Outputs, router: _Router | None) -> str:
+    def _perturb_parameter(self, held: _Entry, base: _Outputs, router: _Router | None) -> str:
         """Returns why the layer's output does not show that the parameter is read; "": it does."""
         mine, count = self._probe.turn
         before = digest(held.tensor)
@@ -606,7 +606,7 @@ class Prover:
                 why = self._perturb_experts(held, router, base, before)
         return why
 
-    def _router_of(self, held: _Held) -> _Router | None:
+    def _router_of(self, held: _Entry) -> _Router | None:
         """The router of a parameter that has one slice for each expert."""
         if held.layer is None or held.tensor.dim() < 2:
             return None
@@ -618,7 +618,7 @@ class Prover:
                 return router
         return None
 
-    def _perturb_experts(self, held: _Held, router: _Router, base: _Outputs, before: int) -> str:
+    def _perturb_experts(self, held: _Entry, router: _Router, base: _Outputs, before: int) -> str:
         """Changes every chosen-th expert at a time: each of the tokens that go to one of them must change, and no other."""
         import torch
 
@@ -644,7 +644,7 @@ class Prover:
             return f"of experts {', '.join(map(str, sorted(stale)[:8]))} is not read: tokens that go there give the same with other values"
         return ""
 
-    def _changed(self, held: _Held, parts: Sequence[Any], run: Callable[[], _Outputs], before: int) -> _Outputs:
+    def _changed(self, held: _Entry, parts: Sequence[Any], run: Callable[[], _Outputs], before: int) -> _Outputs:
         """What `run` gives with other values in `parts` of the parameter, which has its own, of digest `before`, again afterwards."""
         _flip(parts)
         mark_written([held.tensor])

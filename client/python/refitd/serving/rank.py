@@ -78,7 +78,7 @@ class Rank:
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
             # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
-            fill=False,
+            catch_up=False,
             connect=settings.connect(self._client),
             **held,
         )
@@ -112,7 +112,7 @@ class Rank:
         try:
             prepare.ready()
         except FailedPrecondition as error:
-            if self.delivery is not None and member.weights.name == "GOOD":
+            if self.delivery is not None and member.weights.name == "CLEAN":
                 raise UpdateAborted(f"version {prepare.version} ended before this rank was ready: {error}", dirty=False) from error
             raise
         self._await_outcome(member, prepare)
@@ -185,7 +185,7 @@ class Rank:
             self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
             self._digest = event.digest
             return
-        dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "GOOD"
+        dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
         self.clean = clean_before and not dirty
         raise UpdateAborted(f"version {prepare.version}: {event.reason}", dirty=dirty)
 

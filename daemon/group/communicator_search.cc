@@ -1,4 +1,4 @@
-#include "daemon/group/epoch_search.h"
+#include "daemon/group/communicator_search.h"
 
 #include <algorithm>
 #include <iterator>
@@ -8,11 +8,11 @@
 
 namespace refitd {
 
-void EpochSearch::Restrict(const std::set<NodeId>& daemons) {
+void CommunicatorSearch::Restrict(const std::set<NodeId>& daemons) {
   ForgetIf([&daemons](NodeId d) { return !daemons.contains(d); });
 }
 
-std::set<NodeId> EpochSearch::LeftOut() const {
+std::set<NodeId> CommunicatorSearch::LeftOut() const {
   std::set<NodeId> out;
   for (const List& list : lists_) {
     if (&list == &lists_.front() && !list.at_fault) continue;
@@ -21,7 +21,7 @@ std::set<NodeId> EpochSearch::LeftOut() const {
   return out;
 }
 
-std::set<NodeId> EpochSearch::Failed(const std::set<NodeId>& daemons) {
+std::set<NodeId> CommunicatorSearch::Failed(const std::set<NodeId>& daemons) {
   REFITD_CHECK(!daemons.empty());
   std::set<NodeId> tried;
   std::set_difference(daemons.begin(), daemons.end(), proven_.begin(), proven_.end(),
@@ -49,7 +49,7 @@ std::set<NodeId> EpochSearch::Failed(const std::set<NodeId>& daemons) {
   return out;
 }
 
-std::set<NodeId> EpochSearch::CameUp(const std::set<NodeId>& daemons) {
+std::set<NodeId> CommunicatorSearch::CameUp(const std::set<NodeId>& daemons) {
   if (!active()) return {};
   proven_.insert(daemons.begin(), daemons.end());
   for (List& list : lists_) {
@@ -67,16 +67,16 @@ std::set<NodeId> EpochSearch::CameUp(const std::set<NodeId>& daemons) {
   return broken;
 }
 
-void EpochSearch::Forget(NodeId daemon) {
+void CommunicatorSearch::Forget(NodeId daemon) {
   if (proven_.erase(daemon) > 0) {
-    // An epoch failed with a list and the proven daemons: the forgotten daemon may have been the
-    // cause, so it speaks against no list any more.
+    // A communicator failed with a list and the proven daemons: the forgotten daemon may have been
+    // the cause, so it speaks against no list any more.
     for (List& list : lists_) list.at_fault = list.half = false;
   }
   ForgetIf([daemon](NodeId d) { return d == daemon; });
 }
 
-void EpochSearch::ForgetIf(const std::function<bool(NodeId)>& gone) {
+void CommunicatorSearch::ForgetIf(const std::function<bool(NodeId)>& gone) {
   List* before = nullptr;
   for (List& list : lists_) {
     if (std::erase_if(list.daemons, gone) > 0) {
@@ -89,7 +89,7 @@ void EpochSearch::ForgetIf(const std::function<bool(NodeId)>& gone) {
   Tidy();
 }
 
-void EpochSearch::Tidy() {
+void CommunicatorSearch::Tidy() {
   bool next_at_fault = false;
   for (auto list = lists_.begin(); list != lists_.end();) {
     if (list->daemons.empty()) {
@@ -107,7 +107,7 @@ void EpochSearch::Tidy() {
 
 // Joins the lists that are tried next into one list, and puts it before the others. `halves`: also
 // what is left of lists that were at fault.
-void EpochSearch::JoinLists(bool halves) {
+void CommunicatorSearch::JoinLists(bool halves) {
   List all;
   std::deque<List> others;
   for (List& list : lists_) {
@@ -121,10 +121,10 @@ void EpochSearch::JoinLists(bool halves) {
   if (!all.daemons.empty()) lists_.push_front(std::move(all));
 }
 
-// The first list is at fault. A daemon that is alone in it waits for an epoch without it. If no
-// daemon is proven, the daemons that every update needs may be at fault instead, so the daemon is
-// set aside and tried again after the others.
-void EpochSearch::HalveFirst() {
+// The first list is at fault. A daemon that is alone in it waits for a communicator without it. If
+// no daemon is proven, the daemons that every update needs may be at fault instead, so the daemon
+// is set aside and tried again after the others.
+void CommunicatorSearch::HalveFirst() {
   List whole = std::move(lists_.front());
   lists_.pop_front();
   if (whole.daemons.size() > 1) {
@@ -148,7 +148,7 @@ void EpochSearch::HalveFirst() {
   Check();
 }
 
-void EpochSearch::Check() const {
+void CommunicatorSearch::Check() const {
   std::set<NodeId> seen = proven_;
   for (const List& list : lists_) {
     REFITD_CHECK(!list.daemons.empty());

@@ -1,4 +1,4 @@
-#include "daemon/services/door.h"
+#include "daemon/services/authorizer.h"
 
 #include <memory>
 #include <optional>
@@ -30,7 +30,7 @@ Principal PrincipalOf(const Peer& peer) {
   return caller;
 }
 
-absl::StatusOr<Peer> Door::Recognise(const grpc::ServerContextBase& context) const {
+absl::StatusOr<Peer> Authorizer::Recognise(const grpc::ServerContextBase& context) const {
   const std::string peer = context.peer();
   if (peer.rfind("ipv4:", 0) == 0 || peer.rfind("ipv6:", 0) == 0) {
     if (!options_.tls) return Peer{};
@@ -43,11 +43,11 @@ absl::StatusOr<Peer> Door::Recognise(const grpc::ServerContextBase& context) con
   return Peer{std::move(credentials)};
 }
 
-std::string Door::OwnerOf(const std::string& group) const {
+std::string Authorizer::OwnerOf(const std::string& group) const {
   return options_.owner == nullptr || group.empty() ? std::string() : options_.owner(group);
 }
 
-absl::Status Door::CheckKnown(const Policy& policy, const Principal& caller) const {
+absl::Status Authorizer::CheckKnown(const Policy& policy, const Principal& caller) const {
   absl::Status known = policy.CheckKnown(caller);
   // A policy that was replaced ends no lease, so whoever has a lease stays known.
   if (known.ok() || options_.has_lease == nullptr || !options_.has_lease(caller.identity())) {
@@ -56,7 +56,7 @@ absl::Status Door::CheckKnown(const Policy& policy, const Principal& caller) con
   return absl::OkStatus();
 }
 
-absl::Status Door::AdmitToDescriptors(const PeerCredentials& peer) const {
+absl::Status Authorizer::AdmitToDescriptors(const PeerCredentials& peer) const {
   const Peer caller{peer};
   absl::Status status = CheckKnown(*options_.policies->Current(), PrincipalOf(caller));
   if (!status.ok() && options_.audit != nullptr) {
@@ -70,7 +70,7 @@ absl::Status Door::AdmitToDescriptors(const PeerCredentials& peer) const {
   return status;
 }
 
-absl::Status Door::AdmitToMetrics(const std::string& identity) const {
+absl::Status Authorizer::AdmitToMetrics(const std::string& identity) const {
   const Principal caller{.certificate = identity};
   absl::Status status =
       identity.empty()
@@ -86,8 +86,9 @@ absl::Status Door::AdmitToMetrics(const std::string& identity) const {
   return status;
 }
 
-absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follows) const {
-  const RpcEntry& entry = EntryOf(asked.rpc);
+absl::Status Authorizer::Check(const Peer& peer, const RequestContext& request_context,
+                               bool group_follows) const {
+  const RpcEntry& entry = EntryOf(request_context.rpc);
   const std::shared_ptr<const Policy> policy = options_.policies->Current();
   const Principal caller = PrincipalOf(peer);
   switch (entry.scope) {
@@ -96,20 +97,20 @@ absl::Status Door::Check(const Peer& peer, const Asked& asked, bool group_follow
     case RpcScope::kKnown:
       return policy->CheckKnown(caller);
     case RpcScope::kGroups:
-      if (asked.group.empty()) return policy->CheckAnywhere(caller, entry.roles);
+      if (request_context.group.empty()) return policy->CheckAnywhere(caller, entry.roles);
       break;
     case RpcScope::kEveryGroup:
-      if (asked.group.empty()) return policy->CheckEverywhere(caller, entry.roles);
+      if (request_context.group.empty()) return policy->CheckEverywhere(caller, entry.roles);
       break;
     case RpcScope::kGroup:
       if (group_follows) return policy->CheckAnywhere(caller, entry.roles);
       break;
   }
-  return policy->Check(caller, entry.roles, asked.group, OwnerOf(asked.group));
+  return policy->Check(caller, entry.roles, request_context.group, OwnerOf(request_context.group));
 }
 
-void Door::Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
-                 const absl::Status& allowed) const {
+void Authorizer::Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
+                       const absl::Status& allowed) const {
   if (options_.guard == nullptr) return;
   if (allowed.ok()) return options_.guard->Allowed(context.peer(), IdentityOf(*peer));
   const bool known =
@@ -117,65 +118,70 @@ void Door::Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Pe
   options_.guard->Refused(context.peer(), known);
 }
 
-absl::StatusOr<Peer> Door::Admit(const grpc::ServerContextBase& context, const Asked& asked) const {
-  NoteWork(EntryOf(asked.rpc).method.data());  // a literal
+absl::StatusOr<Peer> Authorizer::Admit(const grpc::ServerContextBase& context,
+                                       const RequestContext& request_context) const {
+  NoteWork(EntryOf(request_context.rpc).method.data());  // a literal
   absl::StatusOr<Peer> peer = Recognise(context);
   if (!peer.ok()) {
     Judge(context, peer, peer.status());
-    Refused(asked, std::string(kUnknown), 0, peer.status());
+    Refused(request_context, std::string(kUnknown), 0, peer.status());
     return peer;
   }
-  const bool opens_stream = asked.rpc == Rpc::kTrainerAttach || asked.rpc == Rpc::kEngineAttach ||
-                            asked.rpc == Rpc::kPeerLink;
-  const absl::Status status = Check(*peer, asked, opens_stream);
+  const bool opens_stream = request_context.rpc == Rpc::kTrainerAttach ||
+                            request_context.rpc == Rpc::kEngineAttach ||
+                            request_context.rpc == Rpc::kPeerLink;
+  const absl::Status status = Check(*peer, request_context, opens_stream);
   Judge(context, peer, status);
   if (!status.ok()) {
-    Refused(asked, IdentityOf(*peer), PidOf(*peer), status);
+    Refused(request_context, IdentityOf(*peer), PidOf(*peer), status);
     return status;
   }
   return peer;
 }
 
-absl::Status Door::Enter(Peer* peer, const Asked& asked) const {
-  absl::Status status = Check(*peer, asked, /*group_follows=*/false);
+absl::Status Authorizer::Enter(Peer* peer, const RequestContext& request_context) const {
+  absl::Status status = Check(*peer, request_context, /*group_follows=*/false);
   if (!status.ok()) {
-    Refused(asked, IdentityOf(*peer), PidOf(*peer), status);
+    Refused(request_context, IdentityOf(*peer), PidOf(*peer), status);
     return status;
   }
-  peer->any_owner = options_.policies->Current()->MayJoinOthers(PrincipalOf(*peer), asked.group);
+  peer->any_owner =
+      options_.policies->Current()->MayJoinOthers(PrincipalOf(*peer), request_context.group);
   return absl::OkStatus();
 }
 
-void Door::RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const {
-  Refused(asked, IdentityOf(peer), PidOf(peer), why);
+void Authorizer::RefusedLater(const Peer& peer, const RequestContext& request_context,
+                              const absl::Status& why) const {
+  Refused(request_context, IdentityOf(peer), PidOf(peer), why);
 }
 
-bool Door::Shows(const Peer& peer, Rpc rpc, const std::string& group) const {
+bool Authorizer::Shows(const Peer& peer, Rpc rpc, const std::string& group) const {
   return options_.policies->Current()
       ->Check(PrincipalOf(peer), EntryOf(rpc).roles, group, OwnerOf(group))
       .ok();
 }
 
-void Door::Refused(const Asked& asked, const std::string& identity, int pid,
-                   const absl::Status& why) const {
+void Authorizer::Refused(const RequestContext& request_context, const std::string& identity,
+                         int pid, const absl::Status& why) const {
   if (options_.audit == nullptr) return;
   options_.audit->Record({.what = AuditWhat::kRefusal,
                           .identity = identity,
                           .pid = pid,
-                          .rpc = std::string(EntryOf(asked.rpc).method),
-                          .group = asked.group,
+                          .rpc = std::string(EntryOf(request_context.rpc).method),
+                          .group = request_context.group,
                           .outcome = std::string(absl::StatusCodeToString(why.code())),
                           .reason = Message(why),
-                          .request_id = asked.request_id});
+                          .request_id = request_context.request_id});
 }
 
-void Door::Told(const Asked& asked, const Peer& peer, const absl::Status& answer) const {
+void Authorizer::AuditAnswer(const RequestContext& request_context, const Peer& peer,
+                             const absl::Status& answer) const {
   if (options_.audit == nullptr) return;
-  const RpcEntry& entry = EntryOf(asked.rpc);
+  const RpcEntry& entry = EntryOf(request_context.rpc);
   if (!entry.audit.has_value()) {
     // These answers mean that somebody presented a token that is no lease's, or another identity's.
     if (absl::IsPermissionDenied(answer) || absl::IsUnauthenticated(answer)) {
-      Refused(asked, IdentityOf(peer), PidOf(peer), answer);
+      Refused(request_context, IdentityOf(peer), PidOf(peer), answer);
     }
     return;
   }
@@ -183,13 +189,13 @@ void Door::Told(const Asked& asked, const Peer& peer, const absl::Status& answer
                           .identity = IdentityOf(peer),
                           .pid = PidOf(peer),
                           .rpc = std::string(entry.method),
-                          .group = asked.group,
+                          .group = request_context.group,
                           .outcome = std::string(absl::StatusCodeToString(answer.code())),
                           .reason = answer.ok() ? "" : Message(answer),
-                          .request_id = asked.request_id});
+                          .request_id = request_context.request_id});
 }
 
-absl::StatusOr<v1::CheckAccessResponse> Door::CheckAccess(
+absl::StatusOr<v1::CheckAccessResponse> Authorizer::CheckAccess(
     const v1::CheckAccessRequest& request) const {
   REFITD_ASSIGN_OR_RETURN(const Principal caller, ParsePrincipal(request.identity(), "identity"));
   REFITD_ASSIGN_OR_RETURN(const Role role, ParseRole(request.role()));
@@ -201,19 +207,20 @@ absl::StatusOr<v1::CheckAccessResponse> Door::CheckAccess(
   return response;
 }
 
-LinkDoor LinkDoorOf(const Door* door) {
-  return [door](const grpc::ServerContextBase& context) -> absl::StatusOr<LinkCaller> {
-    REFITD_ASSIGN_OR_RETURN(Peer admitted, door->Admit(context, {Rpc::kPeerLink}));
+LinkAuthorizer LinkAuthorizerOf(const Authorizer* authorizer) {
+  return [authorizer](const grpc::ServerContextBase& context) -> absl::StatusOr<LinkCaller> {
+    REFITD_ASSIGN_OR_RETURN(Peer admitted, authorizer->Admit(context, {Rpc::kPeerLink}));
     const auto peer = std::make_shared<Peer>(std::move(admitted));
-    return LinkCaller{.identity = peer->identity,
-                      .enter =
-                          [door, peer](const std::string& group) {
-                            return door->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
-                          },
-                      .refused =
-                          [door, peer](const std::string& group, const absl::Status& why) {
-                            door->RefusedLater(*peer, {.rpc = Rpc::kPeerLink, .group = group}, why);
-                          }};
+    return LinkCaller{
+        .identity = peer->identity,
+        .enter =
+            [authorizer, peer](const std::string& group) {
+              return authorizer->Enter(peer.get(), {.rpc = Rpc::kPeerLink, .group = group});
+            },
+        .refused =
+            [authorizer, peer](const std::string& group, const absl::Status& why) {
+              authorizer->RefusedLater(*peer, {.rpc = Rpc::kPeerLink, .group = group}, why);
+            }};
   };
 }
 

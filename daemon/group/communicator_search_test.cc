@@ -1,4 +1,4 @@
-#include "daemon/group/epoch_search.h"
+#include "daemon/group/communicator_search.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
@@ -15,7 +15,7 @@ class Plane {
   Plane(uint64_t daemons, std::set<NodeId> broken) : broken_(std::move(broken)) {
     for (uint64_t n = 1; n <= daemons; ++n) all_.insert(NodeId(n));
   }
-  // One update; returns the daemons of the epoch that came up.
+  // One update; returns the daemons of the communicator that came up.
   std::set<NodeId> Update(const std::set<NodeId>& absent = {}) {
     std::set<NodeId> in = Without(Without(all_, found), absent);
     if (search.active()) {
@@ -23,7 +23,7 @@ class Plane {
       in = Without(in, search.LeftOut());
     }
     while (!in.empty()) {
-      ++epochs;
+      ++communicators;
       const bool fails =
           std::any_of(in.begin(), in.end(), [this](NodeId node) { return broken_.contains(node); });
       if (!fails) break;
@@ -39,9 +39,9 @@ class Plane {
     return in;
   }
 
-  EpochSearch search;
+  CommunicatorSearch search;
   std::set<NodeId> found;
-  int epochs = 0;
+  int communicators = 0;
 
  private:
   static std::set<NodeId> Without(std::set<NodeId> all, const std::set<NodeId>& some) {
@@ -59,7 +59,7 @@ TEST_CASE("A proven daemon that goes may have been the fault, so nobody else is 
     for (const NodeId node : some) rest.erase(node);
     return rest;
   };
-  EpochSearch search;
+  CommunicatorSearch search;
   const std::set<NodeId> proven = without(search.Failed(all));
   REQUIRE(proven.size() == 2);
   REQUIRE(search.CameUp(proven).empty());
@@ -78,7 +78,7 @@ TEST_CASE("One broken daemon of a thousand is found in some twenty updates, and 
       REQUIRE(updates < 25);
       plane.Update();
     }
-    CHECK(plane.epochs <= 40);
+    CHECK(plane.communicators <= 40);
     CHECK(plane.found == std::set{NodeId(broken)});
     CHECK(plane.Update().size() == 999);  // everybody else is back at once
     CHECK_FALSE(plane.search.active());
@@ -124,7 +124,7 @@ TEST_CASE("Any number of broken daemons is found, also while daemons come and go
 }
 
 TEST_CASE("If the update's own daemon is at fault, no other daemon is called broken") {
-  EpochSearch search;
+  CommunicatorSearch search;
   for (int i = 0; i < 50; ++i) {
     std::set<NodeId> in = {NodeId(1), NodeId(2), NodeId(3)};
     search.Restrict(in);

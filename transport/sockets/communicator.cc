@@ -1,4 +1,4 @@
-#include "transport/sockets/epoch.h"
+#include "transport/sockets/communicator.h"
 
 #include <sys/random.h>
 
@@ -45,10 +45,10 @@ std::string NameOf(const WireWork& work) {
 
 }  // namespace
 
-SocketEpoch::SocketEpoch(EpochId id, int rank, int size, int streams,
-                         std::shared_ptr<WireListener> listener, TlsContexts* tls,
-                         WireCounters* totals)
-    : WireEpoch(id, rank, size, totals), streams_(streams), listener_(std::move(listener)) {
+SocketCommunicator::SocketCommunicator(CommunicatorId id, int rank, int size, int streams,
+                                       std::shared_ptr<WireListener> listener, TlsContexts* tls,
+                                       WireCounters* totals)
+    : WireCommunicator(id, rank, size, totals), streams_(streams), listener_(std::move(listener)) {
   shared_.id = id;
   shared_.rank = rank;
   shared_.size = size;
@@ -57,10 +57,10 @@ SocketEpoch::SocketEpoch(EpochId id, int rank, int size, int streams,
   shared_.count = [this](int64_t sent, int64_t received) { Count(sent, received); };
 }
 
-SocketEpoch::~SocketEpoch() { CloseLanes(); }
+SocketCommunicator::~SocketCommunicator() { CloseLanes(); }
 
-absl::StatusOr<std::string> SocketEpoch::Open() {
-  shared_.address.epoch = id_.value();
+absl::StatusOr<std::string> SocketCommunicator::Open() {
+  shared_.address.communicator = id_.value();
   shared_.address.rank = static_cast<uint32_t>(rank_);
   shared_.address.size = static_cast<uint32_t>(size_);
   shared_.address.host = listener_->options().host;
@@ -89,15 +89,15 @@ absl::StatusOr<std::string> SocketEpoch::Open() {
   return encoded_;
 }
 
-void SocketEpoch::Halt() {
+void SocketCommunicator::Halt() {
   shared_.halted = true;
   for (const auto& lane : lanes_) lane->Wake();
 }
 
-void SocketEpoch::Interrupt() { Halt(); }
+void SocketCommunicator::Interrupt() { Halt(); }
 
 // No connection arrives, and no thread runs, when the lanes let go of their connections.
-void SocketEpoch::CloseLanes() {
+void SocketCommunicator::CloseLanes() {
   if (door_ != 0) listener_->Remove(door_);
   door_ = 0;
   {
@@ -112,9 +112,9 @@ void SocketEpoch::CloseLanes() {
 
 // ---- Connect and operations ----
 
-absl::Status SocketEpoch::TakeAddresses(const std::vector<std::string>& encoded) {
+absl::Status SocketCommunicator::TakeAddresses(const std::vector<std::string>& encoded) {
   if (encoded.size() != static_cast<size_t>(size_)) {
-    return Error(StatusCode::kInvalidArgument, "epoch {}: {} addresses for {} ranks", id_,
+    return Error(StatusCode::kInvalidArgument, "communicator {}: {} addresses for {} ranks", id_,
                  encoded.size(), size_);
   }
   std::vector<SocketAddress> addresses;
@@ -124,14 +124,14 @@ absl::Status SocketEpoch::TakeAddresses(const std::vector<std::string>& encoded)
                             DecodeSocketAddress(encoded[rank], id_, rank, size_));
     if (rank == rank_ && encoded[rank] != encoded_) {
       return Error(StatusCode::kInvalidArgument,
-                   "epoch {}: the address of rank {}, this one, is "
+                   "communicator {}: the address of rank {}, this one, is "
                    "not what it gave out",
                    id_, rank);
     }
     if (address.tls != shared_.address.tls) {
       return AboutRanks(Error(StatusCode::kInvalidArgument,
-                              "epoch {}: rank {} {} the data plane, this rank {} {}", id_, rank,
-                              address.tls ? "encrypts" : "does not encrypt", rank_,
+                              "communicator {}: rank {} {} the data plane, this rank {} {}", id_,
+                              rank, address.tls ? "encrypts" : "does not encrypt", rank_,
                               shared_.address.tls ? "does" : "does not"),
                         {rank});
     }
@@ -143,14 +143,14 @@ absl::Status SocketEpoch::TakeAddresses(const std::vector<std::string>& encoded)
   return absl::OkStatus();
 }
 
-absl::Status SocketEpoch::Connect(const WireWork& work, bool* began) {
+absl::Status SocketCommunicator::Connect(const WireWork& work, bool* began) {
   REFITD_RETURN_IF_ERROR(TakeAddresses(*work.connect));
   *began = true;
   StartThreads();
   return RunLanes(work);
 }
 
-absl::Status SocketEpoch::Move(const WireWork& work, bool* began) {
+absl::Status SocketCommunicator::Move(const WireWork& work, bool* began) {
   REFITD_RETURN_IF_ERROR(CheckMove(work));
   *began = true;
   absl::Status status = RunLanes(work);
@@ -159,7 +159,7 @@ absl::Status SocketEpoch::Move(const WireWork& work, bool* began) {
   return status;
 }
 
-void SocketEpoch::CountUses() {
+void SocketCommunicator::CountUses() {
   std::map<int, WireUse> sent;
   for (const auto& lane : lanes_) {
     std::map<int, WireUse> of_lane;
@@ -169,12 +169,12 @@ void SocketEpoch::CountUses() {
       sent[peer].busy = std::max(sent[peer].busy, use.busy);
     }
   }
-  WireEpoch::CountUses(sent);
+  WireCommunicator::CountUses(sent);
 }
 
 // ---- lanes ----
 
-void SocketEpoch::StartThreads() {
+void SocketCommunicator::StartThreads() {
   const size_t lanes = std::min(lanes_.size(), static_cast<size_t>(shared_.streams));
   for (size_t lane = 1; lane < lanes; ++lane) {
     threads_.emplace_back([this, lane] {
@@ -184,7 +184,7 @@ void SocketEpoch::StartThreads() {
   }
 }
 
-void SocketEpoch::RunThread(size_t lane) {
+void SocketCommunicator::RunThread(size_t lane) {
   for (uint64_t seen = 0;;) {
     const WireWork* work = nullptr;
     {
@@ -201,7 +201,7 @@ void SocketEpoch::RunThread(size_t lane) {
   }
 }
 
-absl::Status SocketEpoch::RunLanes(const WireWork& work) {
+absl::Status SocketCommunicator::RunLanes(const WireWork& work) {
   {
     MutexLock lock(&mutex_);
     work_ = &work;
@@ -218,7 +218,7 @@ absl::Status SocketEpoch::RunLanes(const WireWork& work) {
   return Failure(work, cause_, *lanes_[failed_]);
 }
 
-void SocketEpoch::RunLane(size_t lane, const WireWork& work) {
+void SocketCommunicator::RunLane(size_t lane, const WireWork& work) {
   const Cause cause =
       work.connect.has_value() ? lanes_[lane]->Connect(work) : lanes_[lane]->Move(work);
   if (cause == Cause::kNone) return;
@@ -233,7 +233,8 @@ void SocketEpoch::RunLane(size_t lane, const WireWork& work) {
 }
 
 // Names the peers that any lane waited for. All lanes have stopped.
-absl::Status SocketEpoch::Failure(const WireWork& work, Cause cause, const SocketLane& lane) const {
+absl::Status SocketCommunicator::Failure(const WireWork& work, Cause cause,
+                                         const SocketLane& lane) const {
   if (closing()) return Closed();
   SocketLane::Awaited awaited;
   for (const auto& each : lanes_) each->AddAwaited(&awaited);
@@ -243,7 +244,7 @@ absl::Status SocketEpoch::Failure(const WireWork& work, Cause cause, const Socke
       return Closed();
     case Cause::kOverdue:
       return AboutRanks(
-          Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_,
+          Error(StatusCode::kDeadlineExceeded, "communicator {}: {}: waited {} ms for {}{}", id_,
                 NameOf(work), ToMillis(work.timeout), NamesOf(awaited.peers), awaited.trouble),
           {awaited.peers.begin(), awaited.peers.end()});
     case Cause::kBroken:
@@ -256,7 +257,8 @@ absl::Status SocketEpoch::Failure(const WireWork& work, Cause cause, const Socke
 
 // If this rank did not wait for the peer, the peer may have given up waiting for this rank, which
 // passes on what others send. Then the rank to blame is among those that this rank waits for.
-absl::Status SocketEpoch::Broken(const SocketLane& lane, const SocketLane::Awaited& awaited) const {
+absl::Status SocketCommunicator::Broken(const SocketLane& lane,
+                                        const SocketLane::Awaited& awaited) const {
   std::string others;
   if (!awaited.peers.contains(lane.broken_peer()) && !awaited.peers.empty()) {
     others = fmt::format(" while this rank waited for {}", NamesOf(awaited.peers));
@@ -264,7 +266,7 @@ absl::Status SocketEpoch::Broken(const SocketLane& lane, const SocketLane::Await
   std::set<int> ranks = awaited.peers;
   ranks.insert(lane.broken_peer());
   return AboutRanks(
-      Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}{}", id_,
+      Error(StatusCode::kUnavailable, "communicator {}: the connection to rank {} broke: {}{}", id_,
             lane.broken_peer(), Message(lane.failure()), others),
       {ranks.begin(), ranks.end()});
 }

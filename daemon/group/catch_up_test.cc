@@ -1,5 +1,5 @@
-// Fills as the group decides them: who gives, who is filled, what they give way to, and how they
-// fail.
+// Catch-ups as the group decides them: who gives, who catches up, what they give way to, and how
+// they fail.
 #include <catch2/catch.hpp>
 
 #include "daemon/group/group_test_util.h"
@@ -15,7 +15,9 @@ const std::vector<TensorSpec> kModel = {Bytes("a", 8), Bytes("b", 16)};
 // A trainer rank, and instance x that holds version 1.
 struct Served {
   explicit Served(GroupLimits limits = {}, GroupSpec spec = TestGroup::DefaultSpec())
-      : g(std::move(spec), limits), trainer(g.AttachTrainer()), giver(g.Fillable("x", kModel)) {
+      : g(std::move(spec), limits),
+        trainer(g.AttachTrainer()),
+        source_instance(g.MayCatchUp("x", kModel)) {
     g.Shards(trainer, kModel);
     Install(1);
   }
@@ -28,12 +30,12 @@ struct Served {
     CHECK(g.Code(call) == StatusCode::kOk);
     return call;
   }
-  // Lets the fill begin that is due, up to its newcomers' Prepare.
+  // Lets the catch-up begin that is due, up to its late instances' Prepare.
   void Open() {
     g.Expire();
     if (g.compiling.has_value()) g.FinishCompile();
   }
-  // Lets that fill go on up to its copies.
+  // Lets that catch-up go on up to its copies.
   void Copy() {
     Open();
     g.ReadyAll();
@@ -45,25 +47,25 @@ struct Served {
     g.FinishRefit();
     g.FinishVerify();
   }
-  std::string FillOf(const std::string& instance) const { return g.Instance(instance).fill; }
+  std::string CatchUpOf(const std::string& instance) const { return g.Instance(instance).catch_up; }
 
   TestGroup g;
   MemberId trainer;
-  MemberId giver;
+  MemberId source_instance;
 };
 
-TEST_CASE("an instance that attaches late is filled by a clean one, which hears nothing") {
+TEST_CASE("an instance that attaches late catches up by a clean one, which hears nothing") {
   Served s;
   const size_t prepares = s.g.prepares.size();
   const size_t committed = s.g.committed.size();
-  const MemberId late = s.g.Fillable("y", kModel);
-  CHECK(s.FillOf("y") == "waits for a fill");
+  const MemberId late = s.g.MayCatchUp("y", kModel);
+  CHECK(s.CatchUpOf("y") == "waits for a catch-up");
   s.Open();
-  CHECK(s.FillOf("y") == "is filled from instance x");
+  CHECK(s.CatchUpOf("y") == "catches up from instance x");
   REQUIRE(s.g.prepares.size() == prepares + 1);
   CHECK(s.g.prepares.back().member == late);
   CHECK(s.g.prepares.back().version == Version(1));
-  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{s.giver});
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{s.source_instance});
   CHECK(s.g.assembled->verification == Verification::kReadback);
   s.g.ReadyAll();
   CHECK(s.g.Instance("y").state == "dirty_ready");
@@ -74,10 +76,10 @@ TEST_CASE("an instance that attaches late is filled by a clean one, which hears 
   REQUIRE(s.g.committed.size() == committed + 1);
   CHECK(s.g.committed.back().member == late);
   CHECK(s.g.Instance("y").version == Version(1));
-  CHECK(s.FillOf("y").empty());
-  REQUIRE(s.g.fills.size() == 1);
-  CHECK(s.g.fills[0].outcome == Outcome::kCommitted);
-  CHECK(s.g.fills[0].bytes == 24);
+  CHECK(s.CatchUpOf("y").empty());
+  REQUIRE(s.g.catch_ups.size() == 1);
+  CHECK(s.g.catch_ups[0].outcome == Outcome::kCommitted);
+  CHECK(s.g.catch_ups[0].bytes == 24);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
   SECTION("and the trainers' next update takes both, with the program that it would have had") {
     s.Install(2);
@@ -85,19 +87,19 @@ TEST_CASE("an instance that attaches late is filled by a clean one, which hears 
   }
 }
 
-TEST_CASE("a fill is no update of the trainers") {
+TEST_CASE("a catch-up is no update of the trainers") {
   Served s;
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
-  CHECK(s.g.group.fill_running());
+  CHECK(s.g.group.catch_up_running());
   CHECK(s.g.group.Past(Version(1)).outcome == Outcome::kCommitted);
   const GroupView view = s.g.group.View(s.g.now);
   CHECK(view.update->outcome == Outcome::kCommitted);
-  CHECK_FALSE(view.update->fill);
-  REQUIRE(view.fill.has_value());
-  CHECK(view.fill->fill);
-  CHECK(view.fill->givers == std::vector<std::string>{"x"});
-  CHECK(view.fill->instances.at(0).instance == "y");
+  CHECK_FALSE(view.update->catch_up);
+  REQUIRE(view.catch_up.has_value());
+  CHECK(view.catch_up->catch_up);
+  CHECK(view.catch_up->source_instances == std::vector<std::string>{"x"});
+  CHECK(view.catch_up->instances.at(0).instance == "y");
   // Late calls to version 1 mean the trainers' update.
   CHECK_THAT(s.g.Text(s.g.Commit(s.trainer, 1, 0)),
              Contains("registered a layout") || Contains("is committed already"));
@@ -108,60 +110,60 @@ TEST_CASE("a fill is no update of the trainers") {
   CHECK(s.g.group.View(s.g.now).aborted == 0);
 }
 
-TEST_CASE("several newcomers are filled at once, whether dirty, old or empty") {
+TEST_CASE("several late instances catch up at once, whether dirty, old or empty") {
   Served s;
-  EngineIdentity old{"y", 0, 1, DeliveryMode::kRegistered, 1, Version(0), {}};
+  EngineIdentity old{"y", 0, 1, DeliveryMode::kInPlace, 1, Version(0), {}};
   old.held_origin = 7;
-  old.fill = true;
+  old.catch_up = true;
   s.g.Register(s.g.AttachEngine(old), LayoutOf(kModel));
-  EngineIdentity dirty{"z", 0, 1, DeliveryMode::kRegistered, 1, {}, {}};
-  dirty.dirty = dirty.fill = true;
+  EngineIdentity dirty{"z", 0, 1, DeliveryMode::kInPlace, 1, {}, {}};
+  dirty.dirty = dirty.catch_up = true;
   const MemberId z = s.g.AttachEngine(dirty);
   s.g.dirty.insert("z");
   s.g.Advance(std::chrono::milliseconds(50));
   s.g.Register(z, LayoutOf(kModel));
   s.Fill();
-  CHECK(s.g.fills.size() == 1);
+  CHECK(s.g.catch_ups.size() == 1);
   CHECK(s.g.Instance("y").version == Version(1));
   CHECK(s.g.Instance("z").version == Version(1));
 }
 
-TEST_CASE("who does not take part neither gives nor is filled") {
+TEST_CASE("who does not take part neither gives nor catches up") {
   Served s;
-  s.g.Registered("old_client", kModel);
-  s.g.Staged("staged", kModel);
+  s.g.InPlaceRank("old_client", kModel);
+  s.g.LoaderRank("loader", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
-  CHECK(s.FillOf("old_client").empty());
-  // Only one of the two ranks takes part in fills.
-  s.g.Fillable("half", kModel, 0, 2);
-  s.g.Registered("half", kModel, 1, 2);
+  CHECK(s.CatchUpOf("old_client").empty());
+  // Only one of the two ranks takes part in catch-ups.
+  s.g.MayCatchUp("half", kModel, 0, 2);
+  s.g.InPlaceRank("half", kModel, 1, 2);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
-  s.g.Lose(s.giver);
-  s.g.Fillable("late", kModel);
+  s.g.Lose(s.source_instance);
+  s.g.MayCatchUp("late", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
-  CHECK_THAT(s.FillOf("late"), Contains("waits for the next version: no clean instance gives"));
+  CHECK_THAT(s.CatchUpOf("late"), Contains("waits for the next version: no clean instance gives"));
 }
 
-TEST_CASE("fills can be switched off") {
+TEST_CASE("catch-ups can be switched off") {
   GroupLimits limits;
-  limits.fills = false;
+  limits.catch_ups = false;
   Served s(limits);
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
-  CHECK(s.FillOf("y").empty());
+  CHECK(s.CatchUpOf("y").empty());
 }
 
-TEST_CASE("a group without a version fills nobody") {
+TEST_CASE("a group without a version catch-ups nobody") {
   TestGroup g;
   g.AttachTrainer();
-  g.Fillable("x", kModel);
-  g.Fillable("y", kModel);
+  g.MayCatchUp("x", kModel);
+  g.MayCatchUp("y", kModel);
   CHECK_FALSE(g.group.NextDeadline().has_value());
 }
 
-TEST_CASE("a fill gives way to a trainer's call, which takes the newcomer in") {
+TEST_CASE("a catch-up gives way to a trainer's call, which takes the late instance in") {
   Served s;
-  const MemberId late = s.g.Fillable("y", kModel);
+  const MemberId late = s.g.MayCatchUp("y", kModel);
   SECTION("while its program is compiled") {
     s.g.Expire();
     REQUIRE(s.g.compiling.has_value());
@@ -180,15 +182,15 @@ TEST_CASE("a fill gives way to a trainer's call, which takes the newcomer in") {
     s.g.Refit(s.trainer, 2);
     CHECK(s.g.aborted.back().member == late);
     CHECK_FALSE(s.g.aborted.back().dirty);
-    CHECK_FALSE(s.g.group.fill_running());
+    CHECK_FALSE(s.g.group.catch_up_running());
   }
   SECTION("while it copies: the call waits for the copies to end, and no longer") {
     s.Copy();
     const CallId call = s.g.Refit(s.trainer, 2);
     CHECK(s.g.Answer(call) == nullptr);
-    CHECK(s.g.group.fill_running());
+    CHECK(s.g.group.catch_up_running());
     s.g.FinishRefit(absl::CancelledError("given up"));
-    CHECK_FALSE(s.g.group.fill_running());
+    CHECK_FALSE(s.g.group.catch_up_running());
     CHECK(s.g.aborted.back().dirty);
     CHECK_THAT(s.g.aborted.back().reason, Contains("gives way to the update to version 2"));
     s.g.FinishCompile();
@@ -203,18 +205,18 @@ TEST_CASE("a fill gives way to a trainer's call, which takes the newcomer in") {
     s.Copy();
     s.g.FinishRefit();
     s.g.Begin(s.trainer, 2);
-    CHECK(s.g.group.fill_running());
+    CHECK(s.g.group.catch_up_running());
     s.g.FinishVerify();
-    CHECK_FALSE(s.g.group.fill_running());
+    CHECK_FALSE(s.g.group.catch_up_running());
     CHECK(s.g.Instance("y").version == std::nullopt);
   }
-  REQUIRE(s.g.fills.size() == 1);
-  CHECK(s.g.fills[0].gave_way);
+  REQUIRE(s.g.catch_ups.size() == 1);
+  CHECK(s.g.catch_ups[0].gave_way);
 }
 
-TEST_CASE("a call that is refused does not end a fill") {
+TEST_CASE("a call that is refused does not end a catch-up") {
   Served s;
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
   CHECK(s.g.Code(s.g.Refit(s.trainer, 1)) == StatusCode::kFailedPrecondition);
   CHECK(s.g.Code(s.g.Begin(s.trainer, 1)) == StatusCode::kFailedPrecondition);
@@ -226,9 +228,9 @@ TEST_CASE("a call that is refused does not end a fill") {
 }
 
 TEST_CASE(
-    "a call that waits for a fill has its deadline, and is gone with its caller or its rank") {
+    "a call that waits for a catch-up has its deadline, and is gone with its caller or its rank") {
   Served s;
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
   BeginEvent begin;
   begin.member = s.trainer;
@@ -259,9 +261,9 @@ TEST_CASE(
   CHECK_FALSE(s.g.group.update_running());
 }
 
-TEST_CASE("what a call's fill took of its time does not come back") {
+TEST_CASE("what a call's catch-up took of its time does not come back") {
   Served s;
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
   BeginEvent begin;
   begin.member = s.trainer;
@@ -274,59 +276,62 @@ TEST_CASE("what a call's fill took of its time does not come back") {
   CHECK(s.g.group.ViewUpdate(s.g.now)->remaining == std::chrono::seconds(6));
 }
 
-TEST_CASE("givers that leave, register anew or are dirty are replaced") {
+TEST_CASE("source instances that leave, register anew or are dirty are replaced") {
   Served s;
-  const MemberId other = s.g.Fillable("w", kModel);
+  const MemberId other = s.g.MayCatchUp("w", kModel);
   s.Fill();
   REQUIRE(s.g.Instance("w").version == Version(1));
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
-  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other, s.giver});
+  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other, s.source_instance});
   SECTION("left") {
-    s.g.Lose(s.giver);
-    CHECK_FALSE(s.g.released.contains(s.giver));  // P6: the copies still read it
+    s.g.Lose(s.source_instance);
+    CHECK_FALSE(s.g.released.contains(s.source_instance));  // P6: the copies still read it
   }
   SECTION("dirty") {
-    s.g.Fail(s.giver, s.g.ended.at(0), "the loader failed");
+    s.g.Fail(s.source_instance, s.g.ended.at(0), "the loader failed");
     CHECK(s.g.Instance("x").state == "dirty");
   }
-  SECTION("registered anew") { s.g.Register(s.giver, LayoutOf(kModel)); }
+  SECTION("registered anew") { s.g.Register(s.source_instance, LayoutOf(kModel)); }
   CHECK(s.g.group.ViewLatest(s.g.now)->state == "draining");
   s.g.FinishRefit(absl::CancelledError("given up"));
   CHECK(s.g.aborted.back().dirty);
-  CHECK(s.g.fills.back().gave_way);
+  CHECK(s.g.catch_ups.back().gave_way);
   s.Fill();
   CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
   CHECK(s.g.Instance("y").version == Version(1));
 }
 
-// Regression: the loss of a giver's daemon is told before the loss of its ranks, and counted as a
-// failure of the fill.
-TEST_CASE("the loss of a giver's daemon fails no fill: the newcomer is filled by another at once") {
+// Regression: the loss of a source instance's daemon is told before the loss of its ranks, and
+// counted as a failure of the catch-up.
+TEST_CASE(
+    "the loss of a source instance's daemon fails no catch-up: the late instance catches up by "
+    "another at once") {
   Served s;
-  const MemberId other = s.g.Fillable("w", kModel);
+  const MemberId other = s.g.MayCatchUp("w", kModel);
   s.Fill();
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
   s.g.Do(FailUpdate{s.g.refitting->update, "daemon b was lost", GiveUpClass::kPeerLost});
-  s.g.Lose(s.giver);
+  s.g.Lose(s.source_instance);
   s.g.FinishRefit(absl::CancelledError("given up"));
-  CHECK(s.g.fills.back().gave_way);
-  CHECK(s.FillOf("y") == "waits for a fill");
+  CHECK(s.g.catch_ups.back().gave_way);
+  CHECK(s.CatchUpOf("y") == "waits for a catch-up");
   s.Fill();
   CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
   CHECK(s.g.Instance("y").version == Version(1));
 }
 
-TEST_CASE("a newcomer that loses a rank did not fail: it is filled as soon as it is whole again") {
+TEST_CASE(
+    "a late instance that loses a rank did not fail: it catches up as soon as it is whole again") {
   Served s;
-  s.g.Fillable("y", kModel, 0, 2);
-  const MemberId lost = s.g.Fillable("y", kModel, 1, 2);
+  s.g.MayCatchUp("y", kModel, 0, 2);
+  const MemberId lost = s.g.MayCatchUp("y", kModel, 1, 2);
   s.Open();
   s.g.Lose(lost);
-  CHECK_FALSE(s.g.group.fill_running());
-  s.g.Fillable("y", kModel, 1, 2);
-  CHECK(s.FillOf("y") == "waits for a fill");
+  CHECK_FALSE(s.g.group.catch_up_running());
+  s.g.MayCatchUp("y", kModel, 1, 2);
+  CHECK(s.CatchUpOf("y") == "waits for a catch-up");
   s.Fill();
   CHECK(s.g.Instance("y").version == Version(1));
 }
@@ -334,38 +339,38 @@ TEST_CASE("a newcomer that loses a rank did not fail: it is filled as soon as it
 TEST_CASE("an instance gives what was committed to it here, not what it says that it holds (P1)") {
   Served s;
   const uint64_t incarnation = s.g.group.View(s.g.now).incarnation;
-  s.g.Lose(s.giver);
-  EngineIdentity again{"x", 0, 1, DeliveryMode::kRegistered, 1, Version(1), {}};
+  s.g.Lose(s.source_instance);
+  EngineIdentity again{"x", 0, 1, DeliveryMode::kInPlace, 1, Version(1), {}};
   again.held_origin = incarnation;
-  again.fill = true;
+  again.catch_up = true;
   s.g.Register(s.g.AttachEngine(again), LayoutOf(kModel));
   CHECK(s.g.Instance("x").state == "clean");
   CHECK(s.g.Instance("x").version == Version(1));
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
   // The next version makes its memory known.
   s.Install(2);
-  s.g.Fillable("z", kModel);
+  s.g.MayCatchUp("z", kModel);
   s.Fill();
   CHECK(s.g.Instance("z").version == Version(2));
 }
 
-TEST_CASE("without a giver that is left, a newcomer waits for the next version") {
+TEST_CASE("without a source instance that is left, a late instance waits for the next version") {
   Served s;
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
-  s.g.Lose(s.giver);
+  s.g.Lose(s.source_instance);
   s.g.FinishRefit(absl::CancelledError("given up"));
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
-  CHECK_THAT(s.FillOf("y"), Contains("waits for the next version"));
+  CHECK_THAT(s.CatchUpOf("y"), Contains("waits for the next version"));
   s.Install(2);
   CHECK(s.g.Instance("y").version == Version(2));
 }
 
-TEST_CASE("a newcomer that is late or fails costs only itself, and is tried later and later") {
+TEST_CASE("a late instance that is late or fails costs only itself, and is tried later and later") {
   Served s;
-  const MemberId good = s.g.Fillable("y", kModel);
-  const MemberId bad = s.g.Fillable("z", kModel);
+  const MemberId good = s.g.MayCatchUp("y", kModel);
+  const MemberId bad = s.g.MayCatchUp("z", kModel);
   Duration before{};
   for (int round = 0; round < 9; ++round) {
     s.Open();
@@ -381,20 +386,20 @@ TEST_CASE("a newcomer that is late or fails costs only itself, and is tried late
     } else {
       s.g.Do(EngineFailed{bad, s.g.prepares.back().update, "out of memory"});
     }
-    CHECK_FALSE(s.g.group.fill_running());
+    CHECK_FALSE(s.g.group.catch_up_running());
     const Duration wait = *s.g.group.NextDeadline() - s.g.now;
     CHECK(wait >= before);
     CHECK(wait <= std::chrono::seconds(64));
     before = wait;
-    CHECK_THAT(s.FillOf("z"), Contains("is tried again in"));
+    CHECK_THAT(s.CatchUpOf("z"), Contains("is tried again in"));
   }
   CHECK(before == std::chrono::seconds(64));
   s.Install(2);
 }
 
-TEST_CASE("a fill whose digests differ commits nothing") {
+TEST_CASE("a catch-up whose digests differ commits nothing") {
   Served s;
-  const MemberId late = s.g.Fillable("y", kModel);
+  const MemberId late = s.g.MayCatchUp("y", kModel);
   s.Copy();
   SECTION("of the copies") {
     s.g.FinishRefit(absl::DataLossError("what b received is not what a sent"));
@@ -406,15 +411,15 @@ TEST_CASE("a fill whose digests differ commits nothing") {
   CHECK(s.g.aborted.back().member == late);
   CHECK(s.g.aborted.back().dirty);
   CHECK(s.g.Instance("y").state == "dirty");
-  CHECK(s.g.fills.back().give_up_class == GiveUpClass::kVerification);
-  CHECK_FALSE(s.g.fills.back().gave_way);
+  CHECK(s.g.catch_ups.back().give_up_class == GiveUpClass::kVerification);
+  CHECK_FALSE(s.g.catch_ups.back().gave_way);
 }
 
-TEST_CASE("after a fill that failed, one instance gives, each time another") {
+TEST_CASE("after a catch-up that failed, one instance gives, each time another") {
   Served s;
-  const MemberId other = s.g.Fillable("w", kModel);
+  const MemberId other = s.g.MayCatchUp("w", kModel);
   s.Fill();
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   std::vector<MemberId> gave;
   for (int round = 0; round < 3; ++round) {
     s.Copy();
@@ -423,22 +428,22 @@ TEST_CASE("after a fill that failed, one instance gives, each time another") {
     if (round > 0) gave.push_back(sources[0]);
     s.g.FinishRefit(absl::UnavailableError("no route to host"));
   }
-  CHECK(gave == std::vector<MemberId>{other, s.giver});
+  CHECK(gave == std::vector<MemberId>{other, s.source_instance});
 }
 
 TEST_CASE("what can't be planned is said, and tried again later") {
   Served s;
-  s.g.Fillable("y", {Bytes("a", 8), Bytes("b", 16), Bytes("c", 4)});
+  s.g.MayCatchUp("y", {Bytes("a", 8), Bytes("b", 16), Bytes("c", 4)});
   s.g.Expire();
   s.g.FinishCompile(absl::FailedPreconditionError("tensor c: no source holds it"));
-  CHECK_FALSE(s.g.group.fill_running());
-  CHECK_THAT(s.FillOf("y"), Contains("tensor c: no source holds it"));
+  CHECK_FALSE(s.g.group.catch_up_running());
+  CHECK_THAT(s.CatchUpOf("y"), Contains("tensor c: no source holds it"));
   CHECK(s.g.group.NextDeadline() == s.g.now + std::chrono::seconds(1));
 }
 
-TEST_CASE("a drain ends a fill, and a replaced group has nobody left that gives") {
+TEST_CASE("a drain ends a catch-up, and a replaced group has nobody left that gives") {
   Served s;
-  s.g.Fillable("y", kModel);
+  s.g.MayCatchUp("y", kModel);
   s.Copy();
   SECTION("drain") { s.g.Do(DrainEvent{}); }
   SECTION("replace") {
@@ -452,24 +457,24 @@ TEST_CASE("a drain ends a fill, and a replaced group has nobody left that gives"
   CHECK_FALSE(s.g.group.NextDeadline().has_value());
 }
 
-TEST_CASE("instances on a newcomer's node give first, and no more than the limit") {
+TEST_CASE("instances on a late instance's node give first, and no more than the limit") {
   GroupSpec spec = TestGroup::DefaultSpec();
   TestGroup g(spec);
   const MemberId trainer = g.AttachTrainer();
   g.Shards(trainer, kModel);
   std::vector<MemberId> engines;
-  for (uint32_t i = 0; i < 2 * kMaxGivers; ++i) {
-    engines.push_back(g.Fillable(fmt::format("e{:02}", i), kModel, 0, 1, NodeId(i)));
+  for (uint32_t i = 0; i < 2 * kMaxSourceInstances; ++i) {
+    engines.push_back(g.MayCatchUp(fmt::format("e{:02}", i), kModel, 0, 1, NodeId(i)));
   }
   g.Refit(trainer, 1);
   g.FinishCompile();
   g.ReadyAll();
   g.FinishRefit();
   g.FinishVerify();
-  g.Fillable("late", kModel, 0, 1, NodeId(11));
+  g.MayCatchUp("late", kModel, 0, 1, NodeId(11));
   g.Expire();
   REQUIRE(g.compiling.has_value());
-  CHECK(g.compiling->sources.size() == kMaxGivers);
+  CHECK(g.compiling->sources.size() == kMaxSourceInstances);
   g.FinishCompile();
   CHECK(g.assembled->program->sources.front() == engines[11]);
   CHECK(g.group.SendsFrom(NodeId(11)));

@@ -1,11 +1,11 @@
-// One end of one epoch of the wire over sockets.
+// One end of one communicator of the wire over sockets.
 //
 // Under TLS each stream has a lane (transport/sockets/lane.h) with a thread of its own, because one
-// thread encrypts fewer bytes than a network carries: lane 0 is driven by the epoch's thread, each
-// other lane by a thread that Connect starts. In the clear one lane has all streams. An operation
-// ends when all lanes have stopped (P6); a lane that fails halts the others.
-#ifndef REFITD_TRANSPORT_SOCKETS_EPOCH_H_
-#define REFITD_TRANSPORT_SOCKETS_EPOCH_H_
+// thread encrypts fewer bytes than a network carries: lane 0 is driven by the communicator's
+// thread, each other lane by a thread that Connect starts. In the clear one lane has all streams.
+// An operation ends when all lanes have stopped (P6); a lane that fails halts the others.
+#ifndef REFITD_TRANSPORT_SOCKETS_COMMUNICATOR_H_
+#define REFITD_TRANSPORT_SOCKETS_COMMUNICATOR_H_
 
 #include <atomic>
 #include <cstdint>
@@ -20,17 +20,18 @@
 #include "transport/base/mutex.h"
 #include "transport/sockets/lane.h"
 #include "transport/sockets/listener.h"
-#include "transport/wire_epochs.h"
+#include "transport/wire_communicators.h"
 
 namespace refitd {
 
-class SocketEpoch final : public WireEpoch {
+class SocketCommunicator final : public WireCommunicator {
  public:
-  // `tls`, null in the clear, must outlive the epoch. `streams`: connections that this end wants
-  // between two ranks; the smallest number of all ends counts.
-  SocketEpoch(EpochId id, int rank, int size, int streams, std::shared_ptr<WireListener> listener,
-              TlsContexts* tls, WireCounters* totals);
-  ~SocketEpoch() override;
+  // `tls`, null in the clear, must outlive the communicator. `streams`: connections that this end
+  // wants between two ranks; the smallest number of all ends counts.
+  SocketCommunicator(CommunicatorId id, int rank, int size, int streams,
+                     std::shared_ptr<WireListener> listener, TlsContexts* tls,
+                     WireCounters* totals);
+  ~SocketCommunicator() override;
 
   absl::StatusOr<std::string> Open() override;
 
@@ -62,7 +63,7 @@ class SocketEpoch final : public WireEpoch {
   LaneShared shared_;
   std::vector<std::unique_ptr<SocketLane>> lanes_;
 
-  // Used by the epoch's thread alone, since its start.
+  // Used by the communicator's thread alone, since its start.
   uint64_t door_ = 0;  // of the listener; 0: none
   std::vector<std::thread> threads_;
 
@@ -78,4 +79,4 @@ class SocketEpoch final : public WireEpoch {
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_SOCKETS_EPOCH_H_
+#endif  // REFITD_TRANSPORT_SOCKETS_COMMUNICATOR_H_

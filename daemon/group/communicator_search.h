@@ -1,24 +1,27 @@
-// Searches for the daemons with which an epoch does not come up, if no failure names a daemon (NCCL
-// names none).
+// Searches for the daemons with which a communicator does not come up, if no failure names a daemon
+// (NCCL names none).
 //
-// Every daemon was in an epoch that came up since the search began (*proven*), or is in one of the
-// lists that wait to be tried, one after another:
+// Every daemon was in a communicator that came up since the search began (*proven*), or is in one
+// of the lists that wait to be tried, one after another:
 //   - An update tries the first list beside the proven daemons, and leaves the others out.
-//   - The epoch comes up: the list is proven. If it was half of a list with which the epoch had
+//   - The communicator comes up: the list is proven. If it was half of a list with which the
+//   communicator had
 //     failed, the other half is at fault.
-//   - The epoch fails: the list is halved. If some daemons are proven, the update goes on with
+//   - The communicator fails: the list is halved. If some daemons are proven, the update goes on
+//   with
 //     these alone, and the next update tries the first half, but before that all daemons that are
 //     in no half. Else the update goes on with the first half.
-//   - One daemon alone at fault, and an epoch that comes up without it: that daemon is broken. The
+//   - One daemon alone at fault, and a communicator that comes up without it: that daemon is
+//   broken. The
 //     next update tries all that are left in the lists together.
 // So one broken daemon among n is found by about log2(n) tries, and any number of them are found; a
-// daemon is called broken only after an epoch failed with it and another came up without it.
+// daemon is called broken only after a communicator failed with it and another came up without it.
 //
 // Invariants (checked): no list is empty, no daemon is in two lists, none in a list is proven.
 //
 // Pure; not thread-safe.
-#ifndef REFITD_DAEMON_GROUP_EPOCH_SEARCH_H_
-#define REFITD_DAEMON_GROUP_EPOCH_SEARCH_H_
+#ifndef REFITD_DAEMON_GROUP_COMMUNICATOR_SEARCH_H_
+#define REFITD_DAEMON_GROUP_COMMUNICATOR_SEARCH_H_
 
 #include <deque>
 #include <functional>
@@ -28,7 +31,7 @@
 
 namespace refitd {
 
-class EpochSearch {
+class CommunicatorSearch {
  public:
   bool active() const { return !lists_.empty(); }
 
@@ -37,12 +40,12 @@ class EpochSearch {
   // The daemons that the update leaves out from its begin.
   std::set<NodeId> LeftOut() const;
 
-  // An epoch with these daemons, all of which an update can do without, failed and named nobody.
-  // Begins a search, if none is active. Returns the daemons that the next epoch of the same update
-  // has to do without. `daemons` is not empty.
+  // A communicator with these daemons, all of which an update can do without, failed and named
+  // nobody. Begins a search, if none is active. Returns the daemons that the next communicator of
+  // the same update has to do without. `daemons` is not empty.
   std::set<NodeId> Failed(const std::set<NodeId>& daemons);
-  // An epoch of these daemons, and of no others, came up. Returns the daemons that are broken,
-  // which the search then forgets.
+  // A communicator of these daemons, and of no others, came up. Returns the daemons that are
+  // broken, which the search then forgets.
   std::set<NodeId> CameUp(const std::set<NodeId>& daemons);
   // The daemon is gone, or known to be broken.
   void Forget(NodeId daemon);
@@ -50,7 +53,7 @@ class EpochSearch {
  private:
   struct List {
     std::set<NodeId> daemons;
-    bool at_fault = false;  // an epoch failed with the list and the daemons proven then
+    bool at_fault = false;  // a communicator failed with the list and the daemons proven then
     bool half = false;      // if the list is proven, the next list is at fault
     bool of_fault = false;  // part of a list that was at fault
     bool aside = false;     // one daemon that failed while none was proven
@@ -69,4 +72,4 @@ class EpochSearch {
 
 }  // namespace refitd
 
-#endif  // REFITD_DAEMON_GROUP_EPOCH_SEARCH_H_
+#endif  // REFITD_DAEMON_GROUP_COMMUNICATOR_SEARCH_H_

@@ -1,4 +1,4 @@
-#include "transport/wire_epochs.h"
+#include "transport/wire_communicators.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -24,9 +24,9 @@ void EnterWireThread(const std::string& name) {
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
 }
 
-// ---- one epoch ----
+// ---- one communicator ----
 
-void WireEpoch::Start(const std::string& thread, std::function<void()> ended) {
+void WireCommunicator::Start(const std::string& thread, std::function<void()> ended) {
   thread_ = std::thread([this, thread, ended = std::move(ended)] {
     EnterWireThread(thread);
     Run();
@@ -34,11 +34,11 @@ void WireEpoch::Start(const std::string& thread, std::function<void()> ended) {
   });
 }
 
-absl::Status WireEpoch::Push(WireWork* work) {
+absl::Status WireCommunicator::Push(WireWork* work) {
   MutexLock lock(&mutex_);
   if (closing_) return Closed();
   if (queue_.size() >= kMaxWireQueue) {
-    return Error(StatusCode::kResourceExhausted, "epoch {}: {} operations are queued", id_,
+    return Error(StatusCode::kResourceExhausted, "communicator {}: {} operations are queued", id_,
                  queue_.size());
   }
   queue_.push_back(std::move(*work));
@@ -46,7 +46,7 @@ absl::Status WireEpoch::Push(WireWork* work) {
   return absl::OkStatus();
 }
 
-void WireEpoch::Close() {
+void WireCommunicator::Close() {
   {
     MutexLock lock(&mutex_);
     closing_ = true;
@@ -55,31 +55,31 @@ void WireEpoch::Close() {
   Interrupt();
 }
 
-std::string_view WireEpoch::state() const {
+std::string_view WireCommunicator::state() const {
   MutexLock lock(&mutex_);
   return closing_ ? "closing" : state_;
 }
 
-absl::Status WireEpoch::failure() const {
+absl::Status WireCommunicator::failure() const {
   MutexLock lock(&mutex_);
   return failure_;
 }
 
-bool WireEpoch::closing() const {
+bool WireCommunicator::closing() const {
   MutexLock lock(&mutex_);
   return closing_;
 }
 
-absl::Status WireEpoch::Closed() const {
-  return Error(StatusCode::kCancelled, "epoch {} was closed", id_);
+absl::Status WireCommunicator::Closed() const {
+  return Error(StatusCode::kCancelled, "communicator {} was closed", id_);
 }
 
-std::vector<WireUse> WireEpoch::Uses() const {
+std::vector<WireUse> WireCommunicator::Uses() const {
   MutexLock lock(&mutex_);
   return uses_;
 }
 
-void WireEpoch::CountUses(const std::map<int, WireUse>& uses) {
+void WireCommunicator::CountUses(const std::map<int, WireUse>& uses) {
   MutexLock lock(&mutex_);
   if (uses_.empty()) uses_.resize(static_cast<size_t>(size_));
   for (const auto& [peer, use] : uses) {
@@ -88,20 +88,20 @@ void WireEpoch::CountUses(const std::map<int, WireUse>& uses) {
   }
 }
 
-void WireEpoch::Count(int64_t sent, int64_t received) {
+void WireCommunicator::Count(int64_t sent, int64_t received) {
   for (WireCounters* counters : {&counters_, totals_}) {
     counters->sent += sent;
     counters->received += received;
   }
 }
 
-void WireEpoch::Enter(std::string_view state, const absl::Status& failure) {
+void WireCommunicator::Enter(std::string_view state, const absl::Status& failure) {
   MutexLock lock(&mutex_);
   state_ = state;
   failure_ = failure;
 }
 
-void WireEpoch::Run() {
+void WireCommunicator::Run() {
   // P6: release the memory before the caller is told.
   const auto answer = [](WireWork* work, absl::Status status) {
     work->broadcast.reset();
@@ -120,7 +120,7 @@ void WireEpoch::Run() {
     absl::Status status = Do(work);
     answer(&work, std::move(status));
   }
-  std::deque<WireWork> cancelled;  // work that is left when the epoch ends
+  std::deque<WireWork> cancelled;  // work that is left when the communicator ends
   {
     MutexLock lock(&mutex_);
     cancelled.swap(queue_);
@@ -129,16 +129,16 @@ void WireEpoch::Run() {
   End();
 }
 
-absl::Status WireEpoch::Do(const WireWork& work) {
+absl::Status WireCommunicator::Do(const WireWork& work) {
   const bool connects = work.connect.has_value();
   {
     MutexLock lock(&mutex_);
     if (!failure_.ok()) {
-      return WithFailureOf(failure_, Error(StatusCode::kFailedPrecondition, "epoch {} is lost: {}",
-                                           id_, Message(failure_)));
+      return WithFailureOf(failure_, Error(StatusCode::kFailedPrecondition,
+                                           "communicator {} is lost: {}", id_, Message(failure_)));
     }
     if (connects == (state_ == "connected")) {
-      return Error(StatusCode::kFailedPrecondition, "epoch {} is {}", id_,
+      return Error(StatusCode::kFailedPrecondition, "communicator {} is {}", id_,
                    connects ? "connected already" : "not connected");
     }
   }
@@ -154,18 +154,19 @@ absl::Status WireEpoch::Do(const WireWork& work) {
   return status;
 }
 
-absl::Status WireEpoch::CheckMemory(const MemorySpan& memory) const {
+absl::Status WireCommunicator::CheckMemory(const MemorySpan& memory) const {
   if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
-  return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
-               memory.data == nullptr ? " at null" : "");
+  return Error(StatusCode::kInvalidArgument, "communicator {}: memory of {} bytes{}", id_,
+               memory.bytes, memory.data == nullptr ? " at null" : "");
 }
 
-absl::Status WireEpoch::CheckMove(const WireWork& work) const {
+absl::Status WireCommunicator::CheckMove(const WireWork& work) const {
   if (work.broadcast.has_value()) {
     const WireBroadcast& broadcast = *work.broadcast;
     if (broadcast.root < 0 || broadcast.root >= size_) {
-      return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
-                   id_, broadcast.seq, broadcast.root, size_);
+      return Error(StatusCode::kInvalidArgument,
+                   "communicator {}: broadcast seq {}: root {} of {} ranks", id_, broadcast.seq,
+                   broadcast.root, size_);
     }
     return CheckMemory(broadcast.memory);
   }
@@ -175,10 +176,11 @@ absl::Status WireEpoch::CheckMove(const WireWork& work) const {
     std::vector<bool> seen(size_, false);
     for (const WireExchange::Leg& leg : *legs) {
       if (leg.peer < 0 || leg.peer >= size_ || leg.peer == rank_ || seen[leg.peer]) {
-        return Error(StatusCode::kInvalidArgument,
-                     "epoch {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
-                     "at most once",
-                     id_, exchange.seq, direction, leg.peer, size_, rank_);
+        return Error(
+            StatusCode::kInvalidArgument,
+            "communicator {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
+            "at most once",
+            id_, exchange.seq, direction, leg.peer, size_, rank_);
       }
       seen[leg.peer] = true;
       REFITD_RETURN_IF_ERROR(CheckMemory(leg.memory));
@@ -189,13 +191,13 @@ absl::Status WireEpoch::CheckMove(const WireWork& work) const {
 
 // ---- the table ----
 
-EpochWire::EpochWire(const std::string& thread)
+CommunicatorWire::CommunicatorWire(const std::string& thread)
     : helper_([this, thread] {
         EnterWireThread(thread);
         Help();
       }) {}
 
-EpochWire::~EpochWire() {
+CommunicatorWire::~CommunicatorWire() {
   {
     MutexLock lock(&mutex_);
     stopping_ = true;
@@ -204,40 +206,41 @@ EpochWire::~EpochWire() {
   helper_.join();
 }
 
-absl::StatusOr<std::string> EpochWire::OpenEpoch(
-    EpochId id, int rank, int size, const std::string& thread,
-    const std::function<std::shared_ptr<WireEpoch>()>& make) {
+absl::StatusOr<std::string> CommunicatorWire::OpenCommunicator(
+    CommunicatorId id, int rank, int size, const std::string& thread,
+    const std::function<std::shared_ptr<WireCommunicator>()>& make) {
   if (size < 1 || size > kMaxWireRanks || rank < 0 || rank >= size) {
-    return Error(StatusCode::kInvalidArgument, "epoch {}: rank {} of {} (at most {} ranks)", id,
-                 rank, size, kMaxWireRanks);
+    return Error(StatusCode::kInvalidArgument, "communicator {}: rank {} of {} (at most {} ranks)",
+                 id, rank, size, kMaxWireRanks);
   }
   MutexLock opening(&opening_);
   {
     MutexLock lock(&mutex_);
-    if (epochs_.contains(id)) return Error(StatusCode::kAlreadyExists, "epoch {} is open", id);
-    if (epochs_.size() >= kMaxWireEpochs) {
-      return Error(StatusCode::kResourceExhausted, "epoch {}: {} epochs are open", id,
-                   epochs_.size());
+    if (communicators_.contains(id))
+      return Error(StatusCode::kAlreadyExists, "communicator {} is open", id);
+    if (communicators_.size() >= kMaxWireCommunicators) {
+      return Error(StatusCode::kResourceExhausted, "communicator {}: {} communicators are open", id,
+                   communicators_.size());
     }
-    epochs_[id] = nullptr;  // reserves the id
+    communicators_[id] = nullptr;  // reserves the id
   }
-  const std::shared_ptr<WireEpoch> epoch = make();
-  absl::StatusOr<std::string> address = epoch->Open();
+  const std::shared_ptr<WireCommunicator> communicator = make();
+  absl::StatusOr<std::string> address = communicator->Open();
   MutexLock lock(&mutex_);
-  const auto it = epochs_.find(id);
+  const auto it = communicators_.find(id);
   if (!address.ok()) {
-    if (it != epochs_.end()) epochs_.erase(it);
+    if (it != communicators_.end()) communicators_.erase(it);
     return address;
   }
-  if (it != epochs_.end()) {
-    it->second = epoch;
+  if (it != communicators_.end()) {
+    it->second = communicator;
   } else {
-    // Close the epoch, so that its thread ends as that of any other epoch.
-    epoch->Close();
-    closed_.push_back(epoch);
-    address = Error(StatusCode::kCancelled, "epoch {} was closed", id);
+    // Close the communicator, so that its thread ends as that of any other communicator.
+    communicator->Close();
+    closed_.push_back(communicator);
+    address = Error(StatusCode::kCancelled, "communicator {} was closed", id);
   }
-  epoch->Start(thread, [this, ended = epoch.get()] {
+  communicator->Start(thread, [this, ended = communicator.get()] {
     // A thread can't join itself.
     Post([this, ended] {
       ended->Join();
@@ -249,99 +252,101 @@ absl::StatusOr<std::string> EpochWire::OpenEpoch(
   return address;
 }
 
-void EpochWire::Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
-                        Done done) {
+void CommunicatorWire::Connect(CommunicatorId id, std::vector<std::string> addresses,
+                               Duration timeout, Done done) {
   WireWork work;
   work.connect = std::move(addresses);
   Push(id, timeout, std::move(work), std::move(done));
 }
 
 template <typename Operation>
-void EpochWire::Submit(std::optional<Operation> WireWork::*kind, Operation operation, Done done) {
-  const EpochId id = operation.epoch;
+void CommunicatorWire::Submit(std::optional<Operation> WireWork::*kind, Operation operation,
+                              Done done) {
+  const CommunicatorId id = operation.communicator;
   const Duration timeout = operation.timeout;
   WireWork work;
   work.*kind = std::move(operation);
   Push(id, timeout, std::move(work), std::move(done));
 }
 
-void EpochWire::Submit(WireBroadcast broadcast, Done done) {
+void CommunicatorWire::Submit(WireBroadcast broadcast, Done done) {
   Submit(&WireWork::broadcast, std::move(broadcast), std::move(done));
 }
 
-void EpochWire::Submit(WireExchange exchange, Done done) {
+void CommunicatorWire::Submit(WireExchange exchange, Done done) {
   Submit(&WireWork::exchange, std::move(exchange), std::move(done));
 }
 
-void EpochWire::Push(EpochId id, Duration timeout, WireWork work, Done done) {
+void CommunicatorWire::Push(CommunicatorId id, Duration timeout, WireWork work, Done done) {
   work.timeout = std::clamp(timeout, Duration::zero(), kMaxWireTimeout);
   work.deadline = std::chrono::steady_clock::now() + work.timeout;
   work.done = std::move(done);
-  const std::shared_ptr<WireEpoch> epoch = Find(id);
-  absl::Status status = epoch != nullptr ? epoch->Push(&work)
-                                         : Error(StatusCode::kNotFound, "epoch {} is not open", id);
+  const std::shared_ptr<WireCommunicator> communicator = Find(id);
+  absl::Status status = communicator != nullptr
+                            ? communicator->Push(&work)
+                            : Error(StatusCode::kNotFound, "communicator {} is not open", id);
   if (status.ok()) return;
   Post([refused = std::move(work.done), status = std::move(status)] { refused(status); });
 }
 
-void EpochWire::Close(EpochId id) {
-  std::shared_ptr<WireEpoch> epoch;
+void CommunicatorWire::Close(CommunicatorId id) {
+  std::shared_ptr<WireCommunicator> communicator;
   {
     MutexLock lock(&mutex_);
-    const auto it = epochs_.find(id);
-    if (it == epochs_.end()) return;
-    epoch = std::move(it->second);
-    epochs_.erase(it);
-    if (epoch == nullptr) return;
-    closed_.push_back(epoch);
+    const auto it = communicators_.find(id);
+    if (it == communicators_.end()) return;
+    communicator = std::move(it->second);
+    communicators_.erase(it);
+    if (communicator == nullptr) return;
+    closed_.push_back(communicator);
   }
-  epoch->Close();
+  communicator->Close();
 }
 
-void EpochWire::CloseAll() {
-  std::vector<EpochId> open;
+void CommunicatorWire::CloseAll() {
+  std::vector<CommunicatorId> open;
   {
     MutexLock lock(&mutex_);
-    for (const auto& [id, epoch] : epochs_) open.push_back(id);
+    for (const auto& [id, communicator] : communicators_) open.push_back(id);
   }
-  for (const EpochId id : open) Close(id);
+  for (const CommunicatorId id : open) Close(id);
   MutexLock lock(&mutex_);
   while (!closed_.empty()) changed_.Wait(&mutex_);
 }
 
-std::shared_ptr<WireEpoch> EpochWire::Find(EpochId id) const {
+std::shared_ptr<WireCommunicator> CommunicatorWire::Find(CommunicatorId id) const {
   MutexLock lock(&mutex_);
-  const auto it = epochs_.find(id);
-  return it == epochs_.end() ? nullptr : it->second;
+  const auto it = communicators_.find(id);
+  return it == communicators_.end() ? nullptr : it->second;
 }
 
-WireStats EpochWire::Stats(EpochId id) const {
-  const std::shared_ptr<WireEpoch> epoch = Find(id);
-  return epoch == nullptr ? WireStats{} : epoch->Stats();
+WireStats CommunicatorWire::Stats(CommunicatorId id) const {
+  const std::shared_ptr<WireCommunicator> communicator = Find(id);
+  return communicator == nullptr ? WireStats{} : communicator->Stats();
 }
 
-std::vector<WireUse> EpochWire::Uses(EpochId id) const {
-  const std::shared_ptr<WireEpoch> epoch = Find(id);
-  return epoch == nullptr ? std::vector<WireUse>() : epoch->Uses();
+std::vector<WireUse> CommunicatorWire::Uses(CommunicatorId id) const {
+  const std::shared_ptr<WireCommunicator> communicator = Find(id);
+  return communicator == nullptr ? std::vector<WireUse>() : communicator->Uses();
 }
 
-std::vector<std::shared_ptr<const WireEpoch>> EpochWire::Epochs() const {
-  std::vector<std::shared_ptr<const WireEpoch>> all;
+std::vector<std::shared_ptr<const WireCommunicator>> CommunicatorWire::Communicators() const {
+  std::vector<std::shared_ptr<const WireCommunicator>> all;
   MutexLock lock(&mutex_);
-  for (const auto& [id, epoch] : epochs_) {
-    if (epoch != nullptr) all.push_back(epoch);
+  for (const auto& [id, communicator] : communicators_) {
+    if (communicator != nullptr) all.push_back(communicator);
   }
   all.insert(all.end(), closed_.begin(), closed_.end());
   return all;
 }
 
-void EpochWire::Post(std::function<void()> call) {
+void CommunicatorWire::Post(std::function<void()> call) {
   MutexLock lock(&mutex_);
   calls_.push_back(std::move(call));
   changed_.NotifyAll();
 }
 
-void EpochWire::Help() {
+void CommunicatorWire::Help() {
   while (true) {
     std::function<void()> call;
     {

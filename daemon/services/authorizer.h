@@ -1,12 +1,13 @@
 // The one place where the daemon decides who may call (P9).
 //
-// Every handler asks the door before it does anything, with its entry of daemon/policy/rpcs.h. The
-// door finds out who calls (the kernel tells of unix sockets, the certificate of TLS), asks the
-// policy of the moment, and tells refusals, and the acts of operators, to the audit log.
+// Every handler asks the authorizer before it does anything, with its entry of
+// daemon/policy/rpcs.h. The authorizer finds out who calls (the kernel tells of unix sockets, the
+// certificate of TLS), asks the policy of the moment, and tells refusals, and the acts of
+// operators, to the audit log.
 //
 // Thread-safe.
-#ifndef REFITD_DAEMON_SERVICES_DOOR_H_
-#define REFITD_DAEMON_SERVICES_DOOR_H_
+#ifndef REFITD_DAEMON_SERVICES_AUTHORIZER_H_
+#define REFITD_DAEMON_SERVICES_AUTHORIZER_H_
 
 #include <grpcpp/grpcpp.h>
 
@@ -29,13 +30,13 @@
 namespace refitd {
 
 // A call: which RPC it is, and what it names.
-struct Asked {
+struct RequestContext {
   Rpc rpc;
   std::string group{};       // empty: the request names none, or not yet
   std::string request_id{};  // empty: none
 };
 
-struct DoorOptions {
+struct AuthorizerOptions {
   const PeerTable* peers = nullptr;
   const PolicyStore* policies = nullptr;
   // The identity that owns a group; empty: nobody does, or there is no such group. Null: nobody
@@ -48,20 +49,22 @@ struct DoorOptions {
   bool tls = false;                  // TCP is served with TLS
 };
 
-// All objects to which the options point must outlive the door.
-class Door {
+// All objects to which the options point must outlive the authorizer.
+class Authorizer {
  public:
-  explicit Door(DoorOptions options) : options_(std::move(options)) {}
+  explicit Authorizer(AuthorizerOptions options) : options_(std::move(options)) {}
 
   // Returns the caller if the policy lets it in. If the group comes in a later message (Attach,
-  // Link), `asked` names none here, and Enter must follow. PERMISSION_DENIED names identity, role
-  // and group. UNAUTHENTICATED: the certificate gives no identity.
-  absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context, const Asked& asked) const;
+  // Link), `request_context` names none here, and Enter must follow. PERMISSION_DENIED names
+  // identity, role and group. UNAUTHENTICATED: the certificate gives no identity.
+  absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context,
+                             const RequestContext& request_context) const;
   // The second half of Admit, for calls that name their group in a stream's first message. Fills in
   // what the node must know of the peer's rights.
-  absl::Status Enter(Peer* peer, const Asked& asked) const;
+  absl::Status Enter(Peer* peer, const RequestContext& request_context) const;
   // Tells the audit log that a stream whose caller was let in is refused for what it said later.
-  void RefusedLater(const Peer& peer, const Asked& asked, const absl::Status& why) const;
+  void RefusedLater(const Peer& peer, const RequestContext& request_context,
+                    const absl::Status& why) const;
   // Whether an answer to this RPC may show the group to the caller.
   bool Shows(const Peer& peer, Rpc rpc, const std::string& group) const;
 
@@ -74,7 +77,8 @@ class Door {
   absl::Status AdmitToMetrics(const std::string& identity) const;
 
   // Tells the audit log how the call was answered, if the log has such calls.
-  void Told(const Asked& asked, const Peer& peer, const absl::Status& answer) const;
+  void AuditAnswer(const RequestContext& request_context, const Peer& peer,
+                   const absl::Status& answer) const;
 
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
 
@@ -85,19 +89,20 @@ class Door {
   void Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
              const absl::Status& allowed) const;
   absl::StatusOr<Peer> Recognise(const grpc::ServerContextBase& context) const;
-  absl::Status Check(const Peer& peer, const Asked& asked, bool group_follows) const;
+  absl::Status Check(const Peer& peer, const RequestContext& request_context,
+                     bool group_follows) const;
   std::string OwnerOf(const std::string& group) const;
-  void Refused(const Asked& asked, const std::string& identity, int pid,
+  void Refused(const RequestContext& request_context, const std::string& identity, int pid,
                const absl::Status& why) const;
 
-  const DoorOptions options_;
+  const AuthorizerOptions options_;
 };
 
 Principal PrincipalOf(const Peer& peer);
 
-// The door as links ask it. `door` must outlive the result.
-LinkDoor LinkDoorOf(const Door* door);
+// The authorizer as links ask it. `authorizer` must outlive the result.
+LinkAuthorizer LinkAuthorizerOf(const Authorizer* authorizer);
 
 }  // namespace refitd
 
-#endif  // REFITD_DAEMON_SERVICES_DOOR_H_
+#endif  // REFITD_DAEMON_SERVICES_AUTHORIZER_H_
