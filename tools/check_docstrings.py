@@ -27,6 +27,7 @@ def public(package):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             path = package / (node.module.replace(".", "/") + ".py")
+            path = path if path.exists() else path.with_suffix("") / "__init__.py"
             wanted.setdefault(path, set()).update(alias.name for alias in node.names if alias.name in names)
     for module in MODULES:
         wanted[package / f"{module}.py"] = None

@@ -2,7 +2,7 @@
 
 The environment's REFITD_WHEEL_PARTS names a folder: its `bin` (librefit.so, refitd, refitctl) becomes refitd/_bin, its
 `licenses` becomes refitd/_licenses. `tools/wheel` makes that folder. An editable install (`pip install -e`) takes none:
-there the environment says where the compiled parts are (refitd/_core/binaries.py).
+there the environment says where the compiled parts are (refitd/_core/native.py).
 """
 
 import os

@@ -13,9 +13,9 @@ TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 # A transport's own folders, and files with names of other projects' interfaces that sound like it.
 OWN = ("transport/cuda/", "client/python/refitd/layout/cuda")
 OTHERS = (
-    "client/python/refitd/integrations/sglang/controls.py",
+    "client/python/refitd/integrations/sglang.py",
     "client/python/refitd/integrations/skyrl.py",
-    "client/python/refitd/integrations/vllm/running.py",
+    "client/python/refitd/integrations/vllm/backend.py",
 )
 TEST_FILE = re.compile(r"(^|/)(tests|examples)/|_test[._]|/test_|_test_util\.|_testing\.")
 

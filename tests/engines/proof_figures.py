@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from refitd.layout.boxes import TensorSpec
+from refitd.layout import TensorSpec
 from refitd.serving import proof
 from torch import nn
 from torch.nn import functional as F
@@ -136,7 +136,7 @@ def checkpoint(model: Model) -> tuple[list[TensorSpec], list[tuple[int, str, tup
 
 def boxes_of(model: Model, specs: list[TensorSpec], places: list[tuple[int, str, tuple[int, ...]]]) -> list[Any]:
     from refitd.layout import devices
-    from refitd.layout.boxes import Box
+    from refitd.layout import Box
 
     named = dict(model.named_parameters())
     memories = {

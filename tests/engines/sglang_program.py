@@ -20,7 +20,7 @@ class Program:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import refitd.integrations.sglang
         import sglang
-        from refitd.integrations.sglang.controls import Controls
+        from refitd.integrations.sglang import Controls
 
         self.engine = sglang.Engine(model_path=model, **ON_A_CPU, **options["llm"])
         self.controls = Controls(self.engine.tokenizer_manager, self.engine.loop.run_until_complete, "reset")

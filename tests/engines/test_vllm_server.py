@@ -14,7 +14,7 @@ import models
 import pytest
 import vllm
 from refitd import testing
-from refitd.integrations.vllm.endpoints import MAX_VERSIONS
+from refitd.integrations.vllm import MAX_VERSIONS
 from server import Load, Server, percentile
 from support import CALL_SECONDS, CheckpointTrainer, Sending, Tokens, need_gpus
 

@@ -15,41 +15,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._core.events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
 from ._core.member import TLS, Connect, GroupSpec
-from ._core.update import InstanceOutcome, Update, UpdateResult
-from .engine import Engine
+from .engine import Aborted, Committed, Draining, Engine, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
 from .errors import (
-    AlreadyExists,
-    Cancelled,
-    Closed,
-    DataLoss,
-    DeadlineExceeded,
-    Error,
-    FailedPrecondition,
-    Forked,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    OutOfRange,
-    PermissionDenied,
-    ResourceExhausted,
-    StagingWarning,
-    Status,
-    Suspect,
-    Unauthenticated,
-    Unavailable,
-    Unimplemented,
-    Unknown,
+    AlreadyExists, Cancelled, Closed, DataLoss, DeadlineExceeded, Error, FailedPrecondition, Forked, Internal, InvalidArgument, NotFound,
+    OutOfRange, PermissionDenied, ResourceExhausted, StagingWarning, Status, Suspect, Unauthenticated, Unavailable, Unimplemented, Unknown,
     UpdateAborted,
-)
-from .layout.boxes import Box, Layout, PushedTensors, TensorSpec
+)  # fmt: skip
+from .layout import Box, Layout, PushedTensors, TensorSpec
 from .layout.capture import Captured, capture
 from .layout.cuda import CudaMemory
 from .layout.memory import FilledMemory, HostMemory, Region, RegionMemory, adopt, empty, locate
 from .layout.shards import Shard
-from .serving.loop import EngineLoop
-from .trainer import Trainer, replace_group
+from .serving.rank import EngineLoop
+from .trainer import InstanceOutcome, Trainer, Update, UpdateResult, replace_group
 
 
 def __getattr__(name: str) -> Any:
@@ -61,62 +40,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Aborted",
-    "AlreadyExists",
-    "Box",
-    "Cancelled",
-    "Captured",
-    "Closed",
-    "Committed",
-    "Connect",
-    "CudaMemory",
-    "DataLoss",
-    "DeadlineExceeded",
-    "Draining",
-    "Engine",
-    "EngineLoop",
-    "Error",
-    "Event",
-    "FailedPrecondition",
-    "FilledMemory",
-    "Forked",
-    "GroupSpec",
-    "HostMemory",
-    "InstanceOutcome",
-    "Internal",
-    "InvalidArgument",
-    "Joiner",
-    "Layout",
-    "Lost",
-    "NotFound",
-    "OutOfRange",
-    "Part",
-    "PermissionDenied",
-    "Prepare",
-    "PushedTensors",
-    "Reattached",
-    "Region",
-    "RegionMemory",
-    "ResourceExhausted",
-    "Shard",
-    "StagingWarning",
-    "Status",
-    "Suspect",
-    "TLS",
-    "TensorSpec",
-    "Trainer",
-    "Unauthenticated",
-    "Unavailable",
-    "Unimplemented",
-    "Unknown",
-    "Update",
-    "UpdateAborted",
-    "UpdateResult",
-    "View",
-    "Weights",
-    "adopt",
-    "capture",
-    "empty",
-    "locate",
-    "replace_group",
-]
+    "Aborted", "AlreadyExists", "Box", "Cancelled", "Captured", "Closed", "Committed", "Connect", "CudaMemory", "DataLoss",
+    "DeadlineExceeded", "Draining", "Engine", "EngineLoop", "Error", "Event", "FailedPrecondition", "FilledMemory", "Forked", "GroupSpec",
+    "HostMemory", "InstanceOutcome", "Internal", "InvalidArgument", "Joiner", "Layout", "Lost", "NotFound", "OutOfRange", "Part",
+    "PermissionDenied", "Prepare", "PushedTensors", "Reattached", "Region", "RegionMemory", "ResourceExhausted", "Shard", "StagingWarning",
+    "Status", "Suspect", "TLS", "TensorSpec", "Trainer", "Unauthenticated", "Unavailable", "Unimplemented", "Unknown", "Update",
+    "UpdateAborted", "UpdateResult", "View", "Weights", "adopt", "capture", "empty", "locate", "replace_group",
+]  # fmt: skip

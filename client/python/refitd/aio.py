@@ -18,11 +18,10 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import engine, trainer
-from ._core import update as _update
-from ._core.events import Event, Weights
-from ._core.inbox import Inbox
-from ._core.waiting import awaited
+from ._core import awaited
+from .engine import Event, Inbox, Weights
 from .errors import Closed, DeadlineExceeded, Error
+from .trainer import Update as Open, UpdateResult
 
 T = TypeVar("T")
 Member = TypeVar("Member")
@@ -66,7 +65,7 @@ def _awaiting(
     return call
 
 
-def _cancel_update(member: _update.Update, *_: object, **__: object) -> None:
+def _cancel_update(member: Open, *_: object, **__: object) -> None:
     member._cancel()
 
 
@@ -77,26 +76,24 @@ def _cancel_version(member: trainer.Trainer, version: int, **_: object) -> None:
 class Update:
     """An open update: `async with await trainer.update(9) as update: await update.push(name, tensor)`. See refitd.Update."""
 
-    def __init__(self, member: _update.Update) -> None:
+    def __init__(self, member: Open) -> None:
         self.member = member
 
     @property
-    def result(self) -> _update.UpdateResult | None:
+    def result(self) -> UpdateResult | None:
         """The result of commit or refit; None before."""
         return self.member.result
 
-    push = _awaiting(_update.Update.push, cancel=_cancel_update)
-    flush = _awaiting(_update.Update.flush, cancel=_cancel_update)
-    commit = _awaiting(_update.Update.commit, cancel=_cancel_update)
-    refit = _awaiting(_update.Update.refit, cancel=_cancel_update)
-    abort = _awaiting(_update.Update.abort)
+    push = _awaiting(Open.push, cancel=_cancel_update)
+    flush = _awaiting(Open.flush, cancel=_cancel_update)
+    commit = _awaiting(Open.commit, cancel=_cancel_update)
+    refit = _awaiting(Open.refit, cancel=_cancel_update)
+    abort = _awaiting(Open.abort)
 
     async def __aenter__(self) -> Update:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.member.ended:
             return
         try:
@@ -123,9 +120,7 @@ class _Attached:
     async def __aenter__(self: Form) -> Form:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
 
@@ -141,7 +136,7 @@ class Trainer(_Attached):
     register_layout = _awaiting(trainer.Trainer.register_layout)
     refit = _awaiting(trainer.Trainer.refit, cancel=_cancel_version)
     get_update = _awaiting(trainer.Trainer.get_update)
-    update = _formed(_awaiting(trainer.Trainer.update, cancel=_cancel_version, disown=_update.Update.close), Update)
+    update = _formed(_awaiting(trainer.Trainer.update, cancel=_cancel_version, disown=Open.close), Update)
 
 
 class Engine(_Attached):

@@ -104,10 +104,10 @@ def _look_at_machine() -> Finding:
 
 
 def _look_at_package() -> Finding:
-    from ._core import binaries
+    from ._core.native import library_file
 
     try:
-        library = binaries.library()
+        library = library_file()
         version = _version()
     except OSError as error:
         return Finding("package", State.BROKEN, f"the library does not load: {error}", "install the wheel again, or mend REFIT_LIBRARY")
@@ -211,7 +211,7 @@ _LOOKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("package", _look_at_package),
     ("programs", _look_at_programs),
     ("frameworks", _look_at_frameworks),
-    *(look for kind in devices.kinds() for look in kind.looks()),
+    *(look for kind in devices.KINDS for look in kind.looks),
     ("limits", _look_at_limits),
     ("shared memory", _look_at_shared_memory),
 )
@@ -301,10 +301,10 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
-    from .layout.boxes import Box, TensorSpec
+    from .layout import Box, TensorSpec
     from .engine import Engine
     from .errors import Closed, Error
-    from ._core.events import Prepare
+    from .engine import Prepare
     from .layout.memory import RegionMemory
     from .layout.memory import Region
     from ._core.member import Connect

@@ -1,27 +1,240 @@
-"""An inference engine's rank: registers its parameters, or takes staged tensors, and answers the daemon's events."""
+"""An inference engine's rank: registers its parameters, or takes staged tensors, and answers the daemon's events, each of a type of its own:
+`for event in engine: ...`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import itertools
+import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import byref
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional, Union
 
-from ._core import native
-from ._core.events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
-from ._core.member import Connect, Member, Registration, checked_count, checked_version
+from ._core import ends_soon, interruptible, native, paused, start
+from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_count, checked_version
 from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
-from ._core.tensors import TensorList, check_tensors
-from ._core.waiting import ends_soon, interruptible, paused
-from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
-from .layout import places as _places, devices
-from .layout.boxes import Box, TensorSpec
-from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes
+from ._core.tensors import Places, describe, held_by, is_module
+from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
+from .layout import Box, TensorSpec, devices
+from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, mark_written
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+
+class Weights(IntEnum):
+    """The state of an engine rank's weights, as far as the rank knows it."""
+
+    UNKNOWN = 0  # the lease was lost before the outcome was heard: treat it as dirty
+    CLEAN = 1
+    DIRTY = 2  # an update was lost after writing had begun, or the rank attached as dirty
+    PAUSED = 3  # Prepare came, and neither Committed nor Aborted yet
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """An update begins: stop reading the weights, synchronise the device, then call ready().
+
+    `remaining_seconds`: of the update. `tensor_count`: what the trainer announced at the begin, of all ranks; None: it did not.
+    """
+
+    version: int
+    remaining_seconds: float
+    tensor_count: int | None
+    engine: Engine = field(repr=False, compare=False)
+
+    def ready(self) -> None:
+        """Says that this rank no longer reads its weights. Raises FailedPrecondition where that is not due (any more)."""
+        self.engine.ready(self.version)
+
+    def fail(self, reason: str) -> None:
+        """Says that this rank can't take the update; Aborted follows."""
+        self.engine.fail(self.version, reason)
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor of `shape` and `dtype`, or its elements [start, start + count) in row-major order, in the daemon's memory.
+
+    Read-only, though torch can't say so: a write there ends the process. The memory stays mapped as long as anything made of it,
+    but it shows other bytes once the part was acknowledged: copy what is needed longer.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    data: Union[HostBytes, DeviceBytes] = field(repr=False, compare=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of the tensor."""
+        return self.start == 0 and self.count == math.prod(self.shape)
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return self.shape if self.whole else (self.count,)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes, read-only; not of a GPU."""
+        return self.data.memory(writable=False)
+
+    def numpy(self) -> numpy.ndarray[Any, Any]:
+        """A read-only array of `shape`, or of (count,) for a part of a tensor.
+
+        Raises Unimplemented for bytes on a GPU.
+        """
+        return self.data.numpy(self._dims, self.dtype, writable=False)
+
+    def torch(self) -> torch.Tensor:
+        """A torch tensor of `shape`, or of (count,) for a part of a tensor, where the bytes are: on the CPU or the GPU."""
+        return self.data.torch(self._dims, self.dtype)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Loader delivery: tensors to load; then call ack()."""
+
+    version: int
+    update_id: int
+    part: int
+    views: tuple[View, ...]
+    engine: Engine = field(repr=False, compare=False)
+
+    def ack(self) -> None:
+        """Says that the views are no longer read: on a GPU, that all work that reads them has ended."""
+        self.engine.ack(self)
+
+    def fail(self, reason: str) -> None:
+        """Says that this rank can't go on with the update; Aborted follows. ack() is due all the same."""
+        self.engine.fail(self.version, reason)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other.
+    `owner`: the identity that owns the group, "" where nobody does. `digest`: of this rank's registered memory, 0 where it was not
+    read back."""
+
+    version: int
+    incarnation: int
+    owner: str = ""
+    digest: int = 0
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """The update was lost. Resume on the version before, unless `dirty`: then stay paused until a Committed.
+
+    `reason` is for people; `failure` is what is known as data, of this rank's instance.
+    """
+
+    version: int
+    reason: str
+    dirty: bool
+    failure: Failure = field(default=Failure(), compare=False)
+
+
+@dataclass(frozen=True)
+class Draining:
+    """The daemon opens no new update."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The daemon went away, and is tried again (`reattach_seconds`). Resume if `weights` is CLEAN; use no views any more."""
+
+    reason: str
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Reattached:
+    """A daemon is there again. `version` is what this rank holds; None: nothing that is good."""
+
+    version: int | None
+    weights: Weights
+
+
+Event = Union[Prepare, Part, Committed, Aborted, Draining, Lost, Reattached]
+
+
+class Joiner:
+    """Makes whole tensors of parts: those larger than a slot arrive in several.
+
+        joiner = Joiner()
+        for event in engine:
+            if isinstance(event, Part):
+                model.load_weights((view.name, view.torch()) for view in joiner.add(event))
+                event.ack()
+            elif not isinstance(event, Prepare):
+                joiner.reset()
+
+    Joined tensors lie in memory of their own, which lives as long as anything made of it. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[View, dict[int, int]]] = {}  # the whole view, and counts by start
+
+    def add(self, part: Part) -> Iterator[View]:
+        """Yields the whole tensors that the part brings or completes, in its order. All of the part is read at the end.
+
+        Raises InvalidArgument where parts overlap or disagree.
+        """
+        for view in part.views:
+            if view.whole:
+                yield view
+                continue
+            joined = self._join(view, part.engine)
+            if joined is not None:
+                yield joined
+
+    def _join(self, view: View, engine: Engine) -> View | None:
+        begun = self._begun.get(view.name)
+        if begun is None:
+            nbytes = math.prod(view.shape) * DTYPES[view.dtype].itemsize
+            begun = View(view.name, view.dtype, view.shape, 0, math.prod(view.shape), engine._new_bytes(nbytes)), {}
+            self._begun[view.name] = begun
+        whole, counts = begun
+        if (whole.dtype, whole.shape) != (view.dtype, view.shape):
+            raise InvalidArgument(
+                f"tensor '{view.name}': a part is {view.dtype} {view.shape}, those before are {whole.dtype} {whole.shape}", tensor=view.name
+            )
+        end = view.start + view.count
+        if any(view.start < start + count and start < end for start, count in counts.items()):
+            raise InvalidArgument(f"tensor '{view.name}': elements {view.start} to {end} came twice", tensor=view.name)
+        itemsize = DTYPES[view.dtype].itemsize
+        if isinstance(view.data, HostBytes):
+            ctypes.memmove(whole.data.pointer + view.start * itemsize, view.data.pointer, view.count * itemsize)
+        else:
+            whole.torch().view(-1)[view.start : end].copy_(view.torch())
+        counts[view.start] = view.count
+        if sum(counts.values()) < whole.count:
+            return None
+        del self._begun[view.name]
+        return whole
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Names of tensors that were begun and are not complete."""
+        return list(self._begun)
+
+    def reset(self) -> None:
+        """Forgets what is not complete: on Committed, Aborted and Lost."""
+        self._begun.clear()
+
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
 SLICE_SECONDS = 0.1
@@ -80,7 +293,7 @@ class Engine(Member):
             trainer_identity: Whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
                 "dns:trainer.example" or "dns:*.example"; a group that another identity owns refuses the rank. None: any owner's.
             dirty: Whether the memory may hold no whole version; where you don't know, say True.
-            catch-up: Without `loader`, whether the rank takes part in catch-ups. If its instance lacks the group's version, it gets that version
+            catch_up: Without `loader`, whether the rank takes part in catch-ups. If its instance lacks the group's version, it gets that version
                 from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance holds the
                 version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
                 answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say
@@ -106,7 +319,7 @@ class Engine(Member):
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
         self.device = devices.current() if device is None else device
         self._follows_memory = device is None  # whether the device is the first registered tensor's
-        self._places: _places.Places | None = None
+        self._places: Places | None = None
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
@@ -165,14 +378,14 @@ class Engine(Member):
             InvalidArgument: The layout is wrong in itself; the error names the tensor. Nothing has changed then.
             FailedPrecondition: Another rank's layout disagrees, or an update runs. Nothing has changed then.
         """
-        module = layout if _places.is_module(layout) else getattr(layout, "module", None)
+        module = layout if is_module(layout) else getattr(layout, "module", None)
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .layout.shards import collect
 
             layout = collect(layout, buffers=buffers, leave_out=leave_out, tied=tied, rank=self.rank)
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
-            self._places = _places.Places(module, getattr(layout, "parameter_names", None))
+            self._places = Places(module, getattr(layout, "parameter_names", None))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
         """Does what register() does, for plain records.
@@ -236,9 +449,7 @@ class Engine(Member):
         number, event = interruptible(lambda: self._take(gone, stopped, timeout_seconds), cancel=gone.set, disown=self._restore)
         return event
 
-    def _take(
-        self, gone: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None
-    ) -> tuple[int, Event | None]:
+    def _take(self, gone: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None) -> tuple[int, Event | None]:
         """Returns what _next_unless returns, with the event's number. `gone` is set when its caller waits no more.
 
         Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _restore().
@@ -301,8 +512,8 @@ class Engine(Member):
             return
         written = [owner for box in registration.boxes if (owner := getattr(box.memory, "owner", None)) is not None]
         if places is not None:
-            written += [tensor for _, tensor in _places.held_by(places.module)]
-        _places.mark_written(written)
+            written += [tensor for _, tensor in held_by(places.module)]
+        mark_written(written)
 
     def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
         out = ctypes.c_void_p()
@@ -352,7 +563,7 @@ class Engine(Member):
             self._refuse(version, f"{first} of {self.label} lies elsewhere than when it was registered", first)
         changed = {} if places is None else places.changed()
         if changed:
-            self._refuse(version, *_places.describe(changed, self.label))
+            self._refuse(version, *describe(changed, self.label))
 
     def _refuse(self, version: int, why: str, culprit: str) -> None:
         self.fail(version, why)
@@ -398,3 +609,110 @@ def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
 
     name, dtype, shape = entry
     return TensorSpec(name, resolve(dtype, f"tensor '{name}'").name, tuple(shape))
+
+
+Taken = tuple[int, Optional[Event]]  # an event with its number; no event: the time was over
+
+
+class _Waiter:
+    def __init__(self, loop: asyncio.AbstractEventLoop, deadline: float | None) -> None:
+        self.future: asyncio.Future[Taken] = loop.create_future()
+        self.deadline = deadline
+
+    def expire(self) -> None:
+        if not self.future.done():
+            self.future.set_result((0, None))
+
+
+class Inbox:
+    """The tasks of one event loop that wait for an engine's events, served in the order in which they asked.
+
+    Events come in their order also where tasks are cancelled: the next event is not read before the last has been received, or
+    has been put back because its task was cancelled. All methods run on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        take: Callable[[threading.Event, threading.Event | None, float | None], Taken],
+        restore: Callable[[Taken], None],
+    ) -> None:
+        """`take` blocks for the next event, until its time is over or its first argument was set. `restore` puts an event back."""
+        self.loop = loop
+        self._take = take
+        self._restore = restore
+        self._waiting: deque[_Waiter] = deque()
+        self._receiver: _Waiter | None = None  # has been given an event that its task has not seen yet
+        self._gone: threading.Event | None = None  # is set to end the reading that runs; None: none runs
+
+    async def next(self, timeout_seconds: float | None) -> Event | None:
+        """The next event, or None after `timeout_seconds`."""
+        deadline = None if timeout_seconds is None else self.loop.time() + timeout_seconds
+        waiter = _Waiter(self.loop, deadline)
+        timer = None
+        # Where no other task waits, the reading that begins below is for this task alone, and ends by itself at the deadline.
+        if deadline is not None and self._waiting:
+            timer = self.loop.call_at(deadline, waiter.expire)
+        self._waiting.append(waiter)
+        self._read()
+        try:
+            return (await waiter.future)[1]
+        except asyncio.CancelledError:
+            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
+                self._restore(waiter.future.result())
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._leave(waiter)
+
+    def _leave(self, waiter: _Waiter) -> None:
+        if self._receiver is waiter:
+            self._receiver = None
+        elif waiter in self._waiting:
+            self._waiting.remove(waiter)
+        if self._waiting:
+            self._read()
+        elif self._gone is not None:
+            self._gone.set()
+
+    def _read(self) -> None:
+        if self._gone is not None or self._receiver is not None:
+            return
+        deadlines = [waiter.deadline for waiter in self._waiting if waiter.deadline is not None]
+        timeout = max(min(deadlines) - self.loop.time(), 0.0) if deadlines else None
+        self._gone = threading.Event()
+        start(partial(self._run, self._gone, timeout))
+
+    def _run(self, gone: threading.Event, timeout: float | None) -> None:
+        """Takes one event, on a thread of its own."""
+        try:
+            taken, error = self._take(gone, None, timeout), None
+        except Exception as raised:
+            taken, error = (0, None), raised
+        try:
+            self.loop.call_soon_threadsafe(self._deliver, taken, error)
+        except RuntimeError:  # the loop is closed: nobody waits in it
+            self._restore(taken)
+
+    def _deliver(self, taken: Taken, error: Exception | None) -> None:
+        self._gone = None
+        self._drop_done()
+        if error is not None:
+            if self._waiting:
+                self._waiting.popleft().future.set_exception(error)
+        elif taken[1] is None:
+            for waiter in self._waiting:
+                if waiter.deadline is not None and waiter.deadline <= self.loop.time():
+                    waiter.expire()
+            self._drop_done()
+        elif self._waiting:
+            self._receiver = self._waiting.popleft()
+            self._receiver.future.set_result(taken)
+        else:
+            self._restore(taken)
+        if self._waiting:
+            self._read()
+
+    def _drop_done(self) -> None:
+        self._waiting = deque(waiter for waiter in self._waiting if not waiter.future.done())

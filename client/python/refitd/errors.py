@@ -248,25 +248,7 @@ class StagingWarning(UserWarning):
     """Tensors lie outside refitd's regions and are therefore copied at every refit."""
 
 
-_SUBCLASSES: tuple[type[Error], ...] = (
-    Cancelled,
-    Unknown,
-    InvalidArgument,
-    DeadlineExceeded,
-    NotFound,
-    AlreadyExists,
-    PermissionDenied,
-    ResourceExhausted,
-    FailedPrecondition,
-    UpdateAborted,
-    OutOfRange,
-    Unimplemented,
-    Internal,
-    Unavailable,
-    DataLoss,
-    Unauthenticated,
-)
-_BY_STATUS = {kind.status: kind for kind in _SUBCLASSES}
+_BY_STATUS = {kind.status: kind for kind in Error.__subclasses__()}  # those above, but for the two that are FailedPrecondition
 
 
 def subclass_of(status: Status) -> type[Error]:

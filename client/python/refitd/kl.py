@@ -24,14 +24,7 @@ from .layout.memory import resolve
 # The most KL, in nats a token, that passes for rounding without a control, by the dtype in which the engine computes. The error of a
 # log-probability grows with the dtype's unit of rounding u, and the KL with its square. Engines whose kernels differ from the
 # trainer's were assumed to err by 16 u (float32: by 1e-3, as TF32 does).
-LIMITS = {
-    "float64": 1e-9,
-    "float32": 1e-6,
-    "float16": 1e-4,
-    "bfloat16": 5e-3,
-    "float8_e4m3fn": 5e-2,
-    "float8_e5m2": 1e-1,
-}
+LIMITS = {"float64": 1e-9, "float32": 1e-6, "float16": 1e-4, "bfloat16": 5e-3, "float8_e4m3fn": 5e-2, "float8_e5m2": 1e-1}
 # A control's KL is one sample of what rounding does: other tokens and weights give some times as much.
 CONTROL_FACTOR = 8.0
 # Below this the sums themselves round: a control of exactly 0 does not ask for a KL of 0.

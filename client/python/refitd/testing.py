@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from ._core import binaries
+from ._core.native import daemon_file, refitctl_file
 from .errors import DeadlineExceeded, Unavailable
 
 # Far longer than anything takes; only what hangs reaches them.
@@ -42,7 +42,7 @@ def program(name: str) -> str:
     built = daemon / name if name == "refitd" else daemon / name / name
     if variable not in os.environ and built.is_file():
         return str(built)
-    return binaries.daemon() if name == "refitd" else binaries.refitctl()
+    return daemon_file() if name == "refitd" else refitctl_file()
 
 
 class Daemon:

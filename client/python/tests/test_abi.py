@@ -9,7 +9,8 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from refitd._core import native, events, update
+from refitd import engine, trainer
+from refitd._core import native
 from refitd.layout.memory import DTYPES
 from refitd import errors
 
@@ -75,11 +76,11 @@ class AbiTest(unittest.TestCase):
         lines += [f"SAME(REFIT_ROLE_{(role or 'unknown').upper()}, {i});" for i, role in enumerate(errors.ROLES)]
         lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in DTYPES.values()]
         lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]
-        lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in events.Weights]
-        lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(update.OUTCOMES)]
+        lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in engine.Weights]
+        lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(trainer.OUTCOMES)]
         lines += [f"SAME(REFIT_DELIVERY_{name.upper()}, {i});" for name, i in native.DELIVERIES.items()]
         lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in native.BROADCASTS.items()]
-        lines += [f"SAME(REFIT_VERIFICATION_{(name or 'default').upper()}, {i});" for name, i in update.VERIFICATIONS.items()]
+        lines += [f"SAME(REFIT_VERIFICATION_{(name or 'default').upper()}, {i});" for name, i in trainer.VERIFICATIONS.items()]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "same.c"
             source.write_text("\n".join(lines) + "\n")

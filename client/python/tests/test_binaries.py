@@ -9,10 +9,10 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from refitd._core import binaries
+from refitd._core import native
 
 SECONDS = 60  # far longer than anything takes; only a failing test reaches it
-PACKAGE_PARENT = str(Path(binaries.__file__).parents[2])
+PACKAGE_PARENT = str(Path(native.__file__).parents[2])
 # Prints its arguments, then the signals that it ignores, then waits for the end of its input and ends with 7.
 PROGRAM = """#!/bin/sh
 echo "$$" "$@"
@@ -32,7 +32,7 @@ class BinariesTest(unittest.TestCase):
         self.addCleanup(environment.stop)
         for name in ("REFIT_LIBRARY", "REFITD_BINARY", "REFITCTL_BINARY"):
             os.environ.pop(name, None)
-        package = mock.patch.object(binaries, "_IN_PACKAGE", self.folder / "_bin")
+        package = mock.patch.object(native, "_IN_PACKAGE", self.folder / "_bin")
         package.start()
         self.addCleanup(package.stop)
 
@@ -44,19 +44,19 @@ class BinariesTest(unittest.TestCase):
         return str(path)
 
     def test_the_environment_comes_before_the_package_and_the_package_before_the_system(self):
-        self.assertEqual(binaries.library(), "librefit.so")
+        self.assertEqual(native.library_file(), "librefit.so")
         system = self.file("path/refitd")
-        self.assertEqual(binaries.daemon(), system)
+        self.assertEqual(native.daemon_file(), system)
         carried = self.file("_bin/refitd")
-        self.assertEqual(binaries.daemon(), carried)
+        self.assertEqual(native.daemon_file(), carried)
         library = self.file("_bin/librefit.so")
-        self.assertEqual(binaries.library(), library)
+        self.assertEqual(native.library_file(), library)
         os.environ["REFITD_BINARY"] = os.environ["REFIT_LIBRARY"] = own = self.file("own")
-        self.assertEqual((binaries.daemon(), binaries.library()), (own, own))
+        self.assertEqual((native.daemon_file(), native.library_file()), (own, own))
 
     def test_a_variable_that_names_no_file_is_an_error_that_names_both(self):
         for variable, find in (
-            ("REFIT_LIBRARY", binaries.library), ("REFITD_BINARY", binaries.daemon), ("REFITCTL_BINARY", binaries.refitctl)):
+            ("REFIT_LIBRARY", native.library_file), ("REFITD_BINARY", native.daemon_file), ("REFITCTL_BINARY", native.refitctl_file)):
             with mock.patch.dict(os.environ, {variable: "/none/such"}):
                 with self.assertRaisesRegex(FileNotFoundError, variable + ".*/none/such"):
                     find()
@@ -64,11 +64,11 @@ class BinariesTest(unittest.TestCase):
     def test_the_packages_own_script_on_the_path_is_not_taken_for_the_program(self):
         self.file("path/refitd", b"#!/usr/bin/python3\n")
         with self.assertRaisesRegex(FileNotFoundError, "REFITD_BINARY is not set"):
-            binaries.daemon()
+            native.daemon_file()
 
     def start(self, command, *arguments, **environment):
         """Starts what the console script of that name starts."""
-        code = "import sys; sys.argv[0] = %r; from refitd._core import binaries; binaries.run_%s()" % (command, command)
+        code = "import sys; sys.argv[0] = %r; from refitd._core import native; native.run_%s()" % (command, command)
         environment = {"PYTHONPATH": PACKAGE_PARENT, "PATH": os.defpath, **environment}
         return subprocess.Popen(
             [sys.executable, "-c", code, *arguments], env=environment, text=True,

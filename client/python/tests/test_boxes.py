@@ -7,7 +7,7 @@ import pytest
 
 numpy = pytest.importorskip("numpy")
 
-from refitd.layout.boxes import NotBoxes, first_overlap, range_boxes, row_major, view_boxes  # noqa: E402
+from refitd.layout import NotBoxes, first_overlap, range_boxes, row_major, view_boxes  # noqa: E402
 
 
 def random_shape(rng, most_dims=4, most=5):

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
-from refitd.layout.boxes import TensorSpec  # noqa: E402
+from refitd.layout import TensorSpec  # noqa: E402
 from refitd.layout.capture import capture  # noqa: E402
 from refitd.layout.memory import HostMemory  # noqa: E402
 

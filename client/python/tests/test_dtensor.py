@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.layout.dtensor import _indices, _place  # noqa: E402
+from refitd.layout import _indices, _place  # noqa: E402
 from refitd.layout.shards import collect  # noqa: E402
 
 MESHES = {2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (1, 2, 2)]}

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd
-from refitd.layout.places import Places
+from refitd._core.tensors import Places
 from refitd.layout.shards import collect
 from refitd.serving.delivery import Delivery
 from refitd.serving.rank import Rank

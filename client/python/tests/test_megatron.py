@@ -17,7 +17,7 @@ from layout_util import pushed_by  # noqa: E402
 import refitd  # noqa: E402
 from refitd import StagingWarning, testing  # noqa: E402
 from refitd.errors import InvalidArgument, Unimplemented  # noqa: E402
-from refitd.integrations import megatron_bridge, slime  # noqa: E402
+from refitd.integrations import megatron, megatron_bridge, slime  # noqa: E402
 from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, model_shards, shards, table_of  # noqa: E402
 from refitd.layout.shards import Shard, collect  # noqa: E402
 
@@ -327,8 +327,8 @@ def test_slimes_shards_finish_gathers_before_each_refit(monkeypatch):
     chunk = Chunk(True)
     chunk.modules = lambda: iter([])
     common = SimpleNamespace(named_params_and_buffers=lambda args, model: [])
-    monkeypatch.setattr(slime, "importlib", SimpleNamespace(import_module=lambda _: common))
-    monkeypatch.setattr(slime, "_place", lambda rank, args: Parallel(1).place(0, 1))
+    monkeypatch.setattr(megatron, "importlib", SimpleNamespace(import_module=lambda _: common))
+    monkeypatch.setattr(megatron, "_place", lambda rank, args: Parallel(1).place(0, 1))
 
     class Updater(slime.Updater):
         settings = SimpleNamespace(table={})

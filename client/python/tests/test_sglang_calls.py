@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 from refitd.errors import FailedPrecondition
-from refitd.integrations.sglang.controls import OfflineControls, Released, check
-from refitd.serving import lifecycle
+from refitd.integrations.sglang import OfflineControls, Released, check
+from refitd.serving import driver as lifecycle
 from refitd.serving.driver import Driver
 from refitd.serving.settings import Settings
 

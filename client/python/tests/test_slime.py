@@ -192,7 +192,7 @@ def test_what_it_does_not_know_is_refused_by_name(monkeypatch, framework):
     stand_in(framework)
     adapter = ADAPTERS[framework]
     monkeypatch.setattr(adapter.Updater, "settings", None)
-    with pytest.raises(FailedPrecondition, match=f"refitd.{framework}.install was not called"):
+    with pytest.raises(FailedPrecondition, match=f"refitd.integrations.{framework}.install was not called"):
         adapter.Updater(arguments(), [], dict, model_name="", quantization_config=None)
     monkeypatch.delenv("REFITD_GROUP", raising=False)
     with pytest.raises(InvalidArgument, match="REFITD_GROUP is not set"):

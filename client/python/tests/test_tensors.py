@@ -15,8 +15,10 @@ torch = pytest.importorskip("torch")
 
 from refitd import TensorSpec  # noqa: E402
 from refitd._core import tensors as _tensors  # noqa: E402
-from refitd._core.tensors import Addresses, Bindings, Marks, Packer, TensorAddress  # noqa: E402
-from refitd.layout.places import Places  # noqa: E402
+from refitd._core.member import Addresses, TensorAddress  # noqa: E402
+from refitd._core.tensors import Bindings, Marks  # noqa: E402
+from refitd.trainer import Packer  # noqa: E402
+from refitd._core.tensors import Places  # noqa: E402
 
 WAY = os.environ.get("REFITD_TEST_WAY", "")
 if WAY == "methods":  # without torch's functions of storages, and with no place to read ahead

@@ -295,3 +295,8 @@ def test_grpo_of_trl_refits_each_step(daemon, tmp_path):
         assert loop.wait(2, 60) == 2
     model.save_pretrained(tmp_path / "end")
     assert engine.tensors_unlike(tmp_path / "end") == [] and engine.tensors_unlike(tmp_path / "begin")
+
+
+def test_a_callback_that_was_added_after_training_began_says_so():
+    with pytest.raises(refitd.FailedPrecondition, match="after training began"):
+        RefitCallback("policy").on_step_end(None, transformers.TrainerState(global_step=1), None)

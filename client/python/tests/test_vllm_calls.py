@@ -8,8 +8,8 @@ from unittest import mock
 
 from refitd.errors import FailedPrecondition
 from refitd.integrations.vllm import versions
-from refitd.integrations.vllm.controls import check_backend
-from refitd.integrations.vllm.endpoints import ServerControls, check_api_servers
+from refitd.integrations.vllm.versions import check_backend
+from refitd.integrations.vllm import ServerControls, check_api_servers
 
 
 class Engine:

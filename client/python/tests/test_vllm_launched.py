@@ -5,7 +5,7 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 import refitd
-from refitd.integrations.vllm import controls as launched
+from refitd.integrations import vllm as launched
 from refitd.serving.driver import Driver, Follower
 from refitd.serving.settings import Settings
 from support import SECONDS, DaemonTest

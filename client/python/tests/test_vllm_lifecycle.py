@@ -5,8 +5,8 @@ import random
 import unittest
 from collections import deque
 
-from refitd.serving import lifecycle
-from refitd.serving.lifecycle import Lifecycle, State
+from refitd.serving import driver as lifecycle
+from refitd.serving.driver import Lifecycle, State
 
 ORDERS = int(os.environ.get("REFITD_LIFECYCLE_ORDERS", "10000"))
 STEPS = 60

@@ -22,17 +22,17 @@ def unpin(torch):
     torch.Tensor.pin_memory = lambda self, *arguments: self
 
 
-def plant(scheduler):
-    from engine_program import PLANTS
-
-    made = scheduler.Backend.__init__
+def plant(adapter):
+    made = adapter.Backend.__init__
 
     def make_planted(backend, runner):
+        from engine_program import PLANTS
+
         made(backend, runner)
         for name, arguments in json.loads(os.environ["REFITD_ENGINES_PLANT"]).items():
             PLANTS[name](runner.model, *arguments)
 
-    scheduler.Backend.__init__ = make_planted
+    adapter.Backend.__init__ = make_planted
 
 
 class After(importlib.abc.MetaPathFinder):
@@ -59,4 +59,4 @@ class After(importlib.abc.MetaPathFinder):
 if os.environ.get("REFITD_ENGINES_UNPINNED"):
     sys.meta_path.insert(0, After("torch", unpin))
 if os.environ.get("REFITD_ENGINES_PLANT"):
-    sys.meta_path.insert(0, After("refitd.integrations.sglang.scheduler", plant))
+    sys.meta_path.insert(0, After("refitd.integrations.sglang", plant))

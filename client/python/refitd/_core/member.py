@@ -1,28 +1,234 @@
-"""What trainers and engines share: how they reach their daemon, regions known to it, layouts as C lists."""
+"""What trainers and engines share: how they reach their daemon, layouts as C lists, regions known to the daemon."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import InvalidArgument, NotFound, StagingWarning
-from ..layout.boxes import Box, PushedTensors, Source, TensorSpec
+from ..layout import Box, PushedTensors, Source, TensorSpec
 from ..layout.devices import connect_fields, kind_of, on_host
 from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned, locate
-from . import native
-from .native import Handle, check, text, texts
-from .tensors import Addresses, Piece, PieceList, TensorList, check_boxes, numbers
-from .waiting import ends_soon, interruptible
+from . import ends_soon, interruptible, native
+from .native import Handle, check, ids, reads_tensors, text, texts
 
 if TYPE_CHECKING:
     from ..layout.devices import Resolver
+
+
+_TENSOR = struct.Struct("=QiiQqq")
+_PIECE = struct.Struct("=qQQQQq")
+assert _TENSOR.size == ctypes.sizeof(native.refit_tensor) and _PIECE.size == ctypes.sizeof(native.refit_piece)
+
+MAX_DIMENSIONS = 8
+
+
+class Piece(NamedTuple):
+    """A box of tensor `tensor` that lies in `region`, with byte_offset from the region's base."""
+
+    tensor: int
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    region: Handle
+    byte_offset: int
+
+
+class TensorList:
+    """A C array of refit_tensor. `starts`, `counts`: of the elements of each; None: every tensor is whole."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], starts: Sequence[int] | None = None, counts: Sequence[int] | None = None) -> None:
+        self.count = len(tensors)
+        names = bytearray()
+        name_at: list[int] = []
+        dims: list[int] = []
+        dims_at: list[int] = []
+        for tensor in tensors:
+            name_at.append(len(names))
+            names += tensor.name.encode()
+            names.append(0)
+            dims_at.append(len(dims))
+            dims += tensor.shape
+        self._names = ctypes.create_string_buffer(bytes(names), len(names) + 1)
+        self._dims = array("q", dims or [0])
+        name_base, dims_base = ctypes.addressof(self._names), self._dims.buffer_info()[0]
+        packed = bytearray(_TENSOR.size * max(1, self.count))
+        for i, tensor in enumerate(tensors):
+            start = 0 if starts is None else starts[i]
+            count = native.WHOLE if counts is None else counts[i]
+            _TENSOR.pack_into(
+                packed, i * _TENSOR.size, name_base + name_at[i], DTYPES[tensor.dtype].code, len(tensor.shape),
+                dims_base + 8 * dims_at[i], start, count,
+            )  # fmt: skip
+        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
+        self.pointer = ctypes.addressof(self._packed)
+
+
+class PieceList:
+    """A C array of refit_piece. The regions' handles must stay open as long as it is used."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.count = len(pieces)
+        numbers: list[int] = []
+        at: list[int] = []
+        for piece in pieces:
+            at.append(len(numbers))
+            numbers += piece.offset
+            numbers += piece.extent
+            numbers += piece.strides
+        self._numbers = array("q", numbers or [0])
+        base = self._numbers.buffer_info()[0]
+        packed = bytearray(_PIECE.size * max(1, self.count))
+        for i, piece in enumerate(pieces):
+            bytes_a_list = 8 * len(piece.offset)
+            first = base + 8 * at[i]
+            _PIECE.pack_into(
+                packed, i * _PIECE.size, piece.tensor, first, first + bytes_a_list, first + 2 * bytes_a_list,
+                piece.region.pointer, piece.byte_offset,
+            )  # fmt: skip
+        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
+        self.pointer = ctypes.addressof(self._packed)
+
+
+def numbers(values: Iterable[int]) -> array[int]:
+    """A C array of int64; its address is buffer_info()[0]."""
+    return array("q", values)
+
+
+def check_name(name: str, whose: str) -> None:
+    """Raises InvalidArgument for a name that C would read as another."""
+    what = f"tensor {name!r}"
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidArgument(f"{what} of {whose}: the name is empty, no text, or has a null in it", culprit=what)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{what} of {whose}: the name is not UTF-8: {error}", culprit=what) from None
+
+
+def integers(values: object) -> tuple[int, ...] | None:
+    """A sequence's entries as int, whatever integers they are (numpy's too); None where it is none, or holds something else."""
+    try:
+        return tuple(map(index, values))  # type: ignore[call-overload]
+    except TypeError:
+        return None
+
+
+def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
+    """Raises InvalidArgument, naming tensor and member, for what the library could only refuse in worse words."""
+    seen: set[str] = set()
+    for tensor in tensors:
+        what = f"tensor '{tensor.name}'"
+        check_name(tensor.name, whose)
+        if tensor.name in seen:
+            raise InvalidArgument(f"{what} of {whose} is there twice", culprit=what)
+        seen.add(tensor.name)
+        if tensor.dtype not in DTYPES:
+            raise InvalidArgument(f"{what} of {whose}: dtype {tensor.dtype!r} is none of {', '.join(DTYPES)}", culprit=what)
+        if integers(tensor.shape) is None:
+            raise InvalidArgument(f"{what} of {whose}: shape {tensor.shape!r} is no sequence of integers", culprit=what)
+        if len(tensor.shape) > MAX_DIMENSIONS or any(n < 0 for n in tensor.shape):
+            raise InvalidArgument(
+                f"{what} of {whose}: shape {tuple(tensor.shape)} has a negative or more than {MAX_DIMENSIONS} dimensions", culprit=what
+            )
+
+
+def check_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], whose: str) -> None:
+    """Raises InvalidArgument, naming tensor and member, for a box outside of its tensor or of its memory."""
+    for box in boxes:
+        if not 0 <= box.tensor_index < len(tensors):
+            raise InvalidArgument(f"a box of {whose} is of tensor {box.tensor_index} of {len(tensors)}")
+        tensor = tensors[box.tensor_index]
+        what = f"tensor '{tensor.name}'"
+        rank = len(tensor.shape)
+        if not len(box.offset) == len(box.extent) == len(box.strides) == rank:
+            raise InvalidArgument(
+                f"{what} of {whose} has {rank} dimensions, but its box has offset {box.offset}, extent {box.extent}, strides {box.strides}",
+                culprit=what,
+            )
+        lowest = highest = 0
+        for offset, extent, stride, size in zip(box.offset, box.extent, box.strides, tensor.shape):
+            if offset < 0 or extent < 1 or offset + extent > size:
+                raise InvalidArgument(
+                    f"{what} of {whose}: the box at {box.offset} of {box.extent} elements is empty or beyond the shape {tensor.shape}",
+                    culprit=what,
+                )
+            reach = (extent - 1) * stride
+            if reach < 0:
+                lowest += reach
+            else:
+                highest += reach
+        itemsize = DTYPES[tensor.dtype].itemsize
+        first, last = box.byte_offset + lowest * itemsize, box.byte_offset + (highest + 1) * itemsize
+        if first < 0 or last > box.memory.nbytes:
+            raise InvalidArgument(
+                f"{what} of {whose}: the box takes bytes {first} to {last} of memory that has {box.memory.nbytes}", culprit=what
+            )
+
+
+class TensorAddress:
+    """Tells where a tensor's memory is now. `current()` is the tensor; `fixed`: that tensor, where it is always the same."""
+
+    __slots__ = ("current", "fixed")
+
+    def __init__(self, current: Callable[[], Any], fixed: Any = None) -> None:
+        self.current = current
+        self.fixed = fixed
+
+    def __call__(self) -> int:
+        return int(self.current().data_ptr())
+
+
+class Addresses:
+    """Functions that tell addresses, and the addresses that they told first. Every refit asks all of them whether anything moved."""
+
+    def __init__(self, asked: Sequence[Callable[[], int]], told: Sequence[int]) -> None:
+        self._all = list(asked), list(told)
+        self._fast = reads_tensors()
+        if not self._fast:
+            return
+        kind = sys.modules["torch"].Tensor
+        pairs = list(zip(asked, told))
+        fixed = [(a.fixed, at) for a, at in pairs if isinstance(a, TensorAddress) and isinstance(a.fixed, kind)]
+        current = [(a.current, at) for a, at in pairs if isinstance(a, TensorAddress) and not isinstance(a.fixed, kind)]
+        self._fixed = [tensor for tensor, _ in fixed], array("q", [at for _, at in fixed])
+        self._ids = ids(self._fixed[0])
+        self._current = [ask for ask, _ in current], array("q", [at for _, at in current])
+        rest = [(a, at) for a, at in pairs if not isinstance(a, TensorAddress)]
+        self._rest = [a for a, _ in rest], [at for _, at in rest]
+
+    def moved(self) -> bool:
+        """Whether any function tells another address now."""
+        if not self._fast:
+            asked, told = self._all
+            return [now() for now in asked] != told
+        if _first_moved(self._ids, self._fixed[1]):
+            return True
+        currents, at = self._current
+        if currents:
+            tensors = [current() for current in currents]
+            if not all(isinstance(tensor, sys.modules["torch"].Tensor) for tensor in tensors) or _first_moved(ids(tensors), at):
+                return True
+        rest, told = self._rest
+        return [now() for now in rest] != told
+
+
+def _first_moved(ids: array[int], addresses: array[int]) -> bool:
+    count = len(addresses)
+    first = native.locked_library().refit_python_first_moved(ids.buffer_info()[0], addresses.buffer_info()[0], count)
+    return bool(first < count)
+
 
 Self = TypeVar("Self", bound="Member")
 T = TypeVar("T")
@@ -352,7 +558,8 @@ class Member:
         return self._handle.closed
 
     def close(self) -> None:
-        """Detaches from the daemon; calls that other threads have under way end first. No method works afterwards."""
+        """Detaches from the daemon. Calls that other threads have under way end first; a refit among them is given up. No method works
+        afterwards."""
         interruptible(self._close, cancel=ends_soon)
 
     def _close(self) -> None:

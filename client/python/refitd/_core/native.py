@@ -2,6 +2,22 @@
 
 ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). The library is loaded on
 first use; `REFIT_LIBRARY` names another file than the one that comes with the package.
+
+Each compiled part is looked for in this order: the file that its environment variable names, the file that this package carries (a wheel does,
+a checkout does not), and the system's own.
+
+| part         | environment variable | in the package       | of the system                        |
+|--------------|----------------------|----------------------|--------------------------------------|
+| librefit.so  | REFIT_LIBRARY        | _bin/librefit.so     | whatever the dynamic loader finds    |
+| refitd       | REFITD_BINARY        | _bin/refitd          | the first program of the name on PATH |
+| refitctl     | REFITCTL_BINARY      | _bin/refitctl        | the first program of the name on PATH |
+
+The package's commands `refitd` and `refitctl` are scripts that call `run_refitd` and `run_refitctl`. Those replace the
+process by the program, so that its process id, signals, exit code and arguments are the caller's own.
+
+librefit reads torch tensors itself, in tenths of a microsecond a tensor. DLPack (1.2 and later) puts a table of C functions at torch.Tensor, by which
+librefit asks a tensor for its memory, shape, strides and dtype. Where that table, or something else that is needed, is missing, `reads_tensors` says
+so, and the callers ask in Python.
 """
 
 from __future__ import annotations
@@ -9,16 +25,105 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import signal
+import sys
 import threading
 import weakref
+from array import array
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p, py_object
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import ROLES, Closed, Error, Failure, Forked, Status, Suspect, escaped, subclass_of
-from . import binaries
+
+
+_IN_PACKAGE = Path(__file__).parents[1] / "_bin"
+_LIBRARY = "librefit.so"
+_ELF_MAGIC = b"\x7fELF"
+# A shell exits with this status for a command that it does not find.
+_NOT_FOUND = 127
+
+
+def library_file() -> str:
+    """Returns what `ctypes.CDLL` loads: a path, or the plain name where only the system's loader can tell.
+
+    Raises FileNotFoundError where REFIT_LIBRARY names no file.
+    """
+    return _overridden("REFIT_LIBRARY") or _carried(_LIBRARY) or _LIBRARY
+
+
+def daemon_file() -> str:
+    """The path of the program `refitd`. Raises FileNotFoundError where there is none."""
+    return _program("refitd", "REFITD_BINARY")
+
+
+def refitctl_file() -> str:
+    """The path of the program `refitctl`. Raises FileNotFoundError where there is none."""
+    return _program("refitctl", "REFITCTL_BINARY")
+
+
+def run_refitd() -> NoReturn:
+    """The command `refitd`: becomes the daemon, with this process's arguments."""
+    _become("refitd", "REFITD_BINARY")
+
+
+def run_refitctl() -> NoReturn:
+    """The command `refitctl`: becomes the program, with this process's arguments."""
+    _become("refitctl", "REFITCTL_BINARY")
+
+
+def _overridden(variable: str) -> str | None:
+    path = os.environ.get(variable)
+    if path and not os.path.isfile(path):
+        raise FileNotFoundError(f"{variable} names no file: {path}")
+    return path or None
+
+
+def _carried(name: str) -> str | None:
+    path = _IN_PACKAGE / name
+    return str(path) if path.is_file() else None
+
+
+def _on_path(name: str) -> str | None:
+    """The first program of this name on PATH. Scripts are passed over, since this package's own command is a script of that name."""
+    for folder in os.get_exec_path():
+        path = os.path.join(folder, name)
+        if os.access(path, os.X_OK) and _is_elf(path):
+            return path
+    return None
+
+
+def _is_elf(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_ELF_MAGIC)) == _ELF_MAGIC
+    except OSError:
+        return False
+
+
+def _program(name: str, variable: str) -> str:
+    path = _overridden(variable) or _carried(name) or _on_path(name)
+    if path is None:
+        raise FileNotFoundError(f"no program {name}: {variable} is not set, this package carries none ({_IN_PACKAGE}), and PATH has none")
+    return path
+
+
+def _become(name: str, variable: str) -> NoReturn:
+    try:
+        path = _program(name, variable)
+        # Python ignores these two signals, and a program inherits what is ignored.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        # The daemon looks for NCCL among the packages of the environment that this variable names.
+        if sys.prefix != sys.base_prefix:
+            os.environ.setdefault("VIRTUAL_ENV", sys.prefix)
+        os.execv(path, [name, *sys.argv[1:]])
+    except OSError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(_NOT_FOUND)
+
 
 # refit_tensor.count
 WHOLE = -1
@@ -47,243 +152,108 @@ EVENT_LOST = 6
 EVENT_REATTACHED = 7
 
 
+def _fields(**kinds: Any) -> list[tuple[str, Any]]:
+    """Fields of a C structure, in their order."""
+    return list(kinds.items())
+
+
 class refit_tensor(ctypes.Structure):
-    _fields_ = [
-        ("name", c_char_p),
-        ("dtype", c_int32),
-        ("dim_count", c_int32),
-        ("dims", c_void_p),
-        ("start", c_int64),
-        ("count", c_int64),
-    ]
+    _fields_ = _fields(name=c_char_p, dtype=c_int32, dim_count=c_int32, dims=c_void_p, start=c_int64, count=c_int64)
 
 
 class refit_group_spec(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("trainer_ranks", c_int32),
-        ("min_instances", c_int32),
-        ("slot_bytes", c_int64),
-        ("slots", c_int32),
-        ("engine_only_count", c_int32),
-        ("engine_only_tensors", POINTER(c_char_p)),
-        ("unwanted_count", c_int32),
-        ("unwanted_tensors", POINTER(c_char_p)),
-        ("max_lag", c_int64),
-        ("encrypted_data", c_int32),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, trainer_ranks=c_int32, min_instances=c_int32, slot_bytes=c_int64, slots=c_int32, engine_only_count=c_int32,
+        engine_only_tensors=POINTER(c_char_p), unwanted_count=c_int32, unwanted_tensors=POINTER(c_char_p), max_lag=c_int64,
+        encrypted_data=c_int32,
+    )  # fmt: skip
 
 
 class refit_connect_options(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("socket", c_char_p),
-        ("group", c_char_p),
-        ("spec", POINTER(refit_group_spec)),
-        ("wait_ms", c_int64),
-        ("call_margin_ms", c_int64),
-        ("client", c_char_p),
-        ("coordinator", c_char_p),
-        ("reattach_ms", c_int64),
-        ("silence_ms", c_int64),
-        ("device", c_char_p),
-        ("cuda_library", c_char_p),
-        ("address", c_char_p),
-        ("tls_certificate", c_char_p),
-        ("tls_key", c_char_p),
-        ("tls_roots", c_char_p),
-        ("tls_server", c_char_p),
-        ("insecure", c_int64),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, socket=c_char_p, group=c_char_p, spec=POINTER(refit_group_spec), wait_ms=c_int64, call_margin_ms=c_int64,
+        client=c_char_p, coordinator=c_char_p, reattach_ms=c_int64, silence_ms=c_int64, device=c_char_p, cuda_library=c_char_p,
+        address=c_char_p, tls_certificate=c_char_p, tls_key=c_char_p, tls_roots=c_char_p, tls_server=c_char_p, insecure=c_int64,
+    )  # fmt: skip
 
 
 class refit_piece(ctypes.Structure):
-    _fields_ = [
-        ("tensor", c_int64),
-        ("offset", c_void_p),
-        ("extent", c_void_p),
-        ("strides", c_void_p),
-        ("region", c_void_p),
-        ("byte_offset", c_int64),
-    ]
+    _fields_ = _fields(tensor=c_int64, offset=c_void_p, extent=c_void_p, strides=c_void_p, region=c_void_p, byte_offset=c_int64)
 
 
 class refit_trainer_options(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("connect", POINTER(refit_connect_options)),
-        ("rank", c_int32),
-        ("world_size", c_int32),
-    ]
+    _fields_ = _fields(struct_size=c_size_t, connect=POINTER(refit_connect_options), rank=c_int32, world_size=c_int32)
 
 
 class refit_begin_options(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("version", c_int64),
-        ("duration_ms", c_int64),
-        ("verification", c_int32),
-        ("evict_late", c_int32),
-        ("tensor_count", c_int64),
-        ("total_bytes", c_int64),
-        ("broadcast", c_int32),
-        ("without_layout", c_int32),
-        ("note", c_char_p),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, version=c_int64, duration_ms=c_int64, verification=c_int32, evict_late=c_int32, tensor_count=c_int64,
+        total_bytes=c_int64, broadcast=c_int32, without_layout=c_int32, note=c_char_p,
+    )  # fmt: skip
 
 
 class refit_bucket(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("tensors", c_void_p),
-        ("tensor_count", c_int64),
-        ("packed", c_int32),
-        ("chunk_count", c_int32),
-        ("byte_offsets", c_void_p),
-        ("region", c_void_p),
-        ("region_offsets", c_void_p),
-        ("slot", c_void_p),
-        ("chunks", c_void_p),
-        ("chunk_bytes", c_void_p),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, tensors=c_void_p, tensor_count=c_int64, packed=c_int32, chunk_count=c_int32, byte_offsets=c_void_p,
+        region=c_void_p, region_offsets=c_void_p, slot=c_void_p, chunks=c_void_p, chunk_bytes=c_void_p,
+    )  # fmt: skip
 
 
 class refit_commit_result(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("version", c_int64),
-        ("bytes", c_int64),
-        ("seconds", c_double),
-        ("instances", c_int32),
-        ("committed", c_int32),
-        ("pushed_bytes", c_int64 * 5),
-        ("left_out_tensors", c_int64),
-        ("left_out_bytes", c_int64),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, version=c_int64, bytes=c_int64, seconds=c_double, instances=c_int32, committed=c_int32, pushed_bytes=c_int64 * 5,
+        left_out_tensors=c_int64, left_out_bytes=c_int64,
+    )  # fmt: skip
 
 
 class refit_refit_options(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("version", c_int64),
-        ("duration_ms", c_int64),
-        ("verification", c_int32),
-        ("evict_late", c_int32),
-    ]
+    _fields_ = _fields(struct_size=c_size_t, version=c_int64, duration_ms=c_int64, verification=c_int32, evict_late=c_int32)
 
 
 class refit_engine_options(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("connect", POINTER(refit_connect_options)),
-        ("instance", c_char_p),
-        ("rank", c_int32),
-        ("world_size", c_int32),
-        ("delivery", c_int32),
-        ("has_manifest", c_int32),
-        ("manifest", c_void_p),
-        ("manifest_count", c_int64),
-        ("has_held_version", c_int32),
-        ("held_version", c_int64),
-        ("dirty", c_int32),
-        ("held_origin", c_uint64),
-        ("catch_up", c_int32),
-        ("held_owner", c_char_p),
-        ("trainer_identity", c_char_p),
-        ("held_digest", c_uint64),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, connect=POINTER(refit_connect_options), instance=c_char_p, rank=c_int32, world_size=c_int32, delivery=c_int32,
+        has_manifest=c_int32, manifest=c_void_p, manifest_count=c_int64, has_held_version=c_int32, held_version=c_int64, dirty=c_int32,
+        held_origin=c_uint64, catch_up=c_int32, held_owner=c_char_p, trainer_identity=c_char_p, held_digest=c_uint64,
+    )  # fmt: skip
 
 
 class refit_view(ctypes.Structure):
-    _fields_ = [("tensor", refit_tensor), ("data", c_void_p)]
+    _fields_ = _fields(tensor=refit_tensor, data=c_void_p)
 
 
 class refit_event(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("kind", c_int32),
-        ("dirty", c_int32),
-        ("version", c_int64),
-        ("remaining_ms", c_int64),
-        ("tensor_count", c_int64),
-        ("update_id", c_uint64),
-        ("part", c_int64),
-        ("view_count", c_int64),
-        ("views", POINTER(refit_view)),
-        ("reason", c_char_p),
-        ("weights", c_int32),
-        ("incarnation", c_uint64),
-        ("owner", c_char_p),
-        ("digest", c_uint64),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, kind=c_int32, dirty=c_int32, version=c_int64, remaining_ms=c_int64, tensor_count=c_int64, update_id=c_uint64,
+        part=c_int64, view_count=c_int64, views=POINTER(refit_view), reason=c_char_p, weights=c_int32, incarnation=c_uint64, owner=c_char_p,
+        digest=c_uint64,
+    )  # fmt: skip
 
 
 class refit_suspect(ctypes.Structure):
-    _fields_ = [
-        ("role", c_int32),
-        ("rank", c_int32),
-        ("pid", c_int64),
-        ("daemon", c_char_p),
-        ("instance", c_char_p),
-    ]
+    _fields_ = _fields(role=c_int32, rank=c_int32, pid=c_int64, daemon=c_char_p, instance=c_char_p)
 
 
 class refit_failure(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("status", c_int32),
-        ("weights_left", c_int32),
-        ("what", c_char_p),
-        ("suspects", POINTER(refit_suspect)),
-        ("suspects_named", c_int64),
-        ("suspect_count", c_int64),
-        ("dirty_instances", POINTER(c_char_p)),
-        ("dirty_named", c_int64),
-        ("dirty_count", c_int64),
-        ("tensor", c_char_p),
-        ("field", c_char_p),
-        ("version", c_int64),
-        ("may_be_retried", c_int32),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, status=c_int32, weights_left=c_int32, what=c_char_p, suspects=POINTER(refit_suspect), suspects_named=c_int64,
+        suspect_count=c_int64, dirty_instances=POINTER(c_char_p), dirty_named=c_int64, dirty_count=c_int64, tensor=c_char_p, field=c_char_p,
+        version=c_int64, may_be_retried=c_int32,
+    )  # fmt: skip
 
 
 class refit_python(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("exchange", c_void_p),
-        ("is_negated", c_void_p),
-        ("storage", c_void_p),
-        ("storage_bytes", c_void_p),
-        ("storage_offset", c_void_p),
-        ("implementation_at", c_int64),
-        ("storage_at", c_int64),
-        ("get_storage_bytes", c_void_p),
-        ("get_storage_offset", c_void_p),
-        ("get_address", c_void_p),
-        ("get_dtype", c_void_p),
-        ("get_dim", c_void_p),
-        ("get_sizes", c_void_p),
-        ("get_strides", c_void_p),
-    ]
+    _fields_ = _fields(
+        struct_size=c_size_t, exchange=c_void_p, is_negated=c_void_p, storage=c_void_p, storage_bytes=c_void_p, storage_offset=c_void_p,
+        implementation_at=c_int64, storage_at=c_int64, get_storage_bytes=c_void_p, get_storage_offset=c_void_p, get_address=c_void_p,
+        get_dtype=c_void_p, get_dim=c_void_p, get_sizes=c_void_p, get_strides=c_void_p,
+    )  # fmt: skip
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    refit_tensor,
-    refit_group_spec,
-    refit_connect_options,
-    refit_piece,
-    refit_trainer_options,
-    refit_begin_options,
-    refit_bucket,
-    refit_commit_result,
-    refit_refit_options,
-    refit_engine_options,
-    refit_view,
-    refit_event,
-    refit_suspect,
-    refit_failure,
-    refit_python,
-)
+    refit_tensor, refit_group_spec, refit_connect_options, refit_piece, refit_trainer_options, refit_begin_options, refit_bucket,
+    refit_commit_result, refit_refit_options, refit_engine_options, refit_view, refit_event, refit_suspect, refit_failure, refit_python,
+)  # fmt: skip
 
 # void done(void* argument, refit_status status, const char* message)
 refit_done = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
@@ -380,7 +350,7 @@ def library_path() -> str:
     built = Path(__file__).resolve().parents[4] / "bazel-bin" / "client" / "librefit.so"
     if "REFIT_LIBRARY" not in os.environ and built.is_file():
         return str(built)
-    return binaries.library()
+    return library_file()
 
 
 _library: ctypes.CDLL | None = None
@@ -499,7 +469,7 @@ class Handle:
 
     `with handle as pointer:` gives the pointer for one call; it raises Closed after close(), and Forked in a forked child, where
     nothing is ever freed: the parent's handle is not the child's. Thread-safe. `with` and close() belong into a call of
-    refitd._core.waiting.interruptible: a signal handler that raises in between would leave a user counted. The handle is then freed with
+    refitd._core.interruptible: a signal handler that raises in between would leave a user counted. The handle is then freed with
     the object.
     """
 
@@ -593,3 +563,96 @@ def texts(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 def text(value: str | None) -> bytes | None:
     return None if value is None else value.encode()
+
+
+_used: bool | None = None  # whether librefit reads tensors; None: not tried yet
+# Types whose tensors have memory of their own (a DTensor has not). Kept by type, because it takes long to find out by asking a tensor for an
+# attribute that it lacks.
+plain: set[type] = set()
+
+
+def reads_tensors() -> bool:
+    """Whether librefit reads tensors. It is tried when torch is there."""
+    global _used
+    if _used is None and "torch" in sys.modules:
+        _used = _begin(sys.modules["torch"])
+    return bool(_used)
+
+
+def _begin(torch: Any) -> bool:
+    has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+    if sys.implementation.name != "cpython" or not has_lock():
+        return False
+    try:
+        capsule = torch.Tensor.__dlpack_c_exchange_api__
+        methods = [torch.Tensor.is_neg, torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes, torch.Tensor.storage_offset]
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    except AttributeError:  # an older torch
+        return False
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    is_negated, storage, storage_bytes, storage_offset = map(id, methods)
+    at, storage_at = _places(torch)
+    python = sized(
+        refit_python,
+        exchange=pointer_of(capsule, b"dlpack_exchange_api"),
+        is_negated=is_negated,
+        storage=storage,
+        storage_bytes=storage_bytes,
+        storage_offset=storage_offset,
+        implementation_at=at,
+        storage_at=storage_at,
+        **_functions(),
+    )
+    if locked_library().refit_python_use(ctypes.byref(python)) != 0:
+        return False
+    for kind in (torch.Tensor, torch.nn.Parameter, *plain):
+        add_plain(kind, added=True)
+    return True
+
+
+def _places(torch: Any) -> tuple[int, int]:
+    """Byte offsets of the pointer to the implementation in a tensor's object, and of the pointer to the storage in the implementation.
+
+    An offset is 0 where the pointer is not where it has long been.
+
+    librefit asks the processor for that memory early, which changes nothing but time.
+    """
+    at = storage_at = object.__basicsize__
+    tensor = torch.empty(1)
+    try:
+        if ctypes.c_void_p.from_address(id(tensor) + at).value != tensor._cdata:
+            return 0, 0
+        found = ctypes.c_void_p.from_address(tensor._cdata + storage_at).value
+        return at, storage_at if found == tensor.untyped_storage()._cdata else 0
+    except AttributeError:
+        return 0, 0
+
+
+def _functions() -> dict[str, int | None]:
+    """torch's C functions that tell of a tensor's memory, which take less time than its methods; none where torch has others."""
+    names = {
+        "get_storage_bytes": "aoti_torch_get_storage_size",
+        "get_storage_offset": "aoti_torch_get_storage_offset",
+        "get_address": "aoti_torch_get_data_ptr",
+        "get_dtype": "aoti_torch_get_dtype",
+        "get_dim": "aoti_torch_get_dim",
+        "get_sizes": "aoti_torch_get_sizes",
+        "get_strides": "aoti_torch_get_strides",
+    }
+    try:
+        torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return {field: ctypes.cast(getattr(torch, name), ctypes.c_void_p).value for field, name in names.items()}
+    except (OSError, AttributeError):
+        return {}
+
+
+def add_plain(kind: type, added: bool = False) -> None:
+    """Notes that this type's tensors have memory of their own."""
+    plain.add(kind)
+    if added or _used:
+        locked_library().refit_python_add_type(kind)
+
+
+def ids(objects: list[Any]) -> array[int]:
+    """The addresses of objects, which the caller keeps alive."""
+    return array("Q", map(id, objects))

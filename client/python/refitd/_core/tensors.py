@@ -1,402 +1,28 @@
-"""Tensors and layouts as the library takes them: C lists, what librefit reads of torch tensors, and where the bytes of pushed values come from.
+"""Where the bytes of pushed values come from, and what tells that tensors were replaced or moved.
 
-Lists are made in bulk: tens of thousands of entries take tens of milliseconds. librefit reads torch tensors itself, which takes tenths of a
-microsecond a tensor where Python would take microseconds. DLPack (1.2 and later) puts a table of C functions at torch.Tensor, by which librefit
-asks a tensor for its memory, shape, strides and dtype. Where that table, or something else that is needed, is missing, everything here says so,
-and the callers ask in Python.
+A registration lists memory; a forward reads whatever tensor a module has under a name by then (P11). `Places` remembers what memory each name
+had, and tells which names have other memory now: because the tensor was replaced (`m.w = nn.Parameter(...)`, `load_state_dict(assign=True)`,
+vLLM's `replace_parameter`), or its memory moved (`m.to(...)`). `Views` finds tensors that are parts of a module's tensors again.
+
+Imports torch where used.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
-import struct
 import sys
-import weakref
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from operator import attrgetter, index
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout.boxes import Box, TensorSpec
-from ..layout.dtensor import is_dtensor
-from ..layout.memory import DTYPES, DType, DeviceBytes, HostBytes, resolve
+from ..layout import is_dtensor
+from ..layout.memory import DTYPES, DType, DeviceBytes, HostBytes, Source, resolve
 from . import native
-from .native import Handle, check
-
-_TENSOR = struct.Struct("=QiiQqq")
-_PIECE = struct.Struct("=qQQQQq")
-assert _TENSOR.size == ctypes.sizeof(native.refit_tensor) and _PIECE.size == ctypes.sizeof(native.refit_piece)
-
-MAX_DIMENSIONS = 8
-
-
-class Piece(NamedTuple):
-    """A box of tensor `tensor` that lies in `region`, with byte_offset from the region's base."""
-
-    tensor: int
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-    strides: tuple[int, ...]
-    region: Handle
-    byte_offset: int
-
-
-class TensorList:
-    """A C array of refit_tensor. `starts`, `counts`: of the elements of each; None: every tensor is whole."""
-
-    def __init__(
-        self, tensors: Sequence[TensorSpec], starts: Sequence[int] | None = None, counts: Sequence[int] | None = None
-    ) -> None:
-        self.count = len(tensors)
-        names = bytearray()
-        name_at: list[int] = []
-        dims: list[int] = []
-        dims_at: list[int] = []
-        for tensor in tensors:
-            name_at.append(len(names))
-            names += tensor.name.encode()
-            names.append(0)
-            dims_at.append(len(dims))
-            dims += tensor.shape
-        self._names = ctypes.create_string_buffer(bytes(names), len(names) + 1)
-        self._dims = array("q", dims or [0])
-        name_base, dims_base = ctypes.addressof(self._names), self._dims.buffer_info()[0]
-        packed = bytearray(_TENSOR.size * max(1, self.count))
-        for i, tensor in enumerate(tensors):
-            start = 0 if starts is None else starts[i]
-            count = native.WHOLE if counts is None else counts[i]
-            _TENSOR.pack_into(
-                packed, i * _TENSOR.size, name_base + name_at[i], DTYPES[tensor.dtype].code, len(tensor.shape),
-                dims_base + 8 * dims_at[i], start, count,
-            )  # fmt: skip
-        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
-        self.pointer = ctypes.addressof(self._packed)
-
-
-class PieceList:
-    """A C array of refit_piece. The regions' handles must stay open as long as it is used."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.count = len(pieces)
-        numbers: list[int] = []
-        at: list[int] = []
-        for piece in pieces:
-            at.append(len(numbers))
-            numbers += piece.offset
-            numbers += piece.extent
-            numbers += piece.strides
-        self._numbers = array("q", numbers or [0])
-        base = self._numbers.buffer_info()[0]
-        packed = bytearray(_PIECE.size * max(1, self.count))
-        for i, piece in enumerate(pieces):
-            bytes_a_list = 8 * len(piece.offset)
-            first = base + 8 * at[i]
-            _PIECE.pack_into(
-                packed, i * _PIECE.size, piece.tensor, first, first + bytes_a_list, first + 2 * bytes_a_list,
-                piece.region.pointer, piece.byte_offset,
-            )  # fmt: skip
-        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
-        self.pointer = ctypes.addressof(self._packed)
-
-
-def numbers(values: Iterable[int]) -> array[int]:
-    """A C array of int64; its address is buffer_info()[0]."""
-    return array("q", values)
-
-
-def check_name(name: str, whose: str) -> None:
-    """Raises InvalidArgument for a name that C would read as another."""
-    what = f"tensor {name!r}"
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise InvalidArgument(f"{what} of {whose}: the name is empty, no text, or has a null in it", culprit=what)
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{what} of {whose}: the name is not UTF-8: {error}", culprit=what) from None
-
-
-def integers(values: object) -> tuple[int, ...] | None:
-    """A sequence's entries as int, whatever integers they are (numpy's too); None where it is none, or holds something else."""
-    try:
-        return tuple(map(index, values))  # type: ignore[call-overload]
-    except TypeError:
-        return None
-
-
-def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
-    """Raises InvalidArgument, naming tensor and member, for what the library could only refuse in worse words."""
-    seen: set[str] = set()
-    for tensor in tensors:
-        what = f"tensor '{tensor.name}'"
-        check_name(tensor.name, whose)
-        if tensor.name in seen:
-            raise InvalidArgument(f"{what} of {whose} is there twice", culprit=what)
-        seen.add(tensor.name)
-        if tensor.dtype not in DTYPES:
-            raise InvalidArgument(f"{what} of {whose}: dtype {tensor.dtype!r} is none of {', '.join(DTYPES)}", culprit=what)
-        if integers(tensor.shape) is None:
-            raise InvalidArgument(f"{what} of {whose}: shape {tensor.shape!r} is no sequence of integers", culprit=what)
-        if len(tensor.shape) > MAX_DIMENSIONS or any(n < 0 for n in tensor.shape):
-            raise InvalidArgument(
-                f"{what} of {whose}: shape {tuple(tensor.shape)} has a negative or more than {MAX_DIMENSIONS} dimensions", culprit=what
-            )
-
-
-def check_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], whose: str) -> None:
-    """Raises InvalidArgument, naming tensor and member, for a box outside of its tensor or of its memory."""
-    for box in boxes:
-        if not 0 <= box.tensor_index < len(tensors):
-            raise InvalidArgument(f"a box of {whose} is of tensor {box.tensor_index} of {len(tensors)}")
-        tensor = tensors[box.tensor_index]
-        what = f"tensor '{tensor.name}'"
-        rank = len(tensor.shape)
-        if not len(box.offset) == len(box.extent) == len(box.strides) == rank:
-            raise InvalidArgument(
-                f"{what} of {whose} has {rank} dimensions, but its box has offset {box.offset}, extent {box.extent}, strides {box.strides}",
-                culprit=what,
-            )
-        lowest = highest = 0
-        for offset, extent, stride, size in zip(box.offset, box.extent, box.strides, tensor.shape):
-            if offset < 0 or extent < 1 or offset + extent > size:
-                raise InvalidArgument(
-                    f"{what} of {whose}: the box at {box.offset} of {box.extent} elements is empty or beyond the shape {tensor.shape}",
-                    culprit=what,
-                )
-            reach = (extent - 1) * stride
-            if reach < 0:
-                lowest += reach
-            else:
-                highest += reach
-        itemsize = DTYPES[tensor.dtype].itemsize
-        first, last = box.byte_offset + lowest * itemsize, box.byte_offset + (highest + 1) * itemsize
-        if first < 0 or last > box.memory.nbytes:
-            raise InvalidArgument(
-                f"{what} of {whose}: the box takes bytes {first} to {last} of memory that has {box.memory.nbytes}", culprit=what
-            )
-
-
-_used: bool | None = None  # whether librefit reads tensors; None: not tried yet
-# Types whose tensors have memory of their own (a DTensor has not). Kept by type, because it takes long to find out by asking a tensor for an
-# attribute that it lacks.
-plain: set[type] = set()
-
-
-def reads_tensors() -> bool:
-    """Whether librefit reads tensors. It is tried when torch is there."""
-    global _used
-    if _used is None and "torch" in sys.modules:
-        _used = _begin(sys.modules["torch"])
-    return bool(_used)
-
-
-def _begin(torch: Any) -> bool:
-    has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-    if sys.implementation.name != "cpython" or not has_lock():
-        return False
-    try:
-        capsule = torch.Tensor.__dlpack_c_exchange_api__
-        methods = [torch.Tensor.is_neg, torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes, torch.Tensor.storage_offset]
-        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-    except AttributeError:  # an older torch
-        return False
-    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    is_negated, storage, storage_bytes, storage_offset = map(id, methods)
-    at, storage_at = _places(torch)
-    python = native.sized(
-        native.refit_python,
-        exchange=pointer_of(capsule, b"dlpack_exchange_api"),
-        is_negated=is_negated,
-        storage=storage,
-        storage_bytes=storage_bytes,
-        storage_offset=storage_offset,
-        implementation_at=at,
-        storage_at=storage_at,
-        **_functions(),
-    )
-    if native.locked_library().refit_python_use(ctypes.byref(python)) != 0:
-        return False
-    for kind in (torch.Tensor, torch.nn.Parameter, *plain):
-        add_plain(kind, added=True)
-    return True
-
-
-def _places(torch: Any) -> tuple[int, int]:
-    """Byte offsets of the pointer to the implementation in a tensor's object, and of the pointer to the storage in the implementation.
-
-    An offset is 0 where the pointer is not where it has long been.
-
-    librefit asks the processor for that memory early, which changes nothing but time.
-    """
-    at = storage_at = object.__basicsize__
-    tensor = torch.empty(1)
-    try:
-        if ctypes.c_void_p.from_address(id(tensor) + at).value != tensor._cdata:
-            return 0, 0
-        found = ctypes.c_void_p.from_address(tensor._cdata + storage_at).value
-        return at, storage_at if found == tensor.untyped_storage()._cdata else 0
-    except AttributeError:
-        return 0, 0
-
-
-def _functions() -> dict[str, int | None]:
-    """torch's C functions that tell of a tensor's memory, which take less time than its methods; none where torch has others."""
-    names = {
-        "get_storage_bytes": "aoti_torch_get_storage_size",
-        "get_storage_offset": "aoti_torch_get_storage_offset",
-        "get_address": "aoti_torch_get_data_ptr",
-        "get_dtype": "aoti_torch_get_dtype",
-        "get_dim": "aoti_torch_get_dim",
-        "get_sizes": "aoti_torch_get_sizes",
-        "get_strides": "aoti_torch_get_strides",
-    }
-    try:
-        torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        return {field: ctypes.cast(getattr(torch, name), ctypes.c_void_p).value for field, name in names.items()}
-    except (OSError, AttributeError):
-        return {}
-
-
-def add_plain(kind: type, added: bool = False) -> None:
-    """Notes that this type's tensors have memory of their own."""
-    plain.add(kind)
-    if added or _used:
-        native.locked_library().refit_python_add_type(kind)
-
-
-class Packer:
-    """Packs tensors into buckets, which are slots that were leased; see client/refit_python.h. Guarded by the interpreter lock.
-
-    `push(name, tensor)` is the fast way: it puts a torch tensor that was learned, whole, contiguous and on the host, into the
-    bucket, and returns False, with nothing done, for any other.
-    """
-
-    __slots__ = ("pointer", "push", "_free", "_memory", "__weakref__")
-
-    def __init__(self, like: Packer | None = None) -> None:
-        library = native.locked_library()
-        out = ctypes.c_void_p()
-        check(library.refit_packer_new(None if like is None else like.pointer, ctypes.byref(out)))
-        self.pointer: int | None = out.value
-        self._memory: Any = None  # of the bucket, kept while librefit may write to it
-        self._free = weakref.finalize(self, library.refit_packer_free, self.pointer)
-        self._free.atexit = False
-        self.push: Callable[[str, Any], bool] = self._never
-        if reads_tensors():
-            self.push = library.refit_python_pusher(self.pointer)
-
-    @staticmethod
-    def _never(name: str, tensor: Any) -> bool:
-        return False
-
-    def learn(self, spec: TensorSpec) -> int:
-        """Makes a tensor known to the packer, in place of the tensor that had its name. Returns the number of the name, which stays the same."""
-        tensors, out = TensorList([spec]), ctypes.c_int64()
-        check(native.locked_library().refit_packer_learn(self.pointer, tensors.pointer, ctypes.byref(out)))
-        return out.value
-
-    def begin(self, pointer: int | None, nbytes: int, owner: Any) -> None:
-        """Begins an empty bucket in memory that `owner` keeps. `pointer`: None where librefit can't copy to it."""
-        check(native.locked_library().refit_packer_begin(self.pointer, pointer, nbytes))
-        self._memory = owner
-
-    @property
-    def count(self) -> int:
-        """The number of tensors, or parts of tensors, in the bucket."""
-        return int(native.locked_library().refit_packer_count(self.pointer))
-
-    def room(self, number: int) -> int:
-        """Bytes that are left for the tensor in the bucket; -1: the bucket has the tensor, or there is no bucket."""
-        return int(native.locked_library().refit_packer_room(self.pointer, number))
-
-    def reserve(self, number: int, nbytes: int) -> int:
-        """Reserves `nbytes` bytes and returns their offset. The caller copies to them, and then calls add()."""
-        out = ctypes.c_int64()
-        check(native.locked_library().refit_packer_reserve(self.pointer, number, nbytes, ctypes.byref(out)))
-        return out.value
-
-    def add(self, number: int, start: int, count: int, offset: int) -> None:
-        """Lists elements [start, start + count) of the tensor, which are at `offset`."""
-        check(native.locked_library().refit_packer_add(self.pointer, number, start, count, offset))
-
-    def end(self) -> None:
-        """Ends the bucket: nothing is put into it any more."""
-        native.locked_library().refit_packer_end(self.pointer)
-        self._memory = None
-
-
-class TensorAddress:
-    """Tells where a tensor's memory is now. `current()` is the tensor; `fixed`: that tensor, where it is always the same."""
-
-    __slots__ = ("current", "fixed")
-
-    def __init__(self, current: Callable[[], Any], fixed: Any = None) -> None:
-        self.current = current
-        self.fixed = fixed
-
-    def __call__(self) -> int:
-        return int(self.current().data_ptr())
-
-
-class Addresses:
-    """Functions that tell addresses, and the addresses that they told first. Every refit asks all of them whether anything moved."""
-
-    def __init__(self, asked: Sequence[Callable[[], int]], told: Sequence[int]) -> None:
-        self._all = list(asked), list(told)
-        self._fast = reads_tensors()
-        if not self._fast:
-            return
-        kind = sys.modules["torch"].Tensor
-        pairs = list(zip(asked, told))
-        fixed = [(a.fixed, at) for a, at in pairs if isinstance(a, TensorAddress) and isinstance(a.fixed, kind)]
-        current = [(a.current, at) for a, at in pairs if isinstance(a, TensorAddress) and not isinstance(a.fixed, kind)]
-        self._fixed = [tensor for tensor, _ in fixed], array("q", [at for _, at in fixed])
-        self._ids = ids(self._fixed[0])
-        self._current = [ask for ask, _ in current], array("q", [at for _, at in current])
-        rest = [(a, at) for a, at in pairs if not isinstance(a, TensorAddress)]
-        self._rest = [a for a, _ in rest], [at for _, at in rest]
-
-    def moved(self) -> bool:
-        """Whether any function tells another address now."""
-        if not self._fast:
-            asked, told = self._all
-            return [now() for now in asked] != told
-        if _first_moved(self._ids, self._fixed[1]):
-            return True
-        currents, at = self._current
-        if currents:
-            tensors = [current() for current in currents]
-            if not all(isinstance(tensor, sys.modules["torch"].Tensor) for tensor in tensors) or _first_moved(ids(tensors), at):
-                return True
-        rest, told = self._rest
-        return [now() for now in rest] != told
-
-
-def ids(objects: list[Any]) -> array[int]:
-    """The addresses of objects, which the caller keeps alive."""
-    return array("Q", map(id, objects))
-
-
-def _first_moved(ids: array[int], addresses: array[int]) -> bool:
-    count = len(addresses)
-    first = native.locked_library().refit_python_first_moved(ids.buffer_info()[0], addresses.buffer_info()[0], count)
-    return bool(first < count)
-
-
-class Source(NamedTuple):
-    """A tensor to push. `copy(target, start, count)` copies elements [start, start + count) to `target`, which has room for them;
-    the copy to a device may still be under way when it returns: `DeviceBytes` targets are synchronised by the caller."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    elements: int
-    # None: contiguous host memory at `pointer`, which is copied from there.
-    copy: Callable[[HostBytes | DeviceBytes, int, int], None] | None
-    pointer: int
-    owner: Any
+from .native import add_plain, ids, plain, reads_tensors
 
 
 # torch.dtype to DType: asking a dictionary is much faster than resolve().
@@ -430,7 +56,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
     Raises InvalidArgument, naming the tensor, for what is no tensor or of another dtype.
     """
-    if isinstance(value, Source):  # refitd.layout.casting pushes a Source that casts
+    if isinstance(value, Source):  # refitd.layout.shards pushes a Source that casts
         return value
     torch = sys.modules.get("torch")
     if is_torch(value):
@@ -443,9 +69,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
     if wanted is source.dtype:
         return source
     if source.dtype.name != "uint8":
-        raise InvalidArgument(
-            f"tensor '{name}' is {source.dtype.name}, not {wanted.name}: cast it before the push", culprit=f"tensor '{name}'"
-        )
+        raise InvalidArgument(f"tensor '{name}' is {source.dtype.name}, not {wanted.name}: cast it before the push", tensor=name)
     return _reinterpreted(name, source, wanted, shape)
 
 
@@ -457,9 +81,7 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
     shape = tuple(tensor.shape)
     if tensor.layout is not torch.strided or tensor.is_meta or (type(tensor) not in plain and hasattr(tensor, "full_tensor")):
         kind = "has no storage" if tensor.is_meta else f"is a {type(tensor).__name__} of layout {tensor.layout}"
-        raise InvalidArgument(
-            f"tensor '{name}' {kind}: push dense tensors (a DTensor's full_tensor()), or register the shards", culprit=f"tensor '{name}'"
-        )
+        raise InvalidArgument(f"tensor '{name}' {kind}: push dense tensors (a DTensor's full_tensor()), or register the shards", tensor=name)
     if type(tensor) not in plain:
         add_plain(type(tensor))
     count = tensor.numel()
@@ -467,9 +89,7 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
         pointer = tensor.data_ptr()
         # Sharded training frees the memory of gathered parameters between uses, and leaves the shape.
         if count and (pointer == 0 or tensor.untyped_storage().nbytes() < (tensor.storage_offset() + count) * dtype.itemsize):
-            raise FailedPrecondition(
-                f"tensor '{name}' has no memory: it was freed, or is a {type(tensor).__name__} without any", culprit=f"tensor '{name}'"
-            )
+            raise FailedPrecondition(f"tensor '{name}' has no memory: it was freed, or is a {type(tensor).__name__} without any", tensor=name)
         return Source(dtype, shape, count, None, pointer, tensor)
     flat: list[Any] = []  # the flat tensor, which is made at the first copy, since it may be a copy of the whole
 
@@ -496,7 +116,7 @@ def _of_other(torch: Any, name: str, value: Any) -> Source:
     except TypeError:
         raise InvalidArgument(
             f"tensor '{name}' is a {type(value).__name__}: neither a torch tensor, a numpy array, nor with DLPack or the buffer protocol",
-            culprit=f"tensor '{name}'",
+            tensor=name,
         ) from None
     return _of_buffer(name, view)
 
@@ -504,7 +124,7 @@ def _of_other(torch: Any, name: str, value: Any) -> Source:
 def _of_numpy(numpy: Any, name: str, value: Any) -> Source:
     dtype = resolve(value.dtype, f"tensor '{name}'")
     if isinstance(value, numpy.ma.MaskedArray):
-        raise InvalidArgument(f"tensor '{name}' is a masked array: push its data, or fill it", culprit=f"tensor '{name}'")
+        raise InvalidArgument(f"tensor '{name}' is a masked array: push its data, or fill it", tensor=name)
     if value.flags.c_contiguous:
         return Source(dtype, tuple(value.shape), value.size, None, value.ctypes.data, value)
     flat: list[Any] = []
@@ -531,7 +151,7 @@ def _of_dlpack(torch: Any, name: str, value: Any) -> Source:
         taken = library.from_dlpack(value)
     except Exception as error:  # the library may not know the device or the dtype, or may not take read-only memory
         raise InvalidArgument(
-            f"tensor '{name}': {library.__name__} does not take the DLPack of a {type(value).__name__}: {error}", culprit=f"tensor '{name}'"
+            f"tensor '{name}': {library.__name__} does not take the DLPack of a {type(value).__name__}: {error}", tensor=name
         ) from error
     return _of_numpy(numpy, name, taken) if torch is None else _of_torch(torch, name, taken)
 
@@ -539,9 +159,7 @@ def _of_dlpack(torch: Any, name: str, value: Any) -> Source:
 def _of_buffer(name: str, view: memoryview) -> Source:
     found = _FORMATS.get((view.format.lstrip("@="), view.itemsize))
     if found is None:
-        raise InvalidArgument(
-            f"tensor '{name}': a buffer of format {view.format!r}, which is none of refitd's dtypes", culprit=f"tensor '{name}'"
-        )
+        raise InvalidArgument(f"tensor '{name}': a buffer of format {view.format!r}, which is none of refitd's dtypes", tensor=name)
     dtype = DTYPES[found]
     shape = tuple(view.shape or ())
     if view.nbytes == 0:
@@ -560,7 +178,7 @@ def _reinterpreted(name: str, source: Source, dtype: DType, shape: Sequence[int]
     if source.copy is not None or source.elements % dtype.itemsize != 0:
         raise InvalidArgument(
             f"tensor '{name}': {source.elements} bytes, contiguous and on the host, must be whole elements of {dtype.name}",
-            culprit=f"tensor '{name}'",
+            tensor=name,
         )
     count = source.elements // dtype.itemsize
     dims = tuple(shape) if shape is not None and math.prod(shape) == count else (count,)
@@ -753,3 +371,187 @@ def _unchanged(objects: array[int], marks: array[int]) -> bool:
     count = len(objects)
     first = native.locked_library().refit_python_first_changed(objects.buffer_info()[0], marks.buffer_info()[0], count)
     return bool(first == count)
+
+
+class Place(NamedTuple):
+    """Where and how a tensor's elements lie."""
+
+    pointer: int
+    device: str
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Place:
+        local = _local(tensor)
+        return cls(local.data_ptr(), str(local.device), local.dtype, tuple(local.shape), tuple(local.stride()))
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return self[1:]
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_module(thing: Any) -> bool:
+    return hasattr(thing, "named_parameters") and hasattr(thing, "state_dict")
+
+
+def held_by(module: Any) -> Iterator[tuple[str, Any]]:
+    """All parameters and buffers of a module by name; tied ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+class Places:
+    """The memory of a module's tensors at one moment. `names`: those to look at; None: all. Not thread-safe."""
+
+    def __init__(self, module: Any, names: Iterable[str] | None = None) -> None:
+        self.module = module
+        held = dict(held_by(module))
+        wanted = held.keys() if names is None else set(names) & held.keys()
+        self._known = set(held)
+        self._places = {name: Place.of(held[name]) for name in wanted}
+        self._memory = {name: held[name].detach() for name in wanted}
+        self._wanted = wanted
+        self._note(held)
+
+    def _note(self, held: Mapping[str, Any]) -> None:
+        """Notes the module as it is now, so that an unchanged module is recognised without looking at each name."""
+        tensors = [held[name] for name in self._wanted]
+        bindings = Bindings.of_modules(self.module)
+        self._bindings = bindings if bindings.holds_all(held.values()) else None
+        self._marks = Marks(tensors, [partial(_local, tensor) for tensor in tensors])
+
+    def changed(self) -> dict[str, str]:
+        """By name, what is otherwise now. Parameters that came are among them: nothing delivers these."""
+        if self._bindings is not None and self._bindings.hold() and self._marks.same():
+            return {}
+        held = dict(held_by(self.module))
+        found = {}
+        for name, before in self._places.items():
+            tensor = held.get(name)
+            if tensor is None:
+                found[name] = "is no longer there"
+                continue
+            now = Place.of(tensor)
+            if now.form != before.form:
+                found[name] = f"was {before.dtype} {before.shape} with strides {before.strides} on {before.device} and is now " + (
+                    f"{now.dtype} {now.shape} with strides {now.strides} on {now.device}"
+                )
+            elif now != before:
+                found[name] = "lies elsewhere than when it was registered"
+        new = (name for name, _ in self.module.named_parameters(remove_duplicate=False) if name not in self._known)
+        found.update({name: "was not there when the module was registered" for name in new})
+        return found
+
+    def bring_back(self) -> dict[str, str]:
+        """Puts the module's tensors that have other memory now, and are otherwise as they were, back into the memory that they had, with
+        the values that they have now. Returns what is changed all the same. For host memory: a captured CUDA graph reads other memory."""
+        import torch
+
+        changed = self.changed()
+        if not changed:
+            return {}
+        held = dict(held_by(self.module))
+        for name in changed.keys() & self._places.keys() & held.keys():
+            tensor, memory = held[name], self._memory[name]
+            if Place.of(tensor).form == self._places[name].form:
+                with torch.no_grad():
+                    memory.copy_(tensor.detach())
+                tensor.data = memory
+        left = self.changed()
+        if not left:
+            self._note(dict(held_by(self.module)))
+        return left
+
+
+def describe(changed: Mapping[str, str], owner: str) -> tuple[str, str]:
+    """A sentence about what `Places.changed` found, and the culprit in it."""
+    first = next(iter(changed))
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return f"tensor '{first}' of {owner} {changed[first]}{more}", f"tensor '{first}'"
+
+
+class _View(NamedTuple):
+    held: str  # the name in the module
+    form: tuple[Any, ...]  # of the module's tensor
+    offset: int  # bytes from the start of the module's tensor
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Views:
+    """Tensors by checkpoint names, each found again as the part of a module's tensor that it was at first."""
+
+    def __init__(self, module: Any, names: Mapping[str, Any]) -> None:
+        self._module = module
+        self._names = dict(names)
+        held = [(name, tensor, Place.of(tensor)) for name, tensor in held_by(module) if tensor.numel() and tensor.device.type != "meta"]
+        by_place = {place: name for name, _, place in held}
+        by_storage: dict[int, list[tuple[str, Any, Place]]] = {}
+        for entry in held:
+            by_storage.setdefault(entry[1].untyped_storage().data_ptr(), []).append(entry)
+        self._whole: dict[str, str] = {}
+        self._parts: dict[str, _View] = {}
+        for name, tensor in self._names.items():
+            if not tensor.numel() or tensor.device.type == "meta":
+                continue
+            place = Place.of(tensor)
+            if place in by_place:
+                self._whole[name] = by_place[place]
+                continue
+            for held_name, other, its in by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+                if its.pointer <= place.pointer and _end(tensor) <= _end(other):
+                    self._parts[name] = _View(held_name, its.form, place.pointer - its.pointer, place.dtype, place.shape, place.strides)
+                    break
+
+    @property
+    def held_names(self) -> set[str]:
+        """The names in the module of the tensors that these are, or are parts of."""
+        return {*self._whole.values(), *(view.held for view in self._parts.values())}
+
+    def now(self) -> dict[str, Any]:
+        """The tensors as parts of what the module has now. Raises FailedPrecondition, naming the tensor, where one is no longer such a part."""
+        held = dict(held_by(self._module))
+        found = {}
+        for name, tensor in self._names.items():
+            found[name] = tensor
+            if name in self._whole:
+                found[name] = _present(held, self._whole[name], name)
+            elif name in self._parts:
+                found[name] = _part(held, self._parts[name], name)
+        return found
+
+
+def _end(tensor: Any) -> int:
+    """The address behind the last element."""
+    if not tensor.numel():
+        return int(tensor.data_ptr())
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+    end: int = tensor.data_ptr() + span * tensor.element_size()
+    return end
+
+
+def _present(held: Mapping[str, Any], held_name: str, name: str) -> Any:
+    if held_name not in held:
+        raise FailedPrecondition(f"tensor '{name}' was the module's '{held_name}', which is no longer there", tensor=name)
+    return held[held_name]
+
+
+def _part(held: Mapping[str, Any], view: _View, name: str) -> Any:
+    owner = _present(held, view.held, name)
+    if Place.of(owner).form != view.form:
+        raise FailedPrecondition(
+            f"tensor '{name}' was a part of the module's '{view.held}', which is now {owner.dtype} {tuple(owner.shape)} with strides "
+            f"{owner.stride()} on {owner.device}",
+            tensor=name,
+        )
+    flat = owner.detach()
+    if flat.dtype != view.dtype:
+        flat = flat.view(view.dtype)
+    return flat.as_strided(view.shape, view.strides, flat.storage_offset() + view.offset // flat.element_size())

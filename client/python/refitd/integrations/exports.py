@@ -19,17 +19,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._core.events import Aborted, Committed, Joiner, Lost, Part, Prepare
-from .._core.inbox import Inbox
+from .._core import awaited
 from .._core.member import Connect, GroupSpec, made_of
-from .._core.update import UpdateResult
-from .._core.waiting import awaited
-from ..engine import Engine
+from ..engine import Aborted, Committed, Engine, Inbox, Joiner, Lost, Part, Prepare
 from ..errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
-from ..layout import devices
-from ..layout.boxes import compiled
+from ..layout import compiled, devices
 from ..layout.shards import CAST_FROM
-from ..trainer import Trainer
+from ..trainer import Trainer, UpdateResult
 
 # An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
@@ -238,12 +234,7 @@ class Sender:
         Trainer.update. Where `weights` itself fails, the update is given up, and the other ranks fail at the latest in their time.
         """
         rank = trainer.rank
-        update = trainer.update(
-            version,
-            duration_seconds=self._update_seconds,
-            verification=self._verification,
-            note=note,
-        )
+        update = trainer.update(version, duration_seconds=self._update_seconds, verification=self._verification, note=note)
         with update:
             sent = _Sent(self._who)
             failure: Exception | None = None
@@ -301,7 +292,7 @@ class Sender:
         for rank, entries in enumerate(lists):
             if entries != lists[0]:
                 name = _first_difference(lists[0], entries)
-                raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", culprit=f"tensor '{name}'")
+                raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", tensor=name)
 
 
 class _Sent:
@@ -318,7 +309,7 @@ class _Sent:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._names:
-            raise InvalidArgument(f"{self._who} yielded tensor '{name}' twice", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"{self._who} yielded tensor '{name}' twice", tensor=name)
         self._names.add(name)
         self.entries.append((name, str(tensor.dtype), tuple(tensor.shape)))
 

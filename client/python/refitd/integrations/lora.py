@@ -5,7 +5,7 @@ Merged, engines get plain weights, and the trainer never holds a merged copy:
     trainer.register(refitd.integrations.lora.merged(peft_model), dtype=torch.bfloat16)
     trainer.register({"w": refitd.integrations.lora.add(weight, b, a, scaling)}, dtype=torch.bfloat16)      # without PEFT
 
-Each rank merges its own shards, block after block, into the memory from which they are delivered (refitd.layout.casting says which). On
+Each rank merges its own shards, block after block, into the memory from which they are delivered (refitd.layout.shards says which). On
 their own, adapters are a group beside that of the weights, and engines compute with them:
 
     trainer = refitd.Trainer("policy-adapter", rank=rank, world_size=world_size)
@@ -33,13 +33,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .._core.events import Committed
 from .._core.member import Connect
+from ..engine import Committed
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout.casting import Added
-from ..layout.dtensor import is_dtensor, place
-from ..layout.shards import MadeMapping, MadeOf
-from ..serving.loop import EngineLoop
+from ..layout import is_dtensor, place
+from ..layout.shards import Added, MadeMapping, MadeOf
+from ..serving.rank import EngineLoop
 
 # Elements of a block: three of float32 stay in a core's cache on the host; on a GPU a block must outweigh the start of kernels.
 _HOST_BLOCK = 1 << 16
@@ -88,7 +87,7 @@ class _Factors:
 
 
 class Product:
-    """The sum of terms that a refit adds to a tensor of two dimensions. It serves as an Addition of refitd.layout.casting.
+    """The sum of terms that a refit adds to a tensor of two dimensions. It serves as an Addition of refitd.layout.shards.
 
     All ranks together gather sharded matrices when a refit begins, and keep them until the next refit begins. The matrix `b` is not
     gathered if it is sharded by rows as the tensor is.

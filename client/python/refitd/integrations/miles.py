@@ -9,49 +9,25 @@ the transfer modes "p2p" and "disk-delta", for which miles has updaters of their
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from .._core.member import Connect, GroupSpec
 from ..errors import Unimplemented
-from ..trainer import Trainer
-from . import slime
-from .megatron import Mapped
+from .megatron import Updater as MegatronUpdater
 
 
-def init(args: Any) -> None:
-    """Calls install() with the group that REFITD_GROUP names: the function for --custom-megatron-init-path. `args`: miles'."""
-    install(args, slime.group_of_environment())
-
-
-def install(
-    args: Any,
-    group: str,
-    *,
-    table: Mapping[str, Mapped | None] | None = None,
-    dtype: Any = None,
-    update_seconds: float = 600.0,
-    spec: GroupSpec = GroupSpec(),
-    device: str | None = None,
-    socket: str | None = None,
-    connect: Connect = Connect(),
-) -> None:
-    """Makes miles' actor of this process update weights through refitd; arguments and errors are those of refitd.integrations.slime.install.
-
-    Raises Unimplemented also for another transfer mode than "broadcast".
-    """
-    mode = getattr(args, "update_weight_transfer_mode", "broadcast")
-    if mode != "broadcast":
-        raise Unimplemented(f"--update-weight-transfer-mode {mode}: refitd takes the place of broadcast", culprit="update_weight_transfer_mode")
-    attach = partial(Trainer, device=device, socket=socket, connect=replace(connect, client="miles"))
-    slime.install_updater(Updater, args, slime.Settings(group, table, dtype, update_seconds, spec, attach))
-
-
-class Updater(slime.Updater):
+class Updater(MegatronUpdater):
     """One trainer rank, as refitd.integrations.slime.Updater, with what miles' actor calls beyond that."""
 
     framework = "miles"
+
+    @classmethod
+    def check(cls, args: Any) -> None:
+        """Raises Unimplemented as slime's does, and for another transfer mode than "broadcast"."""
+        super().check(args)
+        mode = getattr(args, "update_weight_transfer_mode", "broadcast")
+        if mode != "broadcast":
+            what = "update_weight_transfer_mode"
+            raise Unimplemented(f"--update-weight-transfer-mode {mode}: refitd takes the place of broadcast", culprit=what)
 
     def __init__(
         self,
@@ -83,3 +59,7 @@ class Updater(slime.Updater):
             self.disconnect_rollout_engines()
         super().connect_rollout_engines(rollout_engines, rollout_engine_lock, **options)
         self._stale = False
+
+
+init = Updater.init
+install = Updater.install

@@ -31,7 +31,7 @@ from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, 
 from ..layout.memory import adopt
 from ..trainer import Trainer
 from . import exports
-from .vllm import backend_here
+from .vllm.versions import backend_here
 
 _WHERE = 'refit_cfg["refitd.integrations.nemo_rl:Transport"]'
 
@@ -89,9 +89,7 @@ class Transport(CheckpointEngine):
         """
         return {"group": self.group, "in_place": self.in_place, "ranks": _ranks_of(backend_here()) if self.in_place else 0}
 
-    def init_policy_process_group(
-        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
-    ) -> None:
+    def init_policy_process_group(self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
         """Attaches a policy worker. All workers call it at the same time: engines wait for the group, which trainers make.
 
         Raises what attaching raises, and InvalidArgument, naming the worker, where one is missing or was configured for another group.
@@ -101,9 +99,7 @@ class Transport(CheckpointEngine):
         self._place = (worker_rank, train_world_size)
         self._attached_trainer()
 
-    def init_rollout_process_group(
-        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
-    ) -> None:
+    def init_rollout_process_group(self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
         """Attaches a rollout worker, as init_policy_process_group does a policy's."""
         self._check(metadata, train_world_size, rollout_world_size)
         if not 0 <= rollout_rank < rollout_world_size:
@@ -290,6 +286,6 @@ def _model_of(weights: Any) -> tuple[torch.nn.Module, torch.dtype]:
         raise Unimplemented("sharded: the model's state_dict_adapter changes its tensors: set sharded to false", culprit="sharded")
     adapter = next((name for name in model.state_dict() if name.endswith((".lora_A.weight", ".lora_B.weight"))), None)
     if adapter is not None:
-        raise Unimplemented(f"sharded: tensor '{adapter}' is an adapter's, to be merged: set sharded to false", culprit=f"tensor '{adapter}'")
+        raise Unimplemented(f"sharded: tensor '{adapter}' is an adapter's, to be merged: set sharded to false", tensor=adapter)
     weights.close()
     return model, dtype

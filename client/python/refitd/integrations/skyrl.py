@@ -343,7 +343,7 @@ class Sender(WeightTransferSender):
                 continue
             pair = next((pair for pair in zip(first, theirs) if pair[0] != pair[1]), None)
             name = pair[1][0] if pair else max(first, theirs, key=len)[min(len(first), len(theirs))][0]
-            raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", tensor=name)
 
     def _register(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         extractor = inspect.getgeneratorlocals(chunks).get("self") if inspect.isgenerator(chunks) else None
@@ -358,7 +358,7 @@ class Sender(WeightTransferSender):
         tensors = _prefixed(model, prefix)
         differs = next((name for name in {**tensors, **expected} if name not in tensors or name not in expected), None)
         if differs is not None:
-            raise InvalidArgument(f"tensor '{differs}' is not both in the model and in the metadata", culprit=f"tensor '{differs}'")
+            raise InvalidArgument(f"tensor '{differs}' is not both in the model and in the metadata", tensor=differs)
         dtypes = {name: dtype for name, (dtype, _) in expected.items()}  # SkyRL says each tensor's, whatever the model has
         self._trainer.register(tensors, dtype=None, exceptions=dtypes, any_cast=list(dtypes))
         self._registered = model
@@ -396,7 +396,7 @@ def _push(update: Any, chunks: Iterable[Any], expected: dict[str, tuple[str, tup
                 pushing = pusher.submit(_push_chunk, update, chunk, devices.thread_devices())
             if missing:
                 name, count = next(iter(missing)), len(missing)
-                raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", culprit=f"tensor '{name}'")
+                raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", tensor=name)
             if pushing is not None:
                 pushing.result()
         except BaseException:
@@ -415,7 +415,7 @@ def _check_chunk(chunk: Any, missing: dict[str, tuple[str, tuple[int, ...]]], ex
                 why = "which the metadata lacks"
             else:
                 why = "a second time" if said == found else f"the metadata says {said[0]} {said[1]}"
-            raise InvalidArgument(f"a chunk has tensor '{name}', {found[0]} {found[1]}: {why}", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"a chunk has tensor '{name}', {found[0]} {found[1]}: {why}", tensor=name)
 
 
 def _push_chunk(update: Any, chunk: Any, take_devices: Callable[[], None]) -> None:

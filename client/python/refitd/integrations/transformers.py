@@ -23,12 +23,10 @@ import torch
 import transformers
 
 from .._core.member import Connect, GroupSpec
-from .._core.update import UpdateResult
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from ..layout.casting import Added
 from ..layout.memory import adopt
-from ..layout.shards import MadeOf, MadeShards, Shard
-from ..trainer import Trainer
+from ..layout.shards import Added, MadeOf, MadeShards, Shard
+from ..trainer import Trainer, UpdateResult
 from .exports import next_version
 
 _EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.")
@@ -111,7 +109,7 @@ class RefitCallback(transformers.TrainerCallback):
 
     def _refit(self, step: int) -> None:
         if self.trainer is None:
-            raise FailedPrecondition(f"group {self._group}: the callback was added after training began")
+            raise FailedPrecondition("the callback was added after training began")
         version = next_version(self.trainer.group_version, step)
         try:
             self.result = self.trainer.refit(version)
@@ -157,7 +155,7 @@ def checkpoint_tensors(model: Any) -> Any:
     additions = {name: tensor.addition for name, tensor in (adapted or {}).items() if isinstance(tensor, Added)}
     lost = next((name for name in additions if name not in saved), None)
     if lost is not None:
-        raise Unimplemented(f"'{lost}' has an adapter, and {type(model).__name__} saves it under another name", culprit=f"tensor '{lost}'")
+        raise Unimplemented(f"'{lost}' has an adapter, and {type(model).__name__} saves it under another name", tensor=lost)
     modules = [model] if adapted is None else adapted.made_of.modules
     return MadeShards(
         [replace(shard, addition=additions.get(shard.name)) for shard in shards], MadeOf(modules, partial(checkpoint_tensors, given))
@@ -198,6 +196,6 @@ def _in_place(name: str, tensor: Any, held: Mapping[str, Any]) -> Any:
     if len(found) != 1:
         raise Unimplemented(
             f"tensor '{name}' of the checkpoint is {'no slice' if not found else 'equal to several slices'} of a parameter: pass shards",
-            culprit=f"tensor '{name}'",
+            tensor=name,
         )
     return found[0]

@@ -17,7 +17,7 @@ and the daemon writes their parameters where they are. See `refitd.integrations.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -54,14 +54,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
     that replicas come and go between syncs.
     """
 
-    def __init__(
-        self,
-        bucket_size: int = 0,
-        *,
-        is_master: bool = False,
-        in_place: bool = False,
-        **options: object,
-    ) -> None:
+    def __init__(self, bucket_size: int = 0, *, is_master: bool = False, in_place: bool = False, **options: object) -> None:
         """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
 
         `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `in_place`: vLLM's own processes
@@ -151,9 +144,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Detaches a rollout worker. A trainer rank stays attached."""
         self._leave()
 
-    async def send_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
-    ) -> dict[str, float]:
+    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> dict[str, float]:
         """Installs the tensors as the next version in every engine. Every trainer rank calls it, with the same tensors in one order.
 
         The version is `global_steps` where that is greater than the group's version, else the number after the group's. Returns

@@ -47,7 +47,7 @@ class ServerAdapter(vllm_rollout.ServerAdapter):
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)
             return
         async for name, _ in weights:
-            raise FailedPrecondition(f"tensor '{name}' came through the worker, and the weights are taken in place", culprit=f"tensor '{name}'")
+            raise FailedPrecondition(f"tensor '{name}' came through the worker, and the weights are taken in place", tensor=name)
         if not self._has_server:
             return
         await self._execute_method("start_weight_update")

@@ -21,10 +21,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from .._core.waiting import paused
+from .._core import paused
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from . import devices
-from .boxes import Box, NotBoxes, TensorSpec, first_overlap, matcher, view_boxes
+from . import Box, NotBoxes, TensorSpec, devices, first_overlap, matcher, view_boxes
 from .memory import Memory, resolve, torch_dtype
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
@@ -133,7 +132,7 @@ class Captured:
         if self.unsupported and not self._accepted:
             first = next(iter(self.unsupported))
             raise FailedPrecondition(
-                f"{len(self.unsupported)} tensors can't be delivered in place: '{first}' {self.unsupported[first]}", culprit=f"tensor '{first}'"
+                f"{len(self.unsupported)} tensors can't be delivered in place: '{first}' {self.unsupported[first]}", tensor=first
             )
         homeless = next((name for name in self.processed if name not in self._arenas), None)
         if homeless is not None:
@@ -190,16 +189,14 @@ def capture(
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
         f"the loader looks at the values of more than {MAX_RUNS} tensors, such as '{next(iter(skipped))}'",
-        culprit=f"tensor '{next(iter(skipped))}'",
+        tensor=next(iter(skipped)),
     )
 
 
 def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSpec]:
     entries: Iterable[Any] = manifest
     if isinstance(manifest, Mapping):
-        entries = (
-            (name, what.dtype, what.shape) if hasattr(what, "shape") else (name, *what) for name, what in manifest.items()
-        )
+        entries = ((name, what.dtype, what.shape) if hasattr(what, "shape") else (name, *what) for name, what in manifest.items())
     specs: dict[str, TensorSpec] = {}
     names: dict[Any, str] = {}
     for entry in entries:
@@ -211,7 +208,7 @@ def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSp
             except (TypeError, ValueError):
                 raise InvalidArgument(f"manifest has {entry!r}, not (name, dtype, shape)", culprit="manifest") from None
         if name in specs:
-            raise InvalidArgument(f"manifest has tensor '{name}' twice", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"manifest has tensor '{name}' twice", tensor=name)
         known = names.get(dtype)
         if known is None:
             known = names[dtype] = resolve(dtype, f"manifest: tensor '{name}'").name
@@ -709,7 +706,7 @@ def _conclude(
 ) -> Captured:
     for name, kept in tied.items():
         if name in run.specs and kept not in run.specs:
-            raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", tensor=name)
     events = [event for event in _without_repeats(run.events) if event.name is None or event.name not in tied]
     copies: dict[str, list[Copy]] = {}
     for event in events:
@@ -771,9 +768,7 @@ def _copies_of(event: _Event, spec: TensorSpec) -> Iterator[Copy]:
 
 def _same_geometry(destinations: _Destinations, name: str) -> bool:
     loaded, kernel = destinations.parameters[name], destinations.kernel[name]
-    return loaded is kernel or (
-        loaded.dtype == kernel.dtype and loaded.shape == kernel.shape and loaded.stride() == kernel.stride()
-    )
+    return loaded is kernel or (loaded.dtype == kernel.dtype and loaded.shape == kernel.shape and loaded.stride() == kernel.stride())
 
 
 def _processed_of(processed: dict[str, Processed], destinations: _Destinations, name: str) -> Processed:

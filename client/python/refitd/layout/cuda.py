@@ -15,20 +15,19 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import Structure, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core import native
+from .._core.member import Piece
 from .._core.native import Handle, check, text
-from .._core.tensors import Piece
-from ..errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
-from .boxes import Box
+from ..errors import FailedPrecondition, InvalidArgument, Unavailable
+from . import Box, devices
 from .devices import CALL_SECONDS, DeviceKind, Finding, Resolver, State
 from .memory import DeviceBytes, DeviceMemory, torch_dtype
 
 if TYPE_CHECKING:
-    import numpy
     import torch
-    from .devices import Finding
 
 # cuda.h
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -112,12 +111,6 @@ class CudaBytes(DeviceBytes):
         import torch
 
         torch.cuda.current_stream(self._device_index).synchronize()
-
-    def memory(self, writable: bool = True) -> memoryview:
-        raise Unimplemented("these bytes are on a GPU: take them as a torch tensor")
-
-    def numpy(self, shape: Sequence[int], dtype: str, writable: bool = True) -> numpy.ndarray[Any, Any]:
-        raise Unimplemented("these bytes are on a GPU: take them as a torch tensor")
 
     def torch(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         import torch
@@ -270,28 +263,12 @@ def driver() -> Driver:
 
 
 class CudaResolver(Resolver):
-    """Makes pieces of one registration's boxes on a GPU. Each allocation of the driver becomes one region.
+    """Makes pieces of one registration's boxes on a GPU. Each allocation of the driver becomes one region."""
 
-    `regions` holds the regions of the layout before, by base address: its tensors are alive, so what lies there is the same memory.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        kind: str,
-        member: Handle,
-        device: str | None,
-        itemsizes: Sequence[int],
-        regions: dict[int, tuple[Allocation, Handle]],
-    ) -> None:
-        self._label = label
-        self._kind = kind
-        self._member = member
-        self._device = device
-        self._itemsizes = itemsizes  # bytes an element of each of the layout's tensors
-        self._before = regions
-        self._spans: list[Allocation] = []  # the allocations that were looked up, in order of address
-        self.regions: dict[int, tuple[Allocation, Handle]] = {}
+    @cached_property
+    def _spans(self) -> list[Allocation]:
+        """The allocations that were looked up, in order of address."""
+        return []
 
     def pieces(self, box: Box, what: str) -> list[Piece]:
         """The pieces of `box`, more than one where its memory spans several allocations (expandable segments). `what` names its
@@ -317,9 +294,7 @@ class CudaResolver(Resolver):
         allocation = self._allocation(lowest)
         limit = allocation.base + allocation.nbytes
         if end <= limit:
-            yield Piece(
-                box.tensor_index, box.offset, box.extent, box.strides, self._region(allocation), first - allocation.base
-            )
+            yield Piece(box.tensor_index, box.offset, box.extent, box.strides, self._region(allocation), first - allocation.base)
             return
         if allocation.legacy:
             raise FailedPrecondition(f"bytes {lowest:#x} to {end:#x} are beyond the block at {allocation.base:#x} of {allocation.nbytes}")
@@ -370,106 +345,6 @@ class CudaResolver(Resolver):
                     os.close(descriptor)
         assert out.value is not None
         return Handle(out.value, library.refit_region_free, "a region on a GPU")
-
-
-class CudaKind(DeviceKind):
-    name = "CUDA"
-    torch_type = "cuda"
-
-    def knows(self, device: str) -> bool:
-        return device.startswith(("GPU-", "MIG-"))
-
-    def current(self, used: bool) -> str | None:
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available() or (used and not torch.cuda.is_initialized()):
-            return None
-        return device_uuid(torch.cuda.current_device())
-
-    def name_of(self, device: Any) -> str:
-        index = device.index or 0
-        if index not in _uuids:
-            _uuids[index] = device_uuid(index)
-        return _uuids[index]
-
-    def first(self) -> str:
-        try:
-            return driver().uuid(0)
-        except FailedPrecondition as error:
-            raise FailedPrecondition(f"device: this process sees no GPU (CUDA_VISIBLE_DEVICES?): {error}", culprit="device") from error
-
-    def thread_device(self) -> Callable[[], None] | None:
-        import torch
-
-        if not torch.cuda.is_available():
-            return None
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
-
-        def take() -> None:
-            torch.cuda.set_device(device)
-            torch.cuda.set_stream(stream)
-
-        return take
-
-    def connect_fields(self) -> dict[str, Any]:
-        return {"cuda_library": text(os.environ.get("REFITD_CUDA_LIBRARY"))}
-
-    def looks(self) -> Sequence[tuple[str, Callable[[], Finding]]]:
-
-        return LOOKS
-
-    def memory_at(
-        self,
-        device: Any,
-        pointer: int,
-        nbytes: int,
-        owner: Any,
-        label: str,
-        pointer_now: Callable[[], int] | None,
-        check_moved: Callable[[], None] | None,
-    ) -> CudaMemory:
-        return CudaMemory(self.name_of(device), pointer, nbytes, device.index or 0, owner, label, pointer_now, check_moved)
-
-    def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
-        return CudaBytes(pointer, nbytes, owner, device_index(device))
-
-    def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
-        with driver().current(index):
-            return handle if driver().exports(base) else driver().make_exportable(index, base, nbytes, handle)
-
-    def new_bytes(self, device: str, nbytes: int) -> CudaBytes:
-        import torch
-
-        made = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index(device)))
-        return CudaBytes(made.data_ptr(), nbytes, made, made.device.index)
-
-    def resolver(
-        self,
-        label: str,
-        member_kind: str,
-        member: Handle,
-        device: str | None,
-        itemsizes: Sequence[int],
-        regions: dict[int, tuple[Any, Handle]],
-    ) -> CudaResolver:
-        return CudaResolver(label, member_kind, member, device, itemsizes, regions)
-
-    def synchronize(self, device: str | None = None) -> None:
-        import torch
-
-        torch.cuda.current_stream(None if device is None else device_index(device)).synchronize()
-
-    def synchronize_tensor(self, tensor: Any) -> None:
-        import torch
-
-        torch.cuda.current_stream(tensor.device).synchronize()
-
-    def synchronize_all(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
-
-
-KIND = CudaKind()
 
 
 # The numbers that cuda.h gives to these attributes and to this error.
@@ -555,8 +430,78 @@ def _look_at_nccl() -> Finding:
     return Finding("nccl", State.NOTE, text, "install nvidia-nccl-cu13 (or -cu12) beside the daemon, if GPUs of several nodes take part")
 
 
-LOOKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
-    ("gpu", _look_at_gpus),
-    ("gpu ipc", _look_at_ipc),
-    ("nccl", _look_at_nccl),
-)
+class CudaKind(DeviceKind):
+    name = "CUDA"
+    torch_type = "cuda"
+    memory = CudaMemory
+    resolver = CudaResolver
+    looks = (("gpu", _look_at_gpus), ("gpu ipc", _look_at_ipc), ("nccl", _look_at_nccl))
+
+    def knows(self, device: str) -> bool:
+        return device.startswith(("GPU-", "MIG-"))
+
+    def current(self, used: bool) -> str | None:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available() or (used and not torch.cuda.is_initialized()):
+            return None
+        return device_uuid(torch.cuda.current_device())
+
+    def name_of(self, device: Any) -> str:
+        index = device.index or 0
+        if index not in _uuids:
+            _uuids[index] = device_uuid(index)
+        return _uuids[index]
+
+    def first(self) -> str:
+        try:
+            return driver().uuid(0)
+        except FailedPrecondition as error:
+            raise FailedPrecondition(f"device: this process sees no GPU (CUDA_VISIBLE_DEVICES?): {error}", culprit="device") from error
+
+    def thread_device(self) -> Callable[[], None] | None:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+
+        def take() -> None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
+
+        return take
+
+    def connect_fields(self) -> dict[str, Any]:
+        return {"cuda_library": text(os.environ.get("REFITD_CUDA_LIBRARY"))}
+
+    def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> CudaBytes:
+        return CudaBytes(pointer, nbytes, owner, device_index(device))
+
+    def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
+        with driver().current(index):
+            return handle if driver().exports(base) else driver().make_exportable(index, base, nbytes, handle)
+
+    def new_bytes(self, device: str, nbytes: int) -> CudaBytes:
+        import torch
+
+        made = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index(device)))
+        return CudaBytes(made.data_ptr(), nbytes, made, made.device.index)
+
+    def synchronize(self, device: str | None = None) -> None:
+        import torch
+
+        torch.cuda.current_stream(None if device is None else device_index(device)).synchronize()
+
+    def synchronize_tensor(self, tensor: Any) -> None:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+    def synchronize_all(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+KIND = CudaKind()
+devices.KINDS.append(KIND)

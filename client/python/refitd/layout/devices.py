@@ -7,20 +7,18 @@ tell their kind by `tensor.device.type`.
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument
-from .memory import DeviceBytes, DeviceMemory, HostBytes, HostMemory
 
 if TYPE_CHECKING:
-    from .memory import DeviceBytes
-    from .boxes import Box
-    from .._core.tensors import Piece
+    from .._core.member import Piece
     from .._core.native import Handle
+    from . import Box
+    from .memory import DeviceBytes, DeviceMemory, HostBytes, HostMemory
 
 # The limit of each call that the doctor makes: a machine that needs longer is not well.
 CALL_SECONDS = 30.0
@@ -49,10 +47,17 @@ class Finding:
 
 
 class Resolver(abc.ABC):
-    """Makes pieces of one registration's boxes on a device, and the regions that hold their bytes."""
+    """Makes pieces of one registration's boxes on a device, and the regions that hold their bytes: `regions`, by base address, with what the
+    driver says of the memory there."""
 
-    # By base address: what the driver says of the memory there, and its region.
-    regions: dict[int, tuple[Any, Handle]]
+    def __init__(
+        self, label: str, kind: str, member: Handle, device: str | None, itemsizes: Sequence[int], before: dict[int, tuple[Any, Handle]]
+    ) -> None:
+        """`label`, `kind` ("trainer" or "engine"), `member`, `device`: of the member. `itemsizes`: bytes an element of each of the layout's
+        tensors. `before`: the regions of the registration before: its tensors are alive, so what lies there is the same memory."""
+        self._label, self._kind, self._member, self._device = label, kind, member, device
+        self._itemsizes, self._before = itemsizes, before
+        self.regions: dict[int, tuple[Any, Handle]] = {}
 
     @abc.abstractmethod
     def pieces(self, box: Box, what: str) -> list[Piece]:
@@ -64,6 +69,9 @@ class DeviceKind(abc.ABC):
 
     name: str  # for people
     torch_type: str  # the `type` of this kind's torch.device
+    memory: type[DeviceMemory]
+    resolver: type[Resolver]
+    looks: Sequence[tuple[str, Callable[[], Finding]]]  # what refitd.doctor looks at, by name
 
     # ---- the process ----
 
@@ -91,24 +99,7 @@ class DeviceKind(abc.ABC):
     def connect_fields(self) -> dict[str, Any]:
         """Fields of refit_connect_options for this kind."""
 
-    @abc.abstractmethod
-    def looks(self) -> Sequence[tuple[str, Callable[[], Finding]]]:
-        """The things that refitd.doctor looks at, by name."""
-
     # ---- memory ----
-
-    @abc.abstractmethod
-    def memory_at(
-        self,
-        device: Any,
-        pointer: int,
-        nbytes: int,
-        owner: Any,
-        label: str,
-        pointer_now: Callable[[], int] | None,
-        check_moved: Callable[[], None] | None,
-    ) -> DeviceMemory:
-        """Names memory on a torch.device; see DeviceMemory."""
 
     @abc.abstractmethod
     def bytes_at(self, device: str, pointer: int, nbytes: int, owner: Any) -> DeviceBytes:
@@ -126,18 +117,6 @@ class DeviceKind(abc.ABC):
     @abc.abstractmethod
     def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:
         """New memory on the device, which is freed with the last reference."""
-
-    @abc.abstractmethod
-    def resolver(
-        self,
-        label: str,
-        member_kind: str,
-        member: Handle,
-        device: str | None,
-        itemsizes: Sequence[int],
-        regions: dict[int, tuple[Any, Handle]],
-    ) -> Resolver:
-        """A resolver for a registration of `member`, of the kind "trainer" or "engine". `regions`: those of the registration before."""
 
     # ---- waiting for work that torch has queued ----
 
@@ -157,13 +136,8 @@ class DeviceKind(abc.ABC):
 HOST = "host"
 
 
-@functools.cache
-def kinds() -> tuple[DeviceKind, ...]:
-    """The kinds that there are; each one's module imports this one. A name that no kind knows goes to the first, whose error says which
-    devices there are."""
-    from . import cuda
-
-    return (cuda.KIND,)
+# The kinds that there are; each one's module adds its own. A name that no kind knows goes to the first, whose error says which devices there are.
+KINDS: list[DeviceKind] = []
 
 
 def on_host(device: str | None) -> bool:
@@ -176,19 +150,19 @@ def kind_of(device: str | None) -> DeviceKind | None:
     if on_host(device):
         return None
     assert device is not None
-    return next((kind for kind in kinds() if kind.knows(device)), kinds()[0])
+    return next((kind for kind in KINDS if kind.knows(device)), KINDS[0])
 
 
 def kind_of_tensors(tensors: Iterable[Any]) -> DeviceKind | None:
     """The kind of device that any of these torch tensors is on; None: all are elsewhere."""
     types = {tensor.device.type for tensor in tensors}
-    return next((kind for kind in kinds() if kind.torch_type in types), None)
+    return next((kind for kind in KINDS if kind.torch_type in types), None)
 
 
 def device_of(tensors: Iterable[Any]) -> str | None:
     """The name of the device that has the first of these torch tensors that is on one; None: all are elsewhere."""
     for tensor in tensors:
-        for kind in kinds():
+        for kind in KINDS:
             if tensor.device.type == kind.torch_type:
                 return kind.name_of(tensor.device)
     return None
@@ -196,22 +170,22 @@ def device_of(tensors: Iterable[Any]) -> str | None:
 
 def current() -> str | None:
     """The name of torch's current device, where this process has used one; None elsewhere."""
-    return next((name for kind in kinds() if (name := kind.current(used=True)) is not None), None)
+    return next((name for kind in KINDS if (name := kind.current(used=True)) is not None), None)
 
 
 def current_or_host() -> str:
     """The name of torch's current device, whether this process has used it or not; else "host"."""
-    return next((name for kind in kinds() if (name := kind.current(used=False)) is not None), HOST)
+    return next((name for kind in KINDS if (name := kind.current(used=False)) is not None), HOST)
 
 
 def kind_of_type(torch_type: str) -> DeviceKind | None:
     """The kind of device with this type in torch; None: the host. Raises InvalidArgument for a type that no kind has."""
     if torch_type == "cpu":
         return None
-    for kind in kinds():
+    for kind in KINDS:
         if kind.torch_type == torch_type:
             return kind
-    raise InvalidArgument(f"device type '{torch_type}': 'cpu' and {', '.join(repr(kind.torch_type) for kind in kinds())} are possible", culprit="device")
+    raise InvalidArgument(f"device type '{torch_type}': 'cpu' and {', '.join(repr(kind.torch_type) for kind in KINDS)} are possible", culprit="device")
 
 
 def any_of(torch_type: str) -> str:
@@ -223,7 +197,7 @@ def any_of(torch_type: str) -> str:
 
 def thread_devices() -> Callable[[], None]:
     """A function that makes this thread's current devices and streams those of the thread that calls it."""
-    setters = [setter for kind in kinds() if (setter := kind.thread_device()) is not None]
+    setters = [setter for kind in KINDS if (setter := kind.thread_device()) is not None]
 
     def take() -> None:
         for setter in setters:
@@ -234,7 +208,7 @@ def thread_devices() -> Callable[[], None]:
 
 def connect_fields() -> dict[str, Any]:
     """Fields of refit_connect_options that the kinds fill in."""
-    return {name: value for kind in kinds() for name, value in kind.connect_fields().items()}
+    return {name: value for kind in KINDS for name, value in kind.connect_fields().items()}
 
 
 def memory_at(
@@ -252,11 +226,13 @@ def memory_at(
     """Names memory on a torch.device, as HostMemory and DeviceMemory do; `name` is its label. Raises InvalidArgument, which names `what`
     and `culprit`, where refitd moves nothing of such a device."""
     if device.type == "cpu":
+        from .memory import HostMemory
+
         return HostMemory(pointer, nbytes, owner, name, pointer_now, check_moved)
-    for kind in kinds():
+    for kind in KINDS:
         if device.type == kind.torch_type:
-            return kind.memory_at(device, pointer, nbytes, owner, name, pointer_now, check_moved)
-    possible = " and ".join(["host memory", *(kind.name for kind in kinds())])
+            return kind.memory(kind.name_of(device), pointer, nbytes, device.index or 0, owner, name, pointer_now, check_moved)
+    possible = " and ".join(["host memory", *(kind.name for kind in KINDS)])
     raise InvalidArgument(f"{what} is on device {device}: {possible} are possible", culprit=culprit)
 
 
@@ -264,6 +240,8 @@ def bytes_at(device: str | None, pointer: int, nbytes: int, owner: Any) -> HostB
     """The `nbytes` bytes at an address of the device; `owner` keeps the memory allocated."""
     kind = kind_of(device)
     if kind is None:
+        from .memory import HostBytes
+
         return HostBytes(pointer, nbytes, owner)
     assert device is not None
     return kind.bytes_at(device, pointer, nbytes, owner)

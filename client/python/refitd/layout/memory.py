@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
+
 class DType(NamedTuple):
     """An element type: the name that refitd, torch and safetensors-like manifests use, the C code, and bytes an element."""
 
@@ -129,8 +130,8 @@ class HostBytes:
 
 
 class DeviceBytes(abc.ABC):
-    """`nbytes` bytes at `pointer` on a device whose memory the host can't read; all tensors made of them keep them there. The package
-    of the kind of device has the class (`device.py`)."""
+    """`nbytes` bytes at `pointer` on a device whose memory the host can't read; all tensors made of them keep them there. The module
+    of the kind of device has the class."""
 
     pointer: int
     nbytes: int
@@ -143,13 +144,13 @@ class DeviceBytes(abc.ABC):
     def synchronize(self) -> None:
         """Waits until the work that torch has queued on the device's current stream has ended."""
 
-    @abc.abstractmethod
     def memory(self, writable: bool = True) -> memoryview:
         """Raises Unimplemented, because the host can't read the bytes."""
+        raise Unimplemented("these bytes are on a device: take them as a torch tensor")
 
-    @abc.abstractmethod
     def numpy(self, shape: Sequence[int], dtype: str, writable: bool = True) -> numpy.ndarray[Any, Any]:
-        """Raises Unimplemented, because the host can't read the bytes."""
+        """Raises Unimplemented, as memory() does."""
+        raise Unimplemented("these bytes are on a device: take them as a torch tensor")
 
     @abc.abstractmethod
     def torch(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
@@ -518,3 +519,30 @@ def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Regi
                 tensor.shape, tensor.stride(),
             )
     return region
+
+
+class Source(NamedTuple):
+    """A tensor to push. `copy(target, start, count)` copies elements [start, start + count) to `target`, which has room for them;
+    the copy to a device may still be under way when it returns: `DeviceBytes` targets are synchronised by the caller."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    elements: int
+    # None: contiguous host memory at `pointer`, which is copied from there.
+    copy: Callable[[HostBytes | DeviceBytes, int, int], None] | None
+    pointer: int
+    owner: Any
+
+
+def mark_written(tensors: Iterable[Any]) -> None:
+    """Raises the versions of torch tensors, and with them those of their views, as torch's own writes do (P11)."""
+    import torch
+
+    distinct = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()}.values())
+    increment: Any = getattr(torch.autograd.graph, "increment_version", None)
+    try:
+        increment(distinct)
+    except TypeError:  # an older torch, whose function takes one tensor, or that has none
+        for tensor in distinct:
+            with torch.no_grad():
+                tensor.detach().as_strided((0,), (1,)).zero_()

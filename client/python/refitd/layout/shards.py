@@ -8,25 +8,47 @@ Everything is checked before anything is registered: an InvalidArgument or Faile
 its `culprit` is "tensor '...'".
 
 This module needs no framework: torch tensors, DTensors and numpy arrays are known by what they have.
+
+Casts of local shards to the dtype that engines serve, and additions to them, take bounded memory.
+A compiled refit reads all registered bytes when it is called, so every cast byte must exist then. Therefore tensors that need
+a cast are delivered in one of two ways, chosen for all of them together:
+
+- *whole*: a room of all cast shards of this rank, filled before each refit. One compiled refit moves everything, but the room
+  takes as much memory as the cast shards.
+- *pushed*: each update casts into the daemon's staging slots, bucket after bucket: no memory here, whatever the model's size.
+
+What is added to a shard on the way (`Addition`), such as the product of an adapter's matrices, goes the same two ways, whether or
+not the dtype changes.
+
+All ranks must choose the same way, as a tensor that one rank pushes is left out of every rank's layout. So "auto" decides by
+what is equal on all ranks: the shapes, placements and dtypes of DTensors and replicated tensors. docs/decisions.md has reasons.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from zlib import crc32
 
-from .._core.tensors import Bindings, Marks, TensorAddress, integers
-from .._core.waiting import paused
+from .._core import paused
+from .._core.member import TensorAddress, integers
+from .._core.tensors import Bindings, Marks
 from ..errors import FailedPrecondition, InvalidArgument
-from . import devices
-from .boxes import Box, Layout, TensorSpec, compiled, first_overlap, matcher, range_boxes
-from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
-from .dtensor import Part, is_dtensor, local_tensor, place
-from .memory import DTYPES, HostMemory, Memory, resolve
+from . import (
+    DEFAULT_STAGING_BYTES, Box, Layout, Part, TensorSpec, compiled, devices, first_overlap, is_dtensor, local_tensor, matcher, place,
+    range_boxes, row_major,
+)  # fmt: skip
+from .memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Memory, Source, resolve, torch_dtype
+
+if TYPE_CHECKING:
+    from ..trainer import Update
+    from .memory import DeviceBytes, HostBytes
+
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
 CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -75,7 +97,7 @@ def range_shards(shard: Shard, start: int) -> Iterator[Shard]:
     try:
         boxes = range_boxes(shard.shape, start, len(shard.tensor))
     except ValueError as error:
-        raise InvalidArgument(f"tensor '{shard.name}': {error}", culprit=f"tensor '{shard.name}'") from None
+        raise InvalidArgument(f"tensor '{shard.name}': {error}", tensor=shard.name) from None
     at = 0
     for offset, extent in boxes:
         count = prod(extent)
@@ -101,21 +123,11 @@ def collect(
     """The layout of what this rank holds.
 
     `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say, either may
-    be in a casting.Added), or an iterable of `Shard`.
-    `dtype`: deliver floating-point tensors (float64, float32, float16, bfloat16) in this type; None: as they are.
-    `exceptions`: patterns of names (refitd.layout.boxes), and the dtype to deliver those in, None as they are; the first that
-    matches counts. {"*.e_score_correction_bias": torch.float32} keeps router biases.
-    `buffers`: of a module: whether persistent buffers are taken, or patterns of those that are. A mapping has no buffers.
-    `leave_out`: patterns of names that are not taken. `any_cast`: patterns of names that may be cast also where values are lost: between
-    floating-point, integer, bool and float8, and to smaller integers. Others are refused.
-    `tied`: True: where two names have the same memory, shape and strides, the first has the boxes, and the other is listed
-    without any, so that engines need not get it. {"lm_head.weight": "model.embed_tokens.weight"}: these names are listed without
-    boxes, wherever their memory is. False: every name has its boxes.
+    be in an Added), or an iterable of `Shard`.
+    `dtype`, `exceptions`, `buffers`, `leave_out`, `any_cast`, `tied`, `staging`, `staging_bytes`: as of Trainer.register.
     `rank`: for errors. `world_size`: of the trainer; with 1, a tensor that is not covered whole is an error. With more, plain
     tensors of a mapping count as replicated on all ranks where casts are pushed.
     `device`: that all tensors must be on, as torch.device takes it; None: that of the first.
-    `staging`, `staging_bytes`: how casts are delivered, see refitd.layout.casting: "whole" keeps all cast shards, "push" pushes them,
-    "auto" keeps at most `staging_bytes` bytes. Equal on all ranks.
 
     Raises InvalidArgument for a wrong dtype, shape, offset or placement, overlapping or missing shards, expanded tensors, another
     device; FailedPrecondition for memory that was freed. Nothing is kept then.
@@ -125,9 +137,7 @@ def collect(
     """
     where = None if device is None else str(device)
     rules = _Rules(dtype, exceptions or {}, any_cast, rank)
-    options = _Options(
-        rules, buffers, matcher(leave_out, "leave_out"), tied, rank, world_size, where, staging, staging_bytes
-    )
+    options = _Options(rules, buffers, matcher(leave_out, "leave_out"), tied, rank, world_size, where, staging, staging_bytes)
     return _collect(x, options, _find(x, options))
 
 
@@ -249,7 +259,7 @@ def _find(x: Any, options: _Options) -> _Found:
 
 
 class _Source:
-    """Looks up what a layout was collected from: see refitd.layout.boxes.Source."""
+    """Looks up what a layout was collected from: see refitd.layout.Source."""
 
     def __init__(self, x: Any, options: _Options, found: _Found, held: Sequence[_BoundShard], specs: Mapping[str, _Spec]) -> None:
         self.rebound = 0
@@ -264,7 +274,7 @@ class _Source:
         self._bound = list(zip(objects, self._marks.values, [id(each.shard.addition) for each in held]))
 
     def renewed(self) -> Layout | None:
-        """See refitd.layout.boxes.Source."""
+        """See refitd.layout.Source."""
         found = self._found
         holds = found.bindings is not None and found.bindings.hold()
         if holds and self._marks.same():
@@ -307,7 +317,7 @@ class _Source:
                 continue
             is_now = "is no longer there" if now is None else f"is now {now}"
             raise FailedPrecondition(
-                f"rank {self._options.rank}: tensor '{name}' was registered as {spec}, and {is_now}: register again", culprit=f"tensor '{name}'"
+                f"rank {self._options.rank}: tensor '{name}' was registered as {spec}, and {is_now}: register again", tensor=name
             )
 
 
@@ -346,7 +356,7 @@ class _BoundShard:
             raise FailedPrecondition(
                 f"rank {rank}: tensor '{name}' was registered as {dtype} {extent} with strides {strides}, and is now {tensor.dtype} "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}: register it again",
-                culprit=f"tensor '{name}'",
+                tensor=name,
             )
 
 
@@ -371,13 +381,9 @@ def _with_integers(shard: Shard, rank: int) -> Shard:
     offset = None if shard.offset is None else integers(shard.offset)
     for what, said, made in (("shape", shard.shape, shape), ("offset", shard.offset, offset)):
         if made is None and said is not None:
-            raise InvalidArgument(
-                f"rank {rank}: tensor '{shard.name}' has {what} {said!r}, which is no sequence of integers", culprit=f"tensor '{shard.name}'"
-            )
+            raise InvalidArgument(f"rank {rank}: tensor '{shard.name}' has {what} {said!r}, which is no sequence of integers", tensor=shard.name)
     if shape is None or min(shape, default=0) < 0:
-        raise InvalidArgument(
-            f"rank {rank}: tensor '{shard.name}' has shape {shard.shape!r}, which is no shape", culprit=f"tensor '{shard.name}'"
-        )
+        raise InvalidArgument(f"rank {rank}: tensor '{shard.name}' has shape {shard.shape!r}, which is no shape", tensor=shard.name)
     return replace(shard, shape=shape, offset=offset)
 
 
@@ -430,7 +436,7 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
         yield from _of_sharded_tensor(name, tensor)
         return
     if kind != "DTensor":
-        raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=f"tensor '{name}'")
+        raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", tensor=name)
     placed = place(name, tensor, rank)
     shape = tuple(tensor.shape)
     if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
@@ -482,7 +488,7 @@ class _Rules:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}': {error}. If engines need it not, leave it out: leave_out=['{name}'], or of a "
                     "module's buffers buffers=False or patterns of those to take",
-                    culprit=f"tensor '{name}'",
+                    tensor=name,
                 ) from None
         return found
 
@@ -494,7 +500,7 @@ class _Rules:
         if to != stored and to not in _KEEPS_VALUES.get(stored, ()) and not self._any_cast(name):
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' is {stored}, and a cast to {to} loses values: declare any_cast=['{name}'] if it is meant",
-                culprit=f"tensor '{name}'",
+                tensor=name,
             )
         return to
 
@@ -522,12 +528,12 @@ class _View:
         if not _is_torch(of):
             if not hasattr(tensor, "__array_interface__"):
                 raise InvalidArgument(
-                    f"rank {rank}: tensor '{name}' is a {of.__name__}: register torch tensors or numpy arrays, or push it", culprit=f"tensor '{name}'"
+                    f"rank {rank}: tensor '{name}' is a {of.__name__}: register torch tensors or numpy arrays, or push it", tensor=name
                 )
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):
-                raise InvalidArgument(f"rank {rank}: tensor '{name}' has byte strides {strides}", culprit=f"tensor '{name}'")
+                raise InvalidArgument(f"rank {rank}: tensor '{name}' has byte strides {strides}", tensor=name)
             self.strides: tuple[int, ...] = tuple(stride // itemsize for stride in strides)
             self.device: Any = None
         else:
@@ -541,7 +547,7 @@ class _View:
                 raise InvalidArgument(
                     f"rank {rank}: tensor '{name}' is expanded: strides {self.strides} of shape {tuple(tensor.shape)} repeat elements. "
                     "Pass a contiguous copy",
-                    culprit=f"tensor '{name}'",
+                    tensor=name,
                 )
             span += (n - 1) * stride
         self.nbytes = span * itemsize
@@ -550,16 +556,16 @@ class _View:
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + self.nbytes:
             self._refuse_freed(name, tensor, rank)
         if self.pointer == 0:
-            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is a {type(tensor).__name__} without memory", culprit=f"tensor '{name}'")
+            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is a {type(tensor).__name__} without memory", tensor=name)
 
     def _look_at_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
         self.device = tensor.device
         if self.device.type == "meta":
-            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", culprit=f"tensor '{name}'")
+            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", tensor=name)
         if tensor.layout is not sys.modules["torch"].strided:
-            raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", tensor=name)
         if tensor.is_neg() or tensor.is_conj():
-            raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", tensor=name)
         self.strides = tensor.stride()
         self.pointer = tensor.data_ptr()
 
@@ -567,7 +573,7 @@ class _View:
         raise FailedPrecondition(
             f"rank {rank}: tensor '{name}' needs {self.nbytes} bytes from element {tensor.storage_offset()} on, but its storage has "
             f"{tensor.untyped_storage().nbytes()}: its memory was freed, as sharded training does between uses",
-            culprit=f"tensor '{name}'",
+            tensor=name,
         )
 
 
@@ -617,7 +623,7 @@ class _Collector:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} and additions are made of "
                     "torch tensors",
-                    culprit=f"tensor '{name}'",
+                    tensor=name,
                 )
             self.casts.append(Cast(index, name, shape, delivered, offset, held.current, shard.replica, shard.addition))
             return
@@ -627,9 +633,7 @@ class _Collector:
         """Checks that the name that has the boxes of a tied tensor is among the names."""
         for name, kept in self._tied.items() if isinstance(self._tied, Mapping) else ():
             if name in self._tensors and kept not in self._tensors:
-                raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", culprit=f"tensor '{name}'"
-                )
+                raise InvalidArgument(f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", tensor=name)
 
     def check_overlaps(self) -> None:
         """Checks that no element of a tensor is in two shards."""
@@ -637,7 +641,7 @@ class _Collector:
             overlap = first_overlap(boxes) if len(boxes) > 1 else None
             if overlap is not None:
                 raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", culprit=f"tensor '{name}'"
+                    f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", tensor=name
                 )
 
     def check_complete(self) -> None:
@@ -649,7 +653,7 @@ class _Collector:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{spec.name}' of shape {spec.shape} has {prod(spec.shape)} elements, but its shards have "
                     f"{held}, and there is no other rank",
-                    culprit=f"tensor '{spec.name}'",
+                    tensor=spec.name,
                 )
 
     def specs(self) -> dict[str, _Spec]:
@@ -674,9 +678,7 @@ class _Collector:
     def _list_without_boxes(self, held: _BoundShard) -> None:
         shard = held.shard
         if shard.dtype is None:
-            raise InvalidArgument(
-                f"rank {self._rank}: a Shard of tensor '{shard.name}' has neither tensor nor dtype", culprit=f"tensor '{shard.name}'"
-            )
+            raise InvalidArgument(f"rank {self._rank}: a Shard of tensor '{shard.name}' has neither tensor nor dtype", tensor=shard.name)
         stored = self._rules.stored(shard.name, shard.dtype)
         delivered = self._rules.delivered(shard.name, stored, None)
         self._index_of(shard.name, tuple(shard.shape), stored, delivered)
@@ -688,7 +690,7 @@ class _Collector:
         if known is None:
             index = len(self.layout.tensors)
             if not isinstance(name, str) or not name:
-                raise InvalidArgument(f"rank {self._rank}: tensor {index} has name {name!r}", culprit=f"tensor '{name}'")
+                raise InvalidArgument(f"rank {self._rank}: tensor {index} has name {name!r}", tensor=name)
             self._tensors[name] = (index, stored)
             self.layout.tensors.append(TensorSpec(name, delivered, shape))
             return index
@@ -698,7 +700,7 @@ class _Collector:
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' has shards of {known[1]} {spec.shape} to deliver as {spec.dtype}, and of {stored} "
                 f"{shape} to deliver as {delivered}",
-                culprit=f"tensor '{name}'",
+                tensor=name,
             )
         return index
 
@@ -711,14 +713,14 @@ class _Collector:
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}: the numbers of "
                 "dimensions differ",
-                culprit=f"tensor '{name}'",
+                tensor=name,
             )
         for n, at, whole in zip(extent, offset, shape):
             if at < 0 or at + n > whole:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}, which is not "
                     "within it",
-                    culprit=f"tensor '{name}'",
+                    tensor=name,
                 )
         return offset, extent
 
@@ -726,9 +728,7 @@ class _Collector:
         if self._device is None:
             self._device = str(device)
         elif str(device) != self._device and not (device.type == self._device and device.type == "cpu"):
-            raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", culprit=f"tensor '{name}'"
-            )
+            raise InvalidArgument(f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", tensor=name)
 
     def _is_tied(
         self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...], addition: Addition | None
@@ -749,3 +749,252 @@ class _Collector:
         check = partial(held.check, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._rank)
         what, culprit = f"rank {self._rank}: tensor '{name}'", f"tensor '{name}'"
         return devices.memory_at(view.device, view.pointer, view.nbytes, tensor, name, held.address, check, what=what, culprit=culprit)
+_ALIGNMENT = 64  # each tensor in a room of cast shards begins at a multiple of this
+
+STAGING = ("auto", "whole", "push")
+
+
+class Addition(Protocol):
+    """Something that is added to the elements of a tensor on their way to the engines."""
+
+    def begin(self) -> None:
+        """Called on every rank before each refit, in the order in which the tensors are registered: it may communicate."""
+
+    def write(self, target: Any, source: Any, offset: Sequence[int]) -> None:
+        """Writes into `target` the sum of `source`, a box that begins at `offset` in the global tensor, and what is added there.
+
+        Both are torch tensors of the box's extent, of any strides; `target` has the dtype to deliver.
+        """
+
+
+class Added(NamedTuple):
+    """In a mapping of names to tensors: `tensor`, to whose elements `addition` is added on the way."""
+
+    tensor: Any
+    addition: Addition
+
+
+@dataclass
+class Cast:
+    """A box of a tensor that must be cast, or to which something is added.
+
+    `current`: returns the local tensor of the box's extent, wherever its memory is now. `replica`: the number of this rank among
+    those that hold the same elements, and how many they are.
+    """
+
+    tensor_index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...]
+    current: Callable[[], Any]
+    replica: tuple[int, int] = (0, 1)
+    addition: Addition | None = None
+
+    def write(self, target: Any, source: Any, offset: Sequence[int]) -> None:
+        """Writes a box of the source, which begins at `offset` in the global tensor, as it is to be delivered."""
+        if self.addition is None:
+            target.copy_(source)
+        else:
+            self.addition.write(target, source, offset)
+
+    @property
+    def source(self) -> Any:
+        return self.current().detach()
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.source.numel()) * DTYPES[self.dtype].itemsize
+
+
+@dataclass
+class Demand:
+    """The memory that a tensor's cast takes on the rank that holds the most of the tensor. All ranks decide by this number.
+
+    `nbytes`: of the cast elements; None where a rank can't know. `ranges`: every rank's boxes are ranges of the row-major tensor.
+    """
+
+    nbytes: int | None
+    ranges: bool
+
+
+def plan(
+    casts: Sequence[Cast], demands: Mapping[str, Demand], *, staging: str, staging_bytes: int, rank: int, alone: bool
+) -> tuple[list[Box], CastPush | None]:
+    """The boxes of casts that are kept whole, and the pushes of the others.
+
+    `demands`: of all tensors that are cast on some rank, by name. `alone`: this is the only trainer rank, so that no other must
+    agree. Raises InvalidArgument where the casts fit neither way.
+    """
+    if staging not in STAGING:
+        raise InvalidArgument(f"staging is {staging!r}, {', '.join(map(repr, STAGING))} are possible", culprit="staging")
+    pushed = _pushed(casts, demands, staging, staging_bytes, rank, alone)
+    whole = [cast for cast in casts if cast.name not in pushed]
+    boxes = _staged_whole(whole) if whole else []
+    push = CastPush([cast for cast in casts if cast.name in pushed])
+    return boxes, push if pushed else None
+
+
+def _pushed(casts: Sequence[Cast], demands: Mapping[str, Demand], staging: str, staging_bytes: int, rank: int, alone: bool) -> set[str]:
+    """The names of the tensors to push."""
+    if staging == "whole":
+        return set()
+    if staging == "push":
+        return set(demands)
+    held: dict[str, int] = {}
+    for cast in casts:
+        held[cast.name] = held.get(cast.name, 0) + cast.nbytes
+    if alone:
+        needed = {name: held.get(name, 0) for name in demands}
+    else:
+        needed = {name: held.get(name, 0) if demand.nbytes is None else demand.nbytes for name, demand in demands.items()}
+    if sum(needed.values()) <= staging_bytes:
+        return set()
+    unknown = None if alone else next((name for name, demand in demands.items() if demand.nbytes is None), None)
+    if unknown is not None:
+        raise InvalidArgument(
+            f"rank {rank}: tensors to cast, '{unknown}' among them, take {sum(needed.values())} bytes, and staging_bytes is "
+            f"{staging_bytes}. Other ranks must choose alike and can't know: pass staging='push' or staging='whole', or a larger "
+            "staging_bytes, on every rank",
+            tensor=unknown,
+        )
+    # A shard of columns would be pushed row by row, each a bucket of its own: it is kept whole.
+    columns = {name: nbytes for name, nbytes in needed.items() if not demands[name].ranges}
+    if sum(columns.values()) > staging_bytes:
+        first = next(iter(columns))
+        raise InvalidArgument(
+            f"rank {rank}: {len(columns)} tensors to cast are sharded by columns, '{first}' among them, so that they are kept whole: "
+            f"they take {sum(columns.values())} bytes, and staging_bytes is {staging_bytes}. Pass a larger staging_bytes, or "
+            "staging='push' to push them row by row, on every rank",
+            tensor=first,
+        )
+    return set(demands) - set(columns)
+
+
+def _staged_whole(casts: Sequence[Cast]) -> list[Box]:
+    offsets = []
+    end = 0
+    for cast in casts:
+        offsets.append(end)
+        end += -(-cast.nbytes // _ALIGNMENT) * _ALIGNMENT
+    room = _Room(casts, offsets, end)
+    memory = room.memory()
+    boxes = []
+    for cast, byte_offset in zip(casts, offsets):
+        extent = tuple(cast.source.shape)
+        boxes.append(Box(cast.tensor_index, cast.offset, extent, row_major(extent), memory, byte_offset))
+    return boxes
+
+
+@dataclass
+class _Room:
+    """The room of all cast shards that are kept whole."""
+
+    casts: Sequence[Cast]
+    offsets: Sequence[int]
+    nbytes: int
+    # The room's tensors on the host, made for the address that fill() was given last.
+    address: int = 0
+    targets: list[Any] = field(default_factory=list)
+
+    def memory(self) -> FilledMemory | HostMemory | DeviceMemory:
+        device = self.casts[0].source.device
+        label = f"{len(self.casts)} cast tensors"
+        if device.type == "cpu":
+            return FilledMemory(self.nbytes, self.fill, label)
+        return self._on_device(device, label)
+
+    def _on_device(self, device: Any, label: str) -> HostMemory | DeviceMemory:
+        import torch
+
+        room = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        targets = self._targets_in(room)
+
+        def refresh() -> int:
+            self._cast_into(targets)
+            return int(room.data_ptr())
+
+        return devices.memory_at(device, room.data_ptr(), self.nbytes, room, label, refresh, what=label, culprit=label)
+
+    def fill(self, view: memoryview) -> None:
+        """Casts every shard into `view`, of `nbytes` bytes."""
+        import torch
+
+        room = torch.frombuffer(view, dtype=torch.uint8)
+        if room.data_ptr() != self.address:
+            self.address, self.targets = room.data_ptr(), self._targets_in(room)
+        self._cast_into(self.targets)
+
+    def _targets_in(self, room: Any) -> list[Any]:
+        return [
+            room[at : at + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape)
+            for cast, at in zip(self.casts, self.offsets)
+        ]
+
+    def _cast_into(self, targets: Sequence[Any]) -> None:
+        import torch
+
+        with torch.no_grad():
+            for cast, target in zip(self.casts, targets):
+                source = cast.source
+                if source.shape != target.shape or source.untyped_storage().nbytes() == 0 < source.numel():
+                    raise FailedPrecondition(
+                        f"tensor '{cast.name}' was registered with a shard of shape {tuple(target.shape)}, and is now of shape "
+                        f"{tuple(source.shape)}, with {source.untyped_storage().nbytes()} bytes of memory",
+                        tensor=cast.name,
+                    )
+                cast.write(target, source, cast.offset)
+
+
+class CastPush:
+    """Tensors that every update casts into its slots; see refitd.layout.PushedTensors."""
+
+    def __init__(self, casts: Sequence[Cast]) -> None:
+        self._casts = casts
+        self.indices: Sequence[int] = sorted({cast.tensor_index for cast in casts})
+
+    def push(self, update: Update) -> None:
+        """Pushes what this rank supplies, cast on the way into the slots.
+
+        Of several ranks that hold the same elements one supplies a tensor: its name says which.
+        """
+        for cast in self._casts:
+            index, count = cast.replica
+            if crc32(cast.name.encode()) % count == index:
+                for start, offset, tensor in _ranges(cast.shape, cast.offset, cast.source):
+                    update.push(cast.name, _source(cast, offset, tensor), shape=cast.shape, start=start)
+
+
+def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
+    """A source of the elements of a box at `at` in the global tensor, in row-major order, cast when they are copied."""
+
+    def copy(target: HostBytes | DeviceBytes, start: int, count: int) -> None:
+        import torch
+
+        with torch.no_grad():
+            room = target.torch((count,), cast.dtype)
+            # Boxes are views, whatever the strides; a flattened tensor might be a copy of all of it.
+            for offset, extent in range_boxes(tensor.shape, start, count):
+                elements = tensor[tuple(slice(first, first + n) for first, n in zip(offset, extent))]
+                cast.write(room[: elements.numel()].view(extent), elements, [a + b for a, b in zip(at, offset)])
+                room = room[elements.numel() :]
+
+    return Source(DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
+
+
+def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterator[tuple[int, Sequence[int], Any]]:
+    """The parts of a box that are ranges of the global tensor: the first row-major index, the offset, and the elements."""
+    if source.numel() == 0:
+        return
+    if not shape:
+        yield 0, (), source.reshape(1)
+        return
+    # The outermost dimension such that the box has all of those inside of it.
+    dim = len(shape) - 1
+    while dim and source.shape[dim] == shape[dim]:
+        dim -= 1
+    strides = row_major(shape)
+    first = sum(o * s for o, s in zip(offset, strides))
+    for indices in product(*(range(n) for n in source.shape[:dim])):
+        at = [*(o + i for o, i in zip(offset, indices)), *offset[dim:]]
+        yield first + sum(i * s for i, s in zip(indices, strides)), at, source[tuple(slice(i, i + 1) for i in indices)]

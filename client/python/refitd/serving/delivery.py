@@ -32,10 +32,10 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
-from ..layout.boxes import Box, TensorSpec
+from ..layout import Box, TensorSpec
 from ..layout.memory import DTYPES, adopt_tensors, empty, resolve, torch_dtype
-from ..layout.places import Places
 from . import proof
 from .proof import Probe, Proof, Prover, digest
 

@@ -28,14 +28,11 @@ from typing import Any
 from zlib import crc32
 
 from ..errors import DataLoss, FailedPrecondition, Internal
-from ..layout.boxes import Box, TensorSpec
-from ..layout.memory import torch_dtype
-from ..layout.places import mark_written
+from ..layout import Box, TensorSpec
+from ..layout.memory import mark_written, torch_dtype
 
 # How many tokens a probe has at least; more where this many would not reach all experts.
 TOKENS = 64
-# The proof reports what is unproved, refuses it, or does not run.
-PROOFS = ("report", "require", "off")
 # For so many parameters at most, more than their own layer is run.
 MAX_WIDER_RUNS = 256
 # These masks change the bits of floating-point elements, two neighbours in turn: 0 becomes 0.5 and 0.625 (E4M3: 0.5 and 0.75),
@@ -155,7 +152,7 @@ def values(spec: TensorSpec, seed: int, device: Any) -> Any:
     dtype, shape = torch_dtype(spec.dtype), tuple(spec.shape)
     if not dtype.is_floating_point:
         if spec.name.endswith("idx") or dtype == torch.bool:
-            raise FailedPrecondition(f"tensor '{spec.name}' of {spec.dtype} can't be made up", culprit=f"tensor '{spec.name}'")
+            raise FailedPrecondition(f"tensor '{spec.name}' of {spec.dtype} can't be made up", tensor=spec.name)
         least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         return torch.randint(least, most, shape, generator=generator, device=device, dtype=dtype)
     wide = dtype if dtype.itemsize > 1 else torch.float32
@@ -182,7 +179,7 @@ def deliver(specs: Sequence[TensorSpec], boxes: Iterable[Box], source: Callable[
             for box in its:
                 owner: Any = getattr(box.memory, "owner", None)
                 if owner is None:
-                    raise FailedPrecondition(f"tensor '{specs[index].name}' goes to memory that is no tensor's", culprit=f"tensor '{specs[index].name}'")
+                    raise FailedPrecondition(f"tensor '{specs[index].name}' goes to memory that is no tensor's", tensor=specs[index].name)
                 part = tensor[tuple(slice(at, at + n) for at, n in zip(box.offset, box.extent))]
                 first = owner.storage_offset() + box.byte_offset // owner.element_size()
                 owner.data.as_strided(tuple(box.extent), tuple(box.strides), first).copy_(part)

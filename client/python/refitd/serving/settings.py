@@ -13,11 +13,11 @@ from typing import Any
 
 from .._core.member import Connect
 from ..errors import InvalidArgument
-from ..layout.boxes import TensorSpec
-from .proof import PROOFS
+from ..layout import TensorSpec
 
 PAUSES = ("keep", "wait", "abort")
 CACHES = ("reset", "keep")
+PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
 # Room for what can't be delivered in place. A model of which more must be processed is refused by name.
 ARENA_BYTES = 8 << 30
 
@@ -93,6 +93,11 @@ class Settings:
         """How a member of the engine attaches. `client`: the engine's kind, for status pages."""
         return Connect(self.socket, self.coordinator, self.wait_seconds, reattach_seconds=self.reattach_seconds, client=client)
 
+    def of_ranks(self) -> dict[str, Any]:
+        """The fields that the workers' ranks take, by name; "" where they are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("pause", "cache")}
+        return {name: "" if value is None else value for name, value in values.items()}
+
     def checked(self) -> Settings:
         """This, if group and instance are said; else raises InvalidArgument."""
         for name in ("group", "instance"):
@@ -133,7 +138,7 @@ def read_manifest(source: str) -> list[TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for name, entry in listed:
         if name in specs:
-            raise InvalidArgument(f"{source} has tensor '{name}' twice", culprit=f"tensor '{name}'")
+            raise InvalidArgument(f"{source} has tensor '{name}' twice", tensor=name)
         specs[name] = _spec(source, name, entry)
     return [specs[name] for name in sorted(specs)]
 
@@ -152,7 +157,7 @@ def _spec(source: str, name: str, entry: Any) -> TensorSpec:
     try:
         dtype, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
     except (TypeError, KeyError, ValueError):
-        raise InvalidArgument(f"{source}: tensor '{name}' has no dtype and shape: {entry!r}", culprit=f"tensor '{name}'") from None
+        raise InvalidArgument(f"{source}: tensor '{name}' has no dtype and shape: {entry!r}", tensor=name) from None
     return TensorSpec(name, resolve(DTYPES.get(dtype, dtype), f"{source}: tensor '{name}'").name, shape)
 
 

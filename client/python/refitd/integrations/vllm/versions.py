@@ -1,9 +1,9 @@
 """All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside, but for those by which
-a model is run alone (`running.py`).
+a model is run alone (`backend.py`).
 
 The load format `refitd`: an engine starts with random weights, reads no checkpoint, and gets its first version from refitd.
 
-While vLLM loads, this format also gathers the evidence of `py`: it knows the moment between loading and post-processing.
+While vLLM loads, this format also gathers the evidence of refitd.serving.delivery: it knows the moment between loading and post-processing.
 
 Weights in the memory of vLLM's sleep mode (`enable_sleep_mode` on a GPU), which only vLLM's own process can open.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_uint64
@@ -231,9 +232,7 @@ def is_attention(layer: Any) -> bool:
 
     if hasattr(attention, "is_deferred_attention_layer"):
         return bool(attention.is_deferred_attention_layer(layer))
-    kinds = tuple(
-        getattr(attention, name) for name in ("Attention", "MLAAttention", "MMEncoderAttention") if hasattr(attention, name)
-    )
+    kinds = tuple(getattr(attention, name) for name in ("Attention", "MLAAttention", "MMEncoderAttention") if hasattr(attention, name))
     return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
 
 
@@ -397,3 +396,18 @@ def check_backend(config: Any) -> None:
     transfer = config.weight_transfer_config
     if transfer is None or transfer.backend != "refitd":
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
+
+
+# The backend that vLLM made in this worker's process, for frameworks whose own code in the worker is not told of it.
+_backend: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def set_backend(backend: Any) -> None:
+    """Notes the backend. The backend calls this when vLLM makes it."""
+    global _backend
+    _backend = weakref.ref(backend)
+
+
+def backend_here() -> Any:
+    """The backend of this process's vLLM worker; None where vLLM was told of none."""
+    return _backend()

@@ -1,0 +1,883 @@
+"""SGLang takes new weights from refitd, by hooks of SGLang's own plugin entry point (docs/sglang.md).
+
+    REFITD_GROUP=policy python -m sglang.launch_server --model-path MODEL --load-format dummy
+
+SGLang calls `register` in every process through the entry point `sglang.srt.plugins`. It adds three things by SGLang's own hooks:
+the load format "refitd" of `update_weights_from_tensor`, which takes one update in every scheduler process; the
+evidence that tells which parameters may be written in place; the driver beside the HTTP server.
+
+What is the same for all engines comes from `refitd.serving`, whose modules import no engine. SGLang and torch are imported
+where they are used only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+from .._core.member import Connect
+from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
+from ..serving.delivery import ATTRIBUTE, Delivery, Snapshot, Steps, changes, keep_memory, proved, synchronise, tensors_of
+from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
+from ..serving.proof import Probe, digest, token_ids, tokens_for, union_over
+from ..serving.rank import EngineLoop, Rank
+from ..serving.settings import Settings, read_manifest
+
+
+def register() -> None:
+    """Registers the hooks in this process. SGLang calls it once in each, before any of the hooked functions."""
+    register_hooks()
+
+
+def follow(engine: Any, settings: Mapping[str, Any] | None = None) -> Follower:
+    """Attaches an offline `sglang.Engine`, whose updates then happen in `Follower.poll` and `Follower.wait`, between calls of
+    `generate`. `settings`: fields of refitd.serving.settings.Settings by name; the environment says the others. See
+    `refitd.serving.driver.Follower`.
+    """
+    arguments = engine.server_args
+    check(arguments)
+    made = Settings.of(settings)
+    controls = OfflineControls(engine, made.cache)
+    clean = starts_clean(arguments)
+    driver = Driver(controls, made, world_size=arguments.tp_size, clean=clean, device=arguments.device, patient=False)
+    controls.stand_before_sleep(driver)
+    return Follower(driver)
+
+
+def follow_adapter(
+    engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
+) -> AdapterFollower:
+    """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`.
+
+    `adapter`: a folder as PEFT writes it, for names, shapes and configuration. See `refitd.integrations.sglang.adapters.AdapterFollower`.
+    """
+    return AdapterFollower(engine, adapter, group=group, instance=instance, name=name, socket=socket, connect=connect)
+
+
+__all__ = ["follow", "follow_adapter", "register"]
+
+# How often a pause that waits for requests looks for them.
+LOOK_SECONDS = 0.01
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Released:
+    """Keeps which memory of an engine is released. The engine sleeps from the first tag that is released until the last one is back.
+    `backed_up`: whether SGLang keeps a copy of weights that it releases."""
+
+    def __init__(self, backed_up: bool) -> None:
+        self._backed_up = backed_up
+        self._tags: set[str] = set()
+
+    def release(self, tags: Iterable[str] | None) -> tuple[bool, bool]:
+        """Whether the engine falls asleep now, and whether its weights go now. `tags`: None or none of them stands for all."""
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
+
+        now = set(tags or GPU_MEMORY_ALL_TYPES)
+        falls_asleep = not self._tags
+        self._tags |= now
+        return falls_asleep, GPU_MEMORY_TYPE_WEIGHTS in now and not self._backed_up
+
+    def resume(self, tags: Iterable[str] | None) -> bool:
+        """Whether all of the memory is back now."""
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+        self._tags -= set(tags or GPU_MEMORY_ALL_TYPES)
+        return not self._tags
+
+
+def keeps_weights(arguments: Any) -> bool:
+    """Whether SGLang keeps a copy of weights that it releases."""
+    return bool(getattr(arguments, "enable_weights_cpu_backup", False))
+
+
+class Controls:
+    """The calls to the manager of one engine. `run`: has a coroutine carried out on the engine's event loop, and returns its result.
+
+    `cache`: "reset" computes requests in flight anew after an update, and "keep" goes on with their blocks.
+    """
+
+    def __init__(self, manager: Any, run: Run, cache: str) -> None:
+        self._manager = manager
+        self._run = run
+        self._cache = cache
+        self._weights_went = False
+        # SGLang's own functions that release the memory, and get it back.
+        self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
+        self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
+
+    def pause(self, mode: str) -> None:
+        self._run(self._pause(mode))
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        manager = self._manager
+        manager.auto_create_handle_loop()
+        if mode == "wait":
+            # SGLang has no such mode. New requests wait behind this flag, as in its mode "abort".
+            async with manager.is_pause_cond:
+                manager.is_pause = True
+            while await manager.model_update_lock.is_locked():
+                await asyncio.sleep(LOOK_SECONDS)
+        else:
+            kept = "retract" if self._cache == "reset" else "in_place"
+            await manager.pause_generation(PauseGenerationReqInput(mode=kept if mode == "keep" else "abort"))
+
+    def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._run(self._manager.continue_generation(ContinueGenerationReqInput()))
+
+    def register(self, init_info: dict[str, Any]) -> None:
+        self.ask({"do": "attach", "weights_went": self._weights_went, **init_info})
+        self._weights_went = False
+
+    def unregister(self) -> None:
+        self.ask({"do": "detach"})
+
+    def write(self, version: int, reset_caches: bool) -> None:
+        if reset_caches:
+            result = self._run(self._manager.flush_cache())
+            if not result.success:
+                raise RuntimeError(f"SGLang did not reset its prefix cache: {result.message}")
+        self.ask({"do": "take", **update_info(version)}, version)
+
+    def sleep(self, level: int) -> None:
+        self._weights_went = self._weights_went or level >= 2
+        if self.sleeps is not None:
+            self._run(self.sleeps())
+
+    def weights_went(self) -> None:
+        """Says that a sleeping engine no longer has its weights: its ranks attach as dirty."""
+        self._weights_went = True
+
+    def wake(self) -> None:
+        """Gets the memory back. SGLang stays paused, as it was before it fell asleep, until `resume` (P2)."""
+        if self.wakes is not None:
+            self._run(self.wakes())
+
+    def ask(self, request: dict[str, Any], version: int | None = None) -> list[Any]:
+        """Has all ranks carry out a request; returns what each answers. Raises the first rank's error."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        asked = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[json.dumps(request).encode()],
+            load_format="refitd",
+            flush_cache=False,
+            weight_version=None if version is None else str(version),
+            selector="target",
+        )
+        success, message = self._run(self._manager.update_weights_from_tensor(asked, None))[:2]
+        if success:
+            # SGLang may add the answers of other schedulers to the first.
+            answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]  # texts: SGLang passes nothing else on
+            return answers
+        try:
+            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]  # texts: as above
+        except ValueError:
+            raise errors.FailedPrecondition(f"SGLang refused: {message}") from None
+        kind = getattr(errors, told["error"], None)
+        known = isinstance(kind, type) and issubclass(kind, errors.Error) and kind is not errors.UpdateAborted
+        raise (kind if known and kind is not None else errors.FailedPrecondition)(told["reason"])
+
+
+class OfflineControls(Controls):
+    """The calls to the manager of an offline `sglang.Engine`. While the engine is paused, its `generate` raises: SGLang would wait for
+    somebody to resume the engine, which nobody does meanwhile (P2)."""
+
+    def __init__(self, engine: Any, cache: str) -> None:
+        super().__init__(engine.tokenizer_manager, engine.loop.run_until_complete, cache)
+        self._engine = engine
+        self._paused = False
+        generate_request = self._manager.generate_request
+
+        def generate_unless_paused(*arguments: Any, **options: Any) -> Any:
+            if self._paused:
+                raise errors.FailedPrecondition("the engine's weights are not one whole version: call Follower.wait before generate")
+            return generate_request(*arguments, **options)
+
+        self._manager.generate_request = generate_unless_paused
+
+    def pause(self, mode: str) -> None:
+        self._paused = True
+        super().pause(mode)
+
+    def resume(self) -> None:
+        super().resume()
+        self._paused = False
+
+    def stand_before_sleep(self, driver: Driver) -> None:
+        """Makes `release_memory_occupation` of the engine detach first, and `resume_memory_occupation` attach the engine anew when all of
+        its memory is back."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        engine, manager = self._engine, self._manager
+        release_now, resume_now = engine.release_memory_occupation, engine.resume_memory_occupation
+        released = Released(keeps_weights(engine.server_args))
+
+        def release(tags: list[str] | None = None) -> None:
+            falls_asleep, weights_go = released.release(tags)
+            if driver.closed or not falls_asleep:
+                if weights_go:
+                    self.weights_went()
+                    driver.weights_went()
+                release_now(tags)
+                return
+            self.sleeps = partial(manager.release_memory_occupation, ReleaseMemoryOccupationReqInput(tags=tags), None)
+            driver.sleep(2 if weights_go else 1)
+
+        def resume(tags: list[str] | None = None) -> None:
+            if not released.resume(tags) or driver.closed:
+                resume_now(tags)
+                return
+            self.wakes = partial(manager.resume_memory_occupation, ResumeMemoryOccupationReqInput(tags=tags), None)
+            driver.wake()
+
+        engine.release_memory_occupation, engine.resume_memory_occupation = release, resume
+
+
+# SGLang's arguments that this adapter can't serve, and the value that each may have. The last move experts after they are registered, so
+# that new weights would get into other experts (P11).
+_ONLY = (
+    ("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None),
+    ("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial"), ("elastic_ep_backend", None),
+)  # fmt: skip
+
+
+def check(arguments: Any) -> None:
+    """Raises FailedPrecondition that names the first of SGLang's arguments that this adapter can't serve."""
+    for name, allowed in _ONLY:
+        value = getattr(arguments, name, allowed)
+        if value != allowed and value:
+            raise errors.FailedPrecondition(f"SGLang was started with {name}={value!r}, which is not supported", culprit=name)
+
+
+def starts_clean(arguments: Any) -> bool:
+    """Whether SGLang loaded a checkpoint, and no random weights."""
+    return str(getattr(arguments.load_format, "value", arguments.load_format)) != "dummy"
+
+
+logger = logging.getLogger("sglang.refitd")
+
+# The attribute of a tokenizer manager that has its Sleep.
+SLEEP = "_refitd_sleep"
+
+
+def serve(original: Any, arguments: Any, manager: Any, *others: Any, **options: Any) -> Any:
+    """Wraps SGLang's function that runs its HTTP server in this process."""
+    found = Settings.of_server(logger)
+    if found is None:
+        return original(arguments, manager, *others, **options)
+    settings = found
+    check(arguments)
+    from sglang.srt.entrypoints import http_server
+
+    app = http_server.app
+    clean = starts_clean(arguments)
+    drivers: list[Driver] = []
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        async with inner(app) as state:
+            loop = asyncio.get_running_loop()
+
+            def run(call: Coroutine[Any, Any, Any]) -> Any:
+                return asyncio.run_coroutine_threadsafe(call, loop).result()
+
+            controls = Controls(manager, run, settings.cache)
+            if not clean:
+                await controls._pause("abort")  # no request may meet random weights; the server takes requests only after this block
+            driver = Driver(controls, settings, world_size=arguments.tp_size, clean=clean, device=arguments.device)
+            setattr(manager, SLEEP, Sleep(driver, controls, Released(keeps_weights(arguments))))
+            drivers.append(driver)
+            driver.serve_on_thread()
+            try:
+                yield state
+            finally:
+                driver.close()
+
+    app.router.lifespan_context = lifespan
+    app.add_middleware(_Guard, drivers=drivers)
+    add_routes(app, lambda: drivers[0] if drivers else None)
+    if not clean:
+        options["execute_warmup_func"] = _no_warmup
+    return original(arguments, manager, *others, **options)
+
+
+def _no_warmup(*_: Any) -> bool:
+    """Takes the place of SGLang's first requests, which would wait for the first version."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
+    return True
+
+
+class Sleep:
+    """The sleep of an engine whose memory is released: the engine is detached first, and attaches anew when all of the memory is back."""
+
+    def __init__(self, driver: Driver, controls: Controls, released: Released) -> None:
+        self._driver = driver
+        self._controls = controls
+        self._released = released
+
+    async def release(self, original: Any, manager: Any, request: Any, *others: Any) -> None:
+        falls_asleep, weights_go = self._released.release(request.tags)
+        if not falls_asleep:
+            if weights_go:
+                self._controls.weights_went()
+                await asyncio.to_thread(self._driver.weights_went)
+            await original(manager, request, *others)
+            return
+        self._controls.sleeps = partial(original, manager, request, *others)
+        await asyncio.to_thread(self._driver.sleep, 2 if weights_go else 1)
+
+    async def resume(self, original: Any, manager: Any, request: Any, *others: Any) -> None:
+        if not self._released.resume(request.tags):
+            await original(manager, request, *others)
+            return
+        self._controls.wakes = partial(original, manager, request, *others)
+        await asyncio.to_thread(self._driver.wake)
+
+
+class _Guard:
+    """ASGI middleware in front of SGLang's /continue_generation, which would bring random or torn weights before clients (P2)."""
+
+    def __init__(self, app: Any, drivers: list[Driver]) -> None:
+        self._app = app
+        self._drivers = drivers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        continues = scope["type"] == "http" and scope.get("path") == "/continue_generation"
+        answer = refusal(self._drivers[0]) if continues and self._drivers else None
+        await (self._app if answer is None else answer)(scope, receive, send)
+
+
+_MATRICES = (".lora_A.weight", ".lora_B.weight")
+_SCALING = ".lora_scaling"  # as refitd.integrations.lora.adapters names it
+
+
+class AdapterFollower:
+    """An adapter that follows a group, from `follow_adapter`. Not thread-safe: call it where you call the engine.
+
+    `name`: the adapter's name in SGLang.
+    """
+
+    def __init__(
+        self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
+    ) -> None:
+        """`adapter`: a folder that PEFT's save_pretrained wrote; its tensors' names, dtypes and shapes are read, and its configuration.
+        `group`, `instance`, `socket`, `connect`: as of refitd.Engine. Waits for daemon and group.
+
+        Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
+        """
+        import torch
+
+        from ..layout.memory import empty
+
+        self.name = name
+        self._engine = engine
+        self._config: dict[str, Any] = json.loads((Path(adapter) / "adapter_config.json").read_text())
+        self._loaded: int | None = None
+        self._tensors: dict[str, Any] = {}
+        self._scalings: dict[str, Any] = {}
+        for spec in read_manifest(adapter):
+            matrix = next((ending for ending in _MATRICES if spec.name.endswith(ending)), None)
+            if matrix is None:
+                what = f"tensor '{spec.name}'"
+                raise Unimplemented(f"{what} of {adapter} is no matrix of a linear layer's adapter: merge it (refitd.integrations.lora)", culprit=what)
+            self._tensors[spec.name] = empty(spec.shape, spec.dtype, like="torch")
+            scaling = spec.name.removesuffix(matrix) + _SCALING
+            self._scalings.setdefault(scaling, empty(1, "float32", like="torch"))
+        if not self._tensors:
+            raise InvalidArgument(f"{adapter} has no tensor", culprit=adapter)
+        names = {**self._tensors, **self._scalings}
+        self._loop = EngineLoop(torch.nn.Module(), group=group, instance=instance, names=names, clean=False, socket=socket, connect=connect)
+
+    @property
+    def version(self) -> int | None:
+        """The version that SGLang computes with; None: it has none."""
+        return self._loaded
+
+    def poll(self) -> int | None:
+        """Loads the version that has come, unless SGLang has it already; returns the version that SGLang has then. Raises
+        FailedPrecondition where SGLang refuses the version, and then has none, and Unimplemented for layers that scale differently."""
+        if self._loop.version is None:
+            return self._loaded
+        with self._loop.use() as version:
+            if version != self._loaded:
+                self._load(version)
+        return self._loaded
+
+    def wait(self, version: int, timeout_seconds: float = 600.0) -> int:
+        """Waits for `version` or a newer one, and loads it; returns it. Raises DeadlineExceeded, and as poll() does."""
+        self._loop.wait(version, timeout_seconds)
+        loaded = self.poll()
+        assert loaded is not None
+        return loaded
+
+    def close(self) -> None:
+        """Detaches. SGLang keeps the version that it has."""
+        self._loop.close()
+
+    def _load(self, version: int | None) -> None:
+        config = self._scaled(self._config)
+        if self._loaded is not None:
+            self._loaded = None
+            self._check(self._engine.unload_lora_adapter(self.name), "unload the version before of")
+        # The tensors are copied for SGLang's processes within the call.
+        answer = self._engine.load_lora_adapter_from_tensors(self.name, {name: t.clone() for name, t in self._tensors.items()}, config)
+        self._check(answer, f"load version {version} of")
+        self._loaded = version
+
+    def _scaled(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration with the scaling that came: SGLang computes lora_alpha / r, the same for all layers."""
+        values = {name: float(tensor) for name, tensor in self._scalings.items()}
+        first = next(iter(values.values()))
+        other = next((name for name, value in values.items() if value != first), None)
+        if other is not None:
+            what = f"tensor '{other}'"
+            raise Unimplemented(f"{what} is {values[other]}, and another layer's scaling is {first}: SGLang has one for all", culprit=what)
+        return {**config, "lora_alpha": first * config["r"], "use_rslora": False}
+
+    def _check(self, answer: Any, what: str) -> None:
+        if not answer.success:
+            raise FailedPrecondition(f"SGLang could not {what} adapter '{self.name}': {answer.error_message}", culprit=self.name)
+
+
+# The attribute of a model whose parameters had the loader's format while the evidence was gathered: {id of module: {name: meta tensor}}.
+_FORMATS = "_refitd_formats"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_LOADER = "sglang.srt.model_loader.loader"
+_SERVER = "sglang.srt.entrypoints.http_server"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+
+def register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_MANAGER}.update_weights_from_tensor", _update, HookType.AROUND)
+    HookRegistry.register(f"{_LOADER}.post_load_weights", _loaded, HookType.AFTER)
+    HookRegistry.register(f"{_LOADER}.DummyModelLoader.load_model", _load_model, HookType.AROUND)
+    HookRegistry.register(f"{_SERVER}._setup_and_run_http_server", serve, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}.release_memory_occupation", _release, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}.resume_memory_occupation", _resume, HookType.AROUND)
+
+
+def _update(original: Any, manager: Any, request: Any) -> Any:
+    if request.load_format != "refitd":
+        return original(manager, request)
+    return answer(manager, request)
+
+
+def _release(original: Any, manager: Any, *arguments: Any) -> Any:
+    sleep = getattr(manager, SLEEP, None)
+    return original(manager, *arguments) if sleep is None else sleep.release(original, manager, *arguments)
+
+
+def _resume(original: Any, manager: Any, *arguments: Any) -> Any:
+    sleep = getattr(manager, SLEEP, None)
+    return original(manager, *arguments) if sleep is None else sleep.resume(original, manager, *arguments)
+
+
+# ---- evidence: what changes between loading and the end of post-processing ----
+
+# While a model is being loaded, this list has the snapshots of its modules and the formats of their parameters; else it is empty.
+_loading: list[Any] = []
+
+
+def _load_model(original: Any, loader: Any, **options: Any) -> Any:
+    _loading.clear()
+    model = original(loader, **options)
+    if _loading:
+        snapshots, formats = _loading
+        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, before) for layer, before in snapshots})
+        object.__setattr__(model, _FORMATS, formats)
+        _loading.clear()
+    return model
+
+
+def _loaded(result: None, model: Any) -> None:
+    """Runs after random weights were made, and before modules are post-processed. At updates this does nothing that matters."""
+    if hasattr(model, ATTRIBUTE):
+        return
+    _loading[:] = [
+        [(layer, Snapshot.of(layer)) for layer in model.modules()],
+        {id(layer): {name: _on_meta(t) for name, t in _tensors(layer)} for layer in model.modules()},
+    ]
+
+
+def _tensors(layer: Any) -> list[tuple[str, Any]]:
+    return [(name, t) for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None]
+
+
+def _on_meta(tensor: Any) -> Any:
+    """The same kind of tensor without storage, with the attributes by which loaders find their place."""
+    import torch
+
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.Tensor._make_subclass(type(tensor), made, False)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+# ---- what refitd.serving.delivery asks ----
+
+
+class LoaderFormat:
+    """Within this block a model has the parameters that its loader fills, on device meta; then its own again."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._own: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+
+    def __enter__(self) -> None:
+        formats = getattr(self._model, _FORMATS, {})
+        placed: dict[int, Any] = {}  # a tied parameter stays one
+        for layer in self._model.modules():
+            self._own.append((layer, dict(layer._parameters), dict(layer._buffers)))
+            known = formats.get(id(layer), {})
+            for held in (layer._parameters, layer._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = placed.setdefault(id(tensor), known.get(name) if name in known else _on_meta(tensor))
+
+    def __exit__(self, *_: object) -> None:
+        for layer, parameters, buffers in self._own:
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
+
+
+def is_attention(layer: Any) -> bool:
+    """No layer of SGLang's is post-processed after all others: `post_load_weights` of the model does that."""
+    return False
+
+
+def is_made_later(layer: Any, name: str) -> bool:
+    return False
+
+
+def is_tied(model: Any, module: Any, name: str) -> bool:
+    return False
+
+
+def only_prepacks(layer: Any) -> bool:
+    """No layer of SGLang's is processed but by its reload."""
+    return False
+
+
+def is_vocabulary(layer: Any) -> bool:
+    """Whether the layer's rows are padded beyond the vocabulary."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(layer, VocabParallelEmbedding)
+
+
+# ---- processing ----
+
+
+def reload(model: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any]) -> None:
+    """Loads `tensors`, in the checkpoint's format, and post-processes the modules `wanted`, as SGLang's own weight updates do with
+    all; what they get goes into their old storage. Raises FailedPrecondition that names a module that takes another shape."""
+    methods: dict[str, Any] = {name: getattr(layer, "quant_method", None) for name, layer in wanted.items()}
+    before = {name: tensors_of(layer) for name, layer in wanted.items()}
+    for name, layer in wanted.items():
+        restore = getattr(methods[name], "restore_weights_before_loading", None)
+        if restore is not None:
+            restore(layer)
+    model.load_weights(iter(tensors))
+    for name, layer in wanted.items():
+        if methods[name] is not None:
+            methods[name].process_weights_after_loading(layer)
+        keep_memory(layer, before[name])
+        for held, old in before[name].items():
+            if tensors_of(layer).get(held) is not old:
+                raise FailedPrecondition(
+                    f"'{name}.{held}' ({type(layer).__name__}) has another shape or dtype after SGLang loaded it again: new weights "
+                    "can't be put where kernels read them",
+                    culprit=f"parameter '{name}.{held}'",
+                )
+
+
+def finish(model: Any) -> None:
+    """Makes anew what models derive from all their weights, as after any load that did not go through `load_weights`."""
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    post_load_weights(model)
+
+
+# So many tokens follow the first ones, one by one, each by the decode kernels.
+DECODED = 1
+
+
+def probe_of(runner: Any, room: Room) -> Probe:
+    """How a scheduler's model is run on fixed tokens: the first all at once, a last one by itself."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.runtime_context import get_model, get_parallel
+
+    model, group = runner.model, get_parallel().tp_group
+    ids = token_ids(runner.model_config.vocab_size, room.tokens + DECODED, runner.device)
+    batches = [_extend(runner, room, ids[: room.tokens]), _decode(runner, room, ids[room.tokens :])]
+    context = ForwardContext(attn_backend=runner.attn_backend)
+
+    @contextmanager
+    def around(batch: Any) -> Iterator[None]:
+        with get_model().override(shared_experts=model.shared_experts_config), forward_context(context, forward_batch=batch):
+            yield
+
+    def run() -> Any:
+        made = []
+        for batch in batches:
+            runner.attn_backend.init_forward_metadata(batch)
+            with around(batch):
+                made.append(model.forward(batch.input_ids, batch.positions, _kept(batch)).next_token_logits.clone())
+        return made
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        runner.attn_backend.init_forward_metadata(batches[0])
+        with around(batches[0]):
+            yield
+
+    return Probe(run, room.tokens, alone, turn=(group.rank_in_group, group.world_size), agree=partial(union_over, group), keep=_kept, beyond=beyond(runner))
+
+
+def beyond(runner: Any) -> dict[str, str]:
+    """By name, ways in which this engine runs its model that a probe does not take, and why."""
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    why = "are not replayed by the proof, which runs the model without them"
+    runners = {"decode graphs": "decode_cuda_graph_runner", "prefill graphs": "prefill_cuda_graph_runner"}
+    return {name: why for name, held in runners.items() if not isinstance(getattr(runner, held, None), (EagerRunner, type(None)))}
+
+
+class Room:
+    """Room in SGLang's cache for one request of `tokens` tokens and DECODED more, until `close`. Raises FailedPrecondition where there is none."""
+
+    def __init__(self, runner: Any) -> None:
+        self.tokens = tokens_for(runner.model)
+        self._slots_pool, self._requests = runner.token_to_kv_pool_allocator, runner.req_to_token_pool
+        page = getattr(self._slots_pool, "page_size", 1)
+        whole = -(-(self.tokens + DECODED) // page) * page
+        self.request: int | None = None
+        self.slots: Any = None
+        if self._requests.free_slots and whole <= self._requests.req_to_token.shape[1]:
+            self.slots = self._slots_pool.alloc(whole)
+        if self.slots is None:
+            raise FailedPrecondition(f"SGLang's cache has no room for a request of {whole} tokens")
+        self.request = self._requests.free_slots.pop()
+        try:
+            self._requests.req_to_token[self.request, :whole] = self.slots.to(self._requests.req_to_token.dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.request is not None:
+            self._requests.free_slots.append(self.request)
+            self._slots_pool.free(self.slots)
+        self.request = self.slots = None
+
+
+def _extend(runner: Any, room: Room, ids: Any) -> Any:
+    """The batch with all tokens but those to decode."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    count = len(ids)
+
+    def one(value: int) -> Any:
+        return torch.tensor([value], dtype=torch.int32, device=runner.device)
+
+    extend = dict(
+        extend_num_tokens=count, extend_seq_lens=one(count), extend_prefix_lens=one(0), extend_start_loc=one(0), extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[count], extend_logprob_start_lens_cpu=[0],
+    )  # fmt: skip
+    return _batch(runner, room, ids, ForwardMode.EXTEND, 0, **extend)
+
+
+def _decode(runner: Any, room: Room, ids: Any) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return _batch(runner, room, ids, ForwardMode.DECODE, room.tokens)
+
+
+def _batch(runner: Any, room: Room, ids: Any, mode: Any, before: int, **extend: Any) -> Any:
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+    length = before + len(ids)
+    lengths = torch.tensor([length], dtype=torch.int64)
+    positions = torch.arange(before, length, device=runner.device)
+    made = ForwardBatch(
+        forward_mode=mode, batch_size=1, input_ids=ids, req_pool_indices=torch.tensor([room.request], dtype=torch.int64, device=runner.device),
+        seq_lens=lengths.to(runner.device), seq_lens_cpu=lengths, orig_seq_lens=lengths.to(torch.int32).to(runner.device), seq_lens_sum=length,
+        out_cache_loc=room.slots[before:length], positions=positions, mrope_positions=positions.expand(3, -1).contiguous(),
+        spec_algorithm=runner.spec_algorithm, capture_hidden_mode=CaptureHiddenMode.NULL, global_forward_mode=mode, **extend,
+    )  # fmt: skip
+    runner.kv_index_translator.bind_runner_slots(made)
+    return runner.prepare_dummy_forward_batch(made)
+
+
+def _kept(thing: Any) -> Any:
+    """A batch as it is now: layers leave the residual stream in it, and what they cache."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    if not isinstance(thing, ForwardBatch):
+        return thing
+    made = copy.copy(thing)
+    stream = getattr(thing, "residual_stream", None)
+    if stream is not None:
+        made.residual_stream = copy.copy(stream)
+        if isinstance(stream.residual, torch.Tensor):
+            made.residual_stream.residual = stream.residual.clone()
+        if stream.pending is not None:
+            made.residual_stream.pending = copy.copy(stream.pending)
+            if isinstance(stream.pending.value, torch.Tensor):
+                made.residual_stream.pending.value = stream.pending.value.clone()
+    return made
+
+
+# The attribute of a model that has its Backend.
+_BACKEND = "_refitd_backend"
+
+
+def answer(manager: Any, request: Any) -> Any:
+    """Carries out a request {"do": "attach" | "take" | "detach" | "status", ...} of `Controls`. Never raises: an exception would end the
+    scheduler, and with it the engine."""
+    import torch
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    made: Any = None
+    failure = ""
+    try:
+        made = _carry_out(manager.tp_worker.model_runner, json.loads(bytes(request.serialized_named_tensors[0])))
+    except Exception as error:
+        logger.exception("refitd: the request failed on this rank")
+        failure = json.dumps({"error": type(error).__name__, "reason": str(error)})
+    outcomes: list[Any] = [None] * torch.distributed.get_world_size(manager.tp_cpu_group)
+    torch.distributed.all_gather_object(outcomes, (failure, made), group=manager.tp_cpu_group)
+    failures = [failed for failed, _ in outcomes if failed]
+    if not failures:
+        manager.record_weight_version_after_update(request.weight_version)
+    message = failures[0] if failures else json.dumps([told for _, told in outcomes])
+    return UpdateWeightsFromTensorReqOutput(success=not failures, message=message)
+
+
+def _carry_out(runner: Any, request: dict[str, Any]) -> Any:
+    do = request.pop("do")
+    backend = getattr(runner.model, _BACKEND, None)
+    if do == "detach":
+        if backend is not None:
+            backend.rank.detach()
+        return None
+    if backend is None:
+        backend = Backend(runner)
+        object.__setattr__(runner.model, _BACKEND, backend)
+    if do == "attach":
+        backend.attach(request)
+    elif do == "take":
+        backend.rank.take(request["version"], request["wait_seconds"])
+    elif do == "status":
+        return {**backend.rank.status(), **(backend.digests() if request.get("digests") else {})}
+    else:
+        raise errors.InvalidArgument(f"no request '{do}'", culprit="do")
+    return None
+
+
+class Backend:
+    """One rank's model. Not thread-safe: the scheduler's thread calls it."""
+
+    def __init__(self, runner: Any) -> None:
+        import torch
+
+        self.model: Any = runner.model
+        self._runner = runner
+        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
+        device = torch.device(next(self.model.parameters()).device)
+        self._device = device
+        self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
+
+    def attach(self, request: dict[str, Any]) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        if request.pop("weights_went"):
+            self.rank.clean = False
+        dirty, drivers = request.pop("dirty"), request.pop("drivers")
+        settings = Settings.of(request).checked()
+        self.rank.attach(settings, settings.instance, parallel.tp_rank, parallel.tp_size + drivers, dirty=dirty)
+
+    def digests(self) -> dict[str, Any]:
+        held = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {"digests": {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}}
+
+    def _decide(self, settings: Settings) -> Delivery:
+        manifest = read_manifest(settings.manifest or self._runner.model_config.model_path)
+        synchronise(self._device)  # batches that the scheduler has launched read the weights
+        with ExitStack() as rooms:
+            steps = Steps(sys.modules[__name__], self._try_out, self._process, self._load, lambda: self._probe(rooms))
+            made = proved(self.model, settings, manifest, self._device, self.rank.clean, steps)
+        return made
+
+    def _probe(self, rooms: ExitStack) -> Probe:
+        """How the model is run alone, until `rooms` closes."""
+        room = Room(self._runner)
+        rooms.callback(room.close)
+        return probe_of(self._runner, room)
+
+    def _logits(self) -> Any:
+        with ExitStack() as rooms:
+            return self._probe(rooms).run()
+
+    def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
+        """Puts all of a checkpoint's tensors there as SGLang's own weight updates do; raises FailedPrecondition where that can't be."""
+        wanted = {name: layer for name, layer in self.model.named_modules() if getattr(layer, "quant_method", None) is not None}
+        reload(self.model, tensors, wanted)
+        self._derive(delivery)
+        return []
+
+    def _try_out(self, made: Delivery) -> None:
+        """Processes two sets of random weights. A parameter that both leave the same is passed over, and refused by name."""
+        import torch
+
+        seen = []
+        for seed in (1, 2):
+            generator = torch.Generator(device=self._device).manual_seed(seed)
+            for tensor in made.arena.values():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator, device=self._device).to(tensor.dtype))
+            reload(self.model, made.arena.items(), made.modules)
+            named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
+            seen.append({name: digest(named[name]) for name in made.processed if named[name].numel()})
+        for name, first in seen[0].items():
+            if seen[1].get(name) == first:
+                raise errors.FailedPrecondition(
+                    f"parameter '{name}' is changed after loading ({made.processed[name]}), and loading again does not reach it",
+                    culprit=f"parameter '{name}'",
+                )
+
+    def _process(self, delivery: Delivery) -> None:
+        if delivery.arena:
+            reload(self.model, delivery.arena.items(), delivery.modules)
+        self._derive(delivery)
+
+    def _derive(self, delivery: Delivery) -> None:
+        """Makes anew what models and tied modules keep of other modules' weights."""
+        finish(self.model)
+        for layer in delivery.tied:
+            layer.quant_method.process_weights_after_loading(layer)
