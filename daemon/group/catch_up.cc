@@ -1,369 +1,268 @@
-// Catch-ups: an instance that lacks the group's version gets it from clean instances that hold it.
-//
-// A catch-up is an update of the group's own version. Its sources are ranks of clean instances,
-// which give: they are not paused and hear nothing. Its participants are the late instances, which
-// hear Prepare and its outcome as in any update. A program moves the bytes, and every byte is read
-// back (P1).
-//
-//   opened      catch_up_gather after a catch-up became possible, while no update runs
-//   gives way   to the first call of a trainer that would open an update; to a drain; when a source
-//   instance
-//               left, registered another layout or is dirty: the next fill then takes others
-//   fails       the late instances are left alone for catch_up_wait, doubled at each further
-//   failure
-//
-// A trainer's call that comes while a catch-up runs is checked at once and waits, until its own
-// deadline, for the copies of the catch-up to end (P4, P6).
+#include "daemon/group/catch_up.h"
+
 #include <algorithm>
-#include <set>
 #include <utility>
 
-#include "daemon/group/group_impl.h"
+#include "transport/base/errors.h"
 
-namespace refitd {
+namespace refitd::group {
 namespace {
 
-template <typename Instances>
-std::string Names(const Instances& names) {
-  return group::Few({names.begin(), names.end()});
+CallId CallOf(const DeferredCall& call) {
+  return std::visit([](const auto& e) { return e.call; }, call.event);
+}
+
+Version VersionOf(const DeferredCall& call) {
+  return std::visit([](const auto& e) { return e.version; }, call.event);
 }
 
 }  // namespace
 
 // ---- who gives, and who catches up ----
 
-bool Group::Impl::MayCatchUp(const Instance& instance) const {
-  if (WhyKeptOut(instance) != nullptr || !Complete(instance)) return false;
+// Whether every rank of the instance is registered and takes part in catch-ups.
+bool CatchUp::MayCatchUp(const Instance& instance) const {
+  if (members_.WhyKeptOut(instance) != nullptr || !members_.Complete(instance)) return false;
   return std::all_of(instance.ranks.begin(), instance.ranks.end(), [this](const auto& rank) {
-    const Member& member = *Find(rank.second);
-    return member.catch_up && CatchesUp(member.delivery);
+    const Member& member = *members_.Find(rank.second);
+    return member.catch_up && refitd::CatchesUp(member.delivery);
   });
 }
 
 // P1: bytes are given only by an instance that holds the version in full, in memory that is at
 // rest, and only where this group itself verified them: what a rank says that it holds when it
 // attaches, or registers another layout, is its own word, on which no other instance should depend.
-bool Group::Impl::Gives(const Instance& instance) const {
-  const auto verified = [this](const auto& rank) { return Find(rank.second)->verified; };
+bool CatchUp::Gives(const Instance& instance) const {
+  const auto verified = [this](const auto& rank) { return members_.Find(rank.second)->verified; };
   return instance.state == InstanceState::kClean && MayCatchUp(instance) &&
-         VersionOf(instance) == group::HeldVersion{*version, incarnation} &&
+         versions_.IsCurrent(instance) &&
          std::all_of(instance.ranks.begin(), instance.ranks.end(), verified);
 }
 
-bool Group::Impl::LacksVersion(const Instance& instance) const {
-  return MayCatchUp(instance) && VersionOf(instance) != group::HeldVersion{*version, incarnation};
+bool CatchUp::Gives(const std::string& instance) const {
+  const Instance* known = members_.FindInstance(instance);
+  return known != nullptr && Gives(*known);
 }
 
-std::vector<std::string> Group::Impl::LateInstances() const {
-  return InstancesThat([this](const Instance& instance) {
-    return Available(instance) && LacksVersion(instance) && instance.catch_up_after <= now;
-  });
+bool CatchUp::AnyGives() const {
+  const auto& instances = members_.instances();
+  return std::any_of(instances.begin(), instances.end(),
+                     [this](const auto& i) { return Gives(i.second); });
+}
+
+bool CatchUp::LacksVersion(const Instance& instance) const {
+  return MayCatchUp(instance) && !versions_.IsCurrent(instance);
+}
+
+TimePoint CatchUp::After(const std::string& instance) const {
+  const auto retry = retries_.find(instance);
+  return retry == retries_.end() ? TimePoint() : retry->second.after;
+}
+
+bool CatchUp::CatchesUp(const Instance& instance) const {
+  return members_.Available(instance) && LacksVersion(instance) &&
+         After(instance.name) <= out_.now();
+}
+
+std::vector<std::string> CatchUp::LateInstances() const {
+  return InstancesThat([this](const Instance& instance) { return CatchesUp(instance); });
 }
 
 // Instances on the late instances' own nodes come first, since their bytes cross no link. After a
 // catch-up that failed, only one instance gives, and each time another one, so that an instance
 // that can't be reached costs one try and not every catch-up.
-std::vector<std::string> Group::Impl::ChooseSources(
+std::vector<std::string> CatchUp::ChooseSources(
     const std::vector<std::string>& late_instances) const {
   std::vector<std::string> source_instances =
       InstancesThat([this](const Instance& instance) { return Gives(instance); });
   if (source_instances.empty()) return source_instances;
-  if (failed_catch_ups > 0) {
-    return {source_instances[static_cast<size_t>(failed_catch_ups - 1) % source_instances.size()]};
+  if (failed_ > 0) {
+    return {source_instances[static_cast<size_t>(failed_ - 1) % source_instances.size()]};
   }
   std::set<NodeId> near;
   for (const std::string& late_instance : late_instances) {
-    for (const auto& [rank, id] : instances.at(late_instance).ranks) near.insert(Find(id)->node);
+    for (const auto& [rank, id] : members_.FindInstance(late_instance)->ranks) {
+      near.insert(members_.Find(id)->node);
+    }
   }
   std::stable_partition(source_instances.begin(), source_instances.end(),
                         [&](const std::string& source_instance) {
-                          const auto& ranks = instances.at(source_instance).ranks;
+                          const auto& ranks = members_.FindInstance(source_instance)->ranks;
                           return std::any_of(ranks.begin(), ranks.end(), [&](const auto& rank) {
-                            return near.contains(Find(rank.second)->node);
+                            return near.contains(members_.Find(rank.second)->node);
                           });
                         });
   if (source_instances.size() > kMaxSourceInstances) source_instances.resize(kMaxSourceInstances);
   return source_instances;
 }
 
-bool Group::Impl::TakenIn(const Instance& instance) const {
-  if (!Available(instance)) return false;
-  return !CatchUpRuns() || (LacksVersion(instance) && instance.catch_up_after <= now);
+std::vector<std::string> CatchUp::Assemble(UpdateCatchUp* catch_up) const {
+  std::vector<std::string> late_instances = LateInstances();
+  catch_up->source_instances = ChooseSources(late_instances);
+  catch_up->sources.clear();
+  for (const std::string& source_instance : catch_up->source_instances) {
+    for (const auto& [rank, id] : members_.FindInstance(source_instance)->ranks)
+      catch_up->sources.push_back(id);
+  }
+  return late_instances;
 }
 
-// ---- opening ----
+// ---- when ----
 
-// Finds when the next catch-up is due. This looks at every instance, so it is done only after a
-// step that may have changed the answer.
-void Group::Impl::FindCatchUpDue() {
-  look_for_catch_up = false;
-  catch_up_due.reset();
-  const auto lacking = !limits.catch_ups || !version.has_value() || state != GroupState::kIdle
+// This looks at every instance, so it is done only after a step that may have changed the answer.
+void CatchUp::FindDue(bool idle) {
+  if (!look_ && seen_changes_ == members_.changes()) return;
+  look_ = false;
+  seen_changes_ = members_.changes();
+  due_.reset();
+  const auto lacking = !limits_.catch_ups || !versions_.last().has_value() || !idle
                            ? std::vector<std::string>()
                            : InstancesThat([this](const Instance& instance) {
-                               return Available(instance) && LacksVersion(instance);
+                               return members_.Available(instance) && LacksVersion(instance);
                              });
-  const bool possible =
-      !lacking.empty() && std::any_of(instances.begin(), instances.end(),
-                                      [this](const auto& i) { return Gives(i.second); });
-  if (!possible) {
-    catch_up_possible.reset();
+  if (lacking.empty() || !AnyGives()) {
+    possible_.reset();
     return;
   }
-  if (!catch_up_possible.has_value()) catch_up_possible = now;
+  if (!possible_.has_value()) possible_ = out_.now();
   TimePoint first = TimePoint::max();
-  for (const std::string& name : lacking)
-    first = std::min(first, instances.at(name).catch_up_after);
-  catch_up_due = std::max(first, *catch_up_possible + limits.catch_up_gather);
+  for (const std::string& name : lacking) first = std::min(first, After(name));
+  due_ = std::max(first, *possible_ + limits_.catch_up_gather);
 }
 
-void Group::Impl::OpenCatchUpIfDue() {
-  if (update != nullptr) return;
-  if (look_for_catch_up) FindCatchUpDue();
-  if (!catch_up_due.has_value() || *catch_up_due > now) return;
-  catch_up_due.reset();
-  catch_up_possible.reset();
-  update = std::make_unique<Update>();
-  update->id = next_update();
-  update->version = *version;
-  update->started = now;
-  update->deadline = now + limits.max_duration;
-  update->verification = Verification::kReadback;
-  update->evict_late = true;
-  update->last_call = now;
-  update->catch_up.emplace();
-  Step(&state, GroupTrigger::kOpen);
-  Changed();
-  PumpUpdate();
-  if (update == nullptr && look_for_catch_up) FindCatchUpDue();
-}
-
-void Group::Impl::AssembleCatchUp() {
-  group::CatchUp& catch_up = *update->catch_up;
-  const std::vector<std::string> late_instances = LateInstances();
-  catch_up.source_instances = ChooseSources(late_instances);
-  catch_up.sources.clear();
-  for (const std::string& source_instance : catch_up.source_instances) {
-    for (const auto& [rank, id] : instances.at(source_instance).ranks)
-      catch_up.sources.push_back(id);
-  }
-  if (late_instances.empty()) return GiveWay("no instance lacks the version any more");
-  if (catch_up.source_instances.empty()) return GiveWay("no instance is left that gives");
-  Assemble();
-  if (update == nullptr || update->state != UpdateState::kPreparing) return;
-  Log(LogLine::kInfo,
-      fmt::format("catch-up to version {}: instance {} from instance {}", update->version,
-                  Names(late_instances), Names(catch_up.source_instances)));
-}
-
-// ---- giving way ----
-
-void Group::Impl::GiveWay(std::string reason) {
-  if (update->state == UpdateState::kEnding) return;
-  update->catch_up->gave_way = true;
-  Abandon({std::move(reason), GiveUpClass::kOther});
-}
-
-void Group::Impl::GiveUpCatchUpIfSourcesChanged() {
-  if (!CatchUpRuns() || update->state == UpdateState::kEnding) return;
-  for (const std::string& source_instance : update->catch_up->source_instances) {
-    const auto it = instances.find(source_instance);
-    if (it != instances.end() && Gives(it->second)) continue;
-    return GiveWay(fmt::format("instance {} can't give any more", source_instance));
-  }
-}
-
-// The call is checked already, so that a call which is refused does not end the catch-up (P10).
-void Group::Impl::Defer(std::variant<BeginEvent, RefitEvent> event, Duration duration) {
-  if (duration == Duration(0)) duration = std::min(limits.default_duration, limits.max_duration);
-  const Version wanted = std::visit([](const auto& e) { return e.version; }, event);
-  deferred.push_back({std::move(event), now + duration});
-  GiveWay(fmt::format("it gives way to the update to version {}", wanted));
-  Changed();
-}
-
-void Group::Impl::TakeDeferred() {
-  while (!deferred.empty() && !CatchUpRuns()) {
-    group::DeferredCall call = std::move(deferred.front());
-    deferred.pop_front();
-    // The rest of the call's duration. Tick has refused each call whose time is over.
-    const Duration remaining =
-        std::max<Duration>(call.deadline - now, std::chrono::milliseconds(1));
-    std::visit(
-        [this, remaining](auto& e) {
-          e.duration = remaining;
-          On(e);
-        },
-        call.event);
-    PumpUpdate();
-  }
-}
-
-void Group::Impl::RefuseDeferred(Version wanted, const absl::Status& why) {
-  std::erase_if(deferred, [&](const group::DeferredCall& call) {
-    return std::visit(
-        [&](const auto& e) {
-          if (e.version != wanted) return false;
-          Refuse(e.call, why);
-          return true;
-        },
-        call.event);
-  });
-}
-
-std::set<Version> Group::Impl::DeferredOf(MemberId member) const {
-  std::set<Version> versions;
-  for (const group::DeferredCall& call : deferred) {
-    std::visit(
-        [&](const auto& e) {
-          if (e.member == member) versions.insert(e.version);
-        },
-        call.event);
-  }
-  return versions;
-}
-
-bool Group::Impl::RefuseDeferredCall(CallId call, const absl::Status& why) {
-  const auto it = std::find_if(deferred.begin(), deferred.end(), [call](const auto& waiting) {
-    return std::visit([call](const auto& e) { return e.call == call; }, waiting.event);
-  });
-  if (it == deferred.end()) return false;
-  deferred.erase(it);
-  Refuse(call, why);
+bool CatchUp::TakeDue() {
+  if (!due_.has_value() || *due_ > out_.now()) return false;
+  due_.reset();
+  possible_.reset();
   return true;
 }
 
-void Group::Impl::RefuseOverdueDeferred() {
-  std::erase_if(deferred, [this](const group::DeferredCall& call) {
-    if (call.deadline > now) return false;
-    const CallId id = std::visit([](const auto& e) { return e.call; }, call.event);
-    Refuse(id, WithFailure(
-                   Error(absl::StatusCode::kDeadlineExceeded,
-                         "the catch-up that runs did not end in time: waited for {}", WaitedFor()),
-                   SuspectAwaited()));
-    return true;
-  });
+// ---- how catch-ups ended ----
+
+void CatchUp::NoteFailure(const std::string& instance, const std::string& reason) {
+  Retry& retry = retries_[instance];
+  Duration wait = limits_.catch_up_wait;
+  for (int i = 0; i < retry.failed && wait < limits_.catch_up_most_wait; ++i) wait *= 2;
+  ++retry.failed;
+  retry.after = out_.now() + std::min(wait, limits_.catch_up_most_wait);
+  retry.reason = reason;
 }
 
-// ---- the end ----
-
-void Group::Impl::NoteFailedCatchUp(Instance* instance, const std::string& reason) {
-  Duration wait = limits.catch_up_wait;
-  for (int i = 0; i < instance->failed_catch_ups && wait < limits.catch_up_most_wait; ++i)
-    wait *= 2;
-  ++instance->failed_catch_ups;
-  instance->catch_up_after = now + std::min(wait, limits.catch_up_most_wait);
-  instance->catch_up_failure = reason;
-}
-
-// The catch-up was given up. If its digests differed, the next catch-up has the same source
-// instances: leaving out some of them could leave out those that are right.
-void Group::Impl::NoteFailedCatchUps() {
+void CatchUp::NoteGivenUp(bool opening, const std::vector<std::string>& remaining,
+                          bool verification, const std::string& reason, UpdateCatchUp* part) {
   // A catch-up whose source instance is gone gave way, and did not fail. This must be found out
-  // here, since the loss of a source instance's daemon is told before the loss of its ranks.
-  const auto gone = [this](const std::string& source_instance) {
-    const auto it = instances.find(source_instance);
-    return it == instances.end() || !Gives(it->second);
-  };
-  group::CatchUp& catch_up = *update->catch_up;
-  catch_up.gave_way = catch_up.gave_way ||
-                      (version.has_value() && std::any_of(catch_up.source_instances.begin(),
-                                                          catch_up.source_instances.end(), gone));
-  if (catch_up.gave_way) return;
-  const auto& all = update->participants;
-  const bool by_late_instances =
-      !all.empty() && std::all_of(all.begin(), all.end(), [](const auto& p) { return p.evicted; });
-  if (!by_late_instances && update->give_up.kind != GiveUpClass::kVerification) ++failed_catch_ups;
-  const std::string& reason = update->give_up.reason;
-  if (update->participants.empty()) {  // the catch-up has not been assembled
-    for (const std::string& late_instance : LateInstances()) {
-      NoteFailedCatchUp(&instances.at(late_instance), reason);
-    }
-  }
-  for (const Participant& participant : update->participants) {
-    if (!participant.evicted) NoteFailedCatchUp(&instances.at(participant.instance), reason);
+  // here, since the loss of a source instance's daemon is noted before the loss of its ranks.
+  const auto gone = [this](const std::string& source_instance) { return !Gives(source_instance); };
+  part->gave_way = part->gave_way || (versions_.last().has_value() &&
+                                      std::any_of(part->source_instances.begin(),
+                                                  part->source_instances.end(), gone));
+  if (part->gave_way) return;
+  // The next catch-up takes another source instance, unless only late instances failed, or digests
+  // differed: leaving out some source instances could leave out those that are right.
+  const bool by_late_instances = !opening && remaining.empty();
+  if (!by_late_instances && !verification) ++failed_;
+  for (const std::string& late_instance : opening ? LateInstances() : remaining) {
+    NoteFailure(late_instance, reason);
   }
 }
 
-void Group::Impl::ForgetFailedCatchUps() {
-  failed_catch_ups = 0;
-  for (auto& [instance_name, instance] : instances) {
-    instance.failed_catch_ups = 0;
-    instance.catch_up_after = TimePoint();
-    instance.catch_up_failure.clear();
+void CatchUp::NoteCommit(bool catch_up, const std::vector<std::string>& instances) {
+  failed_ = 0;
+  if (!catch_up) return retries_.clear();
+  for (const std::string& instance : instances) {
+    const auto retry = retries_.find(instance);
+    if (retry == retries_.end()) continue;
+    retry->second.failed = 0;
+    retry->second.reason.clear();
   }
 }
 
-int64_t Group::Impl::CaughtUpBytes() const {
-  if (update->catalog == nullptr) return 0;
-  int64_t bytes = 0;
-  for (uint32_t d = 0; d < update->catalog->destinations().size(); ++d) {
-    if (!update->skip_destination[d]) bytes += update->bytes_written[d];
+std::string CatchUp::Describe(const Instance& instance, const UpdateCatchUp* running,
+                              bool taken_in) const {
+  if (!limits_.catch_ups || !versions_.last().has_value() || !LacksVersion(instance)) return "";
+  if (taken_in) return fmt::format("catches up from instance {}", Few(running->source_instances));
+  if (running == nullptr && !AnyGives()) {
+    return fmt::format("waits for the next version: no clean instance gives version {}",
+                       *versions_.last());
   }
-  return bytes;
-}
-
-void Group::Impl::LogCatchUpEnd(Outcome outcome, const std::string& reason) {
-  if (outcome == Outcome::kCommitted) {
-    std::vector<std::string> caught_up;
-    for (const Participant& p : update->participants) {
-      if (!p.evicted) caught_up.push_back(p.instance);
-    }
-    return Log(
-        LogLine::kInfo,
-        fmt::format("catch-up committed: version {}, instance {}, {} bytes in {}", update->version,
-                    Names(caught_up), CaughtUpBytes(), group::Seconds(now - update->started)));
-  }
-  Log(update->catch_up->gave_way ? LogLine::kInfo : LogLine::kWarning,
-      fmt::format("catch-up to version {} {}: {}", update->version,
-                  update->catch_up->gave_way ? "given up" : "failed", reason));
-}
-
-std::string Group::Impl::CatchUpState(const Instance& instance) const {
-  if (!limits.catch_ups || !version.has_value() || !LacksVersion(instance)) return "";
-  if (CatchUpRuns()) {
-    const bool in = std::any_of(
-        update->participants.begin(), update->participants.end(),
-        [&](const Participant& p) { return p.instance == instance.name && !p.evicted; });
-    if (in)
-      return fmt::format("catches up from instance {}", Names(update->catch_up->source_instances));
-  }
-  const bool any = std::any_of(instances.begin(), instances.end(),
-                               [this](const auto& i) { return Gives(i.second); });
-  if (!any && !CatchUpRuns()) {
-    return fmt::format("waits for the next version: no clean instance gives version {}", *version);
-  }
-  if (instance.catch_up_after > now) {
-    return fmt::format("is tried again in {}: {}", group::Seconds(instance.catch_up_after - now),
-                       instance.catch_up_failure);
+  if (After(instance.name) > out_.now()) {
+    const Retry& retry = retries_.at(instance.name);
+    return fmt::format("is tried again in {}: {}", Seconds(retry.after - out_.now()), retry.reason);
   }
   return "waits for a catch-up";
 }
 
-// P1: while a catch-up copies, every source belongs to a clean instance that holds the version, and
-// none takes part in the update that writes.
-void Group::Impl::CheckCatchUp() const {
-  REFITD_CHECK(deferred.empty() || CatchUpRuns());
-  REFITD_CHECK(!catch_up_due.has_value() || (limits.catch_ups && version.has_value()));
-  if (!CatchUpRuns()) return;
-  const Update& u = *update;
-  REFITD_CHECK(u.trainers.empty() && u.parts.empty() && u.pushed.empty());
-  REFITD_CHECK(u.verification == Verification::kReadback);
-  for (const MemberId source : u.catch_up->sources) {
-    REFITD_CHECK(!u.participant_of.contains(source));
+// ---- calls that wait until a catch-up has given way ----
+
+void CatchUp::Defer(std::variant<BeginEvent, RefitEvent> event, Duration duration) {
+  if (duration == Duration(0)) duration = std::min(limits_.default_duration, limits_.max_duration);
+  deferred_.push_back({std::move(event), out_.now() + duration});
+  out_.Changed();
+}
+
+std::variant<BeginEvent, RefitEvent> CatchUp::TakeDeferred() {
+  DeferredCall call = std::move(deferred_.front());
+  deferred_.pop_front();
+  // Tick has refused each call whose time is over.
+  const Duration remaining =
+      std::max<Duration>(call.deadline - out_.now(), std::chrono::milliseconds(1));
+  std::visit([remaining](auto& e) { e.duration = remaining; }, call.event);
+  return std::move(call.event);
+}
+
+void CatchUp::Refuse(Version wanted, const absl::Status& why) {
+  std::erase_if(deferred_, [&](const DeferredCall& call) {
+    if (VersionOf(call) != wanted) return false;
+    out_.Refuse(CallOf(call), why);
+    return true;
+  });
+}
+
+bool CatchUp::any_overdue() const {
+  return std::any_of(deferred_.begin(), deferred_.end(),
+                     [this](const DeferredCall& call) { return call.deadline <= out_.now(); });
+}
+
+void CatchUp::RefuseOverdue(const absl::Status& why) {
+  std::erase_if(deferred_, [&](const DeferredCall& call) {
+    if (call.deadline > out_.now()) return false;
+    out_.Refuse(CallOf(call), why);
+    return true;
+  });
+}
+
+bool CatchUp::Leave(CallId call, const absl::Status& why) {
+  if (std::erase_if(deferred_, [call](const auto& waits) { return CallOf(waits) == call; }) == 0) {
+    return false;
   }
-  if (u.state == UpdateState::kEnding) return;
-  REFITD_CHECK(limits.catch_ups && deferred.empty() && version == u.version);
-  for (const std::string& source_instance : u.catch_up->source_instances) {
-    REFITD_CHECK(instances.contains(source_instance) && Gives(instances.at(source_instance)));
+  out_.Refuse(call, why);
+  return true;
+}
+
+std::set<Version> CatchUp::DeferredOf(MemberId member) const {
+  std::set<Version> wanted;
+  for (const DeferredCall& call : deferred_) {
+    if (std::visit([](const auto& e) { return e.member; }, call.event) != member) continue;
+    wanted.insert(VersionOf(call));
   }
-  // Only a program moves bytes in a catch-up, and the catch-up stays opening until the program is
-  // there.
-  if (u.state != UpdateState::kOpening) {
-    REFITD_CHECK(u.program.has_value() && u.program->sources == u.catch_up->sources);
+  return wanted;
+}
+
+std::optional<TimePoint> CatchUp::NextDeadline() const {
+  std::optional<TimePoint> next;
+  for (const DeferredCall& call : deferred_) {
+    if (!next.has_value() || call.deadline < *next) next = call.deadline;
+  }
+  return next;
+}
+
+void CatchUp::CheckInvariants() const {
+  REFITD_CHECK(!due_.has_value() || (limits_.catch_ups && versions_.last().has_value()));
+  REFITD_CHECK(!due_.has_value() || possible_.has_value());
+  REFITD_CHECK(failed_ >= 0);
+  for (const auto& [instance, retry] : retries_) {
+    REFITD_CHECK(members_.FindInstance(instance) != nullptr && retry.failed >= 0);
   }
 }
 
-bool Group::catch_up_running() const { return impl_->CatchUpRuns(); }
-
-}  // namespace refitd
+}  // namespace refitd::group

@@ -10,15 +10,6 @@ namespace refitd {
 
 namespace group {
 
-std::string Seconds(Duration duration) {
-  return fmt::format("{:g} s", std::chrono::duration<double>(duration).count());
-}
-
-Suspect SuspectOf(const Member& member) {
-  return {member.engine ? SuspectRole::kEngine : SuspectRole::kTrainer, member.daemon,
-          member.instance, member.rank, member.pid};
-}
-
 bool MayPass(GiveUpClass kind) {
   switch (kind) {
     case GiveUpClass::kDeadline:
@@ -37,238 +28,191 @@ bool MayPass(GiveUpClass kind) {
   return false;
 }
 
-std::string Few(const std::vector<std::string>& names) {
-  constexpr size_t kShown = 4;
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
-  return text;
-}
-
 }  // namespace group
 
-Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec group_spec,
+Group::Impl::Impl(std::string group_name, uint64_t incarnation, GroupSpec spec,
                   GroupLimits group_limits, std::function<UpdateId()> next,
                   Ownership::Rule owner_rule)
     : name(std::move(group_name)),
-      incarnation(first_incarnation),
-      spec(std::move(group_spec)),
       limits(group_limits),
       next_update(std::move(next)),
-      ownership(name, std::move(owner_rule)),
-      ledger(spec.slots),
-      declared(
-          std::make_shared<group::TensorTable>(spec.engine_only_tensors, spec.unwanted_tensors)) {}
+      members(name, std::move(spec), std::move(owner_rule), &out, &requests),
+      versions(name, incarnation, &members, &out) {}
 
 void Group::Impl::Pump() {
-  GiveUpCatchUpIfSourcesChanged();
+  if (CatchUpRuns() && update->state != UpdateState::kEnding) {
+    for (const std::string& source_instance : update->catch_up->source_instances) {
+      if (!catch_up.Gives(source_instance))
+        GiveWay(fmt::format("instance {} can't give any more", source_instance));
+    }
+  }
   PumpUpdate();
   ExpelUnwelcome();
-  TakeDeferred();
+  while (catch_up.anyone_waits() && !CatchUpRuns()) {
+    std::visit([this](const auto& e) { On(e); }, catch_up.TakeDeferred());
+    PumpUpdate();
+  }
   OpenCatchUpIfDue();
-  ServeLeases();
+  if (update != nullptr && update->state == UpdateState::kData) slots.Serve(update->deadline);
 }
 
 void Group::Impl::PumpUpdate() {
   if (update != nullptr) AssembleIfAllHere();
   if (update != nullptr) OpenDataIfReady();
   if (update != nullptr) {
-    SendParts();
-    StartParts();
-    RunProgramIfDue();
-    AbortEvictedIfQuiet();
-    ReadBackIfLast();
+    if (update->state == UpdateState::kData || update->state == UpdateState::kSettling) {
+      update->push.SendParts();
+      if (update->data_plane_up) update->push.StartParts(update->verification);
+    }
+    if (update->state == UpdateState::kSettling && update->program.exists() &&
+        update->push.all_started()) {
+      update->program.RunIfDue(update->push.next_part(), update->data_plane_up,
+                               update->verification);
+    }
+    update->participants.AbortEvictedIfQuiet();
+    if (update->state == UpdateState::kSettling &&
+        update->verification == Verification::kReadback) {
+      update->readback.StartIfLast(update->push, update->program);
+    }
     SettleIfDone();
   }
-  if (update != nullptr) EndIfQuiet();
+  if (update == nullptr || update->state != UpdateState::kEnding) return;
+  if (update->push.in_flight() > 0 || update->program.in_use()) return;
+  if (!update->readback.running()) Conclude(Outcome::kAborted, update->give_up.reason);
 }
 
-// ---- requests ----
+// ---- catch-ups ----
 
-bool Group::Impl::Repeated(Member* member, CallKind kind, const std::string& id,
-                           const std::string& what, CallId call) {
-  const std::shared_ptr<Request> first = member->requests.Find(id);
-  if (first == nullptr) return false;
-  if (first->kind != kind || first->what != what) {
-    Refuse(call, InvalidField("request_id", "request_id '{}' was used for {} before, now for {}",
-                              id, first->what, what));
-  } else if (first->finished) {
-    Do(Reply{call, first->status, first->payload});
-  } else {
-    first->calls.push_back(call);
-    pending[call] = first;
-  }
-  return true;
+void Group::Impl::OpenCatchUpIfDue() {
+  if (update != nullptr) return;
+  catch_up.FindDue(state == GroupState::kIdle);
+  if (!catch_up.TakeDue()) return;
+  update = std::make_unique<Update>(next_update(), *versions.last(), below);
+  update->started = out.now();
+  update->deadline = out.now() + limits.max_duration;
+  update->verification = Verification::kReadback;
+  update->evict_late = true;
+  requests.NoteCall();
+  update->catch_up.emplace();
+  Step(&state, GroupTrigger::kOpen);
+  out.Changed();
+  PumpUpdate();
+  if (update == nullptr) catch_up.FindDue(state == GroupState::kIdle);
 }
 
-std::shared_ptr<group::Request> Group::Impl::Track(Member* member, CallKind kind,
-                                                   const std::string& id, std::string what,
-                                                   CallId call) {
-  auto request = std::make_shared<Request>();
-  request->kind = kind;
-  request->member = member->id;
-  request->id = id;
-  request->what = std::move(what);
-  request->first_call = call;
-  request->calls.push_back(call);
-  member->requests.Add(request);
-  pending[call] = request;
-  unfinished[call] = request;
-  return request;
+void Group::Impl::GiveWay(std::string reason) {
+  if (update->state == UpdateState::kEnding) return;
+  update->catch_up->gave_way = true;
+  Abandon({std::move(reason), GiveUpClass::kOther});
 }
 
-void Group::Impl::Finish(const std::shared_ptr<Request>& request, absl::Status status,
-                         ReplyPayload payload) {
-  REFITD_CHECK(!request->finished);
-  request->finished = true;
-  unfinished.erase(request->first_call);
-  request->status = std::move(status);
-  request->payload = std::move(payload);
-  for (const CallId call : request->calls) {
-    pending.erase(call);
-    Do(Reply{call, request->status, request->payload});
-  }
-  request->calls.clear();
-  Member* member = Find(request->member);
-  if (member != nullptr) member->requests.Finished(*request);
-  if (update != nullptr) update->last_call = now;
-}
+// ---- calls ----
 
 void Group::Impl::On(const CallGone& e) {
-  const auto gone = [this](CallId call) {
-    Refuse(call, absl::CancelledError("the caller went away"));
-    if (update != nullptr) update->last_call = now;
-  };
-  if (const auto it = pending.find(e.call); it != pending.end()) {
-    // A bucket's answer waits for the last read of its source, even if the caller is gone (P6).
-    if (it->second->kind == CallKind::kBucket) return;
-    const std::shared_ptr<Request> request = it->second;
-    std::erase(request->calls, e.call);
-    pending.erase(it);
-    gone(e.call);
-    if (request->kind == CallKind::kCommit) WithdrawIfNobodyWaits(*request);
+  const absl::Status why = absl::CancelledError("the caller went away");
+  if (requests.waiting().contains(e.call)) {
+    const std::shared_ptr<const Request> request = requests.Leave(e.call, why);
+    if (update != nullptr && request != nullptr && request->kind == CallKind::kCommit) {
+      update->push.WithdrawIfNobodyWaits(*request, why);
+    }
     return;
   }
-  const auto waiter = std::find_if(slot_waiters.begin(), slot_waiters.end(),
-                                   [&e](const SlotWaiter& w) { return w.call == e.call; });
-  if (waiter != slot_waiters.end()) {
-    slot_waiters.erase(waiter);
-    gone(e.call);
-  } else if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
-    Refuse(e.call, absl::CancelledError("the caller went away"));
+  if (slots.Leave(e.call, why)) return;
+  if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
+    out.Refuse(e.call, why);
   } else {
-    RefuseDeferredCall(e.call, absl::CancelledError("the caller went away"));
+    catch_up.Leave(e.call, why);
   }
-}
-
-// A Commit that waits for buckets is withdrawn once no caller waits for its answer: otherwise the
-// last bucket would commit an update whose caller has given up.
-void Group::Impl::WithdrawIfNobodyWaits(const Request& commit) {
-  const Member* member = Find(commit.member);
-  if (member == nullptr || update == nullptr) return;
-  const auto it = update->trainers.find(member->rank);
-  if (it == update->trainers.end() || it->second.member != commit.member) return;
-  TrainerProgress& progress = it->second;
-  if (!progress.announced.has_value() || progress.committed) return;
-  if (std::any_of(progress.commits.begin(), progress.commits.end(),
-                  [](const auto& request) { return !request->calls.empty(); })) {
-    return;
-  }
-  WithdrawAnnounced(&progress, absl::CancelledError("the caller went away"));
-}
-
-bool Group::Impl::CallsOutstanding() const {
-  if (!slot_waiters.empty()) return true;
-  return std::any_of(pending.begin(), pending.end(), [this](const auto& p) {
-    if (p.second->kind != CallKind::kCommit) return true;
-    const Member* member = Find(p.second->member);
-    if (member == nullptr) return true;
-    const auto it = update->trainers.find(member->rank);
-    return it == update->trainers.end() || it->second.committed ||
-           !it->second.announced.has_value();
-  });
 }
 
 // ---- time ----
 
 std::optional<TimePoint> Group::Impl::IdleDeadline() const {
-  if (update == nullptr || update->catch_up.has_value() || CallsOutstanding()) return std::nullopt;
+  if (update == nullptr || update->catch_up.has_value() || slots.anyone_waits())
+    return std::nullopt;
+  // A trainer rank waits for an answer. A Commit that waits for the rank's own buckets does not
+  // count.
+  const auto outstanding = [this](const auto& p) {
+    if (p.second->kind != CallKind::kCommit) return true;
+    const Member* member = members.Find(p.second->member);
+    if (member == nullptr) return true;
+    const auto it = update->push.trainers().find(member->rank);
+    return it == update->push.trainers().end() || it->second.committed ||
+           !it->second.announced.has_value();
+  };
+  const group::Requests::ByCall& waiting = requests.waiting();
+  if (std::any_of(waiting.begin(), waiting.end(), outstanding)) return std::nullopt;
   switch (update->state) {
     case UpdateState::kOpening:
     case UpdateState::kPreparing:
     case UpdateState::kData:
-      return update->last_call + limits.idle_limit;
+      return requests.last_call() + limits.idle_limit;
     default:
       return std::nullopt;
   }
 }
 
-std::optional<std::pair<TimePoint, MemberId>> Group::Impl::AckDeadline() const {
-  if (update->state == UpdateState::kEnding) return std::nullopt;
-  return update->acks.First();
-}
-
-void Group::Impl::SetAckDue(MemberId id, const group::LoaderReader& reader) {
-  std::optional<TimePoint> due;
-  if (!reader.outstanding.empty()) {
-    due = std::max(reader.last_ack, reader.outstanding.front().sent) + limits.ack_limit;
-  }
-  update->acks.Set(id, due);
-}
-
 void Group::Impl::On(const Tick&) {
   // The slot stays with its holder, which may still be packing into it. Only the holder's
   // ReleaseSlot, or its death, frees the slot.
-  for (const auto& [holder, grant] : ledger.Overdue(now)) {
-    const std::string reason =
-        fmt::format("{} did not submit leased slot {} within its lease", Label(holder), grant.slot);
-    Log(LogLine::kWarning, reason);
-    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline, Suspecting(holder)});
+  for (const auto& [holder, grant] : slots.Overdue()) {
+    const std::string reason = fmt::format("{} did not submit leased slot {} within its lease",
+                                           members.Label(holder), grant.slot);
+    out.Log(LogLine::kWarning, reason);
+    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline, members.Suspecting(holder)});
   }
   if (update != nullptr && update->state == UpdateState::kEnding) {
-    if (now >= update->cleanup_deadline && !update->cleanup_logged) ReportOverdueCleanUp();
+    if (out.now() >= update->cleanup_deadline && !update->cleanup_logged) {
+      // The transfers that still run may touch one instance only, or belong to a daemon that is
+      // silent. The other members need not stay paused for them.
+      update->cleanup_logged = true;
+      out.Log(LogLine::kError,
+              fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                          update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
+      update->participants.Abort(/*quiet=*/true, update->give_up.reason, update->give_up.failure);
+      out.Do(CleanUpOverdue{update->id});
+      out.Changed();
+    }
   } else if (update != nullptr) {
     TickUpdate();
   }
-  RefuseOverdueDeferred();
-  if (catch_up_due.has_value() && *catch_up_due <= now) look_for_catch_up = true;
-  for (auto it = slot_waiters.begin(); it != slot_waiters.end();) {
-    if (it->deadline > now) {
-      ++it;
-      continue;
-    }
-    Refuse(it->call,
-           Error(absl::StatusCode::kDeadlineExceeded, "no slot came free: {}", HoldersOfSlots()));
-    if (update != nullptr) update->last_call = now;
-    it = slot_waiters.erase(it);
+  if (catch_up.any_overdue()) {
+    catch_up.RefuseOverdue(
+        WithFailure(Error(absl::StatusCode::kDeadlineExceeded,
+                          "the catch-up that runs did not end in time: waited for {}", WaitedFor()),
+                    group::SuspectAwaited(*update, members)));
   }
+  catch_up.LookIfDue();
+  slots.RefuseOverdue();
 }
 
 void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
-  if (now >= update->deadline) {
+  if (out.now() >= update->deadline) {
     Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()),
-             GiveUpClass::kDeadline, SuspectAwaited(), kDeadline, kDeadline, kDeadline, kDeadline});
+             GiveUpClass::kDeadline, group::SuspectAwaited(*update, members), kDeadline, kDeadline,
+             kDeadline, kDeadline});
     return;
   }
-  if (update->state == UpdateState::kPreparing && now >= update->ready_deadline) {
+  if (update->state == UpdateState::kPreparing && out.now() >= update->ready_deadline) {
     FailUnready();
   }
-  for (auto late = AckDeadline(); late.has_value() && late->first <= now; late = AckDeadline()) {
-    const group::LoaderReader& reader = update->readers.at(late->second);
-    GiveUp why{fmt::format("{} did not acknowledge part {} within {}", Label(late->second),
+  while (update->state != UpdateState::kEnding) {
+    const auto late = update->push.FirstLate();
+    if (!late.has_value() || late->first > out.now()) break;
+    const group::LoaderReader& reader = update->push.reader(late->second);
+    GiveUp why{fmt::format("{} did not acknowledge part {} within {}", members.Label(late->second),
                            reader.outstanding.front().part, group::Seconds(limits.ack_limit)),
-               GiveUpClass::kDeadline, Suspecting(late->second)};
+               GiveUpClass::kDeadline, members.Suspecting(late->second)};
     if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
     FailEngine(reader.participant, why);
   }
   if (update->state == UpdateState::kEnding) return;
-  if (const std::optional<TimePoint> idle = IdleDeadline(); idle.has_value() && *idle <= now) {
+  if (const std::optional<TimePoint> idle = IdleDeadline();
+      idle.has_value() && *idle <= out.now()) {
     Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
                          group::Seconds(limits.idle_limit), WaitedFor()),
-             GiveUpClass::kDeadline, SuspectAwaited()});
+             GiveUpClass::kDeadline, group::SuspectAwaited(*update, members)});
   }
 }
 
@@ -280,42 +224,30 @@ void Group::Impl::On(const ReplaceGroup& e) {
   const std::optional<GroupState> next =
       CatchUpRuns() ? std::optional(state) : Next(state, GroupTrigger::kReplace);
   if (!next.has_value()) {
-    Refuse(e.call, Error(absl::StatusCode::kFailedPrecondition,
-                         "group {}: replace: an update to version {} runs", name, update->version));
+    out.Refuse(e.call,
+               Error(absl::StatusCode::kFailedPrecondition,
+                     "group {}: replace: an update to version {} runs", name, update->version));
     return;
   }
   state = *next;
-  committed_to.clear();
-  replaced.insert(incarnation);
-  if (replaced.size() > kRememberedIncarnations) replaced.erase(replaced.begin());
-  incarnation = e.incarnation;
-  ownership.Replaced(e.by);
-  had_version = had_version || version.has_value();
-  version.reset();
-  past.clear();
-  last_update.reset();
-  last_catch_up.reset();
-  look_for_catch_up = true;
-  for (auto& [id, member] : members) member.held.reset();
-  for (auto& [instance_name, instance] : instances) {
-    Step(&instance.state, InstanceTrigger::kMarkDirty);
-    NoteStanding(instance_name);
-    instance.reason = "the group was replaced";
-  }
-  Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
-  Log(LogLine::kInfo, "replaced by a new incarnation: every instance counts as dirty");
-  Changed();
+  versions.Replace(e.incarnation);
+  members.Replace(e.by);
+  history.Clear();
+  catch_up.Look();
+  out.Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
+  out.Log(LogLine::kInfo, "replaced by a new incarnation: every instance counts as dirty");
+  out.Changed();
 }
 
 void Group::Impl::On(const DrainEvent&) {
-  if (state == GroupState::kDraining || state == GroupState::kDrained) return;
+  if (group::Drains(state)) return;
   Step(&state, GroupTrigger::kDrain);
-  look_for_catch_up = true;
+  catch_up.Look();
   if (CatchUpRuns()) GiveWay("the daemon drains");
-  for (const auto& [id, member] : members) {
-    if (member.state != MemberState::kLeaving) Do(SendDraining{id});
+  for (const auto& [id, member] : members.members()) {
+    if (member.state != MemberState::kLeaving) out.Do(SendDraining{id});
   }
-  Changed();
+  out.Changed();
 }
 
 // ---- Group ----
@@ -333,26 +265,22 @@ Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits
 Group::~Group() = default;
 
 void Group::Handle(const GroupEvent& event, TimePoint now, GroupActions* actions) {
-  impl_->now = now;
-  impl_->actions = actions;
-  impl_->changed = false;
+  impl_->out.Open(now, actions);
   std::visit([this](const auto& e) { impl_->On(e); }, event);
   impl_->Pump();
-  if (impl_->changed) actions->push_back(StateChanged{});
-  impl_->actions = nullptr;
+  impl_->out.Close();
   impl_->CheckState();
 }
 
 std::optional<TimePoint> Group::NextDeadline() const {
-  std::optional<TimePoint> next = impl_->ledger.NextExpiry();
+  std::optional<TimePoint> next = impl_->slots.NextDeadline();
   const auto consider = [&next](std::optional<TimePoint> due) {
     if (due.has_value() && (!next.has_value() || *due < *next)) next = due;
   };
-  for (const group::SlotWaiter& waiter : impl_->slot_waiters) consider(waiter.deadline);
-  for (const group::DeferredCall& call : impl_->deferred) consider(call.deadline);
+  consider(impl_->catch_up.NextDeadline());
   const group::Update* update = impl_->update.get();
   if (update == nullptr) {
-    consider(impl_->catch_up_due);
+    consider(impl_->catch_up.due());
     return next;
   }
   if (update->state == UpdateState::kEnding) {
@@ -361,22 +289,22 @@ std::optional<TimePoint> Group::NextDeadline() const {
   }
   consider(update->deadline);
   if (update->state == UpdateState::kPreparing) consider(update->ready_deadline);
-  if (const auto ack = impl_->AckDeadline(); ack.has_value()) consider(ack->first);
+  if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
   consider(impl_->IdleDeadline());
   return next;
 }
 
 const std::string& Group::name() const { return impl_->name; }
-uint64_t Group::incarnation() const { return impl_->incarnation; }
-const GroupSpec& Group::spec() const { return impl_->spec; }
-bool Group::has_members() const { return !impl_->members.empty(); }
-const std::string& Group::owner() const { return impl_->ownership.owner(); }
-bool Group::has_trainers() const { return !impl_->trainers.empty(); }
+uint64_t Group::incarnation() const { return impl_->versions.incarnation(); }
+const GroupSpec& Group::spec() const { return impl_->members.spec(); }
+bool Group::has_members() const { return !impl_->members.members().empty(); }
+const std::string& Group::owner() const { return impl_->members.owner(); }
+bool Group::has_trainers() const { return !impl_->members.trainers().empty(); }
 bool Group::update_running() const { return impl_->update != nullptr; }
-std::optional<Version> Group::version() const { return impl_->version; }
+std::optional<Version> Group::version() const { return impl_->versions.last(); }
 
 absl::Status Group::CanRegisterLayout(MemberId member) const {
-  const group::Member* m = std::as_const(*impl_).Find(member);
+  const group::Member* m = impl_->members.Find(member);
   if (m == nullptr || m->state == MemberState::kLeaving) {
     return Error(absl::StatusCode::kFailedPrecondition, "member {} is not attached", member);
   }
@@ -396,31 +324,20 @@ bool Group::SendsFrom(NodeId node) const {
   if (!impl_->CatchUpRuns()) return TrainsOn(node);
   const std::vector<MemberId>& sources = impl_->update->catch_up->sources;
   return std::any_of(sources.begin(), sources.end(), [this, node](MemberId source) {
-    const group::Member* member = std::as_const(*impl_).Find(source);
+    const group::Member* member = impl_->members.Find(source);
     return member != nullptr && member->node == node;
   });
 }
 
-bool Group::TrainsOn(NodeId node) const {
-  return std::any_of(impl_->trainers.begin(), impl_->trainers.end(), [this, node](const auto& t) {
-    const group::Member* member = std::as_const(*impl_).Find(t.second);
-    return member != nullptr && member->node == node;
-  });
-}
+bool Group::TrainsOn(NodeId node) const { return impl_->members.TrainsOn(node); }
 
-std::string Group::KeptOut(NodeId node) const {
-  const auto it = impl_->kept_out.find(node);
-  return it == impl_->kept_out.end() ? "" : it->second;
-}
+std::string Group::KeptOut(NodeId node) const { return impl_->members.WhyKeptOut(node); }
 
 PastUpdate Group::Past(Version version) const {
   if (impl_->update != nullptr && impl_->update->version == version && !impl_->CatchUpRuns()) {
     return {Outcome::kRunning, ""};
   }
-  for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {
-    if (it->version == version) return it->what;
-  }
-  return {};
+  return impl_->history.Find(version);
 }
 
 }  // namespace refitd

@@ -46,6 +46,8 @@
 
 namespace refitd {
 
+struct GroupForTests;  // plants errors that CheckInvariants must find
+
 template <typename T, typename Variant>
 inline constexpr bool kIsOneOf = false;
 template <typename T, typename... Ts>
@@ -867,7 +869,7 @@ class Group {
   void CheckInvariants() const;
 
  private:
-  friend struct GroupForTests;  // plants errors that CheckInvariants must find
+  friend struct GroupForTests;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -11,6 +11,15 @@ namespace refitd {
 struct GroupForTests {
   using Impl = Group::Impl;
   static Impl& Of(Group& group) { return *group.impl_; }
+  static auto& Members(Impl& impl) { return impl.members.members_; }
+  static auto& Trainers(Impl& impl) { return impl.members.trainers_; }
+  static auto& Instances(Impl& impl) { return impl.members.instances_; }
+  static auto& Reads(Impl& impl) { return impl.slots.reads_; }
+  static auto& Ledger(Impl& impl) { return impl.slots.ledger_; }
+  static auto& InFlight(Impl& impl) { return impl.update->push.in_flight_; }
+  static auto& NextStart(Impl& impl) { return impl.update->push.next_start_; }
+  static auto& Incomplete(Impl& impl) { return impl.update->coverage.incomplete_; }
+  static auto& Waiting(Impl& impl) { return impl.requests.waiting_; }
 };
 
 namespace {
@@ -46,24 +55,26 @@ TEST_CASE("the planted errors' test finds nothing where nothing was planted") {
 
 TEST_CASE("CheckInvariants finds members, ranks and instances that do not agree") {
   Updating g(/*staged=*/false);
-  CHECK(Found(g, [](Impl& i) { i.instances.at("i").ranks.clear(); }));
-  CHECK(Found(g, [](Impl& i) { i.instances.clear(); }));
-  CHECK(Found(g, [](Impl& i) { i.trainers.clear(); }));
-  CHECK(Found(g, [&](Impl& i) { i.members.erase(g.engine); }));
-  CHECK(Found(g, [&](Impl& i) { i.members.at(g.engine).state = MemberState::kLeaving; }));
-  CHECK(Found(g, [&](Impl& i) { i.members.at(g.engine).layout = nullptr; }));
+  CHECK(Found(g, [](Impl& i) { GroupForTests::Instances(i).at("i").ranks.clear(); }));
+  CHECK(Found(g, [](Impl& i) { GroupForTests::Instances(i).clear(); }));
+  CHECK(Found(g, [](Impl& i) { GroupForTests::Trainers(i).clear(); }));
+  CHECK(Found(g, [&](Impl& i) { GroupForTests::Members(i).erase(g.engine); }));
+  CHECK(Found(
+      g, [&](Impl& i) { GroupForTests::Members(i).at(g.engine).state = MemberState::kLeaving; }));
+  CHECK(Found(g, [&](Impl& i) { GroupForTests::Members(i).at(g.engine).layout = nullptr; }));
 }
 
 TEST_CASE("CheckInvariants finds a written instance that is not dirty (P2)") {
   Updating g(/*staged=*/false);
   g.Push(g.trainer, 1, 0, kModel);
-  CHECK(Found(g, [](Impl& i) { i.instances.at("i").state = InstanceState::kCleanReady; }));
+  CHECK(Found(
+      g, [](Impl& i) { GroupForTests::Instances(i).at("i").state = InstanceState::kCleanReady; }));
 }
 
 TEST_CASE("CheckInvariants finds an update that its group does not know of (P3)") {
   Updating g(/*staged=*/false);
   CHECK(Found(g, [](Impl& i) { i.state = GroupState::kIdle; }));
-  CHECK(Found(g, [](Impl& i) { i.version = Version(1); }));
+  CHECK(Found(g, [](Impl& i) { i.versions.Commit(Version(1)); }));
 }
 
 TEST_CASE("CheckInvariants finds an update that settles before its trainers committed (P1)") {
@@ -76,18 +87,22 @@ TEST_CASE("CheckInvariants finds a reader that the ledger of slots does not know
   g.Push(g.trainer, 1, 0, kModel);
   g.FinishAll();
   REQUIRE(g.handed.size() == 1);
-  CHECK(Found(g, [&](Impl& i) { i.ledger.ReaderDone(g.handed[0].slot, g.engine); }));
-  CHECK(Found(g, [&](Impl& i) { i.members.at(g.engine).reads.clear(); }));
+  CHECK(
+      Found(g, [&](Impl& i) { GroupForTests::Ledger(i).ReaderDone(g.handed[0].slot, g.engine); }));
+  CHECK(Found(g, [&](Impl& i) { GroupForTests::Reads(i).clear(); }));
 }
 
 TEST_CASE("CheckInvariants finds calls that no request waits with, and counts that are off") {
   Updating g(/*staged=*/false);
   g.Push(g.trainer, 1, 0, kModel);
-  CHECK(Found(g, [](Impl& i) { i.pending.erase(i.pending.begin()); }));
-  CHECK(Found(g, [](Impl& i) { i.pending[CallId(9999)] = std::make_shared<group::Request>(); }));
-  CHECK(Found(g, [](Impl& i) { ++i.update->pushed_incomplete; }));
-  CHECK(Found(g, [](Impl& i) { i.update->in_flight = 0; }));
-  CHECK(Found(g, [](Impl& i) { ++i.update->next_start; }));
+  CHECK(Found(g,
+              [](Impl& i) { GroupForTests::Waiting(i).erase(GroupForTests::Waiting(i).begin()); }));
+  CHECK(Found(g, [](Impl& i) {
+    GroupForTests::Waiting(i)[CallId(9999)] = std::make_shared<group::Request>();
+  }));
+  CHECK(Found(g, [](Impl& i) { ++GroupForTests::Incomplete(i); }));
+  CHECK(Found(g, [](Impl& i) { GroupForTests::InFlight(i) = 0; }));
+  CHECK(Found(g, [](Impl& i) { ++GroupForTests::NextStart(i); }));
 }
 
 }  // namespace

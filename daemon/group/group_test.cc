@@ -2121,7 +2121,7 @@ MemberId Claiming(TestGroup* g, const std::string& instance, uint64_t digest, ui
   EngineIdentity who{instance, 0, 1, DeliveryMode::kInPlace, 0, Version(held), {}};
   who.held_origin = origin;
   who.held_digest = digest;
-  who.fill = true;
+  who.catch_up = true;
   const MemberId id = g->AttachEngine(std::move(who));
   g->engines[id].layout = LayoutOf(kModel);
   g->Do(LayoutRegistered{id, LayoutOf(kModel), CallId(), std::nullopt, content});
@@ -2165,7 +2165,7 @@ TEST_CASE("of engines with equal layouts and different bytes of one version, mos
 TEST_CASE("an engine that comes back with other bytes than were read back is not ready") {
   TestGroup g(SpecOf(1, 1));
   const MemberId trainer = g.AttachTrainer();
-  const MemberId a = g.Fillable("a", kModel);
+  const MemberId a = g.MayCatchUp("a", kModel);
   g.Open(trainer, 4);
   g.Push(trainer, 4, 0, kModel);
   g.FinishAll();

@@ -1,7 +1,13 @@
 #include "daemon/group/requests.h"
 
-namespace refitd::group {
+#include <utility>
 
+#include "transport/base/errors.h"
+
+namespace refitd::group {
+namespace {
+
+// Whether a call that ended with this status had no effect.
 bool IsRefusal(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kInvalidArgument:
@@ -16,25 +22,100 @@ bool IsRefusal(const absl::Status& status) {
   }
 }
 
-std::shared_ptr<Request> RequestLog::Find(const std::string& id) const {
-  const auto it = requests_.find(id);
-  return it == requests_.end() ? nullptr : it->second;
+}  // namespace
+
+bool Requests::Repeated(MemberId member, CallKind kind, const std::string& id,
+                        const std::string& what, CallId call) {
+  const auto log = logs_.find(member);
+  if (log == logs_.end()) return false;
+  const auto found = log->second.requests.find(id);
+  if (found == log->second.requests.end()) return false;
+  const std::shared_ptr<Request>& first = found->second;
+  if (first->kind != kind || first->what != what) {
+    out_.Refuse(call,
+                InvalidField("request_id", "request_id '{}' was used for {} before, now for {}", id,
+                             first->what, what));
+  } else if (first->finished) {
+    out_.Do(Reply{call, first->status, first->payload});
+  } else {
+    first->calls.push_back(call);
+    waiting_[call] = first;
+  }
+  return true;
 }
 
-void RequestLog::Add(const std::shared_ptr<Request>& request) {
-  if (!request->id.empty()) requests_[request->id] = request;
+std::shared_ptr<Request> Requests::Track(MemberId member, CallKind kind, const std::string& id,
+                                         std::string what, CallId call) {
+  auto request = std::make_shared<Request>();
+  request->kind = kind;
+  request->member = member;
+  request->id = id;
+  request->what = std::move(what);
+  request->first_call = call;
+  request->calls.push_back(call);
+  if (!id.empty()) logs_[member].requests[id] = request;
+  waiting_[call] = request;
+  unfinished_[call] = request;
+  return request;
 }
 
-void RequestLog::Finished(const Request& request) {
-  if (request.id.empty()) return;
+void Requests::Finish(const std::shared_ptr<Request>& request, absl::Status status,
+                      ReplyPayload payload) {
+  REFITD_CHECK(!request->finished);
+  request->finished = true;
+  unfinished_.erase(request->first_call);
+  request->status = std::move(status);
+  request->payload = std::move(payload);
+  for (const CallId call : request->calls) {
+    waiting_.erase(call);
+    out_.Do(Reply{call, request->status, request->payload});
+  }
+  request->calls.clear();
+  Remember(*request);
+  NoteCall();
+}
+
+void Requests::Remember(const Request& request) {
+  const auto log = logs_.find(request.member);
+  if (request.id.empty() || log == logs_.end()) return;
   if (IsRefusal(request.status)) {
-    requests_.erase(request.id);
+    log->second.requests.erase(request.id);
     return;
   }
-  finished_.push_back(request.id);
-  if (finished_.size() <= kRememberedRequests) return;
-  requests_.erase(finished_.front());
-  finished_.pop_front();
+  std::deque<std::string>& finished = log->second.finished;
+  finished.push_back(request.id);
+  if (finished.size() <= kRememberedRequests) return;
+  log->second.requests.erase(finished.front());
+  finished.pop_front();
+}
+
+std::shared_ptr<const Request> Requests::Leave(CallId call, absl::Status why) {
+  const auto waits = waiting_.find(call);
+  if (waits->second->kind == CallKind::kBucket) return nullptr;
+  std::shared_ptr<Request> request = std::move(waits->second);
+  waiting_.erase(waits);
+  std::erase(request->calls, call);
+  out_.Refuse(call, std::move(why));
+  NoteCall();
+  return request;
+}
+
+// P3, P4: every call waits with one unanswered request, and no log has more than its limit.
+void Requests::CheckInvariants() const {
+  size_t calls = 0;
+  for (const auto& [first, request] : unfinished_) {
+    REFITD_CHECK(request->first_call == first && !request->finished);
+    for (const CallId call : request->calls) {
+      const auto waits = waiting_.find(call);
+      REFITD_CHECK(waits != waiting_.end() && waits->second == request);
+    }
+    calls += request->calls.size();
+  }
+  REFITD_CHECK(calls == waiting_.size());
+  for (const auto& [member, log] : logs_) {
+    REFITD_CHECK(log.finished.size() <= kRememberedRequests);
+    for (const std::string& id : log.finished) REFITD_CHECK(log.requests.contains(id));
+  }
 }
 
 }  // namespace refitd::group

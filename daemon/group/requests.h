@@ -1,9 +1,9 @@
-// A member's calls by request id: a repeated call has no second effect and gets the first answer
-// (P3).
+// The calls of trainer ranks by request id: a repeated call has no second effect and gets the first
+// answer (P3).
 //
 // A call that was refused changed nothing and is forgotten, so that its id may be used again. The
-// last kRememberedRequests finished requests of a member are kept; pending requests are kept until
-// they end. Not thread-safe: a log lives inside its group.
+// last kRememberedRequests finished requests of a member are kept; unfinished requests are kept
+// until they end. Not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_REQUESTS_H_
 #define REFITD_DAEMON_GROUP_REQUESTS_H_
 
@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
+#include "daemon/group/outbox.h"
 
 namespace refitd::group {
 
@@ -34,22 +35,47 @@ struct Request {
   ReplyPayload payload;
 };
 
-// Whether a call that ended with this status had no effect.
-bool IsRefusal(const absl::Status& status);
-
-class RequestLog {
+class Requests {
  public:
-  // The request of that id. Null: the id is empty, was never seen, or was forgotten.
-  std::shared_ptr<Request> Find(const std::string& id) const;
-  void Add(const std::shared_ptr<Request>& request);
-  // The request, which was added before, has ended: it is remembered or, after a refusal,
-  // forgotten.
-  void Finished(const Request& request);
-  size_t size() const { return requests_.size(); }
+  using ByCall = std::map<CallId, std::shared_ptr<Request>>;
+
+  explicit Requests(Outbox* out) : out_(*out) {}
+
+  // Whether the call repeats a request. If so, the call was answered, or waits with the first call.
+  bool Repeated(MemberId member, CallKind kind, const std::string& id, const std::string& what,
+                CallId call);
+  std::shared_ptr<Request> Track(MemberId member, CallKind kind, const std::string& id,
+                                 std::string what, CallId call);
+  // Answers all calls of the request.
+  void Finish(const std::shared_ptr<Request>& request, absl::Status status, ReplyPayload payload);
+  // The caller went away: the call is answered with `why`, and its request, which goes on, is
+  // returned. Null: a bucket's answer waits for the last read of its source all the same (P6).
+  std::shared_ptr<const Request> Leave(CallId call, absl::Status why);
+  // The member's record is gone.
+  void Forget(MemberId member) { logs_.erase(member); }
+  // A trainer rank has called, or was answered.
+  void NoteCall() { last_call_ = out_.now(); }
+
+  TimePoint last_call() const { return last_call_; }
+  const ByCall& waiting() const { return waiting_; }        // unanswered calls
+  const ByCall& unfinished() const { return unfinished_; }  // requests, by their first call
+  void CheckInvariants() const;
 
  private:
-  std::map<std::string, std::shared_ptr<Request>> requests_;
-  std::deque<std::string> finished_;  // oldest first
+  friend struct refitd::GroupForTests;
+
+  // The requests of one member that have an id.
+  struct Log {
+    std::map<std::string, std::shared_ptr<Request>> requests;
+    std::deque<std::string> finished;  // oldest first
+  };
+  void Remember(const Request& request);
+
+  Outbox& out_;
+  std::map<MemberId, Log> logs_;
+  ByCall waiting_;
+  ByCall unfinished_;
+  TimePoint last_call_;
 };
 
 }  // namespace refitd::group

@@ -113,7 +113,7 @@ TEST_CASE(
     "a slow node stays slow until a run, if only a catch-up, shows more than half of the rate") {
   SlowNodes nodes(milliseconds(1000));
   REQUIRE(Judge(&nodes, {}) == Nodes{NodeId(2)});
-  const auto fill = [](int64_t ms) {
+  const auto catch_up = [](int64_t ms) {
     return std::vector<SlowNodes::Use>{
         {NodeId(1), NodeId(2), 50 * kMiB, milliseconds(ms)},
         {NodeId(3), NodeId(2), 50 * kMiB, milliseconds(ms)},

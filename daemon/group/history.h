@@ -1,0 +1,99 @@
+// What became of a group's updates.
+//
+// Pure; not thread-safe.
+#ifndef REFITD_DAEMON_GROUP_HISTORY_H_
+#define REFITD_DAEMON_GROUP_HISTORY_H_
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "daemon/group/group.h"
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
+
+namespace refitd::group {
+
+class UpdateHistory {
+ public:
+  // `what`: what GetUpdate answers; callers ask for trainers' updates only.
+  void Add(const UpdateView& view, const PastUpdate& what) {
+    last_was_catch_up_ = view.catch_up;
+    if (view.catch_up) {
+      catch_up_ = view;
+      return;
+    }
+    update_ = view;
+    ++(what.outcome == Outcome::kCommitted ? committed_ : aborted_);
+    past_.push_back({view.id, view.version, what});
+    if (past_.size() > kRememberedUpdates) past_.pop_front();
+  }
+  // A new incarnation begins.
+  void Clear() {
+    past_.clear();
+    update_.reset();
+    catch_up_.reset();
+  }
+
+  PastUpdate Find(Version version) const {
+    for (auto it = past_.rbegin(); it != past_.rend(); ++it) {
+      if (it->version == version) return it->what;
+    }
+    return {};
+  }
+  // The answer to a rank that takes the update for open. OK: no such update is remembered.
+  absl::Status Refuse(Version version) const {
+    for (auto it = past_.rbegin(); it != past_.rend(); ++it) {
+      if (it->version == version) return Refuse(*it);
+    }
+    return absl::OkStatus();
+  }
+  // The rank began that update, which is over. Its call means that update only, never another one,
+  // even if both install the same version.
+  absl::Status Refuse(UpdateId update, Version version) const {
+    for (const Ended& ended : past_) {
+      if (ended.update == update) return Refuse(ended);
+    }
+    return Error(
+        absl::StatusCode::kAborted,
+        "the update to version {} is over (update {}): what became of it is not remembered",
+        version, update);
+  }
+
+  // The last of the trainers, the last catch-up, and the last of both.
+  const std::optional<UpdateView>& update() const { return update_; }
+  const std::optional<UpdateView>& catch_up() const { return catch_up_; }
+  const std::optional<UpdateView>& latest() const {
+    return last_was_catch_up_ ? catch_up_ : update_;
+  }
+  int64_t committed() const { return committed_; }
+  int64_t aborted() const { return aborted_; }
+
+ private:
+  struct Ended {
+    UpdateId update;
+    Version version;
+    PastUpdate what;
+  };
+  static absl::Status Refuse(const Ended& ended) {
+    if (ended.what.outcome == Outcome::kCommitted) {
+      return Precondition("version {} is committed already", ended.version);
+    }
+    return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                             ended.version, ended.what.reason),
+                       ended.what.failure);
+  }
+
+  std::deque<Ended> past_;  // newest last; at most kRememberedUpdates
+  std::optional<UpdateView> update_;
+  std::optional<UpdateView> catch_up_;
+  bool last_was_catch_up_ = false;
+  int64_t committed_ = 0;
+  int64_t aborted_ = 0;
+};
+
+}  // namespace refitd::group
+
+#endif  // REFITD_DAEMON_GROUP_HISTORY_H_

@@ -1,0 +1,149 @@
+// The instances that take part in an update: which ranks they have, where their bytes go, who is
+// ready, who was evicted, and what each of their ranks hears in the end.
+//
+// It keeps P1 (an instance that was not written in full is not committed), P2 (an instance is dirty
+// from its first byte to the commit, and its ranks hear so) and P6 (a rank hears that it may go on
+// only when no copy touches its instance's memory). Pure; not thread-safe: lives inside its update.
+#ifndef REFITD_DAEMON_GROUP_PARTICIPANTS_H_
+#define REFITD_DAEMON_GROUP_PARTICIPANTS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "daemon/group/catalog.h"
+#include "daemon/group/group.h"
+#include "daemon/group/membership.h"
+#include "daemon/group/outbox.h"
+#include "daemon/group/update_state.h"
+#include "daemon/group/versions.h"
+
+namespace refitd::group {
+
+// An instance that was complete when the update was prepared.
+struct Participant {
+  std::string instance;
+  std::vector<MemberId> members;  // by rank
+  size_t unready = 0;             // ranks that have not answered Ready
+  bool ready = false;             // all its ranks have answered Ready
+  bool written = false;           // this update has written to the instance
+  bool evicted = false;
+  bool informed = false;  // its ranks were sent Aborted
+  std::string reason;     // of the eviction
+  Failure failure;        // of the eviction
+  int touching = 0;       // transfers and verifications that touch its memory
+};
+
+class UpdateParticipants {
+ public:
+  using TakesIn = std::function<bool(const Instance&)>;
+
+  UpdateParticipants(UpdateId update, Version version, Membership* members, Outbox* out)
+      : update_(update), version_(version), members_(*members), out_(*out) {}
+
+  // ---- assembling ----
+
+  // Takes the instances in. `others`: members of the update that are no participants. `kept`: the
+  // catalog of an earlier update, which is replaced if it does not fit.
+  absl::Status Assemble(const TakesIn& takes_in, const std::vector<MemberId>& others,
+                        std::shared_ptr<const Catalog>* kept);
+  // Nobody takes part yet.
+  void Clear();
+  // Sends Prepare to every rank.
+  void Prepare(Duration remaining, int64_t tensor_count);
+  // The rank is ready. `preparing`: the update waits for that.
+  void MarkReady(Member* member, bool preparing);
+  bool all_ready() const;
+  // The first rank that is not ready, of an instance in the update.
+  std::optional<MemberId> FirstUnready(uint32_t index) const;
+  std::vector<std::string> Unready() const;
+  void SuspectUnready(uint32_t index, Failure* failure) const;
+
+  // ---- who takes part ----
+
+  const std::vector<Participant>& all() const { return all_; }
+  // By participant. Participants are numbered as the catalog's instances.
+  const std::vector<bool>& evicted() const { return evicted_; }
+  int64_t left() const { return std::count(evicted_.begin(), evicted_.end(), false); }
+  // Null: the update was never assembled.
+  const std::shared_ptr<const Catalog>& shared_catalog() const { return catalog_; }
+  const Catalog& catalog() const { return *catalog_; }
+  // By destination; true: evicted.
+  const std::vector<bool>& skip_destination() const { return skip_destination_; }
+  // The destinations that are not skipped.
+  std::vector<uint32_t> Destinations() const;
+  // Nodes with a rank in the update; ascending.
+  const std::vector<NodeId>& nodes() const { return nodes_; }
+  bool on_one_node() const { return nodes_.size() == 1; }
+  // Otherwise each daemon has an index of its own ranks.
+  bool on_this_daemon() const { return on_one_node() && nodes_[0] == NodeId(); }
+  // nullopt: the member is of no instance that is still in the update.
+  std::optional<uint32_t> Of(MemberId member) const;
+  bool Has(MemberId member) const { return participant_of_.contains(member); }
+  bool HasInstance(const std::string& instance) const;
+  // The instances still in the update.
+  std::vector<std::string> Remaining() const;
+  // The nodes of an evicted participant on which no instance of the update is left; none where the
+  // update is on one node.
+  std::set<NodeId> NodesLeftBy(uint32_t index) const;
+  // Whether a rank of an instance still in the update is attached to that node.
+  bool AreOn(NodeId node) const;
+
+  // ---- writing ----
+
+  // Counts the copies that read or write the memory of the destinations' members; `by` is 1 when a
+  // copy begins and -1 when it has ended.
+  void Touch(const std::vector<uint32_t>& destinations, int by);
+  // The first byte is about to be written: from here on a failure leaves the instance dirty (P2).
+  void WriteFirst(uint32_t index);
+  void AddWritten(const std::vector<int64_t>& bytes);  // by destination
+  // DATA_LOSS: an in-place rank still in the update was not written in full.
+  absl::Status WrittenInFull() const;
+  int64_t WrittenBytes() const;
+
+  // ---- the end ----
+
+  void Evict(uint32_t index, const std::string& reason, const Failure& failure);
+  // Ranks of evicted instances resume on Aborted.
+  void AbortEvictedIfQuiet();
+  // The update is given up for that reason: sends Aborted to ranks that were not sent it. `quiet`:
+  // only to those whose memory no copy touches.
+  void Abort(bool quiet, const std::string& reason, const Failure& failure);
+  // The instances hold the version. `read_back`: the digests of what was read back, by destination;
+  // 0, or none: not all of a rank was read.
+  void Commit(const std::vector<uint64_t>& read_back, Versions* versions);
+  // `reason` and `failure`: why the update was given up.
+  std::vector<InstanceOutcome> Outcomes(bool committed, const std::string& reason,
+                                        const Failure& failure) const;
+  void AddDirty(Failure* failure) const;
+
+  void CheckInvariants(UpdateState state) const;
+
+ private:
+  friend struct refitd::GroupForTests;
+
+  void SendAborted(const Participant& participant, const std::string& reason,
+                   const Failure& failure);
+
+  const UpdateId update_;
+  const Version version_;
+  Membership& members_;
+  Outbox& out_;
+  std::shared_ptr<const Catalog> catalog_;
+  std::vector<Participant> all_;
+  std::map<MemberId, uint32_t> participant_of_;
+  std::vector<bool> evicted_;
+  std::vector<bool> skip_destination_;
+  std::vector<NodeId> nodes_;
+  std::vector<int64_t> bytes_written_;  // by destination
+};
+
+}  // namespace refitd::group
+
+#endif  // REFITD_DAEMON_GROUP_PARTICIPANTS_H_
