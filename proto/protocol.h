@@ -3,7 +3,7 @@
 // Who speaks a version also speaks the version before it. A hello has its sender's version; the
 // answer (the lease in Welcome, PeerAccepted) has the agreed version, the lower of both sides'.
 // What a version adds is sent only where that version, or a later one, was agreed; PeerReadiness
-// (Coordinator::Impl::TellJoined) is the example.
+// (JoinedNodes::SendReadiness) is the example.
 //
 // Pure; thread-safe.
 #ifndef REFITD_PROTO_PROTOCOL_H_

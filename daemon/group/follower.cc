@@ -43,9 +43,6 @@ struct Follower::Impl {
   template <typename Call>
   requires kIsOneOf<Call, TrainerCall>
   void On(const Call& e);
-  void On(const RefitPlanned&) {}
-  void On(const CompareDone&) {}
-  void On(const RefitDone&) {}
   void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
   void On(const EngineFailed& e) { Report(e); }
   void On(const AckEvent& e) { Report(AckEvent{e.member, e.update, e.part}); }
@@ -53,29 +50,24 @@ struct Follower::Impl {
   void On(const OperatorAbort& e) { RefuseHere(e.call); }
   void On(const ReplaceGroup& e) { RefuseHere(e.call); }
   void On(const DrainEvent& e);
-  void On(const FailUpdate&) {}
-  void On(const DataPlaneState&) {}
-  void On(const KeepNodesOut&) {}
   void On(const refitd::Tick& e);
-  void On(const TransferDone& e) { worker.Handle(e, now, Out()); }
-  void On(const VerifyDone& e) { worker.Handle(e, now, Out()); }
 
   // ---- the link ----
   void On(const LinkUp& e);
   void On(const LinkLost& e) { Lose(e.status); }
   void On(const CommandReceived& e);
-  void On(const NodeJoined&) {}
-  void On(const NodeLost&) {}
-  void On(const ReportReceived&) {}
   void On(const SlotsMade& e);
-  void On(const CommunicatorOpened& e) { worker.Handle(e, Out()); }
-  void On(const CommunicatorUp& e) { worker.Handle(e, Out()); }
-  void On(const WireDone& e) { worker.Handle(e, now, Out()); }
-  void On(const ProgramBuilt& e) { worker.Handle(e, now, Out()); }
-  void On(const MovesDone& e) { worker.Handle(e, now, Out()); }
-  void On(const WireGranted& e) { worker.Handle(e, Out()); }
-  void On(const WireWaits& e) { worker.Handle(e, Out()); }
-  void On(const WireWanted& e) { worker.Handle(e, Out()); }
+  template <typename Event>
+  requires requires(Worker& w, const Event& e, TimePoint now, Worker::Output out) {
+    w.Handle(e, now, out);
+  }
+  void On(const Event& e) { worker.Handle(e, now, Out()); }
+  // What comes to coordinators only.
+  template <typename Event>
+  requires kIsOneOf<Event,
+                    std::variant<RefitPlanned, CompareDone, RefitDone, FailUpdate, DataPlaneState,
+                                 KeepNodesOut, NodeJoined, NodeLost, ReportReceived>>
+  void On(const Event& /*e*/) {}
 
   // ---- commands ----
   void Take(const PeerWelcome& c);

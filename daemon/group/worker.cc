@@ -11,9 +11,6 @@
 namespace refitd {
 namespace {
 
-// A limit, since layouts are large and many engines may die while no update begins.
-constexpr size_t kMaxLostLayouts = 16;
-
 absl::Status Differs(const TensorSpec& tensor, const std::string& who, DType dtype,
                      const Dims& shape) {
   return AboutTensor(
@@ -22,157 +19,9 @@ absl::Status Differs(const TensorSpec& tensor, const std::string& who, DType dty
       tensor.name);
 }
 
-}  // namespace
-
-Worker::Worker(Callbacks callbacks, Duration wire_limit)
-    : callbacks_(std::move(callbacks)), wire_limit_(wire_limit) {}
-
-Worker::Update* Worker::Find(UpdateId id) {
-  const auto it = updates_.find(id);
-  return it == updates_.end() ? nullptr : &it->second;
-}
-
-Worker::Update* Worker::FindLocal(UpdateId local) {
-  for (auto& [id, update] : updates_) {
-    if (update.local == local) return &update;
-  }
-  return nullptr;
-}
-
-void Worker::MemberLost(MemberId member, std::shared_ptr<const Layout> layout) {
-  if (layout != nullptr && lost_layouts_.size() < kMaxLostLayouts) {
-    lost_layouts_.emplace(member, std::move(layout));
-  }
-}
-
-// ---- an update ----
-
-// The layouts of the command's destinations. The coordinator may have sent Prepare before it heard
-// of the loss of a member: the plan counts on that member's layout until its instance is evicted.
-std::vector<std::shared_ptr<const Layout>> Worker::LayoutsOf(const PeerPrepare& command) const {
-  std::vector<std::shared_ptr<const Layout>> layouts;
-  for (const MemberId member : command.destinations) {
-    const auto lost = lost_layouts_.find(member);
-    layouts.push_back(lost == lost_layouts_.end() ? callbacks_.layout(member) : lost->second);
-  }
-  return layouts;
-}
-
-std::vector<std::shared_ptr<const Layout>> Worker::LayoutsToIndex(
-    const PeerPrepare& command) const {
-  std::vector<std::shared_ptr<const Layout>> layouts = LayoutsOf(command);
-  if (index_ != nullptr && index_layouts_ == layouts) return {};
-  return layouts;
-}
-
-absl::StatusOr<std::shared_ptr<const DestinationIndex>> Worker::MakeIndex(
-    const std::vector<MemberId>& destinations, std::vector<std::shared_ptr<const Layout>> layouts) {
-  std::vector<std::string> labels;
-  labels.reserve(destinations.size());
-  for (const MemberId member : destinations) labels.push_back(fmt::format("member {}", member));
-  return DestinationIndex::Make(std::move(layouts), std::move(labels));
-}
-
-void Worker::IndexDestinations(const PeerPrepare& command, const Output& out) {
-  std::vector<std::shared_ptr<const Layout>> layouts = LayoutsOf(command);
-  if (index_ != nullptr && index_layouts_ == layouts) return;
-  if (command.index != nullptr && command.index->destinations() == layouts) {
-    index_ = command.index;
-  } else {
-    ++indices_made_;
-    absl::StatusOr<std::shared_ptr<const DestinationIndex>> index =
-        MakeIndex(command.destinations, layouts);
-    if (!index.ok()) {
-      for (const MemberId member : command.destinations) {
-        out.reports->push_back(EngineFailed{member, command.update, Message(index.status())});
-      }
-      index = DestinationIndex::Make({}, {});
-    }
-    index_ = *std::move(index);
-  }
-  index_layouts_ = std::move(layouts);
-  index_digests_.clear();
-  for (size_t d = 0; d < index_layouts_.size(); ++d) {
-    const MemberId member = command.destinations[d];
-    const bool lost = lost_layouts_.contains(member);
-    index_digests_.push_back(index_layouts_[d] == nullptr ? 0
-                             : lost                       ? index_layouts_[d]->Digest()
-                                                          : callbacks_.layout_digest(member));
-  }
-}
-
-void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out) {
-  if (updates_.contains(command.update)) return;
-  Update update;
-  update.id = command.update;
-  update.local = callbacks_.next_update();
-  update.version = command.version;
-  update.verification = command.verification;
-  update.deadline = now + command.remaining;
-  update.destinations = command.destinations;
-  IndexDestinations(command, out);
-  for (size_t d = 0; d < command.destinations.size(); ++d) {
-    const bool same =
-        d < command.layout_digests.size() && command.layout_digests[d] == index_digests_[d];
-    if (same || index_layouts_[d] == nullptr) continue;
-    out.reports->push_back(EngineFailed{command.destinations[d], command.update,
-                                        "its layout changed while the update was being prepared"});
-  }
-  update.index = index_;
-  updates_.emplace(command.update, std::move(update));
-  lost_layouts_.clear();
-}
-
-void Worker::Handle(const PeerUpdateEnded& command, TimePoint, const Output& out) {
-  Update* update = Find(command.update);
-  if (update == nullptr) return;
-  update->ended = true;
-  DropIfOver(command.update, out);
-}
-
-void Worker::DropIfOver(UpdateId id, const Output& out) {
-  Update* update = Find(id);
-  if (update == nullptr || !update->ended || update->verifying) return;
-  if (update->job.has_value() && Running(*update->job)) return;
-  if (std::any_of(update->parts.begin(), update->parts.end(),
-                  [](const auto& p) { return Running(p.second); })) {
-    return;
-  }
-  update->earlier_locals.push_back(update->local);
-  for (const UpdateId local : update->earlier_locals) {
-    UpdateEnded ended;
-    ended.update = local;
-    ended.version = update->version;
-    out.actions->push_back(GroupAction(std::move(ended)));
-  }
-  updates_.erase(id);
-  CancelBuildIfUnwanted();
-  GiveWireBackIfQuiet(out);
-}
-
-// ---- agreement ----
-
-// Not OK: the first tensor of the header that differs from what this daemon knows by itself (P5).
-absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) const {
-  // The group cut the part from this daemon's bucket, and no other daemon takes part.
-  const bool own = command.header.content->bucket == callbacks_.bucket(command.bucket_call);
-  if (own && !command.wired) return absl::OkStatus();
-  if (command.is_root) REFITD_RETURN_IF_ERROR(AgreesWithBucket(command));
+// Root: not OK: how the header differs from the trainer's bucket, which is null if it is gone.
+absl::Status AgreesWithBucket(const PeerHeader& command, const CheckedBucket* bucket) {
   const PartContent& content = *command.header.content;
-  for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const TensorSpec& tensor = content.tensor(i);
-    const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
-    if (known == nullptr || (known->dtype == tensor.dtype && known->shape == tensor.shape)) {
-      continue;
-    }
-    return Differs(tensor, "an engine's layout", known->dtype, known->shape);
-  }
-  return absl::OkStatus();
-}
-
-absl::Status Worker::AgreesWithBucket(const PeerHeader& command) const {
-  const PartContent& content = *command.header.content;
-  const std::shared_ptr<const CheckedBucket> bucket = callbacks_.bucket(command.bucket_call);
   if (bucket == nullptr) return Precondition("the trainer's bucket is gone");
   if (command.bucket_ranges.size() != content.ranges.size()) {
     return Precondition("{} ranges of the bucket, but the header has {}",
@@ -207,6 +56,135 @@ absl::Status Worker::AgreesWithBucket(const PeerHeader& command) const {
   return absl::OkStatus();
 }
 
+// Reports to the coordinator what this daemon read of the header, and whether it agrees. Returns
+// `agreed`, or that the digest differs.
+absl::Status Acknowledge(const PeerHeader& command, const absl::Status& agreed,
+                         const worker::Output& out) {
+  PeerHeaderAck ack{command.header.update, command.header.part, HeaderDigest(command.header),
+                    Message(agreed)};
+  ack.mismatch_tensor = FailureOf(agreed).tensor;
+  const bool same = ack.digest == command.digest;
+  out.reports->push_back(std::move(ack));
+  return agreed.ok() && !same ? Precondition("the header's digest differs") : agreed;
+}
+
+}  // namespace
+
+// ---- Update ----
+
+bool worker::Update::running() const {
+  return verifying || (job.has_value() && job->running()) ||
+         std::any_of(parts.begin(), parts.end(), [](const auto& p) { return p.second.running(); });
+}
+
+bool worker::Update::on_wire() const {
+  return (job.has_value() && job->on_wire()) ||
+         std::any_of(parts.begin(), parts.end(), [](const auto& p) { return p.second.on_wire; });
+}
+
+absl::Status worker::Update::MayComeAgain(const PeerHeader& command) const {
+  const auto before = handouts.find(command.header.part);
+  if (before == handouts.end()) return Precondition("the part was not announced here before");
+  if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
+    return Precondition("the part was announced with another header before");
+  }
+  // A root must hold the part, and another node must not.
+  if (command.is_root == before->second.held) return absl::OkStatus();
+  return command.is_root ? Precondition("the part is not packed here")
+                         : Precondition("the part is stored here already");
+}
+
+bool worker::Update::Touches(const PartContent& content, const std::vector<bool>& skip) const {
+  if (std::find(skip.begin(), skip.end(), false) == skip.end()) return false;
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const DestinationIndex::Tensor* known = index->Find(content.tensor(i).name);
+    if (known == nullptr) continue;
+    for (const DestinationIndex::Entry& entry : known->entries) {
+      if (!skip[entry.destination]) return true;
+    }
+  }
+  return false;
+}
+
+// ---- Worker ----
+
+Worker::Worker(Callbacks callbacks, Duration wire_limit)
+    : callbacks_(std::move(callbacks)),
+      index_(callbacks_.layout, callbacks_.layout_digest),
+      wire_(wire_limit) {}
+
+Worker::Update* Worker::Find(UpdateId id) {
+  const auto it = updates_.find(id);
+  return it == updates_.end() ? nullptr : &it->second;
+}
+
+Worker::Update* Worker::FindLocal(UpdateId local) {
+  for (auto& [id, update] : updates_) {
+    if (update.local == local) return &update;
+  }
+  return nullptr;
+}
+
+// ---- an update ----
+
+void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out) {
+  if (updates_.contains(command.update)) return;
+  Update update;
+  update.id = command.update;
+  update.local = callbacks_.next_update();
+  update.version = command.version;
+  update.verification = command.verification;
+  update.deadline = now + command.remaining;
+  update.destinations = command.destinations;
+  update.index = index_.Prepare(command, out);
+  updates_.emplace(command.update, std::move(update));
+}
+
+void Worker::Handle(const PeerUpdateEnded& command, TimePoint, const Output& out) {
+  Update* update = Find(command.update);
+  if (update == nullptr) return;
+  update->ended = true;
+  DropIfOver(command.update, out);
+}
+
+void Worker::DropIfOver(UpdateId id, const Output& out) {
+  Update* update = Find(id);
+  if (update == nullptr || !update->ended || update->running()) return;
+  update->earlier_locals.push_back(update->local);
+  for (const UpdateId local : update->earlier_locals) {
+    UpdateEnded ended;
+    ended.update = local;
+    ended.version = update->version;
+    out.actions->push_back(GroupAction(std::move(ended)));
+  }
+  updates_.erase(id);
+  CancelBuildIfUnwanted();
+  GiveWireBackIfQuiet(out);
+}
+
+// ---- agreement ----
+
+// Not OK: the first tensor of the header that differs from what this daemon knows by itself (P5).
+absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) const {
+  // The group cut the part from this daemon's bucket, and no other daemon takes part.
+  const bool own = command.header.content->bucket == callbacks_.bucket(command.bucket_call);
+  if (own && !command.wired) return absl::OkStatus();
+  if (command.is_root) {
+    const auto bucket = callbacks_.bucket(command.bucket_call);
+    REFITD_RETURN_IF_ERROR(AgreesWithBucket(command, bucket.get()));
+  }
+  const PartContent& content = *command.header.content;
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorSpec& tensor = content.tensor(i);
+    const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
+    if (known == nullptr || (known->dtype == tensor.dtype && known->shape == tensor.shape)) {
+      continue;
+    }
+    return Differs(tensor, "an engine's layout", known->dtype, known->shape);
+  }
+  return absl::OkStatus();
+}
+
 std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& skip) const {
   std::vector<bool> all(update.destinations.size());
   for (size_t d = 0; d < all.size(); ++d) {
@@ -214,19 +192,6 @@ std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& sk
              d >= update.index->destinations().size() || update.index->destinations()[d] == nullptr;
   }
   return all;
-}
-
-bool Worker::AnyTouched(const Update& update, const PartContent& content,
-                        const std::vector<bool>& skip) const {
-  if (std::find(skip.begin(), skip.end(), false) == skip.end()) return false;
-  for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const DestinationIndex::Tensor* known = update.index->Find(content.tensor(i).name);
-    if (known == nullptr) continue;
-    for (const DestinationIndex::Entry& entry : known->entries) {
-      if (!skip[entry.destination]) return true;
-    }
-  }
-  return false;
 }
 
 void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
@@ -248,36 +213,9 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
     return;
   }
   absl::Status agreed = Agrees(*update, command);
-  if (agreed.ok() && command.again) agreed = MayComeAgain(*update, command);
+  if (agreed.ok() && command.again) agreed = update->MayComeAgain(command);
   if (command.wired) agreed = Acknowledge(command, agreed, out);
   Announce(update, command, agreed, out);
-}
-
-// Tells the coordinator what this daemon read of the header, and whether it agrees. Returns
-// `agreed`, or that the digest differs.
-absl::Status Worker::Acknowledge(const PeerHeader& command, const absl::Status& agreed,
-                                 const Output& out) {
-  PeerHeaderAck ack{command.header.update, command.header.part, HeaderDigest(command.header),
-                    Message(agreed)};
-  ack.mismatch_tensor = FailureOf(agreed).tensor;
-  const bool same = ack.digest == command.digest;
-  out.reports->push_back(std::move(ack));
-  return agreed.ok() && !same ? Precondition("the header's digest differs") : agreed;
-}
-
-// P1: what a daemon has stored is not stored once more, and a root sends what it has packed. The
-// header must be that of the first time, since the slot was granted for it.
-absl::Status Worker::MayComeAgain(const Update& update, const PeerHeader& command) {
-  const auto before = update.handouts.find(command.header.part);
-  if (before == update.handouts.end())
-    return Precondition("the part was not announced here before");
-  if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
-    return Precondition("the part was announced with another header before");
-  }
-  // A root must hold the part, and another node must not.
-  if (command.is_root == before->second.held) return absl::OkStatus();
-  return command.is_root ? Precondition("the part is not packed here")
-                         : Precondition("the part is stored here already");
 }
 
 void Worker::Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
@@ -328,7 +266,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   std::copy_if(command.readers.begin(), command.readers.end(), std::back_inserter(start.readers),
                callbacks_.attached);
   const bool fills = command.is_root && command.fill_slot && !header.leased;
-  const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
+  const bool touches = update->Touches(*header.content, start.skip_destination);
   // A leased slot may lie on another device than the slot that the wire sends.
   const bool moves =
       fills || !start.readers.empty() || (command.is_root && command.wired && header.leased);
@@ -387,7 +325,7 @@ void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
     Finish(update, done.part, done.status, out);
   } else if (update->abandoned) {
     Finish(update, done.part, absl::CancelledError("the update was given up"), out);
-  } else if (communicator_ != part.header.communicator) {
+  } else if (wire_.communicator() != part.header.communicator) {
     CutPart(update, done.part, out);
   }
   PumpWire(update, now, out);
@@ -431,7 +369,7 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     Part& part = update->parts.at(seq);
     if (part.header.is_root && !part.transferred) return;
     update->to_wire.pop_front();
-    if (communicator_ != part.header.communicator) {
+    if (wire_.communicator() != part.header.communicator) {
       CutPart(update, seq, out);
       continue;
     }
@@ -441,10 +379,9 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     start.slot = *part.header.header.slot;
     start.bytes = part.header.header.content->bytes;
     start.ranks = part.header.ranks;
-    start.rank = static_cast<uint32_t>(communicator_rank_);
-    start.size = communicator_size_;
-    start.timeout =
-        std::clamp<Duration>(update->deadline - now, std::chrono::milliseconds(1), wire_limit_);
+    start.rank = static_cast<uint32_t>(wire_.rank());
+    start.size = wire_.size();
+    start.timeout = wire_.TimeoutFor(update->deadline, now);
     part.on_wire = true;
     out.actions->push_back(PeerAction(std::move(start)));
   }
@@ -461,7 +398,7 @@ void Worker::CutPart(Update* update, PartSeq part, const Output& out) {
 void Worker::CutParts(Update* update, CommunicatorId closed, const Output& out) {
   std::vector<PartSeq> waiting;
   for (const auto& [seq, part] : update->parts) {
-    if (!part.header.wired || part.header.communicator != closed || Running(part)) continue;
+    if (!part.header.wired || part.header.communicator != closed || part.running()) continue;
     // A root has packed the part and waits to send it; another node waits to receive it.
     if (part.transferred == part.header.is_root) waiting.push_back(seq);
   }
@@ -494,42 +431,8 @@ void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
   }
 }
 
-void Worker::Handle(const OpenCommunicator& command, TimePoint, const Output& out) {
-  if (communicator_.has_value())
-    out.actions->push_back(PeerAction(CloseCommunicator{*communicator_}));
-  communicator_ = command.communicator;
-  communicator_rank_ = command.rank;
-  communicator_size_ = command.size;
-  communicator_state_ = "opening";
-  out.actions->push_back(
-      PeerAction(OpenCommunicator{command.communicator, command.rank, command.size}));
-}
-
-void Worker::Handle(const CommunicatorOpened& event, const Output& out) {
-  if (communicator_ != event.communicator) return;
-  out.reports->push_back(CommunicatorOpened{event.communicator, event.status, event.address});
-}
-
-void Worker::Handle(const PeerCommunicatorConnect& command, TimePoint, const Output& out) {
-  if (communicator_ != command.communicator) return;
-  communicator_state_ = "connecting";
-  out.actions->push_back(PeerAction(ConnectCommunicator{
-      command.communicator,
-      command.addresses == nullptr ? std::vector<std::string>() : *command.addresses,
-      command.timeout}));
-}
-
-void Worker::Handle(const CommunicatorUp& event, const Output& out) {
-  if (communicator_ != event.communicator) return;
-  if (event.status.ok()) communicator_state_ = "up";
-  out.reports->push_back(CommunicatorUp{event.communicator, event.status});
-}
-
 void Worker::Handle(const CloseCommunicator& command, TimePoint, const Output& out) {
-  if (communicator_ != command.communicator) return;
-  out.actions->push_back(PeerAction(CloseCommunicator{command.communicator}));
-  communicator_.reset();
-  communicator_state_ = "";
+  if (!wire_.Close(command.communicator, out)) return;
   // A run that has nothing on the wire yet would wait for good (P4).
   for (auto& [id, update] : updates_) {
     CutParts(&update, command.communicator, out);
@@ -537,60 +440,20 @@ void Worker::Handle(const CloseCommunicator& command, TimePoint, const Output& o
     Job& job = *update.job;
     if (job.done || !job.run->wired || job.run->communicator != command.communicator) continue;
     job.result.wire_failed = true;
-    StopRun(&job, absl::CancelledError("the data plane of the update was closed"));
+    job.Stop(absl::CancelledError("the data plane of the update was closed"));
     EndRunIfQuiet(&update, out);
   }
 }
 
-// ---- the wire lock ----
-
-void Worker::Handle(const PeerWireLock& command, TimePoint, const Output& out) {
-  wire_update_ = command.update;
-  giving_back_ = false;
-  if (wire_held_) {
-    out.reports->push_back(PeerWireGranted{command.update});
-    return;
-  }
-  out.actions->push_back(PeerAction(AcquireWire{}));
-}
-
 void Worker::Handle(const PeerWireUnlock& command, TimePoint, const Output& out) {
-  if (wire_update_ != command.update) return;
-  giving_back_ = true;
+  wire_.Unlock(command.update);
   GiveWireBackIfQuiet(out);
 }
 
 void Worker::GiveWireBackIfQuiet(const Output& out) {
-  if (!giving_back_ || !wire_update_.has_value()) return;
-  for (const auto& [id, update] : updates_) {
-    if (std::any_of(update.parts.begin(), update.parts.end(),
-                    [](const auto& p) { return p.second.on_wire; })) {
-      return;
-    }
-    if (update.job.has_value() && OnWire(*update.job)) return;
-  }
-  giving_back_ = false;
-  wire_held_ = false;
-  wire_update_.reset();
-  out.actions->push_back(PeerAction(ReleaseWire{}));
-}
-
-void Worker::Handle(const WireGranted&, const Output& out) {
-  if (!wire_update_.has_value()) {
-    // The update that asked for the lock is over.
-    out.actions->push_back(PeerAction(ReleaseWire{}));
-    return;
-  }
-  wire_held_ = true;
-  out.reports->push_back(PeerWireGranted{*wire_update_});
-}
-
-void Worker::Handle(const WireWaits& event, const Output& out) {
-  if (wire_update_.has_value()) out.reports->push_back(PeerWireWaits{*wire_update_, event.holder});
-}
-
-void Worker::Handle(const WireWanted&, const Output& out) {
-  if (wire_update_.has_value()) out.reports->push_back(PeerWireWanted{*wire_update_});
+  const bool on_wire = std::any_of(updates_.begin(), updates_.end(),
+                                   [](const auto& u) { return u.second.on_wire(); });
+  if (!on_wire) wire_.GiveBackIfAsked(out);
 }
 
 // ---- verification ----
@@ -655,14 +518,14 @@ void Worker::Handle(const PeerAbandon& command, TimePoint, const Output& out) {
   update->abandoned = true;
   std::vector<PartSeq> idle;
   for (const auto& [seq, part] : update->parts) {
-    if (!Running(part)) idle.push_back(seq);
+    if (!part.running()) idle.push_back(seq);
   }
   for (const PartSeq seq : idle) {
     Finish(update, seq, absl::CancelledError("the update was given up"), out);
   }
   VerifyIfWritten(update, out);
   if (update->job.has_value() && update->job->run.has_value()) {
-    StopRun(&*update->job, absl::CancelledError("the update was given up"));
+    update->job->Stop(absl::CancelledError("the update was given up"));
     EndRunIfQuiet(update, out);
   }
   DropIfOver(command.update, out);
@@ -672,8 +535,8 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
   std::vector<UpdateId> ids;
   for (const auto& [id, update] : updates_) ids.push_back(id);
   for (const UpdateId id : ids) Handle(PeerAbandon{id}, now, out);
-  if (communicator_.has_value()) Handle(CloseCommunicator{*communicator_}, now, out);
-  if (wire_update_.has_value()) Handle(PeerWireUnlock{*wire_update_}, now, out);
+  if (const auto open = wire_.communicator()) Handle(CloseCommunicator{*open}, now, out);
+  if (const auto lock = wire_.lock()) Handle(PeerWireUnlock{*lock}, now, out);
   for (const UpdateId id : ids) {
     PeerUpdateEnded ended;
     ended.update = id;
@@ -703,11 +566,8 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartS
 }
 
 bool Worker::quiet() const {
-  return std::all_of(updates_.begin(), updates_.end(), [](const auto& u) {
-    return !u.second.verifying && !(u.second.job.has_value() && Running(*u.second.job)) &&
-           std::none_of(u.second.parts.begin(), u.second.parts.end(),
-                        [](const auto& p) { return Running(p.second); });
-  });
+  return std::none_of(updates_.begin(), updates_.end(),
+                      [](const auto& u) { return u.second.running(); });
 }
 
 bool Worker::Reads(CallId bucket_call) const {

@@ -28,6 +28,8 @@
 #include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/program.h"
+#include "daemon/group/worker_index.h"
+#include "daemon/group/worker_wire.h"
 
 namespace refitd {
 
@@ -76,6 +78,80 @@ struct Job {
   // and the earlier attempts that it continues; a step that was sent again counts once.
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
+
+  // Whether one of its steps runs, or a round is on the wire.
+  bool running() const;
+  bool on_wire() const;
+  // P1: a run that went on after a round that this node lacks would leave a gap.
+  absl::Status CheckResume(const PeerRun& command) const;
+  // Keeps what was stored, and the digests of it and of what was sent: both ends count each step of
+  // a stream once (P1). A step that is sent again is read again, so if its source has changed, its
+  // receivers' digests differ from what counted for the source.
+  void Resume(const PeerRun& command);
+  absl::Status CheckSlots() const;
+  // The wire's counts begin when the communicator is opened, and parts may have been pushed over it
+  // since. So the first round of a run only says from where to count.
+  void CountLinks(const WireDone& round_done);
+  // Steps that run go on to their end. The first failure is the one that is reported.
+  void Stop(const absl::Status& status);
+  // Takes note of what the run has stored, when none of its steps runs.
+  void NoteHeldSteps();
+  void CheckInvariants() const;
+};
+// A part that was not reported yet.
+struct Part {
+  PeerHeader header;
+  bool issued = false;
+  bool transferring = false;
+  bool transferred = false;  // root: packed; other nodes: unpacked
+  bool on_wire = false;
+  PeerPartDone result;
+
+  bool running() const { return transferring || on_wire; }
+};
+// The header of a part that crosses the wire or is handed to loader ranks, and these ranks.
+struct Handout {
+  BucketHeader header;
+  std::vector<MemberId> readers;
+  bool held = false;  // root: its slot is packed; other nodes: they have stored the part
+  std::vector<uint64_t> digests;  // root, once it holds the part: of the trainer's bytes
+};
+// One update that this daemon takes part in.
+struct Update {
+  UpdateId id;
+  UpdateId local;
+  // Earlier ids, of runs after which the program was begun anew because a node was lost.
+  std::vector<UpdateId> earlier_locals;
+  Version version;
+  Verification verification = Verification::kOff;
+  TimePoint deadline;
+  std::vector<MemberId> destinations;
+  std::shared_ptr<const DestinationIndex> index;
+  std::map<PartSeq, Part> parts;  // the parts that were not reported yet
+  std::map<PartSeq, Handout> handouts;
+  std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
+  // Parts that this daemon has not stored because the wire failed. If the update goes on, they
+  // are announced again.
+  std::set<PartSeq> cut;
+  bool abandoned = false;
+  bool ended = false;
+  std::optional<PeerVerify> to_verify;  // set until no part is left
+  bool verifying = false;
+  std::optional<Job> job;
+
+  // Whether a transfer, a collective or a read-back of it runs; whether something is on the wire.
+  bool running() const;
+  bool on_wire() const;
+  // P1: what a daemon has stored is not stored once more, and a root sends what it has packed. The
+  // header must be that of the first time, since the slot was granted for it.
+  absl::Status MayComeAgain(const PeerHeader& command) const;
+  // Whether the content has elements for a destination that is not skipped.
+  bool Touches(const PartContent& content, const std::vector<bool>& skip) const;
+  // The destination's layout at Prepare. An engine that has left since, or was evicted and
+  // registered anew, is planned with that layout and skipped when the program runs. Null: this
+  // daemon knew of no layout then.
+  std::shared_ptr<const Layout> DestinationLayout(size_t d) const;
+  void CheckInvariants() const;
 };
 // When this object is destroyed or replaced, it tells the builder of a program, which may be on
 // another thread, that its result is not wanted any more.
@@ -131,11 +207,7 @@ class Worker {
   };
   Worker(Callbacks callbacks, Duration wire_limit);
 
-  // The lists to which a call appends its actions and reports.
-  struct Output {
-    MachineActions* actions = nullptr;
-    std::vector<PeerReport>* reports = nullptr;
-  };
+  using Output = worker::Output;
 
   void Handle(const PeerPrepare& command, TimePoint now, const Output& out);
   void Handle(const PeerHeader& command, TimePoint now, const Output& out);
@@ -146,10 +218,7 @@ class Worker {
   void Handle(const PeerRun& command, TimePoint now, const Output& out);
   void Handle(const PeerAbandon& command, TimePoint now, const Output& out);
   void Handle(const PeerUpdateEnded& command, TimePoint now, const Output& out);
-  void Handle(const OpenCommunicator& command, TimePoint now, const Output& out);
-  void Handle(const PeerCommunicatorConnect& command, TimePoint now, const Output& out);
   void Handle(const CloseCommunicator& command, TimePoint now, const Output& out);
-  void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 
   void Handle(const TransferDone& done, TimePoint now, const Output& out);
@@ -157,27 +226,35 @@ class Worker {
   void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
   void Handle(const MovesDone& done, TimePoint now, const Output& out);
   void Handle(const WireDone& done, TimePoint now, const Output& out);
-  void Handle(const CommunicatorOpened& event, const Output& out);
-  void Handle(const CommunicatorUp& event, const Output& out);
-  void Handle(const WireGranted& event, const Output& out);
-  void Handle(const WireWaits& event, const Output& out);
-  void Handle(const WireWanted& event, const Output& out);
+  // What concerns this daemon's end of the communicator, or its wire lock, alone.
+  template <typename Event>
+  requires requires(worker::WireEnd& wire, const Event& event, const Output& out) {
+    wire.Handle(event, out);
+  }
+  void Handle(const Event& event, TimePoint /*now*/, const Output& out) {
+    wire_.Handle(event, out);
+  }
 
   // Keeps the layout of a member whose lease has ended, since the coordinator's next Prepare may
   // still name the member. Nothing new touches its memory (Callbacks::attached); transfers that run
   // hold its mappings.
-  void MemberLost(MemberId member, std::shared_ptr<const Layout> layout);
+  void MemberLost(MemberId member, std::shared_ptr<const Layout> layout) {
+    index_.MemberLost(member, std::move(layout));
+  }
   // The layouts of which an index of the command's destinations is made, so that the caller can
   // make it without the daemon's mutex (PeerPrepare::index). Empty: the worker has that index, or
   // needs none.
-  std::vector<std::shared_ptr<const Layout>> LayoutsToIndex(const PeerPrepare& command) const;
+  worker::IndexCache::Layouts LayoutsToIndex(const PeerPrepare& command) const {
+    return index_.LayoutsToIndex(command);
+  }
   // Does what DestinationIndex::Make does, with the labels that the worker gives. Takes as long as
   // there are tensors in the layouts of all destinations.
   static absl::StatusOr<std::shared_ptr<const DestinationIndex>> MakeIndex(
-      const std::vector<MemberId>& destinations,
-      std::vector<std::shared_ptr<const Layout>> layouts);
+      const std::vector<MemberId>& destinations, worker::IndexCache::Layouts layouts) {
+    return worker::IndexCache::MakeIndex(destinations, std::move(layouts));
+  }
   // How many indices the worker made itself; tests check the cost by it.
-  int64_t indices_made() const { return indices_made_; }
+  int64_t indices_made() const { return index_.made(); }
 
   // The coordinator is lost: nothing new is started, communicators are closed and the wire lock is
   // released.
@@ -192,83 +269,35 @@ class Worker {
   bool quiet() const;
   // Whether a transfer reads that bucket's source.
   bool Reads(CallId bucket_call) const;
-  std::optional<CommunicatorId> communicator() const { return communicator_; }
-  std::string_view communicator_state() const { return communicator_state_; }
+  std::optional<CommunicatorId> communicator() const { return wire_.communicator(); }
+  std::string_view communicator_state() const { return wire_.state(); }
 
   // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
 
  private:
-  struct Part {
-    PeerHeader header;
-    bool issued = false;
-    bool transferring = false;
-    bool transferred = false;  // root: packed; other nodes: unpacked
-    bool on_wire = false;
-    PeerPartDone result;
-  };
-  // The header of a part that crosses the wire or is handed to loader ranks, and these ranks.
-  struct Handout {
-    BucketHeader header;
-    std::vector<MemberId> readers;
-    bool held = false;  // root: its slot is packed; other nodes: they have stored the part
-    std::vector<uint64_t> digests;  // root, once it holds the part: of the trainer's bytes
-  };
+  using Part = worker::Part;
+  using Update = worker::Update;
   using Round = worker::Round;
   using Job = worker::Job;
   using KeptProgram = worker::KeptProgram;
-  struct Update {
-    UpdateId id;
-    UpdateId local;
-    // Earlier ids, of runs after which the program was begun anew because a node was lost.
-    std::vector<UpdateId> earlier_locals;
-    Version version;
-    Verification verification = Verification::kOff;
-    TimePoint deadline;
-    std::vector<MemberId> destinations;
-    std::shared_ptr<const DestinationIndex> index;
-    std::map<PartSeq, Part> parts;  // the parts that were not reported yet
-    std::map<PartSeq, Handout> handouts;
-    std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
-    // Parts that this daemon has not stored because the wire failed. If the update goes on, they
-    // are announced again.
-    std::set<PartSeq> cut;
-    bool abandoned = false;
-    bool ended = false;
-    std::optional<PeerVerify> to_verify;  // set until no part is left
-    bool verifying = false;
-    std::optional<Job> job;
-  };
-
-  std::vector<std::shared_ptr<const Layout>> LayoutsOf(const PeerPrepare& command) const;
-  void IndexDestinations(const PeerPrepare& command, const Output& out);
   Update* Find(UpdateId id);
   Update* FindLocal(UpdateId local);
   absl::Status Agrees(const Update& update, const PeerHeader& command) const;
-  absl::Status AgreesWithBucket(const PeerHeader& command) const;
-  static absl::Status Acknowledge(const PeerHeader& command, const absl::Status& agreed,
-                                  const Output& out);
-  static absl::Status MayComeAgain(const Update& update, const PeerHeader& command);
   void Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                 const Output& out);
   std::shared_ptr<const PartContent> OfOwnBucket(const PeerHeader& command) const;
   std::vector<bool> Skip(const Update& update, const std::vector<bool>& skip) const;
-  bool AnyTouched(const Update& update, const PartContent& content,
-                  const std::vector<bool>& skip) const;
   void Transfer(Update* update, Part* part, const Output& out);
   void VerifyIfWritten(Update* update, const Output& out);
   // ---- worker_program.cc ----
   void BindOrBuild(Update* update, const Output& out);
   absl::Status Bind(const Update& update, std::shared_ptr<const NodeProgram> node_program,
                     std::shared_ptr<const BoundProgram>* bound) const;
-  static std::shared_ptr<const Layout> DestinationLayout(const Update& update, size_t d);
   void Build(const Update& update, const Output& out);
   void CancelBuildIfUnwanted();
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
   void BeginRun(Update* update, const PeerRun& command);
-  static absl::Status CheckResume(const Job& job, const PeerRun& command);
-  static void Resume(Job* job, const PeerRun& command);
-  static void NoteHeldSteps(Job* job);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
@@ -277,14 +306,7 @@ class Worker {
   bool WitnessAfter(Update* update, const Output& out);
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
   bool FinishRound(const WireDone& done, TimePoint now, const Output& out);
-  static void CountLinks(const WireDone& done, Job* job);
-  void StopRun(Job* job, const absl::Status& status);
-  static absl::Status CheckSlots(const Job& job);
   void EndRunIfQuiet(Update* update, const Output& out);
-  static bool Running(const Job& job);
-  static bool OnWire(const Job& job);
-  static void Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,
-                  std::map<uint32_t, std::vector<uint64_t>>* sums);
 
   void PumpWire(Update* update, TimePoint now, const Output& out);
   void CutPart(Update* update, PartSeq part, const Output& out);
@@ -292,29 +314,13 @@ class Worker {
   void Finish(Update* update, PartSeq part, const absl::Status& status, const Output& out);
   void DropIfOver(UpdateId id, const Output& out);
   void GiveWireBackIfQuiet(const Output& out);
-  static bool Running(const Part& part) { return part.transferring || part.on_wire; }
-  // ---- machine_invariants.cc ----
-  static void CheckParts(const Update& update);
-  static void CheckJob(const Job& job);
 
   const Callbacks callbacks_;
-  const Duration wire_limit_;
   std::map<UpdateId, Update> updates_;
-  std::map<MemberId, std::shared_ptr<const Layout>> lost_layouts_;  // lost since the last Prepare
-  std::optional<CommunicatorId> communicator_;
-  std::string_view communicator_state_;
-  int communicator_rank_ = 0;
-  int communicator_size_ = 0;
-  std::optional<UpdateId> wire_update_;  // the update for which the lock was asked, if any
-  bool wire_held_ = false;
-  bool giving_back_ = false;
+  worker::IndexCache index_;
+  worker::WireEnd wire_;
   std::optional<KeptProgram> program_;
   uint64_t next_build_ = 1;
-  // The index of the last prepared update, kept while the layouts stay the same.
-  std::vector<std::shared_ptr<const Layout>> index_layouts_;
-  std::vector<uint64_t> index_digests_;
-  std::shared_ptr<const DestinationIndex> index_;
-  int64_t indices_made_ = 0;
 };
 
 }  // namespace refitd

@@ -52,6 +52,17 @@ std::vector<PeerStream> StreamsOf(const NodeProgram& program, const Out& out, co
   return list;
 }
 
+// Adds digests of sections to the sums of their streams.
+void Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,
+         std::map<uint32_t, std::vector<uint64_t>>* sums) {
+  for (const SectionDigest& section : digests) {
+    if (section.stream >= streams.size()) continue;
+    std::vector<uint64_t>& of_stream = (*sums)[section.stream];
+    if (of_stream.empty()) of_stream.resize(streams[section.stream].sections.size());
+    if (section.section < of_stream.size()) of_stream[section.section] += section.digest;
+  }
+}
+
 }  // namespace
 
 // ---- compiling and binding ----
@@ -102,11 +113,8 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   ReportBuilt(update, status, out);
 }
 
-// The destination's layout at Prepare. An engine that has left since, or was evicted and registered
-// anew, is planned with that layout and skipped when the program runs. Null: this daemon knew of no
-// layout then.
-std::shared_ptr<const Layout> Worker::DestinationLayout(const Update& update, size_t d) {
-  const auto& prepared = update.index->destinations();
+std::shared_ptr<const Layout> worker::Update::DestinationLayout(size_t d) const {
+  const auto& prepared = index->destinations();
   return d < prepared.size() ? prepared[d] : nullptr;
 }
 
@@ -125,7 +133,7 @@ absl::Status Worker::Bind(const Update& update, std::shared_ptr<const NodeProgra
     if (!SameRanks(known, wanted)) return absl::FailedPreconditionError("other ranks");
     for (size_t i = 0; i < wanted.size(); ++i) {
       std::shared_ptr<const Layout> layout =
-          destination ? DestinationLayout(update, i) : callbacks_.layout(wanted[i].member);
+          destination ? update.DestinationLayout(i) : callbacks_.layout(wanted[i].member);
       if (layout == nullptr && destination) layout = known[i].layout;  // lost: it will be skipped
       if (layout == nullptr) {
         return Error(absl::StatusCode::kUnavailable, "member {} left", wanted[i].member);
@@ -170,7 +178,7 @@ void Worker::Build(const Update& update, const Output& out) {
   }
   for (size_t d = 0; d < job.command.destinations.size(); ++d) {
     const PlanMember& m = job.command.destinations[d];
-    build.destinations.push_back({.rank = m.rank, .layout = DestinationLayout(update, d)});
+    build.destinations.push_back({.rank = m.rank, .layout = update.DestinationLayout(d)});
     build.destination_members.push_back(m.member);
   }
   out.actions->push_back(PeerAction(std::move(build)));
@@ -258,43 +266,39 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
     out.reports->push_back(std::move(done));
     return;
   }
-  const absl::Status resume = CheckResume(*update->job, command);
+  const absl::Status resume = update->job->CheckResume(command);
   BeginRun(update, command);
   Job& job = *update->job;
   if (update->abandoned) {
-    StopRun(&job, GivenUp());
+    job.Stop(GivenUp());
   } else if (!resume.ok()) {
     job.broken = true;
-    StopRun(&job, resume);
-  } else if (absl::Status status = CheckSlots(job); !status.ok()) {
-    StopRun(&job, status);
+    job.Stop(resume);
+  } else if (absl::Status status = job.CheckSlots(); !status.ok()) {
+    job.Stop(status);
   }
   AdvanceRun(update, now, out);
 }
 
-// P1: a run that went on after a round that this node lacks would leave a gap.
-absl::Status Worker::CheckResume(const Job& job, const PeerRun& command) {
+absl::Status worker::Job::CheckResume(const PeerRun& command) const {
   if (!command.resume.has_value()) return absl::OkStatus();
-  const int64_t lacks = job.run.has_value() ? job.bound->program->FirstLacking(job.course) : 0;
-  if (!job.broken && *command.resume >= 0 && *command.resume <= lacks) return absl::OkStatus();
+  const int64_t lacks = run.has_value() ? bound->program->FirstLacking(course) : 0;
+  if (!broken && *command.resume >= 0 && *command.resume <= lacks) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition,
                "the program can't go on from round {}: this daemon lacks round {}{}",
-               *command.resume, lacks, job.broken ? ", and its moves failed" : "");
+               *command.resume, lacks, broken ? ", and its moves failed" : "");
 }
 
-// Keeps what was stored, and the digests of it and of what was sent: both ends count each step of a
-// stream once (P1). A step that is sent again is read again, so if its source has changed, its
-// receivers' digests differ from what counted for the source.
-void Worker::Resume(Job* job, const PeerRun& command) {
-  job->issued = job->stopped = job->done = false;
-  job->rounds.clear();
-  job->first_round = *command.resume;
-  job->uses.clear();
-  job->course.gone.clear();
-  job->course.first = *command.resume;
-  PeerRunDone result;
-  result.bytes_written = std::move(job->result.bytes_written);
-  job->result = std::move(result);
+void worker::Job::Resume(const PeerRun& command) {
+  issued = stopped = done = false;
+  rounds.clear();
+  first_round = *command.resume;
+  uses.clear();
+  course.gone.clear();
+  course.first = *command.resume;
+  PeerRunDone next;
+  next.bytes_written = std::move(result.bytes_written);
+  result = std::move(next);
 }
 
 // A run after the first goes on from a round, or begins anew. Then the executor gets another id of
@@ -302,10 +306,10 @@ void Worker::Resume(Job* job, const PeerRun& command) {
 void Worker::BeginRun(Update* update, const PeerRun& command) {
   Job& job = *update->job;
   if (job.run.has_value()) {
-    REFITD_CHECK(job.done && !Running(job) && !update->verifying);
+    REFITD_CHECK(job.done && !job.running() && !update->verifying);
   }
   if (job.run.has_value() && command.resume.has_value()) {
-    Resume(&job, command);
+    job.Resume(command);
   } else if (job.run.has_value()) {
     Job again;
     again.command = std::move(job.command);
@@ -325,11 +329,11 @@ void Worker::BeginRun(Update* update, const PeerRun& command) {
   for (const uint32_t rank : command.ranks) job.course.gone.push_back(rank == kNoRank);
 }
 
-absl::Status Worker::CheckSlots(const Job& job) {
-  if (!job.run->wired) return absl::OkStatus();
-  const size_t slots = job.run->slots.size();
+absl::Status worker::Job::CheckSlots() const {
+  if (!run->wired) return absl::OkStatus();
+  const size_t slots = run->slots.size();
   if (slots < 2 || slots % 2 != 0) return absl::InternalError("slots do not come in pairs");
-  const uint32_t lag = job.bound->program->lag;
+  const uint32_t lag = bound->program->lag;
   if (lag == 0 || slots == 2 * size_t{lag}) return absl::OkStatus();
   return Error(absl::StatusCode::kInternal, "{} slots, but chains forward after {} rounds", slots,
                lag);
@@ -419,16 +423,15 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
     round.ended = true;
     return;
   }
-  if (!communicator_.has_value() || *communicator_ != run.communicator) {
+  if (wire_.communicator() != run.communicator) {
     job.result.wire_failed = true;
-    StopRun(&job, absl::CancelledError("the data plane of the update was closed"));
+    job.Stop(absl::CancelledError("the data plane of the update was closed"));
     return;
   }
   const size_t pair = static_cast<size_t>(number) % (run.slots.size() / 2);
   start.out = run.slots[2 * pair].slot;
   start.in = run.slots[2 * pair + 1].slot;
-  start.timeout =
-      std::clamp<Duration>(update->deadline - now, std::chrono::milliseconds(1), wire_limit_);
+  start.timeout = wire_.TimeoutFor(update->deadline, now);
   round.on_wire = true;
   out.actions->push_back(PeerAction(std::move(start)));
 }
@@ -479,7 +482,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
     if (job.result.failed_destination < 0 && !job.stopped) {
       job.result.failed_destination = done.failed_destination;
     }
-    StopRun(&job, done.status);
+    job.Stop(done.status);
   }
   const NodeProgram& program = *job.bound->program;
   const auto round = job.rounds.find(done.round);
@@ -522,10 +525,10 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
     if (round == job.rounds.end() || !round->second.on_wire) continue;
     const UpdateId update_id = id;
     round->second.on_wire = false;
-    CountLinks(done, &job);
+    job.CountLinks(done);
     if (!done.status.ok()) {
       job.result.wire_failed = true;
-      StopRun(&job, done.status);
+      job.Stop(done.status);
     } else if (!job.stopped) {
       if (job.bound->program->Unpacks(number, job.course)) {
         round->second.unpacking = true;
@@ -542,54 +545,48 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
   return false;
 }
 
-// The wire's counts begin when the communicator is opened, and parts may have been pushed over it
-// since. So the first round of a run only says from where to count.
-void Worker::CountLinks(const WireDone& done, Job* job) {
-  const std::vector<WireUse> before = std::exchange(job->uses, done.uses);
-  if (before.size() != done.uses.size()) return;
-  const std::vector<uint32_t>& ranks = job->run->ranks;
-  for (uint32_t peer = 0; peer < ranks.size(); ++peer) {
-    const uint32_t rank = ranks[peer];
-    if (rank >= before.size() || done.uses[rank] == before[rank]) continue;
-    std::vector<PeerLinkUse>& links = job->result.links;
+void worker::Job::CountLinks(const WireDone& done_round) {
+  const std::vector<WireUse> before = std::exchange(uses, done_round.uses);
+  if (before.size() != uses.size()) return;
+  for (uint32_t peer = 0; peer < run->ranks.size(); ++peer) {
+    const uint32_t rank = run->ranks[peer];
+    if (rank >= before.size() || uses[rank] == before[rank]) continue;
+    std::vector<PeerLinkUse>& links = result.links;
     auto link = std::lower_bound(links.begin(), links.end(), peer,
                                  [](const PeerLinkUse& l, uint32_t p) { return l.peer < p; });
     if (link == links.end() || link->peer != peer) link = links.insert(link, {peer, 0, {}});
-    link->bytes += done.uses[rank].bytes - before[rank].bytes;
-    link->busy += done.uses[rank].busy - before[rank].busy;
+    link->bytes += uses[rank].bytes - before[rank].bytes;
+    link->busy += uses[rank].busy - before[rank].busy;
   }
 }
 
-// Steps that run go on to their end. The first failure is the one that is reported.
-void Worker::StopRun(Job* job, const absl::Status& status) {
-  if (job->result.status.ok()) job->result.status = status;
-  job->stopped = true;
+void worker::Job::Stop(const absl::Status& status) {
+  if (result.status.ok()) result.status = status;
+  stopped = true;
 }
 
-bool Worker::OnWire(const Job& job) {
-  return std::any_of(job.rounds.begin(), job.rounds.end(),
-                     [](const auto& r) { return r.second.on_wire; });
+bool worker::Job::on_wire() const {
+  return std::any_of(rounds.begin(), rounds.end(), [](const auto& r) { return r.second.on_wire; });
 }
 
-bool Worker::Running(const Job& job) {
-  if (job.comparing || job.local_running || job.witness == Job::Witness::kBefore ||
-      job.witness == Job::Witness::kAfter) {
+bool worker::Job::running() const {
+  if (comparing || local_running || witness == Witness::kBefore || witness == Witness::kAfter) {
     return true;
   }
-  return std::any_of(job.rounds.begin(), job.rounds.end(), [](const auto& r) {
+  return std::any_of(rounds.begin(), rounds.end(), [](const auto& r) {
     return r.second.packing || r.second.on_wire || r.second.unpacking;
   });
 }
 
 void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   Job& job = *update->job;
-  if (job.done || Running(job)) return;
+  if (job.done || job.running()) return;
   const NodeProgram& program = *job.bound->program;
   const int64_t rounds = job.run->wired ? program.rounds : 0;
   if (!job.stopped && (!job.local_begun || job.first_round < rounds)) return;
   if (WitnessAfter(update, out)) return;
   job.done = true;
-  NoteHeldSteps(&job);
+  job.NoteHeldSteps();
   if (!job.broken) job.result.lacks = program.FirstLacking(job.course);
   job.rounds.clear();
   if (job.result.status.ok() && update->verification != Verification::kOff) {
@@ -608,25 +605,13 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   VerifyIfWritten(update, out);
 }
 
-// Takes note of what the run has stored, when none of its steps runs.
-void Worker::NoteHeldSteps(Job* job) {
-  if (!job->run->wired) return;
-  job->bound->program->Hold(job->first_round, &job->course);
-  job->packed_before =
-      std::max(job->packed_before, job->first_round + static_cast<int64_t>(job->rounds.size()));
+void worker::Job::NoteHeldSteps() {
+  if (!run->wired) return;
+  bound->program->Hold(first_round, &course);
+  packed_before = std::max(packed_before, first_round + static_cast<int64_t>(rounds.size()));
   // A round that was unpacked out of order had its digests counted, and would be stored once more.
-  job->broken |= std::any_of(job->rounds.begin(), job->rounds.end(),
-                             [](const auto& r) { return r.second.unpacked; });
-}
-
-void Worker::Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,
-                 std::map<uint32_t, std::vector<uint64_t>>* sums) {
-  for (const SectionDigest& section : digests) {
-    if (section.stream >= streams.size()) continue;
-    std::vector<uint64_t>& of_stream = (*sums)[section.stream];
-    if (of_stream.empty()) of_stream.resize(streams[section.stream].sections.size());
-    if (section.section < of_stream.size()) of_stream[section.section] += section.digest;
-  }
+  broken |=
+      std::any_of(rounds.begin(), rounds.end(), [](const auto& r) { return r.second.unpacked; });
 }
 
 }  // namespace refitd

@@ -1,0 +1,430 @@
+#include "daemon/group/update_on_nodes.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd::coordinator {
+
+UpdateOnNodes::UpdateOnNodes(const UpdateAssembled& assembled, const GroupSpec& spec,
+                             const Around& around)
+    : parts_(facts_), readback_(facts_), locks_(assembled.update, around.limits.wire) {
+  facts_.id = assembled.update;
+  facts_.version = assembled.version;
+  facts_.verification = assembled.verification;
+  facts_.deadline = around.now + assembled.remaining;
+  facts_.nodes.insert(assembled.nodes.begin(), assembled.nodes.end());
+  if (assembled.program.has_value()) {
+    facts_.catch_up = assembled.program->catch_up;
+    program_.emplace(facts_, *assembled.program);
+  }
+  for (const NodeId node : assembled.nodes) {
+    PeerPrepare& prepare = prepares_[node];
+    prepare.update = assembled.update;
+    prepare.version = assembled.version;
+    prepare.remaining = assembled.remaining;
+    prepare.tensor_count = assembled.tensor_count;
+    prepare.verification = assembled.verification;
+    prepare.trainer_ranks = spec.trainer_ranks;
+    prepare.index = assembled.index;
+  }
+  for (const MemberId member : assembled.destinations) {
+    const NodeId node = around.members.NodeOf(member);
+    PeerPrepare& prepare = prepares_[node];
+    prepare.destinations.push_back(around.members.IdOnNode(member));
+    prepare.layout_digests.push_back(around.layouts.DigestOf(member));
+    facts_.destinations.Add(node);
+  }
+}
+
+std::optional<TimePoint> UpdateOnNodes::due() const {
+  if (facts_.abandoned) return std::nullopt;
+  std::optional<TimePoint> due = locks_.due();
+  if (!failed_wire_.has_value()) return due;
+  return std::min(due.value_or(failed_wire_->due()), failed_wire_->due());
+}
+
+std::set<NodeId> UpdateOnNodes::Owing() const {
+  std::set<NodeId> owing = readback_.running();
+  parts_.AddOwing(&owing);
+  if (program_.has_value()) program_->AddOwing(&owing);
+  owing.erase(kCoordinatorNode);
+  return owing;
+}
+
+void UpdateOnNodes::Announce(const Around& around) {
+  announced_ = true;
+  const std::map<NodeId, PeerPrepare> prepares = std::exchange(prepares_, {});
+  for (const auto& [node, prepare] : prepares) around.Send(node, prepare);
+  if (program_.has_value()) program_->Announce(prepares, around);
+}
+
+void UpdateOnNodes::Fail(const std::string& reason, GiveUpClass kind, const Failure& failure,
+                         const Around& around) const {
+  if (!facts_.abandoned) around.Feed(FailUpdate{facts_.id, reason, kind, failure});
+}
+
+// ---- the group's requests ----
+
+// The locks are asked for while the headers travel, so that the wait for the agreement and the wait
+// for the wire overlap.
+void UpdateOnNodes::Start(const MovePart& move, const Around& around) {
+  data_began_ = pushed_ = true;
+  if (!parts_.Start(move, around)) return;
+  to_issue_.push_back(move.part);
+  if (to_issue_.size() == 1 && around.wire_up() && !locks_.asked()) AskLocks(around);
+}
+
+void UpdateOnNodes::Compare(const StartCompare& compare, const Around& around) {
+  program_->Compare(compare.part);
+  program_->CompareIfAgreed(around);
+}
+
+void UpdateOnNodes::Run(StartRefit run, const Around& around) {
+  data_began_ = true;
+  program_->Run(std::move(run));
+  RunIfAgreed(around);
+}
+
+// A node reads back when all shares that it was told of have ended, so it must be told of the
+// program first.
+void UpdateOnNodes::ReadBack(const VerifyUpdate& request, const Around& around) {
+  readback_.Ask(request);
+  if (program_.has_value() && !program_->sent()) return;
+  readback_.SendIfAsked(around);
+  CompleteIfEnded(around);
+}
+
+void UpdateOnNodes::Abandon(const Around& around) {
+  if (std::exchange(facts_.abandoned, true)) return;
+  failed_wire_.reset();
+  to_issue_.clear();
+  for (const NodeId node : facts_.nodes) around.Send(node, PeerAbandon{facts_.id});
+  if (OnWire()) {
+    around.Do(WireBroken{});
+  } else {
+    around.Send(locks_.GiveBack());
+  }
+  if (program_.has_value()) {
+    program_->Abandon(around);
+    RunIfAgreed(around);
+    CompleteIfEnded(around);
+  }
+  parts_.Abandon(around);
+}
+
+void UpdateOnNodes::End(const UpdateEnded& ended, const Around& around) {
+  around.Send(locks_.GiveBack());
+  std::set<NodeId> nodes = facts_.nodes;
+  nodes.insert(left_.begin(), left_.end());
+  for (const NodeId node : nodes) {
+    around.Send(node, PeerUpdateEnded{ended.update, ended.version, ended.outcome, ended.reason,
+                                      ended.catch_up, ended.failure});
+  }
+}
+
+// ---- reports ----
+
+void UpdateOnNodes::On(NodeId node, const PeerHeaderAck& r, const Around& around) {
+  parts_.Acknowledged(node, r, around);
+}
+
+void UpdateOnNodes::On(NodeId node, const PeerPartDone& r, const Around& around) {
+  const PartsOnNodes::Ended ended = parts_.ShareEnded(node, r);
+  if (ended == PartsOnNodes::Ended::kUnexpected) return;
+  if (ended == PartsOnNodes::Ended::kCut) return GoOn(around);
+  if (AddEnd(node, r, fmt::format("part {}", r.part), parts_.wired(r.part), parts_.shares(r.part),
+             around)) {
+    parts_.CompleteIfEnded(r.part, around);
+  }
+}
+
+void UpdateOnNodes::On(NodeId node, const VerifyDone& r, const Around& around) {
+  if (readback_.Ended(node, r, parts_.WritesOn(node), around)) CompleteIfEnded(around);
+}
+
+void UpdateOnNodes::On(NodeId node, const PeerProgramBuilt& r, const Around& around) {
+  if (!program_.has_value()) return;
+  program_->Built(node, r, around);
+  RunIfAgreed(around);
+}
+
+void UpdateOnNodes::On(NodeId node, const PeerCompared& r, const Around& around) {
+  if (program_.has_value()) program_->Compared(node, r, around);
+}
+
+void UpdateOnNodes::On(NodeId node, const PeerRunDone& r, const Around& around) {
+  if (!program_.has_value()) return;
+  if (!program_->ShareEnded(node, r, around) ||
+      AddEnd(node, r, "the refit", program_->wired(), program_->shares(), around)) {
+    CompleteIfEnded(around);
+  }
+}
+
+void UpdateOnNodes::On(NodeId node, const PeerWireGranted& /*r*/, const Around& around) {
+  around.Send(locks_.Granted(node, around.now));
+}
+
+void UpdateOnNodes::On(NodeId /*node*/, const PeerWireWaits& r, const Around& /*around*/) {
+  locks_.Waits(r.holder);
+}
+
+void UpdateOnNodes::On(NodeId /*node*/, const PeerWireWanted& /*r*/, const Around& /*around*/) {
+  locks_.Wanted();
+}
+
+// ---- the wire ----
+
+std::vector<NodeId> UpdateOnNodes::Ranks() const {
+  std::vector<NodeId> ranks;
+  std::set_difference(facts_.nodes.begin(), facts_.nodes.end(), off_wire_.begin(), off_wire_.end(),
+                      std::back_inserter(ranks));
+  return ranks;
+}
+
+bool UpdateOnNodes::NeedsWire() const {
+  if (!data_began_ || !program_.has_value() || parts_.AnyWired()) return true;
+  return !program_->complete();  // the program is the last part
+}
+
+bool UpdateOnNodes::KeepOffWire(NodeId node) {
+  return facts_.nodes.contains(node) && off_wire_.insert(node).second;
+}
+
+void UpdateOnNodes::ShowWire(bool up, const Around& around) {
+  up = up && !parts_.AnyCut();
+  if (std::exchange(wire_shown_, up) != up) around.Feed(DataPlaneState{facts_.id, up});
+}
+
+// Until all shares of cut parts have ended, and their communicator is up, the group starts no part
+// (ShowWire).
+void UpdateOnNodes::GoOn(const Around& around) {
+  if (facts_.abandoned || !parts_.AnyCut() || !parts_.CompleteCut(around)) return;
+  if (parts_.AnyCut()) {
+    if (!around.wire_up()) return;
+    const std::vector<PartSeq> again = parts_.SendAgain(around);
+    to_issue_.insert(to_issue_.end(), again.begin(), again.end());
+    around.Log(LogLine::kInfo, fmt::format("the update to version {} goes on from part {}",
+                                           facts_.version, again.front()));
+  }
+  RunIfAgreed(around);
+  around.Do(RanksChanged{});
+}
+
+void UpdateOnNodes::IssueAndYield(const Around& around) {
+  Issue(around);
+  if (OnWire()) return;
+  // An update that is given up, or whose nodes have not agreed to the next part yet, has no use for
+  // the locks.
+  const bool idle = facts_.abandoned || WaitsForAgreement();
+  NodeCommands back = locks_.GiveBackIfWanted(idle);
+  const bool yielded = !back.empty();
+  around.Send(std::move(back));
+  if (yielded) Issue(around);
+}
+
+// The wire locks are asked for only when there is something to send: by Start, or here if the
+// communicator came up later or another group had its turn.
+void UpdateOnNodes::Issue(const Around& around) {
+  if (facts_.abandoned || !around.wire_up()) return;
+  while (!to_issue_.empty()) {
+    const PartSeq seq = to_issue_.front();
+    const bool program = program_.has_value() && program_->Is(seq);
+    if (!program && !parts_.Has(seq)) {
+      to_issue_.pop_front();
+      continue;
+    }
+    if (WaitsForAgreement()) return;
+    if (!locks_.asked()) AskLocks(around);
+    if (!locks_.may_issue()) return;
+    locks_.Issued();
+    to_issue_.pop_front();
+    if (program) {
+      program_->Issue(around);
+    } else {
+      parts_.Issue(seq, around);
+    }
+  }
+}
+
+bool UpdateOnNodes::WaitsForAgreement() const {
+  if (to_issue_.empty()) return false;
+  if (parts_.Has(to_issue_.front())) return !parts_.Agreed(to_issue_.front());
+  return program_.has_value() && !program_->sent();
+}
+
+void UpdateOnNodes::AskLocks(const Around& around) {
+  std::vector<NodeId> order(facts_.nodes.begin(), facts_.nodes.end());
+  std::sort(order.begin(), order.end(), [&around](NodeId a, NodeId b) {
+    return around.nodes.DaemonId(a) < around.nodes.DaemonId(b);
+  });
+  around.Send(locks_.Ask(std::move(order), around.now));
+}
+
+void UpdateOnNodes::Tick(const Around& around) {
+  if (facts_.abandoned) return;
+  if (failed_wire_.has_value() && around.now >= failed_wire_->due()) {
+    if (!DropSuspectOfWire(around)) JudgeWire(around).IgnoreError();
+  } else if (const auto due = locks_.due(); due.has_value() && around.now >= *due) {
+    Fail(locks_.WhyLate(around.nodes), GiveUpClass::kDeadline,
+         around.nodes.Suspecting(std::array{*locks_.awaited()}), around);
+  }
+}
+
+// ---- shares that end ----
+
+template <typename Done>
+bool UpdateOnNodes::AddEnd(NodeId node, const Done& done, const std::string& what, bool wired,
+                           Shares* shares, const Around& around) {
+  shares->Add(node, done, facts_.destinations, around);
+  const bool failed = !done.status.ok();
+  if (failed && done.wire_failed && !facts_.abandoned) {
+    if (!failed_wire_.has_value()) {
+      const Duration wait = std::min<Duration>(around.limits.wire / 4, kWaitForReports);
+      failed_wire_.emplace(what, around.now + wait);
+    }
+    std::vector<NodeId> named;
+    if (around.communicator != nullptr) named = around.communicator->NodesNamed(done.status);
+    failed_wire_->Add(node, std::move(named), around.StatusOf(node, done.status, true));
+  } else if (failed) {
+    if (!shares->ended()) FailForOthers(what, shares->status(), around);
+    if (wired) around.Do(WireBroken{});
+  }
+  if (!shares->ended() || !failed_wire_.has_value()) return true;
+  if (DropSuspectOfWire(around)) return false;
+  shares->SetStatus(JudgeWire(around));
+  return true;
+}
+
+bool UpdateOnNodes::DropSuspectOfWire(const Around& around) {
+  if (!ProgramRuns() && !parts_.AnyWired()) return false;
+  const std::optional<NodeId> node = failed_wire_->Suspect(
+      [&around](NodeId id) { return id == kCoordinatorNode || around.needed(id); });
+  if (!node.has_value() || !around.nodes.contains(*node)) return false;
+  const auto& by_node = facts_.destinations.by_node();
+  const bool others = std::any_of(by_node.begin(), by_node.end(), [&](const auto& d) {
+    return d.first != *node && facts_.nodes.contains(d.first);
+  });
+  if (!others || !CanGoOnWithout(*node, around)) return false;
+  const absl::Status why = failed_wire_->ReportOf(*node);
+  failed_wire_.reset();
+  CutShort();
+  around.Do(DropSuspect{*node, fmt::format("its data plane failed: {}", Message(why))});
+  return true;
+}
+
+absl::Status UpdateOnNodes::JudgeWire(const Around& around) {
+  const FailedWire failed = *std::exchange(failed_wire_, std::nullopt);
+  absl::Status status = failed.Cause(around.nodes);
+  around.Do(WireBroken{});
+  FailForOthers(failed.what(), status, around);
+  return status;
+}
+
+// The other nodes may be waiting for the node that failed. The update can't go on, so it is given
+// up before they report.
+void UpdateOnNodes::FailForOthers(const std::string& what, const absl::Status& status,
+                                  const Around& around) const {
+  const bool lost = status.code() == absl::StatusCode::kDataLoss;
+  Fail(fmt::format("{} of {}: {}", lost ? "verification" : "transfer", what, Message(status)),
+       lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer, FailureOf(status), around);
+}
+
+void UpdateOnNodes::RunIfAgreed(const Around& around) {
+  if (!program_.has_value() || (parts_.AnyCut() && !facts_.abandoned)) return;
+  if (!program_->RunIfAgreed(around)) return;
+  if (program_->wired() && !program_->shares()->ended()) to_issue_.push_back(program_->seq());
+  readback_.SendIfAsked(around);
+  CompleteIfEnded(around);
+}
+
+// While the program runs, a node may still be lost, and then all are read back once more.
+void UpdateOnNodes::CompleteIfEnded(const Around& around) {
+  if (program_.has_value()) {
+    program_->CompleteIfEnded(around);
+    if (program_->again()) {
+      if (!program_->shares()->ended() || !readback_.ended()) return;
+      std::erase(to_issue_, program_->seq());
+      program_->BeginAgain(around);
+      readback_.AskAgain();
+      return RunIfAgreed(around);
+    }
+    if (program_->runs()) return;
+  }
+  readback_.CompleteIfEnded(around);
+}
+
+// ---- nodes that go ----
+
+bool UpdateOnNodes::CanGoOnWithout(NodeId node, const Around& around) const {
+  // A second run of a program would drop the digests of buckets that were pushed before it.
+  return !around.needed(node) && (!ProgramRuns() || !pushed_);
+}
+
+bool UpdateOnNodes::CutShort() {
+  const bool runs = ProgramRuns();
+  if (runs) program_->MarkAgain();
+  parts_.Cut();
+  std::erase_if(to_issue_, [this](PartSeq seq) { return parts_.Has(seq); });
+  return runs || parts_.AnyCut();
+}
+
+void UpdateOnNodes::GoOnWithout(NodeId node, const std::string& reason, const Failure& loss,
+                                const Around& around) {
+  if (facts_.abandoned) return;
+  if (!CanGoOnWithout(node, around)) return Fail(reason, GiveUpClass::kPeerLost, loss, around);
+  failed_wire_.reset();
+  if (!CutShort()) return;
+  around.Log(LogLine::kWarning, fmt::format("the update to version {} goes on without a daemon: {}",
+                                            facts_.version, reason));
+}
+
+void UpdateOnNodes::LoseNode(NodeId node, const absl::Status& why, const Around& around) {
+  left_.erase(node);
+  parts_.LoseNode(node, why, around);
+  GoOn(around);
+  if (program_.has_value()) {
+    program_->LoseNode(node, why, around);
+    RunIfAgreed(around);
+  }
+  readback_.LoseNode(node);
+  CompleteIfEnded(around);
+  if (!facts_.abandoned) around.Send(locks_.Forget(node, around.now));
+}
+
+bool UpdateOnNodes::LeaveOut(NodeId node, const Around& around) {
+  if (facts_.abandoned || data_began_ || !Remove(node)) return false;
+  left_.insert(node);
+  around.Send(node, PeerAbandon{facts_.id});
+  if (locks_.asks(node)) {
+    around.Send(locks_.Forget(node, around.now));
+    around.Send(node, PeerWireUnlock{facts_.id});
+  }
+  if (program_.has_value()) {
+    program_->LoseNode(node,
+                       Error(absl::StatusCode::kUnavailable, "{} has nobody left in the update",
+                             around.nodes.Name(node)),
+                       around);
+    RunIfAgreed(around);
+  }
+  return true;
+}
+
+void UpdateOnNodes::CheckInvariants(const JoinedNodes& nodes) const {
+  REFITD_CHECK(announced_ && prepares_.empty());
+  for (const NodeId node : facts_.nodes) REFITD_CHECK(nodes.exists(node) && !left_.contains(node));
+  parts_.CheckInvariants();
+  if (program_.has_value()) program_->CheckInvariants();
+  readback_.CheckInvariants();
+  locks_.CheckInvariants();
+  if (failed_wire_.has_value()) failed_wire_->CheckInvariants();
+  // P7: parts are issued in their order, those that were cut first.
+  if (parts_.AnyCut()) REFITD_CHECK(to_issue_.empty() && !wire_shown_);
+  REFITD_CHECK(std::is_sorted(to_issue_.begin(), to_issue_.end()));
+  REFITD_CHECK(!facts_.abandoned || (to_issue_.empty() && !failed_wire_.has_value()));
+}
+
+}  // namespace refitd::coordinator

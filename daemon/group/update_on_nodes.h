@@ -1,0 +1,157 @@
+// The running update, as its coordinator carries it to the nodes that take part: it brings the
+// group's requests to them and their answers back, decides when a part may go over the wire, and
+// goes on without nodes that are lost, if it can.
+//
+// What a node does in the update is in machines of their own: its parts (PartsOnNodes), the
+// program (ProgramOnNodes), the read-back (ReadbackOnNodes), the wire locks (WireLocks), and a
+// failure of the wire that is not judged yet (FailedWire). This class keeps what goes across them:
+// the order in which parts and the program go over the wire (P5, P7), and who is in the update.
+//
+// Pure; not thread-safe.
+#ifndef REFITD_DAEMON_GROUP_UPDATE_ON_NODES_H_
+#define REFITD_DAEMON_GROUP_UPDATE_ON_NODES_H_
+
+#include <deque>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "daemon/group/failed_wire.h"
+#include "daemon/group/on_nodes.h"
+#include "daemon/group/parts_on_nodes.h"
+#include "daemon/group/program_on_nodes.h"
+#include "daemon/group/readback_on_nodes.h"
+#include "daemon/group/wire_locks.h"
+
+namespace refitd::coordinator {
+
+class UpdateOnNodes {
+ public:
+  UpdateOnNodes(const UpdateAssembled& assembled, const GroupSpec& spec, const Around& around);
+  UpdateOnNodes(const UpdateOnNodes&) = delete;  // its machines read `facts_`
+  UpdateOnNodes& operator=(const UpdateOnNodes&) = delete;
+
+  const UpdateFacts& facts() const { return facts_; }
+  const ProgramUse* program() const { return program_.has_value() ? &program_->use() : nullptr; }
+  bool data_began() const { return data_began_; }
+  std::optional<TimePoint> due() const;
+  // The nodes that have not ended their shares of what runs, this daemon's worker excepted.
+  std::set<NodeId> Owing() const;
+
+  // The node's engine rank gets Prepare with the node's own.
+  void AddEngine(NodeId node, MemberId theirs) { prepares_[node].engines.push_back(theirs); }
+  bool announced() const { return announced_; }
+  // Called when the engines of each node are known.
+  void Announce(const Around& around);
+
+  // ---- the group's requests ----
+  void Start(const MovePart& move, const Around& around);
+  void Compare(const StartCompare& compare, const Around& around);
+  void Run(StartRefit run, const Around& around);
+  void ReadBack(const VerifyUpdate& request, const Around& around);
+  // From now on nodes start nothing new. Collectives that run are cut off, since their other ends
+  // may be gone.
+  void Abandon(const Around& around);
+  void End(const UpdateEnded& ended, const Around& around);
+
+  // ---- reports of nodes about this update ----
+  void On(NodeId node, const PeerHeaderAck& r, const Around& around);
+  void On(NodeId node, const PeerPartDone& r, const Around& around);
+  void On(NodeId node, const VerifyDone& r, const Around& around);
+  void On(NodeId node, const PeerProgramBuilt& r, const Around& around);
+  void On(NodeId node, const PeerCompared& r, const Around& around);
+  void On(NodeId node, const PeerRunDone& r, const Around& around);
+  void On(NodeId node, const PeerWireGranted& r, const Around& around);
+  void On(NodeId node, const PeerWireWaits& r, const Around& around);
+  void On(NodeId node, const PeerWireWanted& r, const Around& around);
+
+  // ---- the wire ----
+  // The nodes that the update's communicator has to connect.
+  std::vector<NodeId> Ranks() const;
+  // Whether the update may still send something over the wire.
+  bool NeedsWire() const;
+  // The next communicators leave the node out. False: they did, or it is not in the update.
+  bool KeepOffWire(NodeId node);
+  // Tells the group whether the data plane is up. While a part was cut and waits to be sent again,
+  // the parts after it wait as well (P7).
+  void ShowWire(bool up, const Around& around);
+  // Sends cut parts again, and the program, if the nodes and the communicator are ready for them.
+  void GoOn(const Around& around);
+  // Called after each event: issues what may go over the wire, and gives the wire locks back if
+  // another group wants them and no collective of this group runs.
+  void IssueAndYield(const Around& around);
+  // A time that due() gave has come.
+  void Tick(const Around& around);
+
+  // ---- nodes that go ----
+  // The node is lost. False: it takes no part.
+  bool Remove(NodeId node) { return facts_.nodes.erase(node) > 0; }
+  // A node was removed in the data phase. The loss of a node without trainers costs only the node's
+  // own instances: the other nodes get another communicator and go on with the program, and parts
+  // that were under way are sent again to those that lack them. The writes that the lost node owed
+  // do not matter, since its instances are evicted (P1). Else the update fails.
+  void GoOnWithout(NodeId node, const std::string& reason, const Failure& loss,
+                   const Around& around);
+  // No report of the node comes any more.
+  void LoseNode(NodeId node, const absl::Status& why, const Around& around);
+  // The node has no member left in the update. If no byte has moved, the update goes on without it;
+  // in the data phase the node stays: others wait for its end of the communicator, which its daemon
+  // serves until the update has ended. Returns whether it goes on without.
+  bool LeaveOut(NodeId node, const Around& around);
+
+  void CheckInvariants(const JoinedNodes& nodes) const;
+
+ private:
+  void Fail(const std::string& reason, GiveUpClass kind, const Failure& failure,
+            const Around& around) const;
+  bool ProgramRuns() const { return program_.has_value() && program_->runs(); }
+  bool OnWire() const { return parts_.OnWire() || (program_.has_value() && program_->OnWire()); }
+
+  // A node has ended its share of a part or of the program, while other nodes may still run theirs.
+  // A failure fails the update: at once, or, if the wire failed, when the other nodes had time to
+  // say whom they waited for. False: the update goes on without a node that is dropped.
+  template <typename Done>
+  bool AddEnd(NodeId node, const Done& done, const std::string& what, bool wired, Shares* shares,
+              const Around& around);
+  // Whether the update goes on without the node whose wire failed, which is then dropped.
+  bool DropSuspectOfWire(const Around& around);
+  // Closes the communicator and fails the update for what the nodes reported of the wire, which it
+  // returns.
+  absl::Status JudgeWire(const Around& around);
+  void FailForOthers(const std::string& what, const absl::Status& status,
+                     const Around& around) const;
+  bool CanGoOnWithout(NodeId node, const Around& around) const;
+  // The program, and the parts that are on the wire or wait for it, have to go on over another
+  // communicator. False: there are none.
+  bool CutShort();
+
+  void AskLocks(const Around& around);
+  void Issue(const Around& around);
+  // Whether the next part still lacks the agreement of a node, which may be hung.
+  bool WaitsForAgreement() const;
+  void RunIfAgreed(const Around& around);
+  // Runs the program again, or answers the group for it or for the read-back, if all have ended.
+  void CompleteIfEnded(const Around& around);
+
+  UpdateFacts facts_;
+  // Nodes that were sent the update and have no member left in it: they are sent only its end.
+  std::set<NodeId> left_;
+  std::map<NodeId, PeerPrepare> prepares_;  // until Announce
+  std::set<NodeId> off_wire_;               // nodes that the communicator leaves out
+  bool wire_shown_ = true;                  // what the group was sent last
+  bool announced_ = false;
+  bool data_began_ = false;
+  bool pushed_ = false;  // a part was started
+  PartsOnNodes parts_;
+  std::optional<ProgramOnNodes> program_;
+  ReadbackOnNodes readback_;
+  std::deque<PartSeq> to_issue_;  // wired, in order; the program comes last
+  WireLocks locks_;
+  std::optional<FailedWire> failed_wire_;
+};
+
+}  // namespace refitd::coordinator
+
+#endif  // REFITD_DAEMON_GROUP_UPDATE_ON_NODES_H_
