@@ -25,9 +25,9 @@
 #include "daemon/metrics.h"
 #include "daemon/metrics_server.h"
 #include "daemon/node/daemon.h"
-#include "daemon/node/identities.h"
-#include "daemon/node/joiners.h"
-#include "daemon/node/regions.h"
+#include "daemon/node/member_memory.h"
+#include "daemon/node/operators.h"
+#include "daemon/node/peer_server.h"
 #include "daemon/policy/policy_store.h"
 #include "daemon/process/audit_log.h"
 #include "daemon/process/last_words.h"
@@ -536,7 +536,7 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
                [authorizer](const PeerCredentials& peer) {
                  return authorizer->AdmitToDescriptors(peer);
                }},
-          &daemon->regions()));
+          &daemon->memory()));
   return absl::OkStatus();
 }
 
@@ -585,7 +585,7 @@ struct Services {
       : trainers(MakeTrainerService(daemon, authorizer)),
         engines(daemon, authorizer),
         operators(daemon, authorizer),
-        links(&daemon->joiners(), config.limits.message_bytes, LinkAuthorizerOf(authorizer)),
+        links(&daemon->peer_server(), config.limits.message_bytes, LinkAuthorizerOf(authorizer)),
         health(daemon, authorizer),
         reflection(authorizer, Names(/*members=*/true, /*links=*/config.peers.listen.empty())),
         reflection_of_links(authorizer, Names(/*members=*/false, /*links=*/true)) {}
@@ -718,12 +718,12 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
                          .ended = [](const std::string& source, const std::string& why) {
                            LogLimited(fmt::format("a connection of {} is ended: {}", source, why));
                          }});
-  Identities& identities = daemon.identities();
+  Operators& operators = daemon.operators();
   const Authorizer authorizer(
       {.peers = &peers,
        .policies = &policies,
-       .owner = [&identities](const std::string& group) { return identities.OwnerOf(group); },
-       .has_lease = [&identities](const std::string& who) { return identities.HasLease(who); },
+       .owner = [&operators](const std::string& group) { return operators.OwnerOf(group); },
+       .has_lease = [&operators](const std::string& who) { return operators.HasLease(who); },
        .audit = audit->get(),
        .guard = &guard,
        .tls = *certificates != nullptr});

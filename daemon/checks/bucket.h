@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/bucket.h"
+#include "daemon/group/bucket.h"
 #include "transport/plan/layout.h"
 #include "transport/transport.h"
 

@@ -11,10 +11,10 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/checks/bucket.h"
+#include "daemon/group/bucket.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/peer.pb.h"
 #include "refitd/v1/types.pb.h"
-#include "transport/bucket.h"
 
 namespace refitd {
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/group/bucket.h"
 #include "daemon/group/group.h"
-#include "transport/bucket.h"
 
 namespace refitd {
 

@@ -31,17 +31,17 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/group/bucket.h"
 #include "daemon/group/ownership.h"
 #include "daemon/group/readiness.h"
+#include "daemon/group/slot_ledger.h"
 #include "proto/delivery.h"
 #include "transport/base/failure.h"
 #include "transport/base/ids.h"
-#include "transport/bucket.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/plan.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/plan/route.h"
-#include "transport/pool.h"
 #include "transport/transport.h"
 
 namespace refitd {

@@ -21,13 +21,13 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/group/bucket.h"
+#include "daemon/group/slot_ledger.h"
 #include "transport/base/ids.h"
-#include "transport/bucket.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/node_program.h"
 #include "transport/plan/plan.h"
 #include "transport/plan/refit_plan.h"
-#include "transport/pool.h"
 #include "transport/transport.h"
 
 namespace refitd {

@@ -8,9 +8,9 @@
 #include <cstdint>
 
 #include "daemon/group/group.h"
+#include "daemon/group/slot_ledger.h"
 #include "transport/base/ids.h"
 #include "transport/plan/layout.h"
-#include "transport/pool.h"
 
 namespace refitd {
 

@@ -10,8 +10,8 @@ namespace {
 
 TEST_CASE("an event for a group that is gone does nothing") {
   DaemonParts parts;
-  Turn turn(parts.state().turns);
-  turn.Handle("gone", Tick{});
+  StateLock lock(&parts.state().mutex);
+  lock.Handle("gone", Tick{});
   CHECK(parts.state().groups.all().empty());
 }
 
@@ -46,7 +46,7 @@ TEST_CASE("a draining daemon tells both roles, and a reply ends the record of it
   parts.Ready(engine);
   CHECK(begun.status().ok());
   {
-    const Turn turn(parts.state().turns);
+    const StateLock lock(&parts.state().mutex);
     CHECK(parts.state().calls.size() == 0);
   }
   parts.daemon().Drain();

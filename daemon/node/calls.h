@@ -7,7 +7,7 @@
 //     memory.
 //  3. A bucket's regions stay while its call is unanswered: IsSource says which are in use (P6).
 //
-// The class is part of the daemon's state and is used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under the state lock (state_lock.h).
 #ifndef REFITD_DAEMON_NODE_CALLS_H_
 #define REFITD_DAEMON_NODE_CALLS_H_
 
@@ -22,9 +22,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/group/bucket.h"
 #include "daemon/group/group.h"
 #include "transport/base/ids.h"
-#include "transport/bucket.h"
 #include "transport/plan/layout.h"
 
 namespace refitd {

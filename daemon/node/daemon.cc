@@ -1,21 +1,18 @@
 #include "daemon/node/daemon.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "daemon/node/actions.h"
-#include "daemon/node/arrivals.h"
-#include "daemon/node/data_plane.h"
-#include "daemon/node/device_slots.h"
-#include "daemon/node/group_life.h"
-#include "daemon/node/identities.h"
-#include "daemon/node/joiners.h"
-#include "daemon/node/joining.h"
-#include "daemon/node/layouts.h"
-#include "daemon/node/members.h"
+#include "daemon/node/life.h"
+#include "daemon/node/member_attach.h"
+#include "daemon/node/member_calls.h"
+#include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
-#include "daemon/node/regions.h"
-#include "daemon/node/trainer_calls.h"
+#include "daemon/node/peer_client.h"
+#include "daemon/node/peer_server.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -34,176 +31,162 @@ DaemonOptions WithoutWire(DaemonOptions options) {
 
 Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
                std::unique_ptr<Wire> wire, PeerDialer dialer)
-    : state_(WithoutWire(options), this, this) {
-  DaemonState* const state = &state_;
-  TurnHost* const host = this;
-  device_slots_ = std::make_unique<DeviceSlots>(
-      DeviceSlots::Options{.daemon_id = state->options.daemon_id,
-                           .memory = state->options.devices.memory,
-                           .has_wire = options.devices.wire != nullptr,
-                           .no_wire = state->options.devices.no_wire,
-                           .thread = state->regions_thread},
-      host, &state->mutex,
-      DeviceSlots::State{&state->groups, &state->leases, &state->waiters, &state->peers});
-  data_plane_ = std::make_unique<DataPlane>(
-      DataPlane::Options{.transport = std::move(transport),
-                         .wire = std::move(wire),
-                         .device_wire = std::move(options.devices.wire),
-                         .no_device_wire = state->options.devices.no_wire,
-                         .observer = state->options.observer},
-      state->turns,
-      DataPlane::State{&state->groups, &state->leases, &state->calls, device_slots_.get()});
-  DeviceSlots* const slots = device_slots_.get();
-  DataPlane* const data = data_plane_.get();
-  identities_ = std::make_unique<Identities>(state);
-  Identities* const identities = identities_.get();
-  life_ = std::make_unique<GroupLife>(state, identities, data);
-  members_ = std::make_unique<Members>(state, processes, identities, life_.get(), slots, data);
-  joining_ =
-      std::make_unique<Joining>(state, std::move(dialer), identities, life_.get(), members_.get());
-  joiners_ = std::make_unique<Joiners>(state, identities, life_.get(), members_.get(),
-                                       joining_.get(), slots);
-  arrivals_ = std::make_unique<Arrivals>(state, identities, life_.get(), members_.get(),
-                                         joining_.get(), joiners_.get(), data);
-  regions_ = std::make_unique<Regions>(state, identities, members_.get(), slots, data);
-  layouts_ = std::make_unique<Layouts>(state, members_.get(), data);
-  trainer_calls_ = std::make_unique<TrainerCalls>(state, identities, members_.get(), regions_.get(),
-                                                  slots, data);
-  operators_ =
-      std::make_unique<Operators>(state, life_.get(), members_.get(), joiners_.get(), data);
-  actions_ = std::make_unique<Actions>(state, identities, life_.get(), members_.get(), slots, data);
-  state->timer.Start();
+    : state_(WithoutWire(options),
+             {.transport = std::move(transport),
+              .wire = std::move(wire),
+              .device_wire = options.devices.wire,
+              .no_device_wire = options.devices.no_wire,
+              .observer = options.observer},
+             processes,
+             {.dispatch =
+                  [this](StateLock& lock, const std::string& group, MachineEvent& event) {
+                    kStateLocked.AssertHeld();
+                    DispatchEvent(state_, group, event, lock);
+                  },
+              .changed =
+                  [this] {
+                    kStateLocked.AssertHeld();
+                    Changed();
+                  }}),
+      peer_client_(&state_, std::move(dialer)),
+      peer_server_(std::make_unique<PeerServer>(&state_, &peer_client_)),
+      attaches_(std::make_unique<MemberAttach>(&state_, &peer_client_, peer_server_.get())),
+      memory_(std::make_unique<MemberMemory>(&state_)),
+      calls_(std::make_unique<MemberCalls>(&state_, memory_.get())),
+      operators_(std::make_unique<Operators>(&state_, peer_server_.get())) {
+  timer_ = std::thread([this] { RunTimer(); });
 }
 
 // The order of the end: no try to join begins, links report their ends, jobs that use the state
 // end, wires and then the transport report what still runs, and only then the state goes.
 Daemon::~Daemon() {
   {
-    const Turn turn(state_.turns);
+    const StateLock lock(&state_.mutex);
     state_.stopping = true;
+    timer_cond_.NotifyAll();
   }
-  state_.timer.Stop();
+  timer_.join();
   {
-    Turn turn(this, &state_.mutex);
+    StateLock lock(&state_.mutex);
     EndLinks();
-    joining_->AwaitLinks(&state_.mutex);
+    peer_client_.AwaitLinks(state_.mutex.raw());
   }
-  data_plane_->StopThreads();
+  state_.data_plane->StopThreads();
   state_.regions_thread->Stop();
-  data_plane_->StopWires();
-  data_plane_.reset();
+  state_.data_plane->StopWires();
+  state_.data_plane.reset();
 }
 
-void Daemon::Dispatch(Turn& turn, const std::string& group, MachineEvent& event) {
-  actions_->Dispatch(turn, group, event);
-}
-
-void Daemon::Drained() {
-  state_.timer.Wake();
+void Daemon::Changed() {
+  if (NextWake() < wakes_) timer_cond_.NotifyAll();
   if (!state_.groups.any_running()) idle_cond_.NotifyAll();
 }
 
 TimePoint Daemon::NextWake() {
   TimePoint wake = DaemonState::Now() + kNoWakeLimit;
   wake = std::min(wake, state_.groups.NextDeadline().value_or(wake));
-  wake = std::min(wake, state_.waiters.NextExpiry(Dialler::ExpiryOf(state_.groups)).value_or(wake));
-  wake = std::min(wake, state_.peers.NextDeadline().value_or(wake));
-  wake = std::min(wake, state_.readiness.NextDue().value_or(wake));
+  wake = std::min(wake, peer_client_.NextExpiry().value_or(wake));
+  wake = std::min(wake, state_.sessions.NextDeadline().value_or(wake));
+  wake = std::min(wake, state_.watchers.NextLook().value_or(wake));
   if (state_.groups.any_running()) {
-    wake = std::min(wake, state_.watchers.NextDue().value_or(wake));
+    wake = std::min(wake, state_.watchers.NextProgress().value_or(wake));
   }
   return wake;
 }
 
-void Daemon::Ring(Turn& turn, TimePoint now) {
-  for (const std::string& name : state_.groups.Due(now)) turn.Handle(name, Tick{});
-  state_.peers.RefuseLate(now);
-  joining_->RefuseLateMembers(now, turn);
-  joining_->RedialIfDue(now);
-  life_->DropExpired(now, turn);
-  if (state_.readiness.NextDue().value_or(TimePoint::max()) <= now) state_.readiness.Look(now);
+void Daemon::RunTimer() {
+  pthread_setname_np(pthread_self(), "refitd-timer");
+  while (true) {
+    StateLock lock(&state_.mutex);
+    wakes_ = NextWake();
+    while (!state_.stopping && DaemonState::Now() < wakes_) {
+      timer_cond_.WaitUntil(state_.mutex.raw(), wakes_);
+      wakes_ = NextWake();
+    }
+    if (state_.stopping) return;
+    Ring(lock, DaemonState::Now());
+  }
+}
+
+void Daemon::Ring(StateLock& lock, TimePoint now) {
+  for (const std::string& name : state_.groups.Due(now)) lock.Handle(name, Tick{});
+  state_.sessions.RefuseLate(now);
+  peer_client_.RefuseLateMembers(now, lock);
+  peer_client_.RedialIfDue(now);
+  DropExpiredGroups(state_, now, lock);
+  if (state_.watchers.NextLook().value_or(TimePoint::max()) <= now) state_.watchers.Look(now);
   if (!state_.watchers.empty()) state_.watchers.Progress(state_.groups.machines(), now);
 }
 
 void Daemon::DevicesLost(const absl::Status& why) {
   LogError("the GPUs are lost to this process: {}", Message(why));
-  Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   for (const std::string& name : state_.groups.running()) {
-    if (!state_.leases.HasDevices(name)) continue;
-    turn.Handle(name, OperatorAbort{state_.NewCall(),
+    if (!state_.members.HasDevices(name)) continue;
+    lock.Handle(name, OperatorAbort{state_.NewCall(),
                                     fmt::format("the daemon lost its GPUs: {}", Message(why))});
   }
 }
 
 void Daemon::Drain() {
-  Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   if (state_.draining) return;
   state_.draining = true;
-  state_.waiters.RefuseAll(absl::UnavailableError("the daemon is draining"));
-  state_.peers.RefuseAllWaiting(absl::UnavailableError("the daemon is draining"));
+  state_.pending.RefuseAll(absl::UnavailableError("the daemon is draining"));
+  state_.sessions.RefuseAllWaiting(absl::UnavailableError("the daemon is draining"));
   const std::vector<std::string> names = state_.groups.names();
-  for (const std::string& name : names) joining_->StopIfUnwanted(name, turn);
-  for (const std::string& name : names) turn.Handle(name, DrainEvent{});
+  for (const std::string& name : names) peer_client_.StopIfUnwanted(name, lock);
+  for (const std::string& name : names) lock.Handle(name, DrainEvent{});
 }
 
 void Daemon::Finish(TimePoint deadline) {
   {
-    Turn turn(this, &state_.mutex);
+    StateLock lock(&state_.mutex);
     while (state_.groups.any_running() && !hurrying_ && DaemonState::Now() < deadline) {
-      idle_cond_.WaitUntil(&state_.mutex, deadline);
+      idle_cond_.WaitUntil(state_.mutex.raw(), deadline);
     }
     state_.aborts = true;
     for (const std::string& name : state_.groups.running()) {
-      turn.Handle(name, OperatorAbort{state_.NewCall(), "the daemon stops"});
+      lock.Handle(name, OperatorAbort{state_.NewCall(), "the daemon stops"});
     }
   }
-  Turn turn(this, &state_.mutex);
+  StateLock lock(&state_.mutex);
   // Clean-up waits for running copies, which end by themselves (P6).
   const TimePoint cleanup = DaemonState::Now() + state_.options.group.cleanup_limit;
   while (state_.groups.any_running() && DaemonState::Now() < cleanup)
-    idle_cond_.WaitUntil(&state_.mutex, cleanup);
+    idle_cond_.WaitUntil(state_.mutex.raw(), cleanup);
   // Watchers are not told that the instances are gone, since these may attach to the next process.
-  state_.readiness.EndAll(absl::UnavailableError("the daemon stops"));
-  std::vector<MemberId> all;
-  for (const auto& [id, member] : state_.leases.all()) all.push_back(id);
-  for (const MemberId id : all) {
-    MemberRecord* const member = state_.leases.Find(id);
-    if (member == nullptr) continue;
-    members_->Lose(member, "the daemon stops", absl::UnavailableError("the daemon stops"), turn);
-  }
+  state_.watchers.EndInstances(absl::UnavailableError("the daemon stops"));
+  LoseMembers(
+      state_, [](const MemberRecord&) { return true; }, absl::UnavailableError("the daemon stops"),
+      lock);
   EndLinks();
   state_.watchers.EndAll(absl::UnavailableError("the daemon stops"));
 }
 
 void Daemon::Hurry() {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   hurrying_ = true;
   idle_cond_.NotifyAll();
 }
 
 void Daemon::SetListeners(std::vector<std::string> listeners) {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   state_.listeners = std::move(listeners);
 }
 
 void Daemon::CheckInvariants() {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   state_.CheckInvariants();
-  data_plane_->CheckInvariants();
-}
-
-int64_t Daemon::watched_views() {
-  const Turn turn(state_.turns);
-  return state_.watchers.views();
 }
 
 bool Daemon::Alive() {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   return !state_.stopping;
 }
 
 void Daemon::EndLinks() {
-  state_.peers.EndAll(absl::UnavailableError("the daemon stops"));
+  state_.sessions.EndAll(absl::UnavailableError("the daemon stops"));
   for (const auto& [name, group] : state_.groups.all()) {
     if (group->join.link != nullptr) group->join.link->Close();
   }

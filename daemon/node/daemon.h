@@ -1,25 +1,24 @@
 // The daemon's heart: constructs the classes that keep groups, members and memory, drains them and
 // ends them. docs/architecture.md (The daemon's state) says what each class keeps.
 //
-//   services (gRPC) --calls--> a class of this folder, in a Turn --events--> GroupMachine (pure)
-//   data plane, links, member streams, replies <--effects-- Actions <--actions-- GroupMachine
+//   services (gRPC) --calls--> a class of this folder --events--> GroupMachine (pure)
+//   data plane, links, member streams, replies <--effects-- actions.cc <--actions-- GroupMachine
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_DAEMON_H_
 #define REFITD_DAEMON_NODE_DAEMON_H_
 
-#include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "daemon/node/dialler.h"
 #include "daemon/node/options.h"
+#include "daemon/node/peer_client.h"
 #include "daemon/node/state.h"
-#include "daemon/node/timer.h"
-#include "daemon/node/turn.h"
+#include "daemon/node/state_lock.h"
 #include "daemon/sockets/process_watch.h"
 #include "transport/base/mutex.h"
 #include "transport/transport.h"
@@ -27,42 +26,31 @@
 
 namespace refitd {
 
-class Actions;
-class Arrivals;
-class DataPlane;
-class DeviceSlots;
-class GroupLife;
-class Identities;
-class Joiners;
-class Joining;
-class Layouts;
-class Members;
+class MemberAttach;
+class MemberCalls;
+class MemberMemory;
 class Operators;
-class Regions;
-class TrainerCalls;
+class PeerServer;
 
-class Daemon : private TurnHost, private TimerHost {
+class Daemon {
  public:
   // `processes` must outlive the daemon. Without `wire` and `dialer` the daemon serves only groups
   // whose members are all its own.
   Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
          std::unique_ptr<Wire> wire = nullptr, PeerDialer dialer = nullptr);
   // Ends the links and waits for their last callbacks.
-  ~Daemon() override;
+  ~Daemon();
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
 
   // ---- the classes that callers use ----
   const DaemonOptions& options() const { return state_.options; }
   CallId NewCall() { return state_.NewCall(); }
-  Arrivals& arrivals() { return *arrivals_; }  // members come and go
-  Members& members() { return *members_; }     // what engines say
-  Layouts& layouts() { return *layouts_; }     // members' layouts
-  Regions& regions() { return *regions_; }     // members' memory, the descriptor socket
-  TrainerCalls& trainer_calls() { return *trainer_calls_; }
+  MemberAttach& attaches() { return *attaches_; }  // members' Attach streams
+  MemberCalls& calls() { return *calls_; }         // members' calls
+  MemberMemory& memory() { return *memory_; }      // members' memory, the descriptor socket
   Operators& operators() { return *operators_; }
-  Joiners& joiners() { return *joiners_; }           // daemons that join
-  Identities& identities() { return *identities_; }  // owners of groups
+  PeerServer& peer_server() { return *peer_server_; }  // daemons that join
 
   // ---- life ----
   // The GPUs can't be used any more: running updates of groups with members on GPUs are given up
@@ -83,41 +71,41 @@ class Daemon : private TurnHost, private TimerHost {
   bool Alive();
   // Aborts the process if an invariant of the state does not hold; for tests.
   void CheckInvariants();
-  // The number of views of updates that were made for watchers so far, which is the cost of
-  // watching.
-  int64_t watched_views();
 
  private:
   friend class DaemonParts;  // for tests of the classes below
 
-  void Dispatch(Turn& turn, const std::string& group, MachineEvent& event)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) override;
-  void Drained() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) override;
-  TimePoint NextWake() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) override;
-  void Ring(Turn& turn, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) override;
+  // Deadlines may have moved, or updates ended: wakes whoever waits for that.
+  void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  // The time of the next deadline. It may be far off but is never missing, so that the timer looks
+  // again now and then.
+  TimePoint NextWake() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  // Does what is due.
+  void Ring(StateLock& lock, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  // Takes the state lock whenever the next deadline has come (P4), until the daemon stops. The
+  // thread sleeps no longer than until the deadline that it found, or that Changed found to be
+  // earlier.
+  void RunTimer();
   // Ends the links to and from other daemons; their callbacks follow.
-  void EndLinks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void EndLinks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   DaemonState state_;
   CondVar idle_cond_;
-  bool hurrying_ ABSL_GUARDED_BY(kInTurn) = false;
+  CondVar timer_cond_;
+  TimePoint wakes_ ABSL_GUARDED_BY(kStateLocked) = TimePoint::max();  // until when the timer sleeps
+  bool hurrying_ ABSL_GUARDED_BY(kStateLocked) = false;
 
   // Each class uses some of those before it. The destructor ends what runs, then destroys the data
   // plane, whose last callbacks find all the others, and then the others from the last to the
   // first.
-  std::unique_ptr<DeviceSlots> device_slots_;
-  std::unique_ptr<DataPlane> data_plane_;
-  std::unique_ptr<Identities> identities_;
-  std::unique_ptr<GroupLife> life_;
-  std::unique_ptr<Members> members_;
-  std::unique_ptr<Joining> joining_;
-  std::unique_ptr<Joiners> joiners_;
-  std::unique_ptr<Arrivals> arrivals_;
-  std::unique_ptr<Regions> regions_;
-  std::unique_ptr<Layouts> layouts_;
-  std::unique_ptr<TrainerCalls> trainer_calls_;
+  PeerClient peer_client_;
+  std::unique_ptr<PeerServer> peer_server_;
+  std::unique_ptr<MemberAttach> attaches_;
+  std::unique_ptr<MemberMemory> memory_;
+  std::unique_ptr<MemberCalls> calls_;
   std::unique_ptr<Operators> operators_;
-  std::unique_ptr<Actions> actions_;
+
+  std::thread timer_;  // runs RunTimer; ends before all of the above
 };
 
 }  // namespace refitd

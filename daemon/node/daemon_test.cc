@@ -74,7 +74,7 @@ TEST_CASE("A daemon stops joining when the last member that waited for it goes")
   DaemonParts a("a");
   DaemonParts b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
-  b.daemon().arrivals().Gone(engine.id, "it left");
+  b.daemon().attaches().Gone(engine.id, "it left");
   CHECK(Eventually([&] { return b.groups() == 0; }));
 }
 
@@ -123,7 +123,7 @@ TEST_CASE("A second daemon with a live one's id is refused, and taken in when th
   CHECK_FALSE(engine.inbox->end().has_value());
 
   const auto patient = same_id.AttachEngine("g", "j", Spec(), &a);
-  live.daemon().arrivals().Gone(engine.id,
+  live.daemon().attaches().Gone(engine.id,
                                 "it left");  // the last member there, so its daemon leaves
   CHECK(Eventually([&] { return patient.inbox->welcomed(); }));
 }
@@ -142,7 +142,7 @@ TEST_CASE("limits.max_members counts members of joined daemons, and refuses them
     CHECK(status.code() == absl::StatusCode::kResourceExhausted);
     CHECK_THAT(Message(status), Contains("limits.max_members") && Contains("takes 2"));
   }
-  b.daemon().arrivals().Gone(first.id, "it left");
+  b.daemon().attaches().Gone(first.id, "it left");
   CHECK(Eventually([&] {
     const auto again = a.AttachEngine("g", "again", Spec());
     return again.inbox->welcomed();
@@ -191,18 +191,22 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
   begin.tensor_count = 1;
   begin.duration = std::chrono::hours(1);
   std::atomic<bool> begun{false};
-  a.daemon().trainer_calls().Call(
+  a.daemon().calls().Call(
       a.daemon().NewCall(),
       Caller{{}, lease.token, lease.incarnation, static_cast<int>(lease.protocol)}, begin,
       [&begun](const absl::Status& status, const ReplyPayload&) { begun = status.ok(); });
-  const int64_t before = a.daemon().watched_views();
+  const auto views = [&a] {
+    const StateLock lock(&a.state().mutex);
+    return a.state().watchers.views();
+  };
+  const int64_t before = views();
   const UpdateId update = ranks[0].inbox->Last<SendPrepare>()->update;
   for (const Attached& rank : ranks) {
-    a.daemon().members().Happened(rank.id, ReadyEvent{rank.id, update});
+    a.daemon().calls().Happened(rank.id, ReadyEvent{rank.id, update});
   }
   CHECK(begun);
   // At most one view was made, for the change that the last Ready made.
-  CHECK(a.daemon().watched_views() - before <= 1);
+  CHECK(views() - before <= 1);
   CHECK(updates->sent() >= 2);  // told of that change and of the beginning
 }
 
@@ -216,10 +220,10 @@ TEST_CASE("A group is given up some time after its last member left, one with a 
   const auto goes = a.AttachTrainer("goes");
   REQUIRE(goes.inbox->welcomed());
   CHECK(a.groups() == 2);
-  a.daemon().arrivals().Detached(goes.id);
+  a.daemon().attaches().Detached(goes.id);
   CHECK(Eventually([&] { return !a.Has("goes"); }));
   CHECK(a.Has("stays"));
-  a.daemon().arrivals().Detached(stays.id);
+  a.daemon().attaches().Detached(stays.id);
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
 
@@ -239,8 +243,8 @@ TEST_CASE("The run beyond max_groups takes the place of the group that was empty
   const auto second = a.AttachTrainer("second");
   const auto refused = a.AttachTrainer("third");
   CHECK(refused.inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
-  a.daemon().arrivals().Detached(second.id);
-  a.daemon().arrivals().Detached(first.id);
+  a.daemon().attaches().Detached(second.id);
+  a.daemon().attaches().Detached(first.id);
   const auto third = a.AttachTrainer("third");
   CHECK(third.inbox->welcomed());
   CHECK(a.Has("first"));
@@ -253,7 +257,7 @@ TEST_CASE("A group without members takes no staging from a run that needs it") {
   DaemonParts a("a", options);
   const auto first = a.AttachTrainer("first");
   CHECK(a.AttachTrainer("second").inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
-  a.daemon().arrivals().Detached(first.id);
+  a.daemon().attaches().Detached(first.id);
   CHECK(a.AttachTrainer("second").inbox->welcomed());
 }
 
@@ -264,14 +268,14 @@ TEST_CASE("An empty group's staging pool is freed at once, and made again when i
     const std::string bytes = engine.inbox->welcome().token;
     REQUIRE(bytes.size() == token.size());
     std::copy(bytes.begin(), bytes.end(), token.begin());
-    return a.daemon().regions().MapPool(token, {}).status();
+    return a.daemon().memory().MapPool(token, {}).status();
   };
   for (int round = 0; round < 2; ++round) {
     const auto engine = a.AttachEngine("g", "i", Spec());
     REQUIRE(engine.inbox->welcomed());
     CHECK(map(engine).ok());
     CHECK(a.pool_bytes() == 2 * kSlotBytes);
-    a.daemon().arrivals().Detached(engine.id);
+    a.daemon().attaches().Detached(engine.id);
     CHECK(a.pool_bytes() == 0);
     CHECK(a.Has("g"));
   }

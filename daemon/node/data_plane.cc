@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "daemon/node/group_memory.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -15,8 +14,8 @@ bool PassesSlot(const StartMoves& start) {
 
 }  // namespace
 
-DataPlane::DataPlane(Options options, const Turns& turns, const State& state)
-    : turns_(turns),
+DataPlane::DataPlane(Options options, StateMutex* mutex, const State& state)
+    : mutex_(*mutex),
       state_(state),
       no_device_wire_(std::move(options.no_device_wire)),
       observer_(options.observer),
@@ -26,8 +25,8 @@ DataPlane::DataPlane(Options options, const Turns& turns, const State& state)
       device_wire_(std::move(options.device_wire)) {}
 
 void DataPlane::Report(const std::string& group, uint64_t id, MachineEvent event) {
-  Turn turn(turns_, Turn::Order::kAhead);
-  if (state_.groups->Find(group, id) != nullptr) turn.Handle(group, std::move(event));
+  StateLock lock(&mutex_, StateLock::Order::kAhead);
+  if (state_.groups->Find(group, id) != nullptr) lock.Handle(group, std::move(event));
 }
 
 void DataPlane::CountBytes(const std::string& group, MoveKind kind, int64_t bytes) const {
@@ -41,12 +40,42 @@ void DataPlane::StopThreads() {
   opener_.Stop();
 }
 
+// ---- members' memory ----
+
+absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Region(MemberId member, RegionId region) const {
+  const MemberRecord* const m = state_.members->Find(member);
+  if (m == nullptr) return Error(absl::StatusCode::kInternal, "member {} is gone", member);
+  const auto r = m->regions.find(region);
+  if (r != m->regions.end()) return r->second.memory;
+  return Error(absl::StatusCode::kNotFound, "region {} of member {} is gone", region, member);
+}
+
+absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Slot(SlotIndex slot) const {
+  return state_.pools->WireSlot(group_, slot);
+}
+
+absl::StatusOr<MemorySpan> DataPlane::GroupMemory::SlotOf(MemberId member, SlotIndex slot) const {
+  return state_.pools->Slot(group_, DeviceOf(member), slot);
+}
+
+std::string DataPlane::GroupMemory::LabelOf(MemberId member) const {
+  const MemberRecord* const m = state_.members->Find(member);
+  if (m == nullptr) return MemoryResolver::LabelOf(member);
+  return m->engine ? fmt::format("engine {} rank {}", m->instance, m->rank)
+                   : fmt::format("trainer rank {}", m->rank);
+}
+
+std::optional<int> DataPlane::GroupMemory::DeviceOf(MemberId member) const {
+  const MemberRecord* const m = state_.members->Find(member);
+  return m == nullptr ? std::nullopt : m->ordinal;
+}
+
 // ---- transfers ----
 
 // Slots that another daemon's member packed or will read lie in host memory here.
 bool DataPlane::UsesHostPool(const StartTransfer& start) const {
   const auto on_host = [this](MemberId id) {
-    const MemberRecord* const member = state_.leases->Find(id);
+    const MemberRecord* const member = state_.members->Find(id);
     return member == nullptr || !member->ordinal.has_value();
   };
   if (start.wired || (start.source_slot.has_value() && on_host(start.trainer))) return true;
@@ -58,7 +87,7 @@ bool DataPlane::UsesHostPool(const StartTransfer& start) const {
 
 // A joined daemon erases members at once, so a transfer that was put off may still name one.
 StartTransfer DataPlane::WithoutTheGone(StartTransfer start) const {
-  const auto gone = [this](MemberId id) { return !state_.leases->Contains(id); };
+  const auto gone = [this](MemberId id) { return !state_.members->Contains(id); };
   start.skip_destination.resize(start.destinations.size());
   for (size_t d = 0; d < start.destinations.size(); ++d) {
     if (gone(start.destinations[d])) start.skip_destination[d] = true;
@@ -67,25 +96,25 @@ StartTransfer DataPlane::WithoutTheGone(StartTransfer start) const {
   return start;
 }
 
-void DataPlane::Start(GroupRecord* group, StartTransfer start, Turn& turn) {
+void DataPlane::Start(GroupRecord* group, StartTransfer start, StateLock& lock) {
   // The root packs as soon as it has a bucket, perhaps before a communicator was opened.
-  if (UsesHostPool(start) && state_.slots->Lacks(*group)) {
-    return state_.slots->Make(
-        *group,
-        [this, start = std::move(start)](GroupRecord* found, const absl::Status& made, Turn& then) {
+  if (UsesHostPool(start) && state_.pools->Lacks(*group)) {
+    return state_.pools->Make(
+        *group, [this, start = std::move(start)](GroupRecord* found, const absl::Status& made,
+                                                 StateLock& then) {
           Start(found, WithoutTheGone(start), made, then);
         });
   }
-  Start(group, start, absl::OkStatus(), turn);
+  Start(group, start, absl::OkStatus(), lock);
 }
 
 void DataPlane::Start(GroupRecord* group, const StartTransfer& start, absl::Status status,
-                      Turn& turn) {
+                      StateLock& lock) {
   const std::string name = group->name();
-  if (status.ok() && UsesHostPool(start)) status = state_.slots->Ensure(group);
+  if (status.ok() && UsesHostPool(start)) status = state_.pools->Ensure(*group);
   if (status.ok()) {
     const auto done = [this, name](const Executor::Done& d) { EndTransfer(name, d); };
-    const GroupMemory memory(*state_.leases, *group);
+    const GroupMemory memory = MemoryOf(*group);
     // P6: after the answer to its call, the bucket's source may be gone.
     if (start.bucket_call == CallId() || state_.calls->HasBucket(start.bucket_call)) {
       status = executor_.Start(start, memory, done);
@@ -94,40 +123,40 @@ void DataPlane::Start(GroupRecord* group, const StartTransfer& start, absl::Stat
     }
   }
   if (!status.ok()) {
-    turn.Post(name, TransferDone{start.update, start.part, status, {}, -1, {}});
+    lock.Post(name, TransferDone{start.update, start.part, status, {}, -1, {}});
   }
 }
 
 void DataPlane::EndTransfer(const std::string& group, const Executor::Done& done) {
-  Turn turn(turns_, Turn::Order::kAhead);
+  StateLock lock(&mutex_, StateLock::Order::kAhead);
   executor_.Finished(done);
   if (done.status.ok()) {
     int64_t bytes = done.slot_bytes;
     for (const int64_t written : done.bytes_written) bytes += written;
     CountBytes(group, MoveKind::kCopy, bytes);
   }
-  turn.Handle(group, static_cast<const TransferDone&>(done));
+  lock.Handle(group, static_cast<const TransferDone&>(done));
 }
 
-void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn) {
+void DataPlane::Start(GroupRecord* group, const StartVerify& verify, StateLock& lock) {
   const std::string name = group->name();
   if (!executor_.AnyWritten(verify.update)) {
     // A refit had nothing to move, so no thread is woken.
-    turn.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
+    lock.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
     return;
   }
   const auto done = [this, name](const VerifyDone& d) {
-    Turn ended(turns_, Turn::Order::kAhead);
+    StateLock lock(&mutex_, StateLock::Order::kAhead);
     ended.Handle(name, d);
   };
-  const absl::Status status = executor_.Start(verify, GroupMemory(*state_.leases, *group), done);
-  if (!status.ok()) turn.Post(name, VerifyDone{verify.update, status, {}});
+  const absl::Status status = executor_.Start(verify, MemoryOf(*group), done);
+  if (!status.ok()) lock.Post(name, VerifyDone{verify.update, status, {}});
 }
 
 absl::Status DataPlane::Digest(const GroupRecord& group, MemberId member,
                                const std::shared_ptr<const Layout>& layout,
                                std::function<void(absl::StatusOr<uint64_t>)> done) {
-  return executor_.Digest(member, layout, GroupMemory(*state_.leases, group), std::move(done));
+  return executor_.Digest(member, layout, MemoryOf(group), std::move(done));
 }
 
 // ---- compiled refits ----
@@ -142,7 +171,7 @@ void DataPlane::Compile(const GroupRecord& group, PlanRefit a) {
 void DataPlane::Build(const GroupRecord& group, BuildProgram a) {
   const auto place = [this](const std::vector<MemberId>& ids, std::vector<LocalMember>* members) {
     for (size_t i = 0; i < ids.size(); ++i) {
-      const MemberRecord* const member = state_.leases->Find(ids[i]);
+      const MemberRecord* const member = state_.members->Find(ids[i]);
       if (member == nullptr) continue;
       (*members)[i].device = member->ordinal.value_or(LocalMember::kNoDevice);
     }
@@ -155,22 +184,22 @@ void DataPlane::Build(const GroupRecord& group, BuildProgram a) {
   });
 }
 
-void DataPlane::Start(GroupRecord* group, const StartMoves& start, Turn& turn) {
-  if (PassesSlot(start) && state_.slots->Lacks(*group)) {
-    return state_.slots->Make(
-        *group, [this, start](GroupRecord* found, const absl::Status& made, Turn& then) {
+void DataPlane::Start(GroupRecord* group, const StartMoves& start, StateLock& lock) {
+  if (PassesSlot(start) && state_.pools->Lacks(*group)) {
+    return state_.pools->Make(
+        *group, [this, start](GroupRecord* found, const absl::Status& made, StateLock& then) {
           Start(found, start, made, then);
         });
   }
-  Start(group, start, absl::OkStatus(), turn);
+  Start(group, start, absl::OkStatus(), lock);
 }
 
 void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status status,
-                      Turn& turn) {
+                      StateLock& lock) {
   const std::string name = group->name();
   asked_.comparisons += start.step == MoveStep::kCompare ? 1 : 0;
   if (PassesSlot(start)) {
-    if (status.ok()) status = state_.slots->Ensure(group);
+    if (status.ok()) status = state_.pools->Ensure(*group);
     for (const SlotIndex slot : {start.slot, start.received}) {
       if (!status.ok() || int64_t{slot.value()} < group->machine->spec().slots) continue;
       status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", slot);
@@ -179,12 +208,12 @@ void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status 
   std::shared_ptr<Executor::Moves> moves;
   if (status.ok()) {
     absl::StatusOr<std::shared_ptr<Executor::Moves>> resolved =
-        executor_.Resolve(start, GroupMemory(*state_.leases, *group));
+        executor_.Resolve(start, MemoryOf(*group));
     status = resolved.status();
     if (resolved.ok()) moves = *std::move(resolved);
   }
   if (!status.ok()) {
-    turn.Post(name, Refused(start, std::move(status)));
+    lock.Post(name, Refused(start, std::move(status)));
     return;
   }
   if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
@@ -198,12 +227,12 @@ void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status 
 void DataPlane::BindAhead(const GroupRecord& group, const StartMoves& compare) {
   StartMoves start = compare;
   start.step = MoveStep::kLocal;
-  const auto resolved = executor_.Resolve(start, GroupMemory(*state_.leases, group));
+  const auto resolved = executor_.Resolve(start, MemoryOf(group));
   // A failure is reported when the moves are asked for.
   if (!resolved.ok() || Executor::IsBound(**resolved)) return;
   local_binder_.Submit(group.id, [this, moves = *resolved] {
     const absl::Status bound = Executor::Bind(transport_.get(), moves.get());
-    MutexLock lock(turns_.mutex);
+    MutexLock lock(mutex_.raw());
     if (bound.ok()) executor_.Keep(*moves);
   });
 }
@@ -211,26 +240,26 @@ void DataPlane::BindAhead(const GroupRecord& group, const StartMoves& compare) {
 void DataPlane::BindMoves(const std::string& name, uint64_t id,
                           const std::shared_ptr<Executor::Moves>& moves) {
   {
-    MutexLock lock(turns_.mutex);
+    MutexLock lock(mutex_.raw());
     executor_.TakeKept(moves.get());
   }
   if (!Executor::IsBound(*moves)) {
     absl::Status bound = Executor::Bind(transport_.get(), moves.get());
     if (!bound.ok()) return Report(name, id, Refused(Executor::StartOf(*moves), std::move(bound)));
   }
-  MutexLock lock(turns_.mutex);
+  MutexLock lock(mutex_.raw());
   if (state_.groups->Find(name, id) != nullptr) SubmitMoves(name, id, moves);
 }
 
 void DataPlane::SubmitMoves(const std::string& name, uint64_t id,
                             const std::shared_ptr<Executor::Moves>& moves) {
   const auto done = [this, name, id](Executor::Moved moved) {
-    Turn turn(turns_, Turn::Order::kAhead);
+    StateLock lock(&mutex_, StateLock::Order::kAhead);
     executor_.Finished(&moved);
     if (moved.done.status.ok() && moved.bytes > 0) {
       CountBytes(name, MoveKind::kCopy, moved.bytes);
     }
-    if (state_.groups->Find(name, id) != nullptr) turn.Handle(name, std::move(moved.done));
+    if (state_.groups->Find(name, id) != nullptr) lock.Handle(name, std::move(moved.done));
   };
   executor_.Submit(moves, done);
 }

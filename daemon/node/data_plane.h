@@ -14,9 +14,10 @@
 //     wanted while the wire opens it is closed as soon as it has opened (P8).
 //  4. A collective runs only on a communicator whose slots are those that the group uses now.
 //
-// The class is part of the daemon's state. Its functions are called under the mutex (turn.h), but
-// for those that say otherwise. Nothing blocks: planning, binding and the opening of communicators
-// over GPU memory have threads of their own, whose jobs take the mutex when they are done.
+// The class is part of the daemon's state. Its functions are called under the state lock
+// (state_lock.h), but for those that say otherwise. Nothing blocks: planning, binding and the
+// opening of communicators over GPU memory have threads of their own, whose jobs take the mutex
+// when they are done.
 #ifndef REFITD_DAEMON_NODE_DATA_PLANE_H_
 #define REFITD_DAEMON_NODE_DATA_PLANE_H_
 
@@ -34,9 +35,9 @@
 #include "daemon/group/machine.h"
 #include "daemon/node/calls.h"
 #include "daemon/node/groups.h"
-#include "daemon/node/leases.h"
-#include "daemon/node/push_turns.h"
-#include "daemon/node/turn.h"
+#include "daemon/node/members.h"
+#include "daemon/node/staging_pools.h"
+#include "daemon/node/state_lock.h"
 #include "daemon/process/observer.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
@@ -45,21 +46,6 @@
 #include "transport/wire.h"
 
 namespace refitd {
-
-// The slots in which bytes cross to other daemons. All functions are called under the mutex.
-class WireSlots {
- public:
-  // `made`: whether the slots could be made.
-  using Then = std::function<void(GroupRecord* group, const absl::Status& made, Turn& turn)>;
-
-  virtual ~WireSlots() = default;
-  // Whether the group's slots must be made on a GPU before they can be used.
-  virtual bool Lacks(const GroupRecord& group) const = 0;
-  // Makes the group's slots on a GPU. `then` is called under the mutex, unless the group is gone.
-  virtual void Make(const GroupRecord& group, Then then) = 0;
-  // Makes the slots if they lie in host memory. UNAVAILABLE: they must be made on a GPU.
-  virtual absl::Status Ensure(GroupRecord* group) = 0;
-};
 
 class DataPlane {
  public:
@@ -73,22 +59,22 @@ class DataPlane {
   // The objects that the data plane uses. All must outlive it.
   struct State {
     Groups* groups;
-    const Leases* leases;
+    const Members* members;
     const Calls* calls;
-    WireSlots* slots;
+    StagingPools* pools;
   };
-  DataPlane(Options options, const Turns& turns, const State& state);
+  DataPlane(Options options, StateMutex* mutex, const State& state);
 
   // ---- actions of machines ----
-  void Start(GroupRecord* group, StartTransfer start, Turn& turn);
-  void Start(GroupRecord* group, const StartVerify& verify, Turn& turn);
-  void Start(GroupRecord* group, const StartMoves& start, Turn& turn);
-  void Start(GroupRecord* group, const StartWire& a, Turn& turn);
-  void Start(GroupRecord* group, const StartExchange& a, Turn& turn);
+  void Start(GroupRecord* group, StartTransfer start, StateLock& lock);
+  void Start(GroupRecord* group, const StartVerify& verify, StateLock& lock);
+  void Start(GroupRecord* group, const StartMoves& start, StateLock& lock);
+  void Start(GroupRecord* group, const StartWire& a, StateLock& lock);
+  void Start(GroupRecord* group, const StartExchange& a, StateLock& lock);
   void Compile(const GroupRecord& group, PlanRefit a);
   void Build(const GroupRecord& group, BuildProgram a);
-  void Open(GroupRecord* group, const OpenCommunicator& a, Turn& turn);
-  void Connect(const GroupRecord& group, ConnectCommunicator a, Turn& turn);
+  void Open(GroupRecord* group, const OpenCommunicator& a, StateLock& lock);
+  void Connect(const GroupRecord& group, ConnectCommunicator a, StateLock& lock);
   void Close(const GroupRecord& group, const CloseCommunicator& a);
   // As Executor::Digest; `done` is called without the mutex.
   absl::Status Digest(const GroupRecord& group, MemberId member,
@@ -102,12 +88,29 @@ class DataPlane {
   void Release(MemberId member) { executor_.Release(member); }
   // Reports communicators over GPU memory whose slots are gone as lost (P8). Followers report
   // nothing.
-  void GiveUpCommunicators(const GroupRecord& group, Turn& turn);
+  void GiveUpCommunicators(const GroupRecord& group, StateLock& lock);
   // The group's record is gone: closes its communicators.
   void CloseAll(uint64_t group_id);
   // Runs the job behind local moves that are being bound ahead and may hold a region. Called
   // without the mutex.
   void AfterBinding(std::function<void()> job) { local_binder_.SubmitBehindAll(std::move(job)); }
+
+  // The memory of one group's members, for the executor. An object lives for one call and is used
+  // under the mutex.
+  class GroupMemory : public MemoryResolver {
+   public:
+    GroupMemory(const State& state, const GroupRecord& group) : state_(state), group_(group) {}
+    absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override;
+    absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override;
+    absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override;
+    std::string LabelOf(MemberId member) const override;
+    std::optional<int> DeviceOf(MemberId member) const override;
+
+   private:
+    const State& state_;
+    const GroupRecord& group_;
+  };
+  GroupMemory MemoryOf(const GroupRecord& group) const { return {state_, group}; }
 
   // ---- status ----
   // How often groups have asked for plans, programs and comparisons so far.
@@ -159,11 +162,11 @@ class DataPlane {
   bool UsesHostPool(const StartTransfer& start) const;
   StartTransfer WithoutTheGone(StartTransfer start) const;
   // `status`: whether the slots that the transfer waited for could be made.
-  void Start(GroupRecord* group, const StartTransfer& start, absl::Status status, Turn& turn);
+  void Start(GroupRecord* group, const StartTransfer& start, absl::Status status, StateLock& lock);
   void EndTransfer(const std::string& group, const Executor::Done& done);
 
   // ---- compiled refits ----
-  void Start(GroupRecord* group, const StartMoves& start, absl::Status status, Turn& turn);
+  void Start(GroupRecord* group, const StartMoves& start, absl::Status status, StateLock& lock);
   // Binds the moves that follow a comparison while the comparison runs.
   void BindAhead(const GroupRecord& group, const StartMoves& compare);
   // Runs on a binder's thread: binds the moves, unless they were bound ahead, and submits them.
@@ -182,7 +185,7 @@ class DataPlane {
                     CommunicatorId local, int ordinal);
   Wire* WireOf(const Communicator& communicator) const;
   // Whether the communicator can move bytes of the group's slots.
-  static bool ReachesSlots(const Communicator& communicator, const GroupRecord& group);
+  bool ReachesSlots(const Communicator& communicator, const GroupRecord& group) const;
   // The communicator on which an operation of the group may run now.
   absl::StatusOr<Communicator> ReadyCommunicator(GroupRecord* group, CommunicatorId communicator);
   absl::StatusOr<WireExchange> ExchangeOf(const GroupRecord& group, const StartExchange& a,
@@ -193,7 +196,7 @@ class DataPlane {
                                                MoveKind kind, int64_t bytes);
 
   // Constant after construction.
-  const Turns turns_;
+  StateMutex& mutex_;
   const State state_;
   const std::string no_device_wire_;
   DaemonObserver* const observer_;

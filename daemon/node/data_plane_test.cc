@@ -169,11 +169,12 @@ class PermittedTransport : public UnpreparedTransport {
 
 // A group "g" of this daemon with four slots in host memory, and the events that its machine would
 // get.
-class World : public TurnHost, public WireSlots {
+class World : public StagingPools {
  public:
   explicit World(bool with_wire = true,
                  std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1}),
-                 std::shared_ptr<DeviceWire> device_wire = nullptr) {
+                 std::shared_ptr<DeviceWire> device_wire = nullptr)
+      : StagingPools({}, &mutex_, {&groups, &members, &pending, &sessions}) {
     auto wire = with_wire ? std::make_unique<FakeWire>() : nullptr;
     wire_ = wire.get();
     plane_.emplace(DataPlane::Options{.transport = std::move(transport),
@@ -181,8 +182,7 @@ class World : public TurnHost, public WireSlots {
                                       .device_wire = std::move(device_wire),
                                       .no_device_wire = "none was asked for",
                                       .observer = &moved},
-                   Turns{this, &mutex_, &pushes_},
-                   DataPlane::State{&groups, &leases, &calls, this});
+                   &mutex_, DataPlane::State{&groups, &members, &calls, this});
     group = AddGroup("g");
   }
   ~World() override {
@@ -190,16 +190,11 @@ class World : public TurnHost, public WireSlots {
     plane_->StopWires();
   }
 
-  void Dispatch(Turn& /*turn*/, const std::string& name, MachineEvent& event) override {
-    events_.push_back(event);
-    names_.push_back(name);
-  }
-  void Drained() override {}
   bool Lacks(const GroupRecord& /*group*/) const override { return lacks; }
   void Make(const GroupRecord& /*group*/, Then then) override { made.push_back(std::move(then)); }
-  absl::Status Ensure(GroupRecord* of) override {
+  absl::Status Ensure(const GroupRecord& of) override {
     if (lacks) return absl::UnavailableError("the slots are not made");
-    return of->pools.EnsureHost("g", 4 * kSlotBytes);
+    return EnsureHost(of);
   }
 
   GroupRecord* AddGroup(const std::string& name, bool encrypted_data = false,
@@ -215,20 +210,20 @@ class World : public TurnHost, public WireSlots {
   }
   // How many events that group's machine has got.
   size_t EventsOf(const std::string& name) {
-    MutexLock lock(&mutex_);
+    MutexLock lock(mutex_.raw());
     return static_cast<size_t>(std::count(names_.begin(), names_.end(), name));
   }
 
-  // Runs the call in a turn; the events that it posts are handled at the turn's end.
-  void InTurn(const std::function<void(DataPlane&, Turn&)>& call) {
-    Turn turn(this, &mutex_);
-    call(*plane_, turn);
+  // Runs the call under the state lock; the events that it posts are handled when the lock ends.
+  void InTurn(const std::function<void(DataPlane&, StateLock&)>& call) {
+    StateLock lock(&mutex_);
+    call(*plane_, lock);
     plane_->CheckInvariants();
   }
   // The last event of that kind, which is taken; nullopt: there is none.
   template <typename Event>
   std::optional<Event> Take() {
-    MutexLock lock(&mutex_);
+    MutexLock lock(mutex_.raw());
     for (auto it = events_.rbegin(); it != events_.rend(); ++it) {
       const Event* found = nullptr;
       const auto look = [&found](const auto& e) {
@@ -251,34 +246,40 @@ class World : public TurnHost, public WireSlots {
     }));
     return *std::move(event);
   }
-  // Call it in a turn.
+  // Call it under the state lock.
   size_t EventsInTurn() const { return events_.size(); }
   size_t events() {
-    MutexLock lock(&mutex_);
+    MutexLock lock(mutex_.raw());
     return events_.size();
   }
   void OpenCommunicator() {
-    InTurn([this](DataPlane& plane, Turn& turn) {
-      plane.Open(group, {kCommunicator, 0, 2}, turn);
+    InTurn([this](DataPlane& plane, StateLock& lock) {
+      plane.Open(group, {kCommunicator, 0, 2}, lock);
     });
     REQUIRE(Take<CommunicatorOpened>()->status.ok());
   }
   FakeWire& wire() { return *wire_; }
   DataPlane& plane() { return *plane_; }
+  using StagingPools::ClearWire;
+  using StagingPools::Put;
+  using StagingPools::SetWire;
 
   Moved moved;
-  Peers peers;
-  Waiters waiters;
-  Groups groups{{}, &peers, &waiters};
-  Leases leases;
+  PeerSessions sessions;
+  PendingAttaches pending;
+  Groups groups{{}, &sessions, &pending};
+  Members members;
   Calls calls;
   GroupRecord* group = nullptr;
   bool lacks = false;
   std::vector<Then> made;  // what waits for slots
 
  private:
-  PushTurns pushes_;
-  Mutex mutex_;
+  StateMutex mutex_{{[this](StateLock&, const std::string& name, MachineEvent& event) {
+                       events_.push_back(event);
+                       names_.push_back(name);
+                     },
+                     [] {}}};
   std::vector<MachineEvent> events_;  // guarded by mutex_
   std::vector<std::string> names_;    // guarded by mutex_: the groups of all events so far
   FakeWire* wire_ = nullptr;
@@ -302,8 +303,8 @@ StartWire WireOp(int64_t bytes, uint32_t rank = 1, std::vector<uint32_t> ranks =
 
 TEST_CASE("a communicator is opened, connected and closed on the wire, and known in between (P8)") {
   World world;
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Open(world.group, {kCommunicator, 0, 2}, lock);
   });
   const std::optional<CommunicatorOpened> opened = world.Take<CommunicatorOpened>();
   REQUIRE(opened.has_value());
@@ -316,30 +317,30 @@ TEST_CASE("a communicator is opened, connected and closed on the wire, and known
   CHECK(world.plane().StatsOf(*world.group, kCommunicator)->bytes_sent == 3);
   CHECK(world.plane().TotalStats().bytes_received == 9);
 
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Connect(*world.group, {kCommunicator, {"here", "there"}, seconds(1)}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Connect(*world.group, {kCommunicator, {"here", "there"}, seconds(1)}, lock);
   });
   CHECK(world.wire().connected == std::vector<std::string>{"here", "there"});
   world.wire().ends.at(0)(absl::OkStatus());
   CHECK(world.Take<CommunicatorUp>()->status.ok());
 
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kCommunicator}); });
+  world.InTurn([&](DataPlane& plane, StateLock&) { plane.Close(*world.group, {kCommunicator}); });
   CHECK(world.wire().closed == std::vector<CommunicatorId>{local});
   CHECK_FALSE(world.plane().StatsOf(*world.group, kCommunicator).has_value());
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kCommunicator}); });
+  world.InTurn([&](DataPlane& plane, StateLock&) { plane.Close(*world.group, {kCommunicator}); });
   CHECK(world.wire().closed.size() == 1);
 }
 
 TEST_CASE("a communicator that can't be opened is answered and not kept") {
   World world;
   world.wire().can_open = absl::ResourceExhaustedError("too many communicators");
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Open(world.group, {kCommunicator, 0, 2}, lock);
   });
   CHECK(world.Take<CommunicatorOpened>()->status.code() == absl::StatusCode::kResourceExhausted);
   CHECK_FALSE(world.plane().StatsOf(*world.group, kCommunicator).has_value());
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Connect(*world.group, {kCommunicator, {}, seconds(1)}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Connect(*world.group, {kCommunicator, {}, seconds(1)}, lock);
   });
   CHECK(world.Take<CommunicatorUp>()->status.code() == absl::StatusCode::kNotFound);
 }
@@ -349,10 +350,10 @@ TEST_CASE(
     "wire") {
   World world;
   GroupRecord* const other = world.AddGroup("h", /*encrypted_data=*/false, /*incarnation=*/8);
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
-    plane.Open(world.group, {CommunicatorId(2), 0, 2}, turn);
-    plane.Open(other, {kCommunicator, 0, 2}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Open(world.group, {kCommunicator, 0, 2}, lock);
+    plane.Open(world.group, {CommunicatorId(2), 0, 2}, lock);
+    plane.Open(other, {kCommunicator, 0, 2}, lock);
   });
   REQUIRE(world.wire().opened.size() == 3);
   CHECK(world.wire().opened[0] != world.wire().opened[1]);
@@ -363,8 +364,8 @@ TEST_CASE("a group that demands encryption opens no communicator that is in the 
   World world;
   GroupRecord* const group = world.AddGroup("demanding", /*encrypted_data=*/true);
   const auto open = [&] {
-    world.InTurn([&](DataPlane& plane, Turn& turn) {
-      plane.Open(group, {kCommunicator, 0, 2}, turn);
+    world.InTurn([&](DataPlane& plane, StateLock& lock) {
+      plane.Open(group, {kCommunicator, 0, 2}, lock);
     });
     return *world.Take<CommunicatorOpened>();
   };
@@ -388,7 +389,7 @@ TEST_CASE("a group that demands encryption opens no communicator that is in the 
   member.id = MemberId(1);
   member.group = "demanding";
   member.ordinal = 0;
-  world.leases.Add(std::move(member));
+  world.members.Add(std::move(member));
   const CommunicatorOpened devices = open();
   CHECK(devices.status.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(std::string(devices.status.message()), Contains("NCCL does not encrypt"));
@@ -396,8 +397,8 @@ TEST_CASE("a group that demands encryption opens no communicator that is in the 
 
 TEST_CASE("a daemon without a wire says so") {
   World world(/*with_wire=*/false);
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Open(world.group, {kCommunicator, 0, 2}, lock);
   });
   CHECK(world.Take<CommunicatorOpened>()->status.message() == "this daemon has no data plane");
 
@@ -405,9 +406,9 @@ TEST_CASE("a daemon without a wire says so") {
   member.id = MemberId(1);
   member.group = "g";
   member.ordinal = 0;
-  world.leases.Add(std::move(member));
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Open(world.group, {kCommunicator, 0, 2}, turn);
+  world.members.Add(std::move(member));
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Open(world.group, {kCommunicator, 0, 2}, lock);
   });
   CHECK(world.Take<CommunicatorOpened>()->status.message() ==
         "this daemon has no data plane for GPU memory: none was asked for");
@@ -417,12 +418,12 @@ TEST_CASE(
     "a group that goes takes its communicators along, and hears nothing of them any more (P8)") {
   World world;
   world.OpenCommunicator();
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Connect(*world.group, {kCommunicator, {}, seconds(1)}, turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Connect(*world.group, {kCommunicator, {}, seconds(1)}, lock);
   });
   const uint64_t id = world.group->id;
   const std::unique_ptr<GroupRecord> gone = world.groups.Remove("g");
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.CloseAll(id); });
+  world.InTurn([&](DataPlane& plane, StateLock&) { plane.CloseAll(id); });
   CHECK(world.wire().closed == world.wire().opened);
   world.wire().ends.at(0)(absl::CancelledError("closed"));
   CHECK(world.events() == 0);
@@ -437,27 +438,27 @@ struct DeviceWorld {
     member.id = MemberId(1);
     member.group = "g";
     member.ordinal = 2;
-    world.leases.Add(std::move(member));
+    world.members.Add(std::move(member));
   }
   void Open() {
-    world.InTurn([&](DataPlane& plane, Turn& turn) {
-      plane.Open(world.group, {kCommunicator, 0, 2}, turn);
+    world.InTurn([&](DataPlane& plane, StateLock& lock) {
+      plane.Open(world.group, {kCommunicator, 0, 2}, lock);
     });
   }
   // The slots that Open asked for are made, or can't be made.
   void MakeSlots(const absl::Status& made = absl::OkStatus()) {
     REQUIRE(world.made.size() == 1);
     if (made.ok()) {
-      world.group->pools.Put(2, {{slots.data(), static_cast<int64_t>(slots.size()), nullptr}});
-      world.group->pools.SetWire(2);
+      world.Put(*world.group, 2, {{slots.data(), static_cast<int64_t>(slots.size()), nullptr}});
+      world.SetWire(*world.group, 2);
     }
-    world.InTurn([&](DataPlane&, Turn& turn) { world.made[0](world.group, made, turn); });
+    world.InTurn([&](DataPlane&, StateLock& lock) { world.made[0](world.group, made, lock); });
     world.made.clear();
   }
   bool Knows() { return world.plane().StatsOf(*world.group, kCommunicator).has_value(); }
   void GiveUp() {
     world.InTurn(
-        [&](DataPlane& plane, Turn& turn) { plane.GiveUpCommunicators(*world.group, turn); });
+        [&](DataPlane& plane, StateLock& lock) { plane.GiveUpCommunicators(*world.group, lock); });
   }
 
   std::vector<char> slots = std::vector<char>(4 * kSlotBytes);
@@ -501,7 +502,8 @@ TEST_CASE("a communicator that is closed while it is being opened is closed when
   d.Open();
   d.MakeSlots();
   REQUIRE(Eventually([&] { return d.wire->devices().size() == 1; }));
-  d.world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*d.world.group, {kCommunicator}); });
+  d.world.InTurn(
+      [&](DataPlane& plane, StateLock&) { plane.Close(*d.world.group, {kCommunicator}); });
   CHECK(d.wire->closed().size() == 1);
   d.wire->Hold(false);
   CHECK(d.world.Await<CommunicatorOpened>().status.ok());
@@ -519,9 +521,9 @@ TEST_CASE("a coordinator gives up communicators whose slots went, but not while 
   d.GiveUp();
   CHECK_FALSE(d.world.Take<CommunicatorUp>().has_value());
 
-  d.world.group->pools.ClearWire();
+  d.world.ClearWire(*d.world.group);
   d.world.InTurn(
-      [&](DataPlane& plane, Turn& turn) { plane.Start(d.world.group, WireOp(1), turn); });
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(d.world.group, WireOp(1), lock); });
   CHECK(d.world.Take<WireDone>()->status.message() == "the communicator is of other memory");
 
   MachineActions ignored;
@@ -553,14 +555,15 @@ TEST_CASE("a coordinator gives up communicators whose slots went, but not while 
 TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
   World world;
   world.OpenCommunicator();
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, WireOp(100), turn); });
+  world.InTurn(
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, WireOp(100), lock); });
   REQUIRE(world.wire().broadcasts.size() == 1);
   const WireBroadcast& sent = world.wire().broadcasts[0];
   CHECK(sent.communicator == world.wire().opened[0]);
   CHECK(sent.seq == WireSeq(5));
   CHECK(sent.root == 0);
   CHECK(sent.memory.bytes == 100);
-  CHECK(sent.memory.data == world.group->pools.WireSlot(SlotIndex(2), kSlotBytes)->data);
+  CHECK(sent.memory.data == world.WireSlot(*world.group, SlotIndex(2))->data);
   CHECK(world.events() == 0);
   world.wire().ends.at(0)(absl::OkStatus());
   const std::optional<WireDone> done = world.Take<WireDone>();
@@ -569,8 +572,8 @@ TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that c
   CHECK(done->seq == WireSeq(5));
   CHECK(world.moved.broadcast == 100);
   // The root receives nothing.
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    plane.Start(world.group, WireOp(100, /*rank=*/0), turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    plane.Start(world.group, WireOp(100, /*rank=*/0), lock);
   });
   world.wire().ends.at(1)(absl::OkStatus());
   CHECK(world.moved.broadcast == 100);
@@ -580,12 +583,12 @@ TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that c
 TEST_CASE("to some ranks only, the root sends to each and the others receive") {
   World world;
   world.OpenCommunicator();
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
     StartWire start = WireOp(64, 0, {0, 2});
     start.size = 3;
-    plane.Start(world.group, start, turn);
+    plane.Start(world.group, start, lock);
     start.rank = 2;
-    plane.Start(world.group, start, turn);
+    plane.Start(world.group, start, lock);
   });
   REQUIRE(world.wire().exchanges.size() == 2);
   REQUIRE(world.wire().exchanges[0].sends.size() == 1);
@@ -600,7 +603,7 @@ TEST_CASE(
     "a collective outside of the pool, or without its communicator, is answered at once (P10)") {
   World world;
   const auto refused = [&](const StartWire& start) {
-    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+    world.InTurn([&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, start, lock); });
     const std::optional<WireDone> done = world.Take<WireDone>();
     REQUIRE(done.has_value());
     return done->status;
@@ -629,14 +632,14 @@ TEST_CASE("a round is exchanged from one slot into another, within both (P10)") 
   round.legs.push_back({.rank = 1, .bytes_out = 10, .out_offset = 64, .bytes_in = 20});
   round.legs.push_back({.rank = 2, .bytes_in = 30, .in_offset = kSlotBytes - 30});
   const auto run = [&] {
-    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, round, turn); });
+    world.InTurn([&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, round, lock); });
   };
   run();
   REQUIRE(world.wire().exchanges.size() == 1);
   const WireExchange& exchange = world.wire().exchanges[0];
   REQUIRE(exchange.sends.size() == 1);
   REQUIRE(exchange.receives.size() == 2);
-  const char* const out = world.group->pools.WireSlot(SlotIndex(0), kSlotBytes)->data;
+  const char* const out = world.WireSlot(*world.group, SlotIndex(0))->data;
   CHECK(exchange.sends[0].memory.data == out + 64);
   CHECK(exchange.receives[1].memory.bytes == 30);
   CHECK(exchange.timeout == seconds(2));
@@ -681,7 +684,7 @@ struct Part {
     region.memory = {memory->data(), 16, memory};
     region.access = Access::kReadWrite;
     member.regions[RegionId(1)] = std::move(region);
-    world->leases.Add(std::move(member));
+    world->members.Add(std::move(member));
 
     auto bucket = std::make_shared<CheckedBucket>();
     bucket->tensors = layout->tensors;
@@ -703,9 +706,10 @@ struct Part {
 TEST_CASE("a part is copied from its slot into the engine's memory and read back (P1)") {
   World world;
   Part part(&world);
-  REQUIRE(world.group->pools.EnsureHost("g", 4 * kSlotBytes).ok());
-  std::memcpy(world.group->pools.WireSlot(SlotIndex(1), kSlotBytes)->data, "sixteen bytes ok", 16);
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  REQUIRE(world.EnsureHost(*world.group).ok());
+  std::memcpy(world.WireSlot(*world.group, SlotIndex(1))->data, "sixteen bytes ok", 16);
+  world.InTurn(
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, part.start, lock); });
   const TransferDone done = world.Await<TransferDone>();
   CHECK(done.status.ok());
   CHECK(done.bytes_written == std::vector<int64_t>{16});
@@ -719,7 +723,8 @@ TEST_CASE("a part is copied from its slot into the engine's memory and read back
   verify.destinations = part.start.destinations;
   verify.skip_destination = {false};
   const auto read_back = [&] {
-    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, verify, turn); });
+    world.InTurn(
+        [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, verify, lock); });
     return world.Await<VerifyDone>();
   };
   CHECK(read_back().status.ok());
@@ -728,7 +733,7 @@ TEST_CASE("a part is copied from its slot into the engine's memory and read back
   CHECK(damaged.status.code() == absl::StatusCode::kDataLoss);
   CHECK(damaged.failed_destinations == std::vector<uint32_t>{0});
   // The digests go with the update.
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Forget(UpdateId(1)); });
+  world.InTurn([&](DataPlane& plane, StateLock&) { plane.Forget(UpdateId(1)); });
   CHECK(read_back().status.ok());
 }
 
@@ -745,7 +750,8 @@ TEST_CASE("bytes that are packed into a slot count as copied too") {
   part.start.bucket_call = CallId(9);
   part.start.source_slot.reset();
   part.start.fill_slot = SlotGrant{SlotIndex(2), GrantId(1)};
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  world.InTurn(
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, part.start, lock); });
   CHECK(world.Await<TransferDone>().status.ok());
   CHECK(*part.memory == bytes);
   CHECK(world.moved.copied == 32);
@@ -755,7 +761,8 @@ TEST_CASE("a transfer whose bucket is gone is answered") {
   World world;
   Part part(&world);
   part.start.bucket_call = CallId(9);
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  world.InTurn(
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, part.start, lock); });
   const std::optional<TransferDone> done = world.Take<TransferDone>();
   REQUIRE(done.has_value());
   CHECK(done->status.message() == "the bucket is gone");
@@ -765,21 +772,24 @@ TEST_CASE("a transfer waits for its slots, and leaves out members that went mean
   World world;
   Part part(&world);
   world.lacks = true;
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  world.InTurn(
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, part.start, lock); });
   CHECK(world.events() == 0);
   REQUIRE(world.made.size() == 1);
-  world.leases.Remove(MemberId(1));
+  world.members.Remove(MemberId(1));
   world.lacks = false;
-  world.InTurn([&](DataPlane&, Turn& turn) { world.made[0](world.group, absl::OkStatus(), turn); });
+  world.InTurn(
+      [&](DataPlane&, StateLock& lock) { world.made[0](world.group, absl::OkStatus(), lock); });
   const TransferDone done = world.Await<TransferDone>();
   CHECK(done.status.ok());
   CHECK(*part.memory == std::string(16, '-'));
 
   world.lacks = true;
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  world.InTurn(
+      [&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, part.start, lock); });
   REQUIRE(world.made.size() == 2);
-  world.InTurn([&](DataPlane&, Turn& turn) {
-    world.made[1](world.group, absl::ResourceExhaustedError("no memory"), turn);
+  world.InTurn([&](DataPlane&, StateLock& lock) {
+    world.made[1](world.group, absl::ResourceExhaustedError("no memory"), lock);
   });
   CHECK(world.Take<TransferDone>()->status.message() == "no memory");
 }
@@ -800,13 +810,13 @@ StartMoves UnboundMoves() {
   return start;
 }
 
-TEST_CASE("an update that wrote nothing is verified in the same turn") {
+TEST_CASE("an update that wrote nothing is verified in the same lock") {
   World world;
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
     StartVerify verify;
     verify.update = UpdateId(3);
-    plane.Start(world.group, verify, turn);
-    turn.Drain();
+    plane.Start(world.group, verify, lock);
+    lock.Drain();
     CHECK(world.EventsInTurn() == 1);
   });
   const std::optional<VerifyDone> done = world.Take<VerifyDone>();
@@ -822,15 +832,15 @@ TEST_CASE("a program is compiled, and built with the devices on which this daemo
   trainer.id = MemberId(2);
   trainer.group = "g";
   trainer.ordinal = 5;
-  const std::shared_ptr<const Layout> layout = world.leases.Find(MemberId(1))->layout;
+  const std::shared_ptr<const Layout> layout = world.members.Find(MemberId(1))->layout;
   trainer.layout = layout;
-  world.leases.Add(std::move(trainer));
+  world.members.Add(std::move(trainer));
 
   PlanRefit compile;
   compile.program = ProgramId(4);
   compile.sources = {{layout, 0, 0, "trainer"}};
   compile.destinations = {{layout, 0, 0, "engine"}};
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Compile(*world.group, compile); });
+  world.InTurn([&](DataPlane& plane, StateLock&) { plane.Compile(*world.group, compile); });
   const auto compiled = world.Await<RefitPlanned>();
   REQUIRE(compiled.status.ok());
   CHECK(compiled.program == ProgramId(4));
@@ -843,7 +853,7 @@ TEST_CASE("a program is compiled, and built with the devices on which this daemo
   build.destinations = {{0, layout}};
   build.source_members = {MemberId(2)};
   build.destination_members = {MemberId(1)};
-  world.InTurn([&](DataPlane& plane, Turn&) { plane.Build(*world.group, build); });
+  world.InTurn([&](DataPlane& plane, StateLock&) { plane.Build(*world.group, build); });
   const auto built = world.Await<ProgramBuilt>();
   REQUIRE(built.status.ok());
   CHECK(built.build == 6);
@@ -860,7 +870,7 @@ TEST_CASE("moves through a slot outside of the pool are answered at once (P10)")
   start.step = MoveStep::kPack;
   start.round = 3;
   const auto refused = [&] {
-    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+    world.InTurn([&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, start, lock); });
     const std::optional<MovesDone> done = world.Take<MovesDone>();
     REQUIRE(done.has_value());
     CHECK(done->round == 3);
@@ -873,10 +883,10 @@ TEST_CASE("moves through a slot outside of the pool are answered at once (P10)")
   CHECK(refused().message() == "slot 5: not in the pool");
   world.lacks = true;
   start.step = MoveStep::kUnpack;
-  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+  world.InTurn([&](DataPlane& plane, StateLock& lock) { plane.Start(world.group, start, lock); });
   REQUIRE(world.made.size() == 1);
-  world.InTurn([&](DataPlane&, Turn& turn) {
-    world.made[0](world.group, absl::CancelledError("the member went away"), turn);
+  world.InTurn([&](DataPlane&, StateLock& lock) {
+    world.made[0](world.group, absl::CancelledError("the member went away"), lock);
   });
   CHECK(world.Take<MovesDone>()->status.message() == "the member went away");
 }
@@ -886,9 +896,9 @@ TEST_CASE("bindings of groups take fair turns, and a job behind all of them wait
   PermittedTransport* const permitted = transport.get();
   World world(/*with_wire=*/true, std::move(transport));
   GroupRecord* const other = world.AddGroup("h");
-  world.InTurn([&](DataPlane& plane, Turn& turn) {
-    for (int i = 0; i < 5; ++i) plane.Start(world.group, UnboundMoves(), turn);
-    plane.Start(other, UnboundMoves(), turn);
+  world.InTurn([&](DataPlane& plane, StateLock& lock) {
+    for (int i = 0; i < 5; ++i) plane.Start(world.group, UnboundMoves(), lock);
+    plane.Start(other, UnboundMoves(), lock);
   });
   std::atomic<bool> ran = false;
   world.plane().AfterBinding([&ran] { ran = true; });

@@ -2,7 +2,6 @@
 #include <utility>
 
 #include "daemon/node/data_plane.h"
-#include "daemon/node/group_memory.h"
 #include "transport/base/status.h"
 #include "transport/plan/layout.h"
 #include "transport/sockets/address_security.h"
@@ -50,25 +49,25 @@ Wire* DataPlane::WireOf(const Communicator& communicator) const {
   return wire;
 }
 
-bool DataPlane::ReachesSlots(const Communicator& communicator, const GroupRecord& group) {
-  if (!communicator.on_devices) return !group.pools.wire().has_value();
-  return group.pools.wire() == communicator.ordinal;
+bool DataPlane::ReachesSlots(const Communicator& communicator, const GroupRecord& group) const {
+  if (!communicator.on_devices) return !state_.pools->WireOf(group).has_value();
+  return state_.pools->WireOf(group) == communicator.ordinal;
 }
 
 // A coordinator numbers communicators group by group. A wire has communicators of many groups, so
 // its id must be the same on every daemon of the group and differ from all other groups' ids.
-void DataPlane::Open(GroupRecord* group, const OpenCommunicator& a, Turn& turn) {
+void DataPlane::Open(GroupRecord* group, const OpenCommunicator& a, StateLock& lock) {
   HashChain id(group->machine->incarnation());
   id.Add(a.communicator.value());
   const CommunicatorId local(id.hash());
   CommunicatorOpened opened;
   opened.communicator = a.communicator;
   const bool encrypted = group->machine->spec().encrypted_data;
-  if (state_.leases->HasDevices(group->name())) {
+  if (state_.members->HasDevices(group->name())) {
     if (encrypted) {
       opened.status = absl::FailedPreconditionError(
           "spec.encrypted_data: the group demands it, and NCCL does not encrypt");
-      return turn.Post(group->name(), std::move(opened));
+      return lock.Post(group->name(), std::move(opened));
     }
     if (device_wire_ != nullptr) return OpenOnDevice(*group, a, local);
     opened.status = Error(absl::StatusCode::kUnavailable,
@@ -89,7 +88,7 @@ void DataPlane::Open(GroupRecord* group, const OpenCommunicator& a, Turn& turn) 
       communicators_[group->id][a.communicator] = {local, false};
     }
   }
-  turn.Post(group->name(), std::move(opened));
+  lock.Post(group->name(), std::move(opened));
 }
 
 // NCCL takes long, the first time most of all, so it is not called under the mutex.
@@ -97,15 +96,16 @@ void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenCommunicator& a
                              CommunicatorId local) {
   const std::string name = group.name();
   communicators_[group.id][a.communicator] = {local, true};
-  if (group.pools.wire().has_value()) {
-    return OpenOnDevice(name, group.id, a, local, *group.pools.wire());
+  if (const std::optional<int> wire = state_.pools->WireOf(group); wire.has_value()) {
+    return OpenOnDevice(name, group.id, a, local, *wire);
   }
-  state_.slots->Make(
-      group, [this, name, a, local](GroupRecord* found, const absl::Status& made, Turn& turn) {
-        REFITD_CHECK(!made.ok() || found->pools.wire().has_value());
-        if (made.ok()) return OpenOnDevice(name, found->id, a, local, *found->pools.wire());
+  state_.pools->Make(
+      group, [this, name, a, local](GroupRecord* found, const absl::Status& made, StateLock& lock) {
+        const std::optional<int> wire = state_.pools->WireOf(*found);
+        REFITD_CHECK(!made.ok() || wire.has_value());
+        if (made.ok()) return OpenOnDevice(name, found->id, a, local, *wire);
         Erase(found->id, a.communicator);
-        turn.Post(name, CommunicatorOpened{a.communicator, made, ""});
+        lock.Post(name, CommunicatorOpened{a.communicator, made, ""});
       });
 }
 
@@ -120,7 +120,7 @@ void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenCom
     opened.status = address.status();
     if (address.ok()) opened.address = *std::move(address);
     {
-      MutexLock lock(turns_.mutex);
+      MutexLock lock(mutex_.raw());
       const bool wanted = Find(id, a.communicator) != nullptr;
       if (opened.status.ok() && !wanted) device_wire_->Close(local);
       if (!opened.status.ok() && wanted) Erase(id, a.communicator);
@@ -129,11 +129,11 @@ void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenCom
   });
 }
 
-void DataPlane::Connect(const GroupRecord& group, ConnectCommunicator a, Turn& turn) {
+void DataPlane::Connect(const GroupRecord& group, ConnectCommunicator a, StateLock& lock) {
   const std::string name = group.name();
   const Communicator* const local = Find(group, a.communicator);
   if (local == nullptr) {
-    turn.Post(name,
+    lock.Post(name,
               CommunicatorUp{a.communicator, absl::NotFoundError("the communicator is not open")});
     return;
   }
@@ -163,7 +163,7 @@ void DataPlane::CloseAll(uint64_t group_id) {
 // so it reports its end as lost, which closes the communicator everywhere; the next update that
 // needs a communicator opens another, perhaps on another GPU. While an update runs, its nodes may
 // be using the communicator.
-void DataPlane::GiveUpCommunicators(const GroupRecord& group, Turn& turn) {
+void DataPlane::GiveUpCommunicators(const GroupRecord& group, StateLock& lock) {
   if (group.coordinator == nullptr || group.machine->update_running()) return;
   const auto of_group = communicators_.find(group.id);
   if (of_group == communicators_.end()) return;
@@ -171,7 +171,7 @@ void DataPlane::GiveUpCommunicators(const GroupRecord& group, Turn& turn) {
     // If a communicator's slots are still being made, its failure is reported when they are made.
     if (!communicator.on_devices || communicator.ordinal < 0 || ReachesSlots(communicator, group))
       continue;
-    turn.Post(group.name(),
+    lock.Post(group.name(),
               CommunicatorUp{id, absl::CancelledError("its slots on a GPU are given back")});
   }
 }
@@ -180,7 +180,7 @@ void DataPlane::GiveUpCommunicators(const GroupRecord& group, Turn& turn) {
 
 absl::StatusOr<DataPlane::Communicator> DataPlane::ReadyCommunicator(GroupRecord* group,
                                                                      CommunicatorId communicator) {
-  REFITD_RETURN_IF_ERROR(state_.slots->Ensure(group));
+  REFITD_RETURN_IF_ERROR(state_.pools->Ensure(*group));
   const Communicator* const local = Find(*group, communicator);
   if (local == nullptr) return absl::CancelledError("the communicator is closed");
   // Members left and others came, so slots lie elsewhere now; only the next communicator reaches
@@ -200,7 +200,7 @@ std::function<void(absl::Status)> DataPlane::WireDoneOf(const GroupRecord& group
   };
 }
 
-void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
+void DataPlane::Start(GroupRecord* group, const StartWire& a, StateLock& lock) {
   absl::StatusOr<Communicator> local = ReadyCommunicator(group, a.communicator);
   const GroupSpec& spec = group->machine->spec();
   if (local.ok() && (int64_t{a.slot.slot.value()} >= spec.slots || a.bytes > spec.slot_bytes ||
@@ -209,10 +209,10 @@ void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
                   a.slot.slot, a.bytes);
   }
   if (!local.ok()) {
-    turn.Post(group->name(), WireDone{a.communicator, a.seq, local.status()});
+    lock.Post(group->name(), WireDone{a.communicator, a.seq, local.status()});
     return;
   }
-  const absl::StatusOr<MemorySpan> slot = GroupMemory(*state_.leases, *group).Slot(a.slot.slot);
+  const absl::StatusOr<MemorySpan> slot = MemoryOf(*group).Slot(a.slot.slot);
   REFITD_CHECK(slot.ok());  // Ensure made it
   MemorySpan memory = *slot;
   memory.bytes = a.bytes;
@@ -253,7 +253,7 @@ absl::StatusOr<WireExchange> DataPlane::ExchangeOf(const GroupRecord& group, con
     return Error(absl::StatusCode::kInvalidArgument, "slots {} and {}: not two of the pool", a.out,
                  a.in);
   }
-  const GroupMemory slots(*state_.leases, group);
+  const GroupMemory slots = MemoryOf(group);
   const auto add = [&](uint32_t rank, SlotIndex slot, int64_t offset, int64_t bytes,
                        std::vector<WireExchange::Leg>* legs) -> absl::Status {
     if (bytes == 0) return absl::OkStatus();
@@ -282,16 +282,16 @@ absl::StatusOr<WireExchange> DataPlane::ExchangeOf(const GroupRecord& group, con
   return exchange;
 }
 
-void DataPlane::Start(GroupRecord* group, const StartExchange& a, Turn& turn) {
+void DataPlane::Start(GroupRecord* group, const StartExchange& a, StateLock& lock) {
   const absl::StatusOr<Communicator> local = ReadyCommunicator(group, a.communicator);
   if (!local.ok()) {
-    turn.Post(group->name(), WireDone{a.communicator, a.seq, local.status()});
+    lock.Post(group->name(), WireDone{a.communicator, a.seq, local.status()});
     return;
   }
   int64_t received = 0;
   absl::StatusOr<WireExchange> exchange = ExchangeOf(*group, a, &received);
   if (!exchange.ok()) {
-    turn.Post(group->name(), WireDone{a.communicator, a.seq, exchange.status()});
+    lock.Post(group->name(), WireDone{a.communicator, a.seq, exchange.status()});
     return;
   }
   exchange->communicator = local->id;
@@ -341,7 +341,7 @@ WireStats DataPlane::TotalStats() const {
 void DataPlane::StopWires() {
   std::unique_ptr<Wire> wire;
   std::shared_ptr<DeviceWire> device_wire;
-  MutexLock lock(turns_.mutex);
+  MutexLock lock(mutex_.raw());
   communicators_.clear();
   wire = std::move(wire_);
   device_wire = std::move(device_wire_);

@@ -43,31 +43,31 @@ absl::Status CheckPatterns(const std::vector<std::string>& names, std::string_vi
 
 }  // namespace
 
-absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
-  REFITD_RETURN_IF_ERROR(CheckField(wish.trainer_ranks, 1, kMaxTrainerRanks, "trainer_ranks"));
-  REFITD_RETURN_IF_ERROR(CheckField(wish.min_instances, 0, kMaxEngineRanks, "min_instances"));
-  if (wish.slots != 0) REFITD_RETURN_IF_ERROR(CheckField(wish.slots, 2, kMaxSlots, "slots"));
-  REFITD_RETURN_IF_ERROR(CheckField(wish.slot_bytes, 0, limits.max_pool_bytes, "slot_bytes"));
-  if (wish.slot_bytes % 4096 != 0) {
+absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wanted, const SpecLimits& limits) {
+  REFITD_RETURN_IF_ERROR(CheckField(wanted.trainer_ranks, 1, kMaxTrainerRanks, "trainer_ranks"));
+  REFITD_RETURN_IF_ERROR(CheckField(wanted.min_instances, 0, kMaxEngineRanks, "min_instances"));
+  if (wanted.slots != 0) REFITD_RETURN_IF_ERROR(CheckField(wanted.slots, 2, kMaxSlots, "slots"));
+  REFITD_RETURN_IF_ERROR(CheckField(wanted.slot_bytes, 0, limits.max_pool_bytes, "slot_bytes"));
+  if (wanted.slot_bytes % 4096 != 0) {
     return InvalidField("spec.slot_bytes", "spec.slot_bytes: {} is not a multiple of 4096",
-                        wish.slot_bytes);
+                        wanted.slot_bytes);
   }
-  REFITD_RETURN_IF_ERROR(CheckPatterns(wish.engine_only_tensors, "spec.engine_only_tensors"));
-  REFITD_RETURN_IF_ERROR(CheckPatterns(wish.unwanted_tensors, "spec.unwanted_tensors"));
-  REFITD_RETURN_IF_ERROR(CheckField(wish.max_lag, 0, kMaxLag, "max_lag"));
-  wish.min_instances = std::max(1, wish.min_instances);
-  if (wish.slot_bytes == 0) wish.slot_bytes = limits.default_slot_bytes;
-  if (wish.slots == 0) wish.slots = limits.default_slots;
-  SortUnique(&wish.engine_only_tensors);
-  SortUnique(&wish.unwanted_tensors);
-  return wish;
+  REFITD_RETURN_IF_ERROR(CheckPatterns(wanted.engine_only_tensors, "spec.engine_only_tensors"));
+  REFITD_RETURN_IF_ERROR(CheckPatterns(wanted.unwanted_tensors, "spec.unwanted_tensors"));
+  REFITD_RETURN_IF_ERROR(CheckField(wanted.max_lag, 0, kMaxLag, "max_lag"));
+  wanted.min_instances = std::max(1, wanted.min_instances);
+  if (wanted.slot_bytes == 0) wanted.slot_bytes = limits.default_slot_bytes;
+  if (wanted.slots == 0) wanted.slots = limits.default_slots;
+  SortUnique(&wanted.engine_only_tensors);
+  SortUnique(&wanted.unwanted_tensors);
+  return wanted;
 }
 
-absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const GroupSpec& known,
+absl::Status CheckSameSpec(const std::string& group, GroupSpec wanted, const GroupSpec& known,
                            const SpecLimits& limits) {
-  if (wish.slots == 0) wish.slots = known.slots;
-  if (wish.slot_bytes == 0) wish.slot_bytes = known.slot_bytes;
-  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(std::move(wish), limits));
+  if (wanted.slots == 0) wanted.slots = known.slots;
+  if (wanted.slot_bytes == 0) wanted.slot_bytes = known.slot_bytes;
+  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(std::move(wanted), limits));
   if (EqualButTrainers(spec, known)) return absl::OkStatus();
   if (spec.encrypted_data != known.encrypted_data) {
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -99,13 +99,13 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                group, daemon, clear);
 }
 
-absl::Status CheckGivenSpec(const GroupSpec& told, const SpecLimits& limits) {
-  if (told.slots >= 1 && told.slots <= kMaxSlots && told.slot_bytes >= 1 &&
-      told.slot_bytes <= limits.max_pool_bytes) {
+absl::Status CheckGivenSpec(const GroupSpec& joined, const SpecLimits& limits) {
+  if (joined.slots >= 1 && joined.slots <= kMaxSlots && joined.slot_bytes >= 1 &&
+      joined.slot_bytes <= limits.max_pool_bytes) {
     return absl::OkStatus();
   }
-  return InvalidField("spec", "spec: {} slots of {} bytes, where max_pool_bytes is {}", told.slots,
-                      told.slot_bytes, limits.max_pool_bytes);
+  return InvalidField("spec", "spec: {} slots of {} bytes, where max_pool_bytes is {}",
+                      joined.slots, joined.slot_bytes, limits.max_pool_bytes);
 }
 
 }  // namespace refitd

@@ -1,4 +1,4 @@
-// A group's spec as callers wish for it: checked and completed with the daemon's defaults (P10).
+// A group's spec as callers ask for it: checked and completed with the daemon's defaults (P10).
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_NODE_GROUP_SPEC_H_
@@ -19,13 +19,13 @@ struct SpecLimits {
   int64_t max_pool_bytes = int64_t{16} << 30;
 };
 
-// The spec that the wish becomes. `slots` and `slot_bytes` of 0 are left to the daemon.
+// The spec that the wanted spec becomes. `slots` and `slot_bytes` of 0 are left to the daemon.
 // INVALID_ARGUMENT, naming field and value: a number is out of its range, or a name is no name.
-absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits);
+absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wanted, const SpecLimits& limits);
 
-// OK: the wish is `known`, where fields left to a default match any value. FAILED_PRECONDITION: the
-// wish is another spec.
-absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const GroupSpec& known,
+// OK: the wanted spec is `known`, where fields left to a default match any value.
+// FAILED_PRECONDITION: the wanted spec is another one.
+absl::Status CheckSameSpec(const std::string& group, GroupSpec wanted, const GroupSpec& known,
                            const SpecLimits& limits);
 
 // OK: the spec is `has`, but for the trainer ranks, which the group compares when trainers attach.
@@ -39,7 +39,7 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                              const std::string& daemon, const std::string& clear);
 
 // Sizes that a coordinator tells a daemon that joins are bounded as an operator's are (P10).
-absl::Status CheckGivenSpec(const GroupSpec& told, const SpecLimits& limits);
+absl::Status CheckGivenSpec(const GroupSpec& joined, const SpecLimits& limits);
 
 }  // namespace refitd
 

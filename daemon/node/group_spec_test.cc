@@ -14,10 +14,10 @@ constexpr SpecLimits kLimits = {
     .default_slot_bytes = 8192, .default_slots = 3, .max_pool_bytes = 1 << 20};
 
 GroupSpec Wish() {
-  GroupSpec wish;
-  wish.trainer_ranks = 2;
-  wish.min_instances = 0;
-  return wish;
+  GroupSpec wanted;
+  wanted.trainer_ranks = 2;
+  wanted.min_instances = 0;
+  return wanted;
 }
 
 TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
@@ -30,10 +30,10 @@ TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
 }
 
 TEST_CASE("names of tensors are sorted and come once") {
-  GroupSpec wish = Wish();
-  wish.engine_only_tensors = {"b", "a", "b"};
-  wish.unwanted_tensors = {"b*", "a*", "b*"};
-  const absl::StatusOr<GroupSpec> spec = CheckSpec(wish, kLimits);
+  GroupSpec wanted = Wish();
+  wanted.engine_only_tensors = {"b", "a", "b"};
+  wanted.unwanted_tensors = {"b*", "a*", "b*"};
+  const absl::StatusOr<GroupSpec> spec = CheckSpec(wanted, kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->engine_only_tensors == std::vector<std::string>{"a", "b"});
   CHECK(spec->unwanted_tensors == std::vector<std::string>{"a*", "b*"});
@@ -41,9 +41,9 @@ TEST_CASE("names of tensors are sorted and come once") {
 
 TEST_CASE("a bad field of a spec is named with its value (P10)") {
   const auto refused = [](auto change) {
-    GroupSpec wish = Wish();
-    change(&wish);
-    const absl::Status status = CheckSpec(wish, kLimits).status();
+    GroupSpec wanted = Wish();
+    change(&wanted);
+    const absl::Status status = CheckSpec(wanted, kLimits).status();
     CHECK(status.code() == kInvalid);
     return std::string(status.message());
   };
@@ -67,9 +67,9 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
 }
 
 TEST_CASE("engine-only and unwanted tensors take exact names, prefixes and globs alike") {
-  GroupSpec wish = Wish();
-  wish.engine_only_tensors = wish.unwanted_tensors = {"head", "mtp.*", "*.layers.?.bias"};
-  const auto spec = CheckSpec(wish, kLimits);
+  GroupSpec wanted = Wish();
+  wanted.engine_only_tensors = wanted.unwanted_tensors = {"head", "mtp.*", "*.layers.?.bias"};
+  const auto spec = CheckSpec(wanted, kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->engine_only_tensors == spec->unwanted_tensors);
 }
@@ -94,11 +94,11 @@ TEST_CASE("a spec equals the group's where it leaves slots to the default, and o
 }
 
 TEST_CASE("a spec that demands encryption is another spec than one that does not") {
-  GroupSpec wish = Wish();
-  const GroupSpec clear = *CheckSpec(wish, kLimits);
+  GroupSpec wanted = Wish();
+  const GroupSpec clear = *CheckSpec(wanted, kLimits);
   CHECK_FALSE(clear.encrypted_data);
-  wish.encrypted_data = true;
-  const GroupSpec encrypted = *CheckSpec(wish, kLimits);
+  wanted.encrypted_data = true;
+  const GroupSpec encrypted = *CheckSpec(wanted, kLimits);
   CHECK(encrypted.encrypted_data);
   CHECK_THAT(std::string(CheckSameSpec("g", encrypted, clear, kLimits).message()),
              Contains("spec.encrypted_data: group 'g' has false, this one says true"));
@@ -119,10 +119,10 @@ TEST_CASE("only a group that demands encryption refuses daemons that have none")
 TEST_CASE("sizes that a coordinator tells are bounded as an operator's are (P10)") {
   GroupSpec told = *CheckSpec(Wish(), kLimits);
   CHECK(CheckGivenSpec(told, kLimits).ok());
-  told.slot_bytes = kLimits.max_pool_bytes + 1;
+  joined.slot_bytes = kLimits.max_pool_bytes + 1;
   CHECK(CheckGivenSpec(told, kLimits).code() == kInvalid);
-  told.slot_bytes = 1;
-  told.slots = 0;
+  joined.slot_bytes = 1;
+  joined.slots = 0;
   CHECK(CheckGivenSpec(told, kLimits).code() == kInvalid);
 }
 

@@ -136,8 +136,8 @@ absl::StatusOr<std::vector<std::string>> Groups::RoomFor(const std::string& name
 
 bool Groups::Empty(const GroupRecord& group) const {
   return group.coordinator != nullptr && !group.machine->has_members() &&
-         !group.machine->update_running() && !peers_->Any(group.name()) &&
-         !waiters_->AnyOfSlots(group.name());
+         !group.machine->update_running() && !sessions_->Any(group.name()) &&
+         !pending_->AnyOfSlots(group.name());
 }
 
 bool Groups::NoteEmpty(GroupRecord* group, TimePoint now) {
@@ -202,7 +202,6 @@ void Groups::CheckInvariants() const {
     REFITD_CHECK(!group->empty_since.has_value() || coordinates);
     REFITD_CHECK(group->preparing_begins >= 0);
     group->machine->CheckInvariants();
-    group->pools.CheckInvariants();
   }
 }
 

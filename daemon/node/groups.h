@@ -9,7 +9,7 @@
 //     whoever adds a group has asked RoomFor (P10).
 //  4. A group that has been empty for Limits::idle is dropped (P8), never while an update runs.
 //
-// The class is part of the daemon's state and is used under its mutex (turn.h).
+// The class is part of the daemon's state and is used under the state lock (state_lock.h).
 #ifndef REFITD_DAEMON_NODE_GROUPS_H_
 #define REFITD_DAEMON_NODE_GROUPS_H_
 
@@ -27,9 +27,8 @@
 #include "daemon/group/follower.h"
 #include "daemon/group/machine.h"
 #include "daemon/link/peer_link.h"
-#include "daemon/node/peers.h"
-#include "daemon/node/pools.h"
-#include "daemon/node/waiters.h"
+#include "daemon/node/peer_sessions.h"
+#include "daemon/node/pending_attaches.h"
 #include "transport/base/ids.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/overlap.h"
@@ -63,12 +62,6 @@ struct GroupRecord {
   // On the coordinator: the time since which the group has had no member. nullopt: the group has
   // members, or an update runs.
   std::optional<TimePoint> empty_since;
-  // The staging slots. Those in host memory are made when a member first needs them. Those on a GPU
-  // are made before a loader rank there is welcomed, when a trainer there first leases or maps one,
-  // or for a Begin whose buckets may be broadcast through slots; they are given up with the last
-  // member on that GPU. The wire's GPU keeps its slots as long as a member is on any GPU or an
-  // update runs.
-  Pools pools;
   // Engine ranks that attach must have a pool on their GPU while Begin calls are making pools, and
   // while the running update's buckets may be broadcast.
   int preparing_begins = 0;
@@ -100,8 +93,6 @@ struct GroupRecord {
     return preparing_begins > 0 || (broadcasts && machine->update_running());
   }
   int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
-  // Makes the staging slots in host memory, unless they are there.
-  absl::Status EnsureHostPool() { return pools.EnsureHost(name(), pool_bytes()); }
 };
 
 class Groups {
@@ -111,10 +102,10 @@ class Groups {
     int64_t pool_bytes = int64_t{16} << 30;  // staging slots of all groups, in one place
     Duration idle = std::chrono::minutes(10);
   };
-  // `peers` and `waiters` must outlive the groups, which ask them whether anybody waits for a
+  // `sessions` and `pending` must outlive the groups, which ask them whether anybody waits for a
   // group: such a group is not empty.
-  Groups(const Limits& limits, const Peers* peers, const Waiters* waiters)
-      : limits_(limits), peers_(peers), waiters_(waiters) {}
+  Groups(const Limits& limits, const PeerSessions* sessions, const PendingAttaches* pending)
+      : limits_(limits), sessions_(sessions), pending_(pending) {}
 
   // ---- finding ----
   // Null: there is no such group.
@@ -172,8 +163,8 @@ class Groups {
   GroupRecord* Add(const std::string& name, std::unique_ptr<GroupRecord> record);
 
   const Limits limits_;
-  const Peers* const peers_;
-  const Waiters* const waiters_;
+  const PeerSessions* const sessions_;
+  const PendingAttaches* const pending_;
   std::map<std::string, std::unique_ptr<GroupRecord>> groups_;
   uint64_t next_ = 1;
 };

@@ -21,9 +21,9 @@ const TimePoint kNow{std::chrono::hours(1)};
 constexpr int64_t kPool = 4 * 4096;  // bytes of one group's pool
 
 struct World {
-  Peers peers;
-  Waiters waiters;
-  Groups groups{{.groups = 3, .pool_bytes = 3 * kPool, .idle = seconds(60)}, &peers, &waiters};
+  PeerSessions sessions;
+  PendingAttaches pending;
+  Groups groups{{.groups = 3, .pool_bytes = 3 * kPool, .idle = seconds(60)}, &sessions, &pending};
   uint64_t ids = 0;
 
   static GroupSpec Spec() {
@@ -39,7 +39,7 @@ struct World {
     rank.group = group;
     rank.engine = true;
     rank.ordinal = 0;
-    waiters.Wait(Waiters::OfSlots{std::move(rank), EngineAttached{}});
+    pending.Wait(PendingAttaches::OfSlots{std::move(rank), EngineAttached{}});
   }
   GroupRecord* Coordinate(const std::string& name, TimePoint now = kNow) {
     CoordinatorOptions options;
@@ -143,7 +143,7 @@ TEST_CASE("a group expires when it has been empty for its time, not while someon
   CHECK_FALSE(world.groups.Empty(*group));
   CHECK(world.groups.Expired(kNow + seconds(260)).empty());
   CHECK(group->empty_since == kNow + seconds(260));
-  CHECK(world.waiters.TakeOfSlots(MemberId(2)).has_value());
+  CHECK(world.pending.TakeOfSlots(MemberId(2)).has_value());
   CHECK(world.groups.Expired(kNow + seconds(320)) == Names{"g"});
 }
 
@@ -151,9 +151,9 @@ TEST_CASE("a group that another daemon has joined is not empty") {
   World world;
   const GroupRecord* const group = world.Coordinate("g");
   CHECK(world.groups.Empty(*group));
-  world.peers.Join(HelloTo("h"), std::make_shared<KeptSession>(1));
+  world.sessions.Join(HelloTo("h"), std::make_shared<KeptSession>(1));
   CHECK(world.groups.Empty(*group));
-  world.peers.Join(HelloTo("g"), std::make_shared<KeptSession>(2));
+  world.sessions.Join(HelloTo("g"), std::make_shared<KeptSession>(2));
   CHECK_FALSE(world.groups.Empty(*group));
 }
 

@@ -42,37 +42,30 @@ std::optional<AuditEvent> AuditOf(const GroupEvent& event) {
   return std::nullopt;
 }
 
+void Audit(const DaemonState& state, const AuditEvent& event) {
+  if (state.options.audit != nullptr) state.options.audit->Record(event);
+}
+
 }  // namespace
 
 // ---- owners ----
 
-std::string Identities::OwnerOf(const std::string& group) {
-  const Turn turn(state_.turns);
-  const GroupRecord* const found = state_.groups.Find(group);
-  return found == nullptr ? "" : found->machine->owner();
-}
-
-bool Identities::HasLease(const std::string& identity) {
-  const Turn turn(state_.turns);
-  return std::any_of(state_.leases.all().begin(), state_.leases.all().end(),
-                     [&](const auto& entry) { return Is(entry.second, identity); });
-}
-
-bool Identities::MayMake(const std::string& group, const std::string& identity) const {
-  if (state_.options.owner_rule == nullptr) return true;
-  const OwnerRule rule = state_.options.owner_rule(group, identity);
+bool MayMakeGroup(const DaemonState& state, const std::string& group, const std::string& identity) {
+  if (state.options.owner_rule == nullptr) return true;
+  const OwnerRule rule = state.options.owner_rule(group, identity);
   return rule == OwnerRule::kNone || rule == OwnerRule::kNamed;
 }
 
 // ---- limits of each identity ----
 
-absl::Status Identities::AdmitGroup(const std::string& creator, int64_t pool_bytes) const {
-  const IdentityLimits& limits = state_.options.per_identity;
+absl::Status AdmitGroup(const DaemonState& state, const std::string& creator, int64_t pool_bytes,
+                        const GroupRecord* joined) {
+  const IdentityLimits& limits = state.options.per_identity;
   if (creator.empty() || (limits.groups == 0 && limits.pool_bytes == 0)) return absl::OkStatus();
   int64_t groups = 0;
   int64_t bytes = 0;
-  for (const auto& [name, group] : state_.groups.all()) {
-    if (group->creator != creator) continue;
+  for (const auto& [name, group] : state.groups.all()) {
+    if (group->creator != creator || group.get() == joined) continue;
     ++groups;
     bytes += group->pool_bytes();
   }
@@ -80,47 +73,37 @@ absl::Status Identities::AdmitGroup(const std::string& creator, int64_t pool_byt
   return CheckQuota("pool_bytes", limits.pool_bytes, bytes, pool_bytes, creator);
 }
 
-absl::Status Identities::AdmitJoinedPool(const GroupRecord& joined, const GroupSpec& spec) const {
-  const IdentityLimits& limits = state_.options.per_identity;
-  if (limits.pool_bytes == 0) return absl::OkStatus();
-  int64_t bytes = 0;
-  for (const auto& [name, group] : state_.groups.all()) {
-    if (group.get() != &joined && group->creator == joined.creator) bytes += group->pool_bytes();
-  }
-  return CheckQuota("pool_bytes", limits.pool_bytes, bytes, spec.slots * spec.slot_bytes,
-                    joined.creator);
-}
-
-absl::Status Identities::AdmitMember(const Peer& peer) const {
-  const int64_t limit = state_.options.per_identity.members;
+absl::Status AdmitMember(const DaemonState& state, const Peer& peer) {
+  const int64_t limit = state.options.per_identity.members;
   if (limit == 0) return absl::OkStatus();
   const std::string identity = IdentityOf(peer);
-  int64_t members = state_.waiters.CountOf([&](const MemberRecord& m) { return Is(m, identity); });
-  for (const auto& [id, member] : state_.leases.all()) members += Is(member, identity) ? 1 : 0;
+  int64_t members = state.pending.CountOf([&](const MemberRecord& m) { return Is(m, identity); });
+  for (const auto& [id, member] : state.members.all()) members += Is(member, identity) ? 1 : 0;
   return CheckQuota("members", limit, members, 1, identity);
 }
 
-absl::Status Identities::AdmitRegionOf(const MemberRecord& of) const {
-  const int64_t limit = state_.options.per_identity.regions;
+absl::Status AdmitRegionOf(const DaemonState& state, const MemberRecord& of) {
+  const int64_t limit = state.options.per_identity.regions;
   if (limit == 0) return absl::OkStatus();
   const std::string identity = IdentityOf(of.peer);
   int64_t regions = 0;
-  for (const auto& [id, member] : state_.leases.all()) {
+  for (const auto& [id, member] : state.members.all()) {
     if (Is(member, identity)) regions += static_cast<int64_t>(member.regions.size());
   }
   return CheckQuota("regions", limit, regions, 1, identity);
 }
 
-absl::Status Identities::AdmitUpdate(const MemberRecord& trainer, const std::string& request_id) {
-  GroupRecord* const group = state_.groups.Of(trainer);
+absl::Status AdmitUpdate(DaemonState& state, const MemberRecord& trainer,
+                         const std::string& request_id) {
+  GroupRecord* const group = state.groups.Of(trainer);
   // A catch-up gives way, so this call opens an update.
   if (group->machine->update_running() && !group->machine->catch_up_running())
     return absl::OkStatus();
   const std::string identity = IdentityOf(trainer.peer);
-  if (const int64_t limit = state_.options.per_identity.updates; limit != 0) {
+  if (const int64_t limit = state.options.per_identity.updates; limit != 0) {
     int64_t updates = 0;
-    for (const std::string& name : state_.groups.running()) {
-      updates += state_.groups.Find(name)->opener.identity == identity ? 1 : 0;
+    for (const std::string& name : state.groups.running()) {
+      updates += state.groups.Find(name)->opener.identity == identity ? 1 : 0;
     }
     REFITD_RETURN_IF_ERROR(CheckQuota("updates", limit, updates, 1, identity));
   }
@@ -130,31 +113,27 @@ absl::Status Identities::AdmitUpdate(const MemberRecord& trainer, const std::str
 
 // ---- the audit log ----
 
-void Identities::Audit(const AuditEvent& event) const {
-  if (state_.options.audit != nullptr) state_.options.audit->Record(event);
+void AuditAttach(const DaemonState& state, const MemberRecord& member) {
+  Audit(state, {.what = AuditWhat::kAttach,
+                .identity = IdentityOf(member.peer),
+                .pid = PidOf(member.peer),
+                .rpc = member.engine ? "refitd.v1.Engine/Attach" : "refitd.v1.Trainer/Attach",
+                .group = member.group,
+                .subject = member.engine ? fmt::format("engine of instance {}, member {}",
+                                                       member.instance, member.id.value())
+                                         : fmt::format("trainer, member {}", member.id.value()),
+                .outcome = "OK"});
 }
 
-void Identities::AuditAttach(const MemberRecord& member) const {
-  Audit({.what = AuditWhat::kAttach,
-         .identity = IdentityOf(member.peer),
-         .pid = PidOf(member.peer),
-         .rpc = member.engine ? "refitd.v1.Engine/Attach" : "refitd.v1.Trainer/Attach",
-         .group = member.group,
-         .subject = member.engine ? fmt::format("engine of instance {}, member {}", member.instance,
-                                                member.id.value())
-                                  : fmt::format("trainer, member {}", member.id.value()),
-         .outcome = "OK"});
-}
-
-ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& event,
-                                  const Peer& peer, ReplyFunction reply) const {
-  if (state_.options.audit == nullptr) return reply;
+ReplyFunction Audited(const DaemonState& state, const std::string& group, const GroupEvent& event,
+                      const Peer& peer, ReplyFunction reply) {
+  if (state.options.audit == nullptr) return reply;
   std::optional<AuditEvent> line = AuditOf(event);
   if (!line.has_value()) return reply;
   line->group = group;
   line->identity = IdentityOf(peer);
   line->pid = PidOf(peer);
-  return [audit = state_.options.audit, line = *std::move(line), reply = std::move(reply)](
+  return [audit = state.options.audit, line = *std::move(line), reply = std::move(reply)](
              const absl::Status& status, const ReplyPayload& payload) mutable {
     line.outcome = absl::StatusCodeToString(status.code());
     if (!status.ok()) line.reason = Message(status);
@@ -163,24 +142,24 @@ ReplyFunction Identities::Audited(const std::string& group, const GroupEvent& ev
   };
 }
 
-void Identities::AuditUpdate(const GroupRecord& group, const UpdateEnded& ended) const {
-  Audit({.what = AuditWhat::kUpdate,
-         .identity = group.opener.identity,
-         .pid = group.opener.pid,
-         .group = group.name(),
-         .version = ended.version.value(),
-         .outcome = ended.outcome == Outcome::kCommitted ? "committed" : "aborted",
-         .reason = ended.reason,
-         .request_id = group.opener.request_id});
+void AuditUpdate(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended) {
+  Audit(state, {.what = AuditWhat::kUpdate,
+                .identity = group.opener.identity,
+                .pid = group.opener.pid,
+                .group = group.name(),
+                .version = ended.version.value(),
+                .outcome = ended.outcome == Outcome::kCommitted ? "committed" : "aborted",
+                .reason = ended.reason,
+                .request_id = group.opener.request_id});
 }
 
-void Identities::AuditEviction(const GroupRecord& group, const LogLine& line) const {
-  Audit({.what = AuditWhat::kEvict,
-         .group = group.name(),
-         .subject = line.evicted,
-         .version = line.version.value(),
-         .outcome = "evicted",
-         .reason = line.text});
+void AuditEviction(const DaemonState& state, const GroupRecord& group, const LogLine& line) {
+  Audit(state, {.what = AuditWhat::kEvict,
+                .group = group.name(),
+                .subject = line.evicted,
+                .version = line.version.value(),
+                .outcome = "evicted",
+                .reason = line.text});
 }
 
 }  // namespace refitd

@@ -22,9 +22,9 @@ Peer User(uid_t uid) {
 }
 
 // The state alone: no machine handles an event here.
-struct World : private TurnHost, private TimerHost {
+struct World {
   explicit World(const IdentityLimits& limits, AuditLog* audit = nullptr)
-      : state(OptionsOf(limits, audit), this, this) {}
+      : state(OptionsOf(limits, audit), {}, processes.get(), {[](auto&, auto&, auto&) {}, [] {}}) {}
 
   static DaemonOptions OptionsOf(const IdentityLimits& limits, AuditLog* audit) {
     DaemonOptions options;
@@ -33,7 +33,7 @@ struct World : private TurnHost, private TimerHost {
     return options;
   }
   GroupRecord* MakeGroup(const std::string& name, const std::string& creator)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     CoordinatorOptions options;
     options.name = name;
     options.incarnation = 1;
@@ -54,86 +54,61 @@ struct World : private TurnHost, private TimerHost {
     return record;
   }
 
+  const std::unique_ptr<ProcessWatch> processes = *ProcessWatch::Create();
   DaemonState state;
-  Identities identities{&state};
-
- private:
-  void Dispatch(Turn& /*turn*/, const std::string& /*group*/, MachineEvent& /*event*/) override {}
-  void Drained() override {}
-  TimePoint NextWake() override { return DaemonState::Now() + std::chrono::hours(1); }
-  void Ring(Turn& /*turn*/, TimePoint /*now*/) override {}
 };
-
-// ---- leases ----
-
-TEST_CASE("An identity has a lease as long as one of its members is not lost") {
-  World world({});
-  MemberId id;
-  {
-    const Turn turn(world.state.turns);
-    world.MakeGroup("g", "uid:1");
-    id = world.state.leases.Add(world.Trainer(User(1)))->id;
-  }
-  CHECK(world.identities.HasLease("uid:1"));
-  CHECK_FALSE(world.identities.HasLease("uid:2"));
-  {
-    const Turn turn(world.state.turns);
-    CHECK(world.state.leases.Lose(world.state.leases.Find(id)));
-  }
-  CHECK_FALSE(world.identities.HasLease("uid:1"));
-}
 
 // ---- limits ----
 
 TEST_CASE("An identity's groups and their pools are limited, and those of others do not count") {
   World world({.groups = 2, .pool_bytes = 2 * kPool});
-  const Turn turn(world.state.turns);
+  const StateLock lock(&world.state.mutex);
   world.MakeGroup("a", "uid:1");
   world.MakeGroup("b", "uid:2");
-  CHECK(world.identities.AdmitGroup("uid:1", kPool).ok());
-  const absl::Status pool = world.identities.AdmitGroup("uid:1", kPool + 1);
+  CHECK(AdmitGroup(world.state, "uid:1", kPool).ok());
+  const absl::Status pool = AdmitGroup(world.state, "uid:1", kPool + 1);
   CHECK(pool.code() == absl::StatusCode::kResourceExhausted);
   CHECK(std::string(pool.message()).find("pool_bytes: uid:1") != std::string::npos);
   const GroupRecord* const joined = world.MakeGroup("c", "uid:1");
-  const absl::Status groups = world.identities.AdmitGroup("uid:1", 0);
+  const absl::Status groups = AdmitGroup(world.state, "uid:1", 0);
   CHECK(std::string(groups.message()).find("groups: uid:1") != std::string::npos);
-  CHECK(world.identities.AdmitGroup("", 100 * kPool).ok());
+  CHECK(AdmitGroup(world.state, "", 100 * kPool).ok());
   // A group that this daemon joins counts with the pool that its coordinator tells.
   GroupSpec told;
   told.slots = 4;
   told.slot_bytes = 4096;
-  CHECK(world.identities.AdmitJoinedPool(*joined, told).ok());
+  CHECK(AdmitGroup(world.state, "uid:1", told.slots * told.slot_bytes, joined).ok());
   told.slots = 5;
-  CHECK_FALSE(world.identities.AdmitJoinedPool(*joined, told).ok());
+  CHECK_FALSE(AdmitGroup(world.state, "uid:1", told.slots * told.slot_bytes, joined).ok());
 }
 
 TEST_CASE("Members that wait count as members of their identity, and lost ones do not") {
   World world({.members = 2});
-  const Turn turn(world.state.turns);
+  const StateLock lock(&world.state.mutex);
   world.MakeGroup("g", "uid:1");
-  MemberRecord* const first = world.state.leases.Add(world.Trainer(User(1)));
+  MemberRecord* const first = world.state.members.Add(world.Trainer(User(1)));
   MemberRecord waits = world.Trainer(User(1));
   waits.group = "later";
-  world.state.waiters.Wait(Waiters::OfGroup{std::move(waits), TrainerAttached{}, DaemonState::Now(),
-                                            true, "", std::nullopt});
-  CHECK(world.identities.AdmitMember(User(1)).code() == absl::StatusCode::kResourceExhausted);
-  CHECK(world.identities.AdmitMember(User(2)).ok());
-  CHECK(world.state.leases.Lose(first));
-  CHECK(world.identities.AdmitMember(User(1)).ok());
+  world.state.pending.Wait(PendingAttaches::OfGroup{std::move(waits), TrainerAttached{},
+                                                    DaemonState::Now(), true, "", std::nullopt});
+  CHECK(AdmitMember(world.state, User(1)).code() == absl::StatusCode::kResourceExhausted);
+  CHECK(AdmitMember(world.state, User(2)).ok());
+  CHECK(world.state.members.Lose(first));
+  CHECK(AdmitMember(world.state, User(1)).ok());
 }
 
 TEST_CASE("Regions of all members of an identity are counted together") {
   World world({.regions = 2});
-  const Turn turn(world.state.turns);
+  const StateLock lock(&world.state.mutex);
   world.MakeGroup("g", "uid:1");
-  MemberRecord* const first = world.state.leases.Add(world.Trainer(User(1)));
-  MemberRecord* const second = world.state.leases.Add(world.Trainer(User(1)));
-  const MemberRecord* const other = world.state.leases.Add(world.Trainer(User(2)));
+  MemberRecord* const first = world.state.members.Add(world.Trainer(User(1)));
+  MemberRecord* const second = world.state.members.Add(world.Trainer(User(1)));
+  const MemberRecord* const other = world.state.members.Add(world.Trainer(User(2)));
   first->regions[RegionId(1)] = {};
-  CHECK(world.identities.AdmitRegionOf(*second).ok());
+  CHECK(AdmitRegionOf(world.state, *second).ok());
   second->regions[RegionId(2)] = {};
-  CHECK(world.identities.AdmitRegionOf(*first).code() == absl::StatusCode::kResourceExhausted);
-  CHECK(world.identities.AdmitRegionOf(*other).ok());
+  CHECK(AdmitRegionOf(world.state, *first).code() == absl::StatusCode::kResourceExhausted);
+  CHECK(AdmitRegionOf(world.state, *other).ok());
   first->regions.clear();
   second->regions.clear();
 }
@@ -154,8 +129,8 @@ TEST_CASE("The audit log tells who began an update, and how the call was answere
   BeginEvent begin;
   begin.version = Version(7);
   begin.request_id = "r-1";
-  const ReplyFunction reply = world.identities.Audited(
-      "g", begin, User(1),
+  const ReplyFunction reply = Audited(
+      world.state, "g", begin, User(1),
       [&answered](const absl::Status& status, const ReplyPayload&) { answered = !status.ok(); });
   CHECK(written().empty());
   reply(absl::AbortedError("an engine failed"), EmptyReply{});
@@ -164,14 +139,14 @@ TEST_CASE("The audit log tells who began an update, and how the call was answere
     CHECK(written().find(part) != std::string::npos);
   }
   {
-    const Turn turn(world.state.turns);
+    const StateLock lock(&world.state.mutex);
     GroupRecord* const group = world.MakeGroup("g", "uid:1");
-    const MemberRecord* const trainer = world.state.leases.Add(world.Trainer(User(1)));
-    CHECK(world.identities.AdmitUpdate(*trainer, "r-2").ok());
+    const MemberRecord* const trainer = world.state.members.Add(world.Trainer(User(1)));
+    CHECK(AdmitUpdate(world.state, *trainer, "r-2").ok());
     UpdateEnded ended;
     ended.version = Version(7);
     ended.outcome = Outcome::kCommitted;
-    world.identities.AuditUpdate(*group, ended);
+    AuditUpdate(world.state, *group, ended);
   }
   CHECK(written().find("committed") != std::string::npos);
   CHECK(written().find("r-2") != std::string::npos);

@@ -57,7 +57,7 @@ struct RegionRecord {
 
 struct MemberRecord {
   MemberId id;
-  std::string token;  // of its lease; empty before Leases::Add
+  std::string token;  // of its lease; empty before Members::Add
   std::string group;
   bool engine = false;
   bool lost = false;  // its token is dead; copies may still run

@@ -1,206 +1,198 @@
 #include "daemon/node/members.h"
 
-#include <map>
-#include <memory>
-#include <optional>
-#include <utility>
+#include <sys/random.h>
 
-#include "daemon/process/log.h"
-#include "proto/protocol.h"
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "daemon/sockets/descriptor_socket.h"
 #include "transport/base/status.h"
 
 namespace refitd {
 namespace {
 
-constexpr char kDied[] = "its process died";
+// Random bytes from the kernel, so that a token can't be guessed (P9).
+std::string RandomToken() {
+  std::string token(sizeof(Token), '\0');
+  REFITD_CHECK(getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size()));
+  return token;
+}
 
 }  // namespace
 
-absl::Status LeaseEnded(const std::string& reason) {
-  return Error(absl::StatusCode::kAborted, "the lease ended: {}", reason);
+MemberRecord* Members::Add(MemberRecord record) {
+  REFITD_CHECK(record.id != MemberId() && !record.lost && record.token.empty());
+  record.token = RandomToken();
+  const MemberId id = record.id;
+  REFITD_CHECK(tokens_.emplace(record.token, id).second);
+  const auto [it, added] = members_.emplace(id, std::move(record));
+  REFITD_CHECK(added);
+  return &it->second;
 }
 
-// ---- entering ----
-
-void Members::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn) {
-  REFITD_CHECK(group != nullptr && group->name() == record.group);
-  if (absl::Status devices = device_slots_.CheckEntering(*group, record); !devices.ok()) {
-    return record.End(std::move(devices));
-  }
-  if (record.reads_slots && record.ordinal.has_value() && group->follower != nullptr) {
-    // The coordinator tells how many slots are needed, and how large. The link may not be up yet.
-    std::get<EngineAttached>(attached).awaits_slots = true;
-    return Admit(std::move(record), std::move(attached), turn);
-  }
-  const bool wants_pool = record.reads_slots || (record.engine && group->wants_pools());
-  if (wants_pool && device_slots_.MissingOf(record).has_value()) {
-    return AwaitPool(std::move(record), *group, std::move(attached));
-  }
-  Admit(std::move(record), std::move(attached), turn);
+bool Members::Lose(MemberRecord* member) {
+  if (member->lost) return false;
+  member->lost = true;
+  REFITD_CHECK(tokens_.erase(member->token) == 1);
+  return true;
 }
 
-void Members::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
-  const MemberId member = record.id;
-  record.incarnation = state_.groups.Of(record)->machine->incarnation();
-  MemberRecord& m = *state_.leases.Add(std::move(record));
-  if (!m.peer.identity.empty()) {
-    LogInfo("group {}: member {} attaches as {}", m.group, member.value(), m.peer.identity);
+MemberRecord Members::Remove(MemberId member) {
+  const auto it = members_.find(member);
+  REFITD_CHECK(it != members_.end());
+  MemberRecord record = std::move(it->second);
+  members_.erase(it);
+  regions_ -= static_cast<int64_t>(record.regions.size());
+  if (!record.lost) REFITD_CHECK(tokens_.erase(record.token) == 1);
+  return record;
+}
+
+MemberRecord* Members::Find(MemberId member) {
+  const auto it = members_.find(member);
+  return it == members_.end() ? nullptr : &it->second;
+}
+
+const MemberRecord* Members::Find(MemberId member) const {
+  const auto it = members_.find(member);
+  return it == members_.end() ? nullptr : &it->second;
+}
+
+absl::StatusOr<MemberRecord*> Members::Authenticate(const std::string& token, const Peer& peer) {
+  const auto it = tokens_.find(token);
+  if (it == tokens_.end()) {
+    return absl::UnauthenticatedError("lease.token: no such lease (never given, or it ended)");
   }
-  // P8: if a killed process has a forked child that keeps the socket, no end of stream comes.
-  if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
-    absl::StatusOr<WatchHandle> watch =
-        processes_.Watch(*m.peer.credentials, [this, member] { Died(member); });
-    if (watch.ok()) {
-      m.watch = *watch;
-    } else {
-      LogWarning("member {}: process can't be watched: {}", member.value(),
-                 Message(watch.status()));
+  MemberRecord& member = members_.at(it->second);
+  if (member.peer.credentials.has_value() &&
+      (!peer.credentials.has_value() || peer.credentials->uid != member.peer.credentials->uid)) {
+    return absl::PermissionDeniedError("lease.token: the lease belongs to another user");
+  }
+  if (member.peer.identity != peer.identity) {
+    return Error(absl::StatusCode::kPermissionDenied,
+                 "lease.token: the lease belongs to {}, the caller is {}",
+                 member.peer.identity.empty() ? "a member without a certificate"
+                                              : "'" + member.peer.identity + "'",
+                 peer.identity.empty() ? "without a certificate" : "'" + peer.identity + "'");
+  }
+  return &member;
+}
+
+bool Members::HasDevices(const std::string& group) const {
+  return std::any_of(members_.begin(), members_.end(), [&group](const auto& entry) {
+    return entry.second.group == group && entry.second.ordinal.has_value();
+  });
+}
+
+bool Members::OnDevice(const std::string& group, int ordinal) const {
+  return std::any_of(members_.begin(), members_.end(), [&group, ordinal](const auto& entry) {
+    return entry.second.group == group && entry.second.ordinal == ordinal;
+  });
+}
+
+// ---- regions ----
+
+absl::Status Members::AdmitRegion(const MemberRecord& member, const std::string& identity) const {
+  if (member.regions.size() >= static_cast<size_t>(limits_.of_member)) {
+    return Error(absl::StatusCode::kResourceExhausted, "the member has {} regions already",
+                 member.regions.size());
+  }
+  if (regions_ >= limits_.of_daemon) {
+    return Error(absl::StatusCode::kResourceExhausted, "the daemon has {} regions already",
+                 regions_);
+  }
+  if (!member.engine || identity.empty()) return absl::OkStatus();
+  for (const auto& [id, region] : member.regions) {
+    if (region.identity == identity) {
+      return Error(absl::StatusCode::kAlreadyExists, "the memory is region {} already", id);
     }
   }
-  turn.Handle(m.group, std::move(attached));
+  return absl::OkStatus();
 }
 
-void Members::AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached) {
-  REFITD_CHECK(record.engine && record.ordinal.has_value());
-  const MemberId member = record.id;
-  const int ordinal = *record.ordinal;
-  state_.regions_thread->Submit(
-      [this, member, missing = DeviceSlots::Missing{record.group, group.id, ordinal}] {
-        EndPooling(member, device_slots_.MakeNow(missing));
-      });
-  state_.waiters.Wait(Waiters::OfSlots{std::move(record), std::move(attached)});
+RegionId Members::AddRegion(MemberRecord* member, RegionRecord region) {
+  const RegionId id(next_region_++);
+  REFITD_CHECK(member->regions.emplace(id, std::move(region)).second);
+  ++regions_;
+  return id;
 }
 
-void Members::EndPooling(MemberId member, absl::Status made) {
-  Turn turn(state_.turns);
-  std::optional<Waiters::OfSlots> taken = state_.waiters.TakeOfSlots(member);
-  if (!taken.has_value()) return;  // the rank went away, or the daemon drains
-  Waiters::OfSlots waited = *std::move(taken);
-  GroupRecord* group = state_.groups.Find(waited.record.group);
-  if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
-  const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
-  if (!made.ok() && there && !waited.record.reads_slots) {
-    // This rank can take part without slots.
-    LogWarning("group {}: what is being opened goes without broadcasts: {}", waited.record.group,
-               Message(made));
-    std::get<EngineAttached>(waited.attached).lacks_slots = true;
-    made = absl::OkStatus();
+absl::StatusOr<RegionRecord> Members::TakeRegion(MemberRecord* member, RegionId region,
+                                                 const Calls& calls) {
+  const auto it = member->regions.find(region);
+  if (it == member->regions.end()) {
+    return Error(absl::StatusCode::kNotFound, "region_id: {} is no region of this member", region);
   }
-  if (made.ok()) made = device_slots_.CheckEntering(*group, waited.record);
-  if (made.ok()) {
-    Admit(std::move(waited.record), std::move(waited.attached), turn);
-  } else {
-    EndWithoutPool(std::move(waited.record), std::move(made), turn);
+  std::vector<std::shared_ptr<const Layout>> layouts = calls.LayoutsOf(member->id);
+  if (member->layout != nullptr) layouts.insert(layouts.begin(), member->layout);
+  for (const std::shared_ptr<const Layout>& layout : layouts) {
+    for (const Piece& piece : layout->pieces) {
+      if (piece.region == region) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "region_id: {} is in use by tensor '{}'", region,
+                     layout->tensors[piece.tensor].name);
+      }
+    }
   }
-}
-
-// The pool may have been made for the rank already, and is then given back.
-void Members::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) {
-  record.End(std::move(status));
-  GroupRecord* group = state_.groups.Find(record.group);
-  if (group == nullptr) return;
-  DropUnused(group, *record.ordinal, turn);
-  turn.Drain();
-  group = state_.groups.Find(record.group);
-  if (group != nullptr && group->coordinator != nullptr) life_.NoteEmpty(group, turn);
-}
-
-void Members::MakeSlotsFor(MemberId id, const GroupRecord& group) {
-  const MemberRecord* const member = state_.leases.Find(id);
-  if (member == nullptr || !member->ordinal.has_value()) return;
-  state_.regions_thread->Submit(
-      [this, id, missing = DeviceSlots::Missing{group.name(), group.id, *member->ordinal}] {
-        SlotsMade made{id, device_slots_.MakeNow(missing)};
-        Turn turn(state_.turns, Turn::Order::kAhead);
-        if (state_.groups.Find(missing.group, missing.id) == nullptr) return;
-        turn.Handle(missing.group, std::move(made));
-      });
-}
-
-void Members::Welcome(GroupRecord* group, MemberRecord* member) {
-  identities_.AuditAttach(*member);
-  // A follower knows the incarnation once it has joined.
-  member->incarnation = group->machine->incarnation();
-  const GroupLimits& limits = state_.options.group;
-  member->sink->Send(WelcomeNews{.member = member->id,
-                                 .token = member->token,
-                                 .incarnation = member->incarnation,
-                                 .protocol = member->protocol,
-                                 .descriptor_socket = state_.options.descriptor_socket,
-                                 .inline_bytes = state_.options.inline_bytes,
-                                 .outstanding_buckets = limits.outstanding_buckets,
-                                 .default_duration = limits.default_duration,
-                                 .max_duration = limits.max_duration,
-                                 .message_bytes = state_.options.message_bytes,
-                                 .slot_bytes = group->machine->spec().slot_bytes,
-                                 .slots = group->machine->spec().slots,
-                                 .version = group->machine->version()});
-}
-
-// ---- leases ----
-
-absl::StatusOr<MemberRecord*> Members::Authenticate(const Caller& caller, bool engine) {
-  REFITD_RETURN_IF_ERROR(AgreedProtocol(caller.protocol, "lease.protocol").status());
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
-                          state_.leases.Authenticate(caller.token, caller.peer));
-  if (member->engine != engine) {
+  if (calls.IsSource(region)) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "lease: this call is for {}, the lease is of {}",
-                 engine ? "an engine rank" : "a trainer rank",
-                 member->engine ? "an engine rank" : "a trainer rank");
+                 "region_id: {} is the source of an unanswered bucket", region);
   }
-  // An engine's memory does not belong to an incarnation: its lease outlives a replacement.
-  const uint64_t incarnation =
-      engine ? member->incarnation : state_.groups.Of(*member)->machine->incarnation();
-  if (caller.incarnation != incarnation) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "lease.incarnation: {:x} is not group '{}''s incarnation {:x}", caller.incarnation,
-                 member->group, incarnation);
+  RegionRecord taken = std::move(it->second);
+  member->regions.erase(it);
+  --regions_;
+  return taken;
+}
+
+absl::Status Members::BeginOpening() {
+  if (opening_ >= Calls::kMaxOpening) {
+    return Error(absl::StatusCode::kResourceExhausted, "{} regions are being opened already",
+                 opening_);
   }
-  return member;
+  ++opening_;
+  return absl::OkStatus();
 }
 
-void Members::Happened(MemberId member, GroupEvent event) {
-  Turn turn(state_.turns, Turn::Order::kAhead);
-  const MemberRecord* const found = state_.leases.Find(member);
-  if (found != nullptr && !found->lost) turn.Handle(found->group, std::move(event));
+void Members::EndOpening() {
+  REFITD_CHECK(opening_ > 0);
+  --opening_;
 }
 
-// ---- going ----
-
-void Members::Died(MemberId member) {
-  Turn turn(state_.turns, Turn::Order::kAhead);
-  MemberRecord* const found = state_.leases.Find(member);
-  if (found != nullptr) Lose(found, kDied, LeaseEnded(kDied), turn);
-}
-
-void Members::Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn) {
-  if (!state_.leases.Lose(member)) return;
-  member->End(std::move(end));
-  if (member->watch != WatchHandle()) processes_.Cancel(member->watch);
-  // The record may be erased while the event is handled.
-  const std::string group = member->group;
-  const MemberId id = member->id;
-  turn.Handle(group, MemberLost{id, reason});
-}
-
-void Members::Erase(MemberId member, Turn& turn) {
-  if (!state_.leases.Contains(member)) return;
-  MemberRecord record = state_.leases.Remove(member);
-  if (record.watch != WatchHandle()) processes_.Cancel(record.watch);
-  data_plane_.Release(member);
-  // Unmapping large regions takes long, so it is done after the mutex was released.
-  auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(state_.memory.TakeAll(&record));
-  turn.Last([regions] { regions->clear(); });
-  if (GroupRecord* group = state_.groups.Find(record.group);
-      group != nullptr && record.ordinal.has_value()) {
-    DropUnused(group, *record.ordinal, turn);
+void Members::CheckRegions() const {
+  int64_t regions = 0;
+  std::set<RegionId> ids;
+  for (const auto& [id, member] : members_) {
+    REFITD_CHECK(member.regions.size() <= static_cast<size_t>(limits_.of_member));
+    regions += static_cast<int64_t>(member.regions.size());
+    std::set<std::string> identities;
+    for (const auto& [region, record] : member.regions) {
+      REFITD_CHECK(region.value() < next_region_);
+      REFITD_CHECK(ids.insert(region).second);
+      if (member.engine && !record.identity.empty()) {
+        REFITD_CHECK(identities.insert(record.identity).second);
+      }
+    }
   }
+  REFITD_CHECK(regions == regions_);
+  REFITD_CHECK(regions_ <= limits_.of_daemon);
 }
 
-void Members::DropUnused(GroupRecord* group, int ordinal, Turn& turn) {
-  device_slots_.DropUnused(group, ordinal);
-  data_plane_.GiveUpCommunicators(*group, turn);
+void Members::CheckInvariants() const {
+  CheckRegions();
+  size_t live = 0;
+  for (const auto& [id, member] : members_) {
+    REFITD_CHECK(member.id == id);
+    const auto token = tokens_.find(member.token);
+    if (member.lost) {
+      REFITD_CHECK(token == tokens_.end());
+      continue;
+    }
+    REFITD_CHECK(token != tokens_.end() && token->second == id);
+    ++live;
+  }
+  REFITD_CHECK(live == tokens_.size());
 }
 
 }  // namespace refitd

@@ -1,91 +1,96 @@
-// The life of a member: it enters its group, with slots on its GPU where it needs them; holds a
-// lease; is lost; and its record goes with its last copy.
+// The members of this daemon, the tokens of their leases, and the memory regions that they share.
 //
-// P6: a member's mappings are dropped only on ReleaseMember, and every copy holds its own
-// reference. P8: a lost member's token dies at once. P9: a lease is bound to the credentials that
-// attached.
+// Invariants
+//  1. Every member that is not lost has one live token, and every live token belongs to one member
+//     (P9).
+//  2. Lose kills a token at once. The record stays until Remove, for copies that still touch the
+//     member's memory (P6, P8).
+//  3. Ids of members and regions, and tokens, are never used twice.
+//  4. No member has more regions than its limit, and all members together have no more than the
+//     daemon's limit (P10).
+//  5. An engine registers the same memory once only: otherwise two tensors could lie in the same
+//     bytes, which ValidateLayout would not see.
+//  6. A region that a layout or an unanswered bucket uses can't be taken away (P6).
 //
-// The class is part of the daemon's state and is used in a turn (turn.h), but for Happened.
+// The class is part of the daemon's state and is used under the state lock (state_lock.h).
 #ifndef REFITD_DAEMON_NODE_MEMBERS_H_
 #define REFITD_DAEMON_NODE_MEMBERS_H_
 
+#include <cstddef>
+#include <cstdint>
+#include <map>
 #include <string>
+#include <unordered_map>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/node/data_plane.h"
-#include "daemon/node/device_slots.h"
-#include "daemon/node/group_life.h"
-#include "daemon/node/identities.h"
-#include "daemon/node/state.h"
-#include "daemon/node/turn.h"
-#include "daemon/sockets/process_watch.h"
+#include "daemon/node/calls.h"
+#include "daemon/node/member.h"
+#include "transport/base/ids.h"
 
 namespace refitd {
 
-// The status that ends the stream of a member that did not ask to leave.
-absl::Status LeaseEnded(const std::string& reason);
+struct RegionLimits {
+  int of_member = 4096;
+  // The limit of all members together: a process may have 65,530 mappings by default
+  // (vm.max_map_count).
+  int of_daemon = 16'384;
+};
 
 class Members {
  public:
-  // All must outlive it.
-  Members(DaemonState* state, ProcessWatch* processes, const Identities* identities,
-          GroupLife* life, DeviceSlots* slots, DataPlane* data_plane)
-      : state_(*state),
-        processes_(*processes),
-        identities_(*identities),
-        life_(*life),
-        device_slots_(*slots),
-        data_plane_(*data_plane) {}
+  explicit Members(const RegionLimits& limits = {}) : limits_(limits) {}
 
-  // Lets the member enter the group, at once or when its GPU has the pool that it needs; or refuses
-  // it.
-  void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Tells the member that the group's machine has taken it in.
-  void Welcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Makes slots for a rank whose group another daemon coordinates. The event SlotsMade is the
-  // answer.
-  void MakeSlotsFor(MemberId member, const GroupRecord& group)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Adds a member and gives it a token. The member's id must be new.
+  MemberRecord* Add(MemberRecord record);
+  // Ends the lease: its token no longer works. False: it had ended before.
+  bool Lose(MemberRecord* member);
+  // Removes and returns the record, with its regions, which are unmapped when the result is
+  // destroyed, which must not happen under the mutex. The member must exist.
+  MemberRecord Remove(MemberId member);
 
-  // The member whose lease the caller presents. Errors name the lease's field.
-  absl::StatusOr<MemberRecord*> Authenticate(const Caller& caller, bool engine)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // An engine rank says that something has happened (ReadyEvent, AckEvent, EngineFailed). Takes a
-  // turn. Nothing happens if the member is lost.
-  void Happened(MemberId member, GroupEvent event);
+  // Null: there is no such member.
+  MemberRecord* Find(MemberId member);
+  const MemberRecord* Find(MemberId member) const;
+  bool Contains(MemberId member) const { return members_.contains(member); }
+  size_t size() const { return members_.size(); }
+  const std::map<MemberId, MemberRecord>& all() const { return members_; }
 
-  // Ends the member's lease. `end`: the status that the member's stream ends with. The record stays
-  // until its copies ended.
-  void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Removes the record of a member whose last copy has ended.
-  void Erase(MemberId member, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Ends the stream of a rank that was taken out of the waiters and is not admitted.
-  void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // The member whose lease the token is. UNAUTHENTICATED: no lease has it. PERMISSION_DENIED (P9):
+  // the lease was taken over a unix socket, and another user presents it; or it was taken with a
+  // certificate, and somebody of another identity, or of none, presents it.
+  absl::StatusOr<MemberRecord*> Authenticate(const std::string& token, const Peer& peer);
+
+  // Whether the group has a member on any GPU, or on the given GPU.
+  bool HasDevices(const std::string& group) const;
+  bool OnDevice(const std::string& group, int ordinal) const;
+
+  // ---- regions ----
+  // Whether the member may have one more region, with this identity (empty: none is known).
+  // RESOURCE_EXHAUSTED: a limit is reached. ALREADY_EXISTS: the engine has a region of that memory.
+  absl::Status AdmitRegion(const MemberRecord& member, const std::string& identity) const;
+  RegionId AddRegion(MemberRecord* member, RegionRecord region);
+  // Takes a region away from the member. The region is unmapped when the result is destroyed, which
+  // must not happen under the mutex. NOT_FOUND: no such region. FAILED_PRECONDITION: it is in use.
+  absl::StatusOr<RegionRecord> TakeRegion(MemberRecord* member, RegionId region,
+                                          const Calls& calls);
+  // Counts a region that is being opened on another thread, until EndOpening. RESOURCE_EXHAUSTED:
+  // Calls::kMaxOpening regions are being opened.
+  absl::Status BeginOpening();
+  void EndOpening();
+
+  // Aborts the process if an invariant does not hold.
+  void CheckInvariants() const;
 
  private:
-  void Admit(MemberRecord record, GroupEvent attached, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Lets the rank enter once the pool is there, or refuses it.
-  void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  void EndPooling(MemberId member, absl::Status made);
-  // Called when the process of an admitted member has ended.
-  void Died(MemberId member);
-  // Called when a member on that GPU has gone.
-  void DropUnused(GroupRecord* group, int ordinal, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void CheckRegions() const;
 
-  DaemonState& state_;
-  ProcessWatch& processes_;
-  const Identities& identities_;
-  GroupLife& life_;
-  DeviceSlots& device_slots_;
-  DataPlane& data_plane_;
+  const RegionLimits limits_;
+  std::map<MemberId, MemberRecord> members_;
+  std::unordered_map<std::string, MemberId> tokens_;  // live ones
+  uint64_t next_region_ = 1;
+  int64_t regions_ = 0;  // of all members
+  size_t opening_ = 0;
 };
 
 }  // namespace refitd

@@ -1,286 +1,267 @@
 #include "daemon/node/members.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <catch2/catch.hpp>
-#include <fstream>
-#include <iterator>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "daemon/node/device_memory_test_util.h"
-#include "daemon/node/parts_test_util.h"
-#include "daemon/test_util.h"
+#include "daemon/sockets/descriptor_socket.h"
+#include "tests/aborts.h"
 
 namespace refitd {
 namespace {
 
-using Catch::Contains;
-
-TEST_CASE("a member that is let in is told its lease, the daemon's limits and the group's slots") {
-  DaemonOptions options;
-  options.descriptor_socket = "/run/s.fds";
-  options.inline_bytes = 1000;
-  options.message_bytes = 1 << 20;
-  options.group.outstanding_buckets = 7;
-  DaemonParts parts("a", options);
-  const Attached trainer = parts.AttachTrainer("g", Spec(3));
-  const WelcomeNews welcome = trainer.inbox->welcome();
-  CHECK(welcome.member == trainer.id);
-  CHECK(welcome.token.size() == sizeof(Token));
-  CHECK(welcome.protocol == kProtocol);
-  CHECK(welcome.descriptor_socket == "/run/s.fds");
-  CHECK(welcome.inline_bytes == 1000);
-  CHECK(welcome.message_bytes == 1 << 20);
-  CHECK(welcome.outstanding_buckets == 7);
-  CHECK(welcome.default_duration == options.group.default_duration);
-  CHECK(welcome.max_duration == options.group.max_duration);
-  CHECK(welcome.slot_bytes == kSlotBytes);
-  CHECK(welcome.slots == 3);
-  CHECK(welcome.version == std::nullopt);
-  CHECK(welcome.incarnation == parts.operators().Group("g")->machine.group.incarnation);
+MemberRecord Rank(uint64_t id, std::string group = "g", std::optional<int> ordinal = {}) {
+  MemberRecord record;
+  record.id = MemberId(id);
+  record.group = std::move(group);
+  record.ordinal = ordinal;
+  return record;
 }
 
-TEST_CASE("a lease is refused for the other role, another incarnation, and an unknown protocol") {
-  DaemonParts parts;
-  const Attached trainer = parts.AttachTrainer("g");
-  const Caller caller = trainer.caller();
-  const Turn turn(parts.state().turns);
-  const absl::StatusOr<MemberRecord*> found =
-      parts.members().Authenticate(caller, /*engine=*/false);
-  REQUIRE(found.ok());
-  CHECK((*found)->id == trainer.id);
-
-  const absl::Status role = parts.members().Authenticate(caller, /*engine=*/true).status();
-  CHECK(role.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(Message(role), Contains("for an engine rank, the lease is of a trainer rank"));
-  Caller other = caller;
-  other.incarnation += 1;
-  CHECK_THAT(Message(parts.members().Authenticate(other, false).status()),
-             Contains("lease.incarnation"));
-  other = caller;
-  other.protocol = 99;
-  CHECK_THAT(Message(parts.members().Authenticate(other, false).status()),
-             Contains("lease.protocol: version 99"));
-  other = caller;
-  other.token.back() ^= 1;
-  CHECK(parts.members().Authenticate(other, false).status().code() ==
-        absl::StatusCode::kUnauthenticated);
+Peer OfUser(uid_t uid) {
+  Peer peer;
+  peer.credentials.emplace();
+  peer.credentials->uid = uid;
+  return peer;
 }
 
-TEST_CASE("a lost member's token dies at once, and its regions go with its record (P6, P8)") {
-  DaemonParts parts;
-  const Attached engine = parts.AttachEngine("g", "i", Spec());
-  const SharedMemory memory(4096);
-  REQUIRE(parts.Register(engine, memory).ok());
-  CHECK(parts.operators().Describe().regions == 1);
-  {
-    Turn turn(parts.state().turns);
-    MemberRecord* const member = parts.state().leases.Find(engine.id);
-    REQUIRE(member != nullptr);
-    parts.members().Lose(member, "its time was up", LeaseEnded("its time was up"), turn);
-    CHECK(parts.members().Authenticate(engine.caller(), /*engine=*/true).status().code() ==
-          absl::StatusCode::kUnauthenticated);
-    CHECK_FALSE(parts.state().leases.Contains(engine.id));
+class Sink : public MemberSink {
+ public:
+  void Send(MemberNews /*news*/) override {}
+  void End(absl::Status status) override { ends.push_back(std::move(status)); }
+  std::vector<absl::Status> ends;
+};
+
+TEST_CASE("a lease's token names its member until the lease ends; the record stays for copies") {
+  Members members;
+  MemberRecord* const member = members.Add(Rank(1));
+  const std::string token = member->token;
+  members.CheckInvariants();
+  CHECK(token.size() == sizeof(Token));
+  REQUIRE(members.Authenticate(token, {}).ok());
+  CHECK(*members.Authenticate(token, {}) == member);
+
+  CHECK(members.Lose(member));
+  CHECK_FALSE(members.Lose(member));
+  members.CheckInvariants();
+  CHECK(members.Authenticate(token, {}).status().code() == absl::StatusCode::kUnauthenticated);
+  CHECK(members.Find(MemberId(1)) == member);
+
+  CHECK(members.Remove(MemberId(1)).id == MemberId(1));
+  CHECK_FALSE(members.Contains(MemberId(1)));
+  members.CheckInvariants();
+}
+
+TEST_CASE("CheckInvariants finds a lost member whose token lives, and a live one without (P9)") {
+  Members members;
+  MemberRecord* const member = members.Add(Rank(1));
+  CHECK_FALSE(Aborts([&] { members.CheckInvariants(); }));
+  CHECK(Aborts([&] {
+    member->lost = true;
+    members.CheckInvariants();
+  }));
+  CHECK(Aborts([&] {
+    member->token = "another";
+    members.CheckInvariants();
+  }));
+}
+
+TEST_CASE("a member that is removed without being lost leaves no token behind") {
+  Members members;
+  const std::string token = members.Add(Rank(1))->token;
+  members.Remove(MemberId(1));
+  CHECK_FALSE(members.Authenticate(token, {}).ok());
+  CHECK(members.size() == 0);
+  members.CheckInvariants();
+}
+
+TEST_CASE("no two leases have one token") {
+  Members members;
+  std::set<std::string> tokens;
+  for (uint64_t id = 1; id <= 1000; ++id) tokens.insert(members.Add(Rank(id))->token);
+  CHECK(tokens.size() == 1000);
+  members.CheckInvariants();
+}
+
+TEST_CASE("a lease that was taken over a unix socket works for the same user only") {
+  Members members;
+  MemberRecord record = Rank(1);
+  record.peer = OfUser(1000);
+  const std::string token = members.Add(std::move(record))->token;
+  CHECK(members.Authenticate(token, OfUser(1000)).ok());
+  CHECK(members.Authenticate(token, OfUser(1001)).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+  CHECK(members.Authenticate(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
+
+  const std::string over_tcp = members.Add(Rank(2))->token;
+  CHECK(members.Authenticate(over_tcp, {}).ok());
+}
+
+TEST_CASE("a lease that was taken with a certificate works for the same identity only") {
+  Members members;
+  const auto of = [](const std::string& identity) {
+    Peer peer;
+    peer.identity = identity;
+    return peer;
+  };
+  MemberRecord record = Rank(1);
+  record.peer = of("spiffe://prod/a");
+  const std::string token = members.Add(std::move(record))->token;
+  CHECK(members.Authenticate(token, of("spiffe://prod/a")).ok());
+  CHECK(members.Authenticate(token, of("spiffe://prod/b")).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+  CHECK(members.Authenticate(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
+  CHECK(members.Authenticate(token, OfUser(0)).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+
+  const std::string in_the_clear = members.Add(Rank(2))->token;
+  CHECK(members.Authenticate(in_the_clear, of("spiffe://prod/a")).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+}
+
+TEST_CASE("which GPUs a group has members on is told of that group alone") {
+  Members members;
+  members.Add(Rank(1, "a", 3));
+  members.Add(Rank(2, "b"));
+  CHECK(members.HasDevices("a"));
+  CHECK_FALSE(members.HasDevices("b"));
+  CHECK(members.OnDevice("a", 3));
+  CHECK_FALSE(members.OnDevice("a", 2));
+  CHECK_FALSE(members.OnDevice("b", 3));
+}
+
+TEST_CASE("a member's stream ends once") {
+  const auto sink = std::make_shared<Sink>();
+  MemberRecord record = Rank(1);
+  record.sink = sink;
+  record.End(absl::AbortedError("first"));
+  record.End(absl::AbortedError("second"));
+  REQUIRE(sink->ends.size() == 1);
+  CHECK(sink->ends[0].message() == "first");
+}
+
+// ---- regions ----
+
+// Members with few regions.
+struct World {
+  Calls calls;
+  Members members{{.of_member = 2, .of_daemon = 3}};
+
+  MemberRecord* Attach(uint64_t id, bool engine = false) {
+    MemberRecord record;
+    record.id = MemberId(id);
+    record.group = "g";
+    record.engine = engine;
+    return members.Add(std::move(record));
   }
-  CHECK(Message(engine.inbox->Ended()) == "the lease ended: its time was up");
-  CHECK(parts.operators().Describe().regions == 0);
-  CHECK(parts.operators().Describe().members == 0);
-  // The engine's answers are ignored from now on.
-  parts.members().Happened(engine.id, ReadyEvent{engine.id, UpdateId(1)});
-}
-
-TEST_CASE("a member whose process dies loses its lease, though its stream is open (P8)") {
-  DaemonParts parts;
-  ChildProcess child([] {});
-  Arrival arrival = DaemonParts::Trainer();
-  arrival.record.peer.credentials.emplace();
-  arrival.record.peer.credentials->pid = child.pid();
-  // Credentials without a pidfd would say that the process had ended before its connection was
-  // accepted.
-  const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, child.pid(), 0));
-  REQUIRE(pidfd >= 0);
-  arrival.record.peer.credentials->pidfd = std::make_shared<const UniqueFd>(pidfd);
-  const Attached trainer = parts.Attach(std::move(arrival), "g", Spec(), nullptr, kPatience);
-  REQUIRE(trainer.inbox->welcomed());
-  CHECK_FALSE(trainer.inbox->end().has_value());
-  child.Kill();
-  CHECK(Message(trainer.inbox->Ended()) == "the lease ended: its process died");
-}
-
-TEST_CASE("a process is watched as long as its member, and no longer") {
-  DaemonParts parts;
-  ChildProcess child([] {});
-  Arrival arrival = DaemonParts::Trainer();
-  arrival.record.peer.credentials.emplace().pid = child.pid();
-  const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, child.pid(), 0));
-  REQUIRE(pidfd >= 0);
-  arrival.record.peer.credentials->pidfd = std::make_shared<const UniqueFd>(pidfd);
-  const Attached trainer = parts.Attach(std::move(arrival), "g");
-  CHECK(parts.processes().watched() == 1);
-  parts.arrivals().Detached(trainer.id);
-  CHECK(parts.processes().watched() == 0);
-}
-
-TEST_CASE("the audit log tells who attached, and to what") {
-  const TempFolder folder;
-  const std::string path = folder / "audit";
-  const std::unique_ptr<AuditLog> audit = *AuditLog::Create({.file = path});
-  DaemonOptions options;
-  options.audit = audit.get();
-  DaemonParts parts("a", options);
-  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kLoader);
-  arrival.record.peer.identity = "dns:a";
-  REQUIRE(parts.Attach(std::move(arrival), "g").inbox->welcomed());
-  REQUIRE(audit->Flush());
-  std::ifstream file(path);
-  const std::string lines{std::istreambuf_iterator<char>(file), {}};
-  CHECK_THAT(lines, Contains("dns:a") && Contains("refitd.v1.Engine/Attach") &&
-                        Contains("engine of instance i"));
-}
-
-TEST_CASE("a trainer of another identity than the group's first is refused (P9)") {
-  DaemonParts parts;
-  const auto attach = [&](const std::string& identity) {
-    Arrival arrival = DaemonParts::Trainer();
-    arrival.record.peer.identity = identity;
-    return parts.Attach(std::move(arrival), "g", Spec(), nullptr, kPatience);
-  };
-  const Attached first = attach("dns:a");
-  REQUIRE(first.inbox->welcomed());
-  parts.arrivals().Detached(first.id);
-  CHECK(attach("dns:b").inbox->Ended().code() == absl::StatusCode::kPermissionDenied);
-  CHECK(attach("dns:a").inbox->welcomed());
-}
-
-TEST_CASE("an engine of a joined group calls with the incarnation that the coordinator told") {
-  DaemonParts a("a");
-  DaemonParts b("b");
-  const Attached engine = b.AttachEngine("g", "i", Spec(), &a);
-  REQUIRE(Eventually([&engine] { return engine.inbox->welcomed(); }));
-  CHECK(engine.inbox->welcome().incarnation == a.operators().Group("g")->machine.group.incarnation);
-  const Turn turn(b.state().turns);
-  CHECK(b.members().Authenticate(engine.caller(), /*engine=*/true).ok());
-}
-
-TEST_CASE("an engine's lease outlives a replacement of its group, a trainer's does not") {
-  DaemonParts parts;
-  const Attached trainer = parts.AttachTrainer("g");
-  const Attached engine = parts.AttachEngine("g", "i", Spec());
-  REQUIRE(parts.operators().CreateGroup("g", Spec(), /*replace=*/true, "", "uid:1").ok());
-  CHECK(parts.operators().Group("g")->machine.group.incarnation !=
-        engine.inbox->welcome().incarnation);
-  CHECK_FALSE(trainer.inbox->Ended().ok());
-  const Turn turn(parts.state().turns);
-  CHECK(parts.members().Authenticate(engine.caller(), /*engine=*/true).ok());
-}
-
-// ---- on GPUs ----
-
-Attached AttachOnGpu(DaemonParts* parts, const std::string& instance, DeliveryMode delivery,
-                     int ordinal) {
-  return parts->Attach(DaemonParts::OnGpu(DaemonParts::Engine(instance, delivery), ordinal), "g");
-}
-
-bool HasPool(DaemonParts* parts, int ordinal) {
-  const Turn turn(parts->state().turns);
-  return parts->state().groups.Find("g")->pools.Has(ordinal);
-}
-
-TEST_CASE("a group's engines on a GPU take in none in host memory") {
-  DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
-  REQUIRE(AttachOnGpu(&parts, "i", DeliveryMode::kInPlace, 1).inbox->welcomed());
-  const absl::Status refused = parts.AttachInPlace("g", "j").inbox->Ended();
-  CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK_THAT(Message(refused), Contains("engine ranks on 'GPU-1'"));
-}
-
-TEST_CASE("a rank that reads slots on its GPU is let in when they are made, or hears why not") {
-  const auto memory = std::make_shared<FakeMemory>();
-  DaemonParts parts("a", WithGpus(memory));
-  std::shared_ptr<void> held = parts.HoldRegionsThread();
-  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kLoader, 1);
-  CHECK_FALSE(engine.inbox->welcomed());
-  held.reset();
-  REQUIRE(Eventually([&engine] { return engine.inbox->welcomed(); }));
-  CHECK(HasPool(&parts, 1));
-  parts.AwaitRegionsThread();
-  memory->can_make = absl::ResourceExhaustedError("too little memory is free");
-  const absl::Status refused = AttachOnGpu(&parts, "j", DeliveryMode::kLoader, 2).inbox->Ended();
-  CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
-  CHECK_THAT(Message(refused), Contains("too little memory is free"));
-  // The slots go with the last rank on their GPU (P8).
-  parts.arrivals().Detached(engine.id);
-  CHECK_FALSE(HasPool(&parts, 1));
-  parts.AwaitRegionsThread();
-  CHECK(memory->open() == 0);
-}
-
-TEST_CASE("slots that were made for a rank which may not enter any more are given back (P8)") {
-  const auto memory = std::make_shared<FakeMemory>();
-  DaemonParts parts("a", WithGpus(memory));
-  const Attached trainer = parts.AttachTrainer("g");
-  std::shared_ptr<void> held = parts.HoldRegionsThread();
-  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kLoader, 1);
-  REQUIRE(parts.AttachInPlace("g", "j").inbox->welcomed());
-  held.reset();
-  CHECK_THAT(Message(engine.inbox->Ended()), Contains("engine ranks on 'host'"));
-  parts.AwaitRegionsThread();
-  CHECK(memory->asked() == 1);
-  CHECK_FALSE(HasPool(&parts, 1));
-  CHECK(memory->open() == 0);
-}
-
-TEST_CASE("a rank that goes while it waits for slots is answered, and leaves its group empty") {
-  DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
-  const Attached trainer = parts.AttachTrainer("g");
-  const std::shared_ptr<void> held = parts.HoldRegionsThread();
-  const Attached engine = AttachOnGpu(&parts, "i", DeliveryMode::kLoader, 1);
-  const auto empty = [&parts] {
-    const Turn turn(parts.state().turns);
-    return parts.state().groups.Find("g")->empty_since.has_value();
-  };
-  parts.arrivals().Detached(trainer.id);
-  CHECK_FALSE(empty());
-  parts.arrivals().Gone(engine.id, "it left");
-  CHECK(Message(engine.inbox->Ended()) == "the lease ended: it left");
-  CHECK(empty());
-}
-
-TEST_CASE("a rank that comes while an update is opened gets slots, or goes without") {
-  const auto memory = std::make_shared<FakeMemory>();
-  DaemonParts parts("a", WithGpus(memory));
-  const Attached trainer = parts.AttachTrainer("g");
-  REQUIRE(AttachOnGpu(&parts, "i", DeliveryMode::kInPlace, 0).inbox->welcomed());
-  CHECK_FALSE(HasPool(&parts, 0));
-  const auto prepare = [&parts](int by) {
-    const Turn turn(parts.state().turns);
-    parts.state().groups.Find("g")->preparing_begins += by;
-  };
-  prepare(1);
-  const Attached with = AttachOnGpu(&parts, "j", DeliveryMode::kInPlace, 1);
-  CHECK(Eventually([&with] { return with.inbox->welcomed(); }));
-  CHECK(HasPool(&parts, 1));
-  parts.AwaitRegionsThread();
-  memory->can_make = absl::ResourceExhaustedError("too little memory is free");
-  const Attached without = AttachOnGpu(&parts, "k", DeliveryMode::kInPlace, 2);
-  CHECK(Eventually([&without] { return without.inbox->welcomed(); }));
-  CHECK_FALSE(HasPool(&parts, 2));
-  prepare(-1);
-}
-
-TEST_CASE("a trainer rank that comes while an update is opened is let in without slots") {
-  DaemonParts parts("a", WithGpus(std::make_shared<FakeMemory>()));
-  const Attached first = parts.AttachTrainerOnGpu("g", 0, 0, 2);
-  {
-    const Turn turn(parts.state().turns);
-    ++parts.state().groups.Find("g")->preparing_begins;
+  RegionId Register(MemberRecord* member, const std::string& identity = "") {
+    REQUIRE(members.AdmitRegion(*member, identity).ok());
+    RegionRecord region;
+    region.identity = identity;
+    const RegionId id = members.AddRegion(member, std::move(region));
+    members.CheckInvariants();
+    return id;
   }
-  const Attached second = parts.AttachTrainerOnGpu("g", 1, 1, 2);
-  CHECK(second.inbox->welcomed());
-  CHECK_FALSE(HasPool(&parts, 1));
+};
+
+std::shared_ptr<const Layout> LayoutOn(RegionId region) {
+  Layout layout;
+  layout.tensors.resize(1);
+  layout.tensors[0].name = "w";
+  layout.pieces.resize(1);
+  layout.pieces[0].region = region;
+  return std::make_shared<const Layout>(std::move(layout));
+}
+
+TEST_CASE("regions are limited for each member and for the daemon, and come free again") {
+  World world;
+  MemberRecord* const a = world.Attach(1);
+  MemberRecord* const b = world.Attach(2);
+  const RegionId first = world.Register(a);
+  world.Register(a);
+  CHECK(world.members.AdmitRegion(*a, "").message() == "the member has 2 regions already");
+  world.Register(b);
+  CHECK(world.members.AdmitRegion(*b, "").message() == "the daemon has 3 regions already");
+  CHECK(world.members.TakeRegion(a, first, world.calls).ok());
+  world.members.CheckInvariants();
+  CHECK(world.members.AdmitRegion(*b, "").ok());
+}
+
+TEST_CASE("CheckInvariants finds a region that went without being counted (P8)") {
+  World world;
+  MemberRecord* const member = world.Attach(1);
+  world.Register(member);
+  CHECK(Aborts([&] {
+    member->regions.clear();
+    world.members.CheckInvariants();
+  }));
+}
+
+TEST_CASE("an engine's memory is one region, a trainer's may be several") {
+  World world;
+  MemberRecord* const engine = world.Attach(1, /*engine=*/true);
+  world.Register(engine, "memfd 1 2");
+  CHECK(world.members.AdmitRegion(*engine, "memfd 1 2").code() == absl::StatusCode::kAlreadyExists);
+  CHECK(world.members.AdmitRegion(*engine, "memfd 1 3").ok());
+  MemberRecord* const trainer = world.Attach(2);
+  world.Register(trainer, "memfd 1 2");
+  CHECK(world.members.AdmitRegion(*trainer, "memfd 1 2").ok());
+}
+
+TEST_CASE("a region is not taken while a layout or an unanswered bucket uses it") {
+  World world;
+  MemberRecord* const member = world.Attach(1);
+  const RegionId region = world.Register(member);
+
+  member->layout = LayoutOn(region);
+  CHECK(world.members.TakeRegion(member, region, world.calls).status().code() ==
+        absl::StatusCode::kFailedPrecondition);
+  member->layout = nullptr;
+
+  const ReplyFunction ignore = [](const absl::Status&, const ReplyPayload&) {};
+  world.calls.Add(CallId(1),
+                  {"g", ignore, nullptr, Calls::PendingLayout{MemberId(1), LayoutOn(region)}});
+  CHECK(world.members.TakeRegion(member, region, world.calls).status().code() ==
+        absl::StatusCode::kFailedPrecondition);
+  world.calls.Take(CallId(1));
+
+  CheckedBucket bucket;
+  bucket.source = CheckedBucket::Source::kRegions;
+  bucket.places.push_back({.region = region});
+  world.calls.Add(CallId(2),
+                  {"g", ignore, std::make_shared<const CheckedBucket>(std::move(bucket))});
+  CHECK(world.members.TakeRegion(member, region, world.calls).status().code() ==
+        absl::StatusCode::kFailedPrecondition);
+  world.calls.Take(CallId(2));
+
+  CHECK(world.members.TakeRegion(member, region, world.calls).ok());
+  CHECK(world.members.TakeRegion(member, region, world.calls).status().code() ==
+        absl::StatusCode::kNotFound);
+}
+
+TEST_CASE("all regions of a member go with its record, and their ids are not used again") {
+  World world;
+  MemberRecord* member = world.Attach(1);
+  const RegionId first = world.Register(member);
+  const RegionId second = world.Register(member);
+  CHECK(world.members.Remove(MemberId(1)).regions.size() == 2);
+  world.members.CheckInvariants();
+  member = world.Attach(2);
+  const RegionId third = world.Register(member);
+  CHECK(third != first);
+  CHECK(third != second);
+}
+
+TEST_CASE("regions that are being opened are limited") {
+  World world;
+  for (size_t i = 0; i < Calls::kMaxOpening; ++i) REQUIRE(world.members.BeginOpening().ok());
+  CHECK(world.members.BeginOpening().message() == "4096 regions are being opened already");
+  world.members.EndOpening();
+  CHECK(world.members.BeginOpening().ok());
 }
 
 }  // namespace

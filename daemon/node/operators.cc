@@ -4,7 +4,7 @@
 #include <map>
 #include <utility>
 
-#include "daemon/node/incarnation.h"
+#include "daemon/node/life.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -18,13 +18,13 @@ constexpr Duration kDrainedFor = std::chrono::seconds(60);
 }  // namespace
 
 absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& name,
-                                                          const GroupSpec& wish, bool replace,
+                                                          const GroupSpec& spec, bool replace,
                                                           const std::string& request_id,
                                                           const std::string& identity) {
-  Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   bool created = false;
   absl::StatusOr<GroupRecord*> made =
-      life_.Make(name, wish, std::nullopt, identity, &created, turn);
+      MakeGroup(state_, name, spec, std::nullopt, identity, &created, lock);
   if (const GroupRecord* found = state_.groups.Find(name);
       found != nullptr && found->follower != nullptr) {
     return Followed(*found);
@@ -33,26 +33,26 @@ absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& nam
   if (absl::IsFailedPrecondition(made.status()))
     return absl::AlreadyExistsError(Message(made.status()));
   REFITD_RETURN_IF_ERROR(made.status());
-  if (created) joiners_.AdmitWaiting(name, turn);
+  if (created) peer_server_.AdmitWaiting(name, lock);
   const GroupMachine& machine = *(*made)->machine;
-  if (!created && machine.has_trainers() && wish.trainer_ranks != machine.spec().trainer_ranks) {
+  if (!created && machine.has_trainers() && spec.trainer_ranks != machine.spec().trainer_ranks) {
     return Error(absl::StatusCode::kAlreadyExists,
                  "spec: group '{}' has trainer_ranks {}, and trainers are attached; this one says "
                  "{}",
-                 name, machine.spec().trainer_ranks, wish.trainer_ranks);
+                 name, machine.spec().trainer_ranks, spec.trainer_ranks);
   }
   if (created || !replace) return Created{machine.incarnation(), created};
-  REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, Replace(*made, request_id, identity, turn));
+  REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, Replace(*made, request_id, identity, lock));
   return Created{incarnation, true};
 }
 
 absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::string& request_id,
-                                            const std::string& identity, Turn& turn) {
+                                            const std::string& identity, StateLock& lock) {
   if (!request_id.empty() && request_id == group->replace_request)
     return group->replace_incarnation;
   const uint64_t incarnation = NewIncarnation();
   const std::string name = group->name();
-  turn.Handle(name, ReplaceGroup{state_.NewCall(), incarnation, identity});
+  lock.Handle(name, ReplaceGroup{state_.NewCall(), incarnation, identity});
   if (group->machine->incarnation() != incarnation) {
     const std::optional<UpdateView> update = group->machine->ViewUpdate(DaemonState::Now());
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
@@ -61,26 +61,16 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
   // Trainers hear of the replacement by the end of their streams, and attach again.
-  LoseAll(name, absl::AbortedError("the group was replaced: attach again"), /*engines=*/false,
-          turn);
+  LoseMembers(
+      state_,
+      [&name](const MemberRecord& member) { return member.group == name && !member.engine; },
+      absl::AbortedError("the group was replaced: attach again"), lock);
   return incarnation;
 }
 
-void Operators::LoseAll(const std::string& name, const absl::Status& why, bool engines,
-                        Turn& turn) {
-  std::vector<MemberId> ids;
-  for (const auto& [id, member] : state_.leases.all()) {
-    if (member.group == name && (engines || !member.engine)) ids.push_back(id);
-  }
-  for (const MemberId id : ids) {
-    MemberRecord* const member = state_.leases.Find(id);
-    if (member != nullptr) members_.Lose(member, Message(why), why, turn);
-  }
-}
-
-bool Operators::DrainOne(const std::string& name, Turn& turn) {
+bool Operators::DrainOne(const std::string& name, StateLock& lock) {
   GroupRecord* const group = state_.groups.Find(name);
-  if (group->coordinator != nullptr) turn.Handle(name, DrainEvent{});
+  if (group->coordinator != nullptr) lock.Handle(name, DrainEvent{});
   if (group->machine->update_running()) return false;
   LogInfo("group {}: drained for the daemon that its coordinator's name leads to", name);
   if (group->follower != nullptr) {
@@ -90,15 +80,17 @@ bool Operators::DrainOne(const std::string& name, Turn& turn) {
   }
   const absl::Status why =
       absl::UnavailableError("the group was drained at this coordinator: attach again");
-  joiners_.RefuseUntil(name, DaemonState::Now() + kDrainedFor);
-  LoseAll(name, why, /*engines=*/true, turn);
-  state_.peers.EndGroup(name, why);
-  if (state_.groups.Find(name) != nullptr) life_.Drop(name, "given up: it was drained", turn);
+  peer_server_.RefuseUntil(name, DaemonState::Now() + kDrainedFor);
+  LoseMembers(
+      state_, [&name](const MemberRecord& member) { return member.group == name; }, why, lock);
+  state_.sessions.EndGroup(name, why);
+  if (state_.groups.Find(name) != nullptr)
+    DropGroup(state_, name, "given up: it was drained", lock);
   return true;
 }
 
 absl::StatusOr<Operators::DrainedGroups> Operators::Drain(const std::string& group) {
-  Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   DrainedGroups done;
   std::vector<std::string> names;
   for (const auto& [name, record] : state_.groups.all()) {
@@ -114,13 +106,13 @@ absl::StatusOr<Operators::DrainedGroups> Operators::Drain(const std::string& gro
   }
   if (!group.empty() && names.empty()) return NoGroup(group);
   for (const std::string& name : names) {
-    (DrainOne(name, turn) ? done.drained : done.running).push_back(name);
+    (DrainOne(name, lock) ? done.drained : done.running).push_back(name);
   }
   return done;
 }
 
 std::vector<Operators::NamedCoordinator> Operators::NamedCoordinators() {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   std::vector<NamedCoordinator> all;
   for (const auto& [name, group] : state_.groups.all()) {
     const PeerLink* const link = group->join.link.get();
@@ -134,44 +126,58 @@ std::vector<Operators::NamedCoordinator> Operators::NamedCoordinators() {
 }
 
 std::vector<std::string> Operators::Listeners() {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   return state_.listeners;
 }
 
 absl::Status Operators::DeleteGroup(const std::string& name) {
-  Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   const GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr) return NoGroup(name);
   // A record outlives its lease while copies touch its memory; such a member counts too.
-  const auto& all = state_.leases.all();
+  const auto& all = state_.members.all();
   const auto members = std::count_if(all.begin(), all.end(),
                                      [&](const auto& entry) { return entry.second.group == name; });
   if (group->follower != nullptr) return Followed(*group);
   if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members", name, members);
   }
-  life_.Drop(name, "deleted", turn);
+  DropGroup(state_, name, "deleted", lock);
   return absl::OkStatus();
 }
 
 void Operators::AbortUpdate(CallId call, const std::string& group, std::string reason,
                             ReplyFunction reply) {
-  Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   if (state_.groups.Find(group) == nullptr) {
-    turn.Answer(
+    lock.Answer(
         [reply = std::move(reply), refused = NoGroup(group)] { reply(refused, EmptyReply{}); });
     return;
   }
   state_.calls.Add(call, {group, std::move(reply)});
-  turn.Handle(group, OperatorAbort{call, std::move(reason)});
+  lock.Handle(group, OperatorAbort{call, std::move(reason)});
 }
 
 // ---- what there is to see ----
 
+std::string Operators::OwnerOf(const std::string& group) {
+  const StateLock lock(&state_.mutex);
+  const GroupRecord* const found = state_.groups.Find(group);
+  return found == nullptr ? "" : found->machine->owner();
+}
+
+bool Operators::HasLease(const std::string& identity) {
+  const StateLock lock(&state_.mutex);
+  const auto& all = state_.members.all();
+  return std::any_of(all.begin(), all.end(), [&identity](const auto& entry) {
+    return !entry.second.lost && IdentityOf(entry.second.peer) == identity;
+  });
+}
+
 GroupDetails Operators::DetailsOf(const GroupRecord& record) const {
   GroupDetails details{record.machine->View(DaemonState::Now()), std::nullopt};
   const std::optional<CommunicatorId> communicator = details.machine.communicator;
-  if (communicator.has_value()) details.moved = data_plane_.StatsOf(record, *communicator);
+  if (communicator.has_value()) details.moved = state_.data_plane->StatsOf(record, *communicator);
   return details;
 }
 
@@ -182,13 +188,14 @@ std::vector<GroupDetails> Operators::AllGroups() const {
 }
 
 void Operators::DescribeWireCommunicators(DaemonDetails* details) const {
-  const DeviceWire& wire = *data_plane_.device_wire();
+  const DeviceWire& wire = *state_.data_plane->device_wire();
   std::map<CommunicatorId, DeviceCommunicatorStatus> open;
   for (DeviceCommunicatorStatus& each : wire.Describe()) {
     const CommunicatorId id = each.communicator;
     open.emplace(id, std::move(each));
   }
-  for (const DataPlane::DeviceCommunicator& communicator : data_plane_.DeviceCommunicators()) {
+  for (const DataPlane::DeviceCommunicator& communicator :
+       state_.data_plane->DeviceCommunicators()) {
     const auto found = open.find(communicator.wire_id);
     if (found == open.end()) continue;
     details->wire_communicators.push_back(
@@ -204,30 +211,33 @@ DaemonDetails Operators::Describe() {
   DaemonDetails details;
   details.uptime = DaemonState::Now() - state_.started;
   const bool has_devices = state_.options.devices.memory != nullptr;
-  const auto* const owner = dynamic_cast<const CommunicatorsOwner*>(&data_plane_.transport());
+  const auto* const owner =
+      dynamic_cast<const CommunicatorsOwner*>(&state_.data_plane->transport());
   if (has_devices && owner != nullptr) details.communicators = owner->Communicators();
-  details.moved = data_plane_.TotalStats();
-  const Turn turn(state_.turns);
-  if (has_devices && data_plane_.device_wire() != nullptr) DescribeWireCommunicators(&details);
+  details.moved = state_.data_plane->TotalStats();
+  const StateLock lock(&state_.mutex);
+  if (has_devices && state_.data_plane->device_wire() != nullptr)
+    DescribeWireCommunicators(&details);
   details.listeners = state_.listeners;
   details.serving = !state_.draining;
-  details.members = static_cast<int64_t>(state_.leases.size());
-  for (const auto& [id, member] : state_.leases.all()) {
+  details.members = static_cast<int64_t>(state_.members.size());
+  for (const auto& [id, member] : state_.members.all()) {
     details.regions += static_cast<int64_t>(member.regions.size());
     details.region_bytes += member.region_bytes();
   }
-  for (const auto& [name, group] : state_.groups.all()) details.pool_bytes += group->pools.bytes();
+  for (const auto& [name, group] : state_.groups.all())
+    details.pool_bytes += state_.pools.BytesOf(*group);
   details.groups = AllGroups();
   return details;
 }
 
 std::vector<GroupDetails> Operators::Groups() {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   return AllGroups();
 }
 
 absl::StatusOr<GroupDetails> Operators::Group(const std::string& name) {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   const GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr) return NoGroup(name);
   return DetailsOf(*group);
@@ -235,7 +245,7 @@ absl::StatusOr<GroupDetails> Operators::Group(const std::string& name) {
 
 absl::StatusOr<std::vector<MemberDetails>> Operators::MembersOf(const std::string& group) {
   std::vector<MemberDetails> all;
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   if (!group.empty() && state_.groups.Find(group) == nullptr) return NoGroup(group);
   for (const auto& [name, found] : state_.groups.all()) {
     if (!group.empty() && name != group) continue;
@@ -243,7 +253,7 @@ absl::StatusOr<std::vector<MemberDetails>> Operators::MembersOf(const std::strin
       MemberDetails member;
       member.group = name;
       member.view = std::move(view);
-      if (const MemberRecord* record = state_.leases.Find(member.view.id); record != nullptr) {
+      if (const MemberRecord* record = state_.members.Find(member.view.id); record != nullptr) {
         if (record->peer.credentials.has_value()) member.uid = record->peer.credentials->uid;
         member.identity = record->peer.identity;
         member.client = record->client;
@@ -258,7 +268,7 @@ absl::StatusOr<std::vector<MemberDetails>> Operators::MembersOf(const std::strin
 }
 
 absl::StatusOr<Operators::Statistics> Operators::StatisticsOf(const std::string& group) {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   const GroupRecord* found = state_.groups.Find(group);
   if (found == nullptr) return NoGroup(group);
   if (found->follower != nullptr) return Followed(*found);
@@ -267,7 +277,7 @@ absl::StatusOr<Operators::Statistics> Operators::StatisticsOf(const std::string&
 
 absl::StatusOr<Operators::Past> Operators::PastOf(const std::string& group, uint64_t incarnation,
                                                   Version version) {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   const GroupRecord* found = state_.groups.Find(group);
   if (found == nullptr) return NoGroup(group);
   const uint64_t current = found->machine->incarnation();
@@ -279,25 +289,27 @@ absl::StatusOr<Operators::Past> Operators::PastOf(const std::string& group, uint
 
 // ---- watching ----
 
-absl::StatusOr<uint64_t> Operators::Watch(Watchers::Wish wish, std::shared_ptr<UpdateSink> sink) {
-  const Turn turn(state_.turns);
-  if (!wish.group.empty() && state_.groups.Find(wish.group) == nullptr) return NoGroup(wish.group);
+absl::StatusOr<uint64_t> Operators::Watch(WatchFilter filter, std::shared_ptr<UpdateSink> sink) {
+  StateLock lock(&state_.mutex);
+  if (!filter.group.empty() && state_.groups.Find(filter.group) == nullptr)
+    return NoGroup(filter.group);
   REFITD_ASSIGN_OR_RETURN(const uint64_t id,
-                          state_.watchers.Add(std::move(wish), std::move(sink),
+                          state_.watchers.Add(std::move(filter), std::move(sink),
                                               state_.groups.machines(), DaemonState::Now()));
-  state_.timer.Wake();
+  lock.DeadlineMoved();
   return id;
 }
 
 void Operators::StopWatching(uint64_t watch) {
-  const Turn turn(state_.turns);
+  const StateLock lock(&state_.mutex);
   state_.watchers.Remove(watch);
 }
 
 absl::StatusOr<Readiness> Operators::ReadinessOf(const std::string& group,
                                                  const std::string& instance) {
-  const Turn turn(state_.turns);
-  std::optional<Readiness> readiness = state_.readiness.Of(group, instance, DaemonState::Now());
+  const StateLock lock(&state_.mutex);
+  std::optional<Readiness> readiness =
+      state_.watchers.ReadinessOf(group, instance, DaemonState::Now());
   if (readiness.has_value()) return *std::move(readiness);
   return Error(absl::StatusCode::kNotFound, "instance '{}' of group '{}' is not known here",
                instance, group);
@@ -307,17 +319,17 @@ absl::StatusOr<uint64_t> Operators::WatchInstance(const std::string& identity,
                                                   const std::string& group,
                                                   const std::string& instance,
                                                   std::shared_ptr<ReadinessSink> sink) {
-  const Turn turn(state_.turns);
+  StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(
       const uint64_t id,
-      state_.readiness.Watch(identity, group, instance, std::move(sink), DaemonState::Now()));
-  state_.timer.Wake();
+      state_.watchers.AddInstance(identity, group, instance, std::move(sink), DaemonState::Now()));
+  lock.DeadlineMoved();
   return id;
 }
 
 void Operators::StopWatchingInstance(uint64_t watch) {
-  const Turn turn(state_.turns);
-  state_.readiness.StopWatching(watch);
+  const StateLock lock(&state_.mutex);
+  state_.watchers.RemoveInstance(watch);
 }
 
 }  // namespace refitd

@@ -15,11 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/node/data_plane.h"
-#include "daemon/node/group_life.h"
-#include "daemon/node/identities.h"
-#include "daemon/node/joiners.h"
-#include "daemon/node/members.h"
+#include "daemon/node/peer_server.h"
 #include "daemon/node/state.h"
 #include "transport/device_wire.h"
 
@@ -68,13 +64,8 @@ struct DaemonDetails {
 
 class Operators {
  public:
-  Operators(DaemonState* state, GroupLife* life, Members* members, Joiners* joiners,
-            const DataPlane* data_plane)
-      : state_(*state),
-        life_(*life),
-        members_(*members),
-        joiners_(*joiners),
-        data_plane_(*data_plane) {}
+  Operators(DaemonState* state, PeerServer* peer_server)
+      : state_(*state), peer_server_(*peer_server) {}
 
   struct Created {
     uint64_t incarnation = 0;
@@ -82,7 +73,7 @@ class Operators {
   };
   // `replace`: an existing group begins a new incarnation, once for each request id. `identity`:
   // who asks (IdentityOf).
-  absl::StatusOr<Created> CreateGroup(const std::string& name, const GroupSpec& wish, bool replace,
+  absl::StatusOr<Created> CreateGroup(const std::string& name, const GroupSpec& spec, bool replace,
                                       const std::string& request_id, const std::string& identity);
   absl::Status DeleteGroup(const std::string& name);
   void AbortUpdate(CallId call, const std::string& group, std::string reason, ReplyFunction reply);
@@ -105,6 +96,12 @@ class Operators {
   std::vector<NamedCoordinator> NamedCoordinators();
   std::vector<std::string> Listeners();
 
+  // ---- what the services' door asks ----
+  // The identity that owns the group; empty: nobody does, or there is no such group.
+  std::string OwnerOf(const std::string& group);
+  // Whether a member of that identity has a lease.
+  bool HasLease(const std::string& identity);
+
   DaemonDetails Describe();
   std::vector<GroupDetails> Groups();
   absl::StatusOr<GroupDetails> Group(const std::string& name);
@@ -123,7 +120,7 @@ class Operators {
   absl::StatusOr<Past> PastOf(const std::string& group, uint64_t incarnation, Version version);
 
   // Watches until StopWatching. The daemon itself ends the sink only with until_idle.
-  absl::StatusOr<uint64_t> Watch(Watchers::Wish wish, std::shared_ptr<UpdateSink> sink);
+  absl::StatusOr<uint64_t> Watch(WatchFilter filter, std::shared_ptr<UpdateSink> sink);
   void StopWatching(uint64_t watch);
 
   // NOT_FOUND: the instance, or the group, is not known here.
@@ -136,23 +133,19 @@ class Operators {
 
  private:
   // False: an update runs.
-  bool DrainOne(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  // Ends the leases of this daemon's members of the group.
-  void LoseAll(const std::string& name, const absl::Status& why, bool engines, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  bool DrainOne(const std::string& name, StateLock& lock)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
-                                   const std::string& identity, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+                                   const std::string& identity, StateLock& lock)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   void DescribeWireCommunicators(DaemonDetails* details) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  GroupDetails DetailsOf(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
-  std::vector<GroupDetails> AllGroups() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  GroupDetails DetailsOf(const GroupRecord& group) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  std::vector<GroupDetails> AllGroups() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   DaemonState& state_;
-  GroupLife& life_;
-  Members& members_;
-  Joiners& joiners_;
-  const DataPlane& data_plane_;
+  PeerServer& peer_server_;
 };
 
 }  // namespace refitd

@@ -66,7 +66,7 @@ TEST_CASE("a group with members is not deleted, an empty one is") {
   CHECK(parts.operators().DeleteGroup("g").code() == absl::StatusCode::kNotFound);
   const Attached trainer = parts.AttachTrainer("g");
   CHECK_THAT(Message(parts.operators().DeleteGroup("g")), Contains("group 'g' has 1 members"));
-  parts.arrivals().Detached(trainer.id);
+  parts.attaches().Detached(trainer.id);
   CHECK(parts.operators().DeleteGroup("g").ok());
   CHECK_FALSE(parts.Has("g"));
 }
@@ -128,6 +128,21 @@ TEST_CASE("a watcher hears of an update until it stops watching") {
   parts.Ready(engine);
   CHECK(begun.status().ok());
   CHECK(inbox->sent == before);
+}
+
+TEST_CASE("An identity has a lease as long as one of its members is not lost") {
+  DaemonParts parts;
+  Arrival arrival = DaemonParts::Trainer();
+  arrival.record.peer.credentials.emplace().uid = 1;
+  const Attached trainer = parts.Attach(std::move(arrival), "g");
+  REQUIRE(trainer.inbox->welcomed());
+  CHECK(parts.operators().HasLease("uid:1"));
+  CHECK_FALSE(parts.operators().HasLease("uid:2"));
+  {
+    const StateLock lock(&parts.state().mutex);
+    CHECK(parts.state().members.Lose(parts.state().members.Find(trainer.id)));
+  }
+  CHECK_FALSE(parts.operators().HasLease("uid:1"));
 }
 
 }  // namespace

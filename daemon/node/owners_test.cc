@@ -33,7 +33,7 @@ Arrival Holder(const std::string& owner, const std::string& instance = "i") {
 bool Welcomed(const Attached& member) {
   return Eventually([&] { return member.inbox->welcomed(); });
 }
-std::string OwnerOf(DaemonParts* parts) { return parts->daemon().identities().OwnerOf("g"); }
+std::string OwnerOf(DaemonParts* parts) { return parts->daemon().operators().OwnerOf("g"); }
 // The trainer's update reaches the engine, and is open where both are at one daemon. (Between
 // daemons these tests have no wire.)
 void Open(DaemonParts* of_trainer, const Attached& trainer, DaemonParts* of_engine,
@@ -63,7 +63,7 @@ TEST_CASE("another identity at another daemon is refused: the coordinator keeps 
   CHECK(Eventually([&] { return OwnerOf(&b) == kVictim && OwnerOf(&c) == kVictim; }));
   Arrival by_rule = As(DaemonParts::Trainer(1, 2), kThief);
   by_rule.record.peer.any_owner = true;
-  c.arrivals().Detached(second.id);
+  c.attaches().Detached(second.id);
   CHECK(Welcomed(c.Attach(std::move(by_rule), "g", Spec(2, 2), &a)));
 }
 

@@ -35,7 +35,7 @@ DaemonParts::DaemonParts(const std::string& id, DaemonOptions options, DaemonIns
   if (insides.transport == nullptr) insides.transport = MakeHostTransport({.threads = 1});
   daemon_ = std::make_unique<Daemon>(std::move(options), std::move(insides.transport),
                                      processes_.get(), std::move(insides.wire), dialer);
-  links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
+  links_ = std::make_unique<PeerService>(&daemon_->peer_server(), message_bytes);
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
@@ -82,7 +82,7 @@ Attached DaemonParts::Attach(Arrival arrival, const std::string& group,
   if (at != nullptr) arrival.coordinator = at->address();
   arrival.wait = wait;
   Peer peer = arrival.record.peer;
-  return {arrivals().Attach(std::move(arrival), inbox), inbox, std::move(peer)};
+  return {attaches().Attach(std::move(arrival), inbox), inbox, std::move(peer)};
 }
 
 Arrival DaemonParts::OnGpu(Arrival arrival, int ordinal) {
@@ -93,9 +93,9 @@ Arrival DaemonParts::OnGpu(Arrival arrival, int ordinal) {
 }
 
 absl::StatusOr<RegionId> DaemonParts::Register(const Attached& member, const SharedMemory& memory) {
-  return regions().RegisterRegion(member.token(),
-                                  member.peer.credentials.value_or(PeerCredentials()),
-                                  UniqueFd(dup(memory.fd.get())), RegionKind::kMemfd, memory.bytes);
+  return memory().RegisterRegion(member.token(),
+                                 member.peer.credentials.value_or(PeerCredentials()),
+                                 UniqueFd(dup(memory.fd.get())), RegionKind::kMemfd, memory.bytes);
 }
 
 Answer DaemonParts::Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event) {
@@ -114,7 +114,7 @@ Answer DaemonParts::Begin(const Attached& trainer, int64_t version, int64_t tens
 
 void DaemonParts::Ready(const Attached& engine) {
   const UpdateId update = engine.inbox->Last<SendPrepare>()->update;
-  members().Happened(engine.id, ReadyEvent{engine.id, update});
+  calls().Happened(engine.id, ReadyEvent{engine.id, update});
 }
 
 std::shared_ptr<void> DaemonParts::HoldRegionsThread() {

@@ -18,17 +18,14 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/node/actions.h"
-#include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
-#include "daemon/node/group_life.h"
-#include "daemon/node/joiners.h"
-#include "daemon/node/joining.h"
-#include "daemon/node/layouts.h"
-#include "daemon/node/members.h"
+#include "daemon/node/life.h"
+#include "daemon/node/member_attach.h"
+#include "daemon/node/member_calls.h"
+#include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
-#include "daemon/node/regions.h"
-#include "daemon/node/trainer_calls.h"
+#include "daemon/node/peer_client.h"
+#include "daemon/node/peer_server.h"
 #include "daemon/sockets/process_watch.h"
 #include "transport/base/eventually.h"
 #include "transport/base/mutex.h"
@@ -190,14 +187,11 @@ class DaemonParts {
   // ---- the parts ----
   Daemon& daemon() { return *daemon_; }
   DaemonState& state() { return daemon_->state_; }
-  GroupLife& life() { return *daemon_->life_; }
-  Members& members() { return daemon_->members(); }
-  Joining& joining() { return *daemon_->joining_; }
-  Joiners& joiners() { return daemon_->joiners(); }
-  Arrivals& arrivals() { return daemon_->arrivals(); }
-  Regions& regions() { return daemon_->regions(); }
-  Layouts& layouts() { return daemon_->layouts(); }
-  TrainerCalls& calls() { return daemon_->trainer_calls(); }
+  PeerClient& peer_client() { return daemon_->peer_client_; }
+  PeerServer& peer_server() { return daemon_->peer_server(); }
+  MemberAttach& attaches() { return daemon_->attaches(); }
+  MemberMemory& memory() { return daemon_->memory(); }
+  MemberCalls& calls() { return daemon_->calls(); }
   Operators& operators() { return daemon_->operators(); }
   const ProcessWatch& processes() const { return *processes_; }
 
@@ -206,8 +200,8 @@ class DaemonParts {
   bool Has(const std::string& group) { return operators().Group(group).ok(); }
   int64_t pool_bytes() { return operators().Describe().pool_bytes; }
   DataPlane::Asked asked() {
-    const Turn turn(state().turns);
-    return daemon_->data_plane_->asked();
+    const StateLock lock(&state().mutex);
+    return state().data_plane->asked();
   }
 
   // ---- members ----

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/node/peers.h"
+#include "daemon/node/peer_sessions.h"
 
 namespace refitd {
 

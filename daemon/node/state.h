@@ -3,8 +3,8 @@
 //
 // The mutex serialises all state machines. Nothing under it blocks: transports have their own
 // threads; plans, and the opening and closing of device memory, have theirs; streams have queues.
-// Replies run, and events are written, after the mutex was released (turn.h). Log lines are queued
-// in a turn, so that they have the order of their events.
+// Replies run, and events are written, after the mutex was released (state_lock.h). Log lines are
+// queued under it, so that they have the order of their events.
 #ifndef REFITD_DAEMON_NODE_STATE_H_
 #define REFITD_DAEMON_NODE_STATE_H_
 
@@ -21,26 +21,26 @@
 #include "daemon/group/machine.h"
 #include "daemon/group/wire_lock.h"
 #include "daemon/node/calls.h"
+#include "daemon/node/data_plane.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/groups.h"
-#include "daemon/node/host_mappings.h"
-#include "daemon/node/leases.h"
-#include "daemon/node/memory.h"
+#include "daemon/node/members.h"
 #include "daemon/node/options.h"
-#include "daemon/node/peers.h"
-#include "daemon/node/push_turns.h"
-#include "daemon/node/readiness.h"
-#include "daemon/node/timer.h"
-#include "daemon/node/turn.h"
-#include "daemon/node/waiters.h"
+#include "daemon/node/peer_sessions.h"
+#include "daemon/node/pending_attaches.h"
+#include "daemon/node/staging_pools.h"
+#include "daemon/node/state_lock.h"
 #include "daemon/node/watchers.h"
 #include "daemon/policy/byte_ledger.h"
+#include "daemon/sockets/process_watch.h"
 #include "transport/base/mutex.h"
 
 namespace refitd {
 
 struct DaemonState {
-  DaemonState(DaemonOptions given, TurnHost* turn_host, TimerHost* timer_host);
+  // `watch` must outlive the state.
+  DaemonState(DaemonOptions given, DataPlane::Options moves, ProcessWatch* watch,
+              StateMutex::Handlers handlers);
 
   static TimePoint Now() { return std::chrono::steady_clock::now(); }
   CallId NewCall() { return CallId(next_call.fetch_add(1)); }
@@ -48,7 +48,7 @@ struct DaemonState {
   UpdateId NewUpdate() { return UpdateId(next_update.fetch_add(1)); }
 
   // Aborts the process if an invariant does not hold.
-  void CheckInvariants() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void CheckInvariants() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   // Constant after construction.
   const DaemonOptions options;
@@ -56,40 +56,39 @@ struct DaemonState {
   const std::string boot_id;
   const TimePoint started = Now();
 
-  // Thread-safe; used with and without a turn.
+  // Thread-safe; used with and without the state lock.
   ByteLedger mapped;
   ByteLedger held;
-  HostMappings mappings;
 
-  std::atomic<uint64_t> next_call{1};
-  std::atomic<uint64_t> next_member{1};
-  std::atomic<uint64_t> next_update{1};
-
-  PushTurns pushes;
-  Mutex mutex;
-  const Turns turns;
-
-  Leases leases ABSL_GUARDED_BY(kInTurn);
-  Memory memory ABSL_GUARDED_BY(kInTurn);
-  Waiters waiters ABSL_GUARDED_BY(kInTurn);
-  Peers peers ABSL_GUARDED_BY(kInTurn);
-  Groups groups ABSL_GUARDED_BY(kInTurn);
-  WireLock wire_lock ABSL_GUARDED_BY(kInTurn);
-  Calls calls ABSL_GUARDED_BY(kInTurn);
-  Watchers watchers ABSL_GUARDED_BY(kInTurn);
-  InstanceReadiness readiness ABSL_GUARDED_BY(kInTurn);
-  std::vector<std::string> listeners ABSL_GUARDED_BY(kInTurn);
-  bool draining ABSL_GUARDED_BY(kInTurn) = false;
-  // Running updates are aborted from now on; metrics count these as given up by the drain.
-  bool aborts ABSL_GUARDED_BY(kInTurn) = false;
-  bool stopping ABSL_GUARDED_BY(kInTurn) = false;
+  ProcessWatch& processes;
 
   // Opens device memory and closes regions' mappings. Regions of device memory share this object,
   // since they may be destroyed after the daemon.
   const std::shared_ptr<JobThreads> regions_thread = std::make_shared<JobThreads>("refitd-regions");
 
-  // The timer's functions are called in a turn, but for Start and Stop.
-  Timer timer;
+  std::atomic<uint64_t> next_call{1};
+  std::atomic<uint64_t> next_member{1};
+  std::atomic<uint64_t> next_update{1};
+
+  StateMutex mutex;
+
+  Members members ABSL_GUARDED_BY(kStateLocked);
+  PendingAttaches pending ABSL_GUARDED_BY(kStateLocked);
+  PeerSessions sessions ABSL_GUARDED_BY(kStateLocked);
+  Groups groups ABSL_GUARDED_BY(kStateLocked);
+  WireLock wire_lock ABSL_GUARDED_BY(kStateLocked);
+  Calls calls ABSL_GUARDED_BY(kStateLocked);
+  Watchers watchers ABSL_GUARDED_BY(kStateLocked);
+  std::vector<std::string> listeners ABSL_GUARDED_BY(kStateLocked);
+  bool draining ABSL_GUARDED_BY(kStateLocked) = false;
+  // Running updates are aborted from now on; metrics count these as given up by the drain.
+  bool aborts ABSL_GUARDED_BY(kStateLocked) = false;
+  bool stopping ABSL_GUARDED_BY(kStateLocked) = false;
+
+  // Some of their functions are called under the state lock. The data plane is destroyed before all
+  // of the above, which its last callbacks find.
+  StagingPools pools;
+  std::unique_ptr<DataPlane> data_plane;
 };
 
 }  // namespace refitd

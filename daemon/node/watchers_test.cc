@@ -64,7 +64,10 @@ class Sink : public UpdateSink {
 struct World {
   Machine a{"a"};
   Machine b{"b"};
-  Watchers watchers;
+  PeerSessions sessions;
+  PendingAttaches pending;
+  Groups groups{{}, &sessions, &pending};
+  Watchers watchers{Duration(0), &groups, &pending};
   TimePoint now{};
   std::shared_ptr<Sink> sink = std::make_shared<Sink>();
 
@@ -109,15 +112,15 @@ TEST_CASE("progress of a running update is told when the interval has passed, an
   world.Set(&world.a, 1, "preparing", true);
   world.Watch("a");
   REQUIRE(world.sink->told.size() == 1);
-  REQUIRE(world.watchers.NextDue().has_value());
-  CHECK(*world.watchers.NextDue() == world.now + milliseconds(100));
+  REQUIRE(world.watchers.NextProgress().has_value());
+  CHECK(*world.watchers.NextProgress() == world.now + milliseconds(100));
   world.now += milliseconds(99);
   world.watchers.Progress(world.all(), world.now);
   CHECK(world.sink->told.size() == 1);
   world.now += milliseconds(1);
   world.watchers.Progress(world.all(), world.now);
   CHECK(world.sink->told.size() == 2);
-  CHECK(*world.watchers.NextDue() == world.now + milliseconds(100));
+  CHECK(*world.watchers.NextProgress() == world.now + milliseconds(100));
 
   world.Set(&world.a, 1, "committed", false);
   CHECK(world.sink->told.size() == 3);

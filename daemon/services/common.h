@@ -20,11 +20,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/member.h"
+#include "daemon/node/member_attach.h"
+#include "daemon/node/member_calls.h"
 #include "daemon/node/sinks.h"
-#include "daemon/node/trainer_calls.h"
 #include "daemon/services/authorizer.h"
 #include "daemon/services/member_events.h"
 #include "proto/grpc_status.h"
@@ -64,7 +64,7 @@ class PendingCall : public grpc::ServerUnaryReactor {
     Finish(ToGrpc(status));
   }
   void OnDone() noexcept override { delete this; }
-  void OnCancel() noexcept override { daemon_->trainer_calls().CallGone(id_); }
+  void OnCancel() noexcept override { daemon_->calls().CallGone(id_); }
 
  private:
   Daemon* const daemon_;
@@ -330,7 +330,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       stream_->End(InvalidField("kind", "kind: hello was said already"));
       return Leave("it said hello twice");
     } else if (!Role::Answer(daemon_, MemberId(member_), message_)) {
-      return daemon_->arrivals().Detached(MemberId(member_));  // ends the stream
+      return daemon_->attaches().Detached(MemberId(member_));  // ends the stream
     }
     this->StartRead(&message_);
   }
@@ -348,7 +348,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   // at the same time.
   void Leave(const std::string& reason) {
     if (const uint64_t member = member_; member != 0)
-      daemon_->arrivals().Gone(MemberId(member), reason);
+      daemon_->attaches().Gone(MemberId(member), reason);
     stream_->End(absl::OkStatus());
   }
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "daemon/checks/bucket.h"
-#include "daemon/node/members.h"
+#include "daemon/node/life.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/region_calls.h"
 #include "daemon/services/register_layout.h"
@@ -18,25 +18,24 @@ struct EngineRole {
   using Event = v1::EngineEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
                         std::shared_ptr<MemberSink> sink) {
-    return daemon->arrivals().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
+    return daemon->attaches().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
   }
   static bool Answer(Daemon* daemon, MemberId member, const Message& message) {
     switch (message.kind_case()) {
       case Message::kReady:
-        daemon->members().Happened(member,
-                                   ReadyEvent{member, UpdateId(message.ready().update_id())});
+        daemon->calls().Happened(member, ReadyEvent{member, UpdateId(message.ready().update_id())});
         return true;
       case Message::kAck: {
         const v1::Ack& ack = message.ack();
         if (ack.part() < 0) return true;  // ignored like any part that was not handed out
-        daemon->members().Happened(
-            member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
+        daemon->calls().Happened(member,
+                                 AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
         return true;
       }
       case Message::kFailed: {
         const v1::Failed& failed = message.failed();
         // The rank did fail, so a text that would be refused elsewhere is cleaned here.
-        daemon->members().Happened(
+        daemon->calls().Happened(
             member, EngineFailed{member, UpdateId(failed.update_id()),
                                  CleanText(Escaped(failed.reason()), kMaxReasonBytes)});
         return true;

@@ -5,7 +5,7 @@
 #define REFITD_DAEMON_SERVICES_HELLO_H_
 
 #include "absl/status/statusor.h"
-#include "daemon/node/arrivals.h"
+#include "daemon/node/member_attach.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/trainer.pb.h"
 

@@ -53,9 +53,9 @@ class WatchReactor final : public WatchReactorBase<v1::UpdateStatus> {
 
  private:
   absl::StatusOr<uint64_t> Watch(const Peer& peer, const v1::WatchUpdatesRequest& request) {
-    REFITD_ASSIGN_OR_RETURN(Watchers::Wish wish, WishOf(request));
-    wish.identity = IdentityOf(peer);
-    return daemon_->operators().Watch(std::move(wish), std::make_shared<Sink>(stream()));
+    REFITD_ASSIGN_OR_RETURN(WatchFilter filter, FilterOf(request));
+    filter.identity = IdentityOf(peer);
+    return daemon_->operators().Watch(std::move(filter), std::make_shared<Sink>(stream()));
   }
   void Stop() override { daemon_->operators().StopWatching(watch_); }
 

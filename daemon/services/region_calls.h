@@ -7,7 +7,7 @@
 
 #include "daemon/checks/bucket_message.h"
 #include "daemon/node/daemon.h"
-#include "daemon/node/regions.h"
+#include "daemon/node/member_memory.h"
 #include "daemon/policy/rpcs.h"
 #include "daemon/services/common.h"
 #include "daemon/services/trainer_events.h"
@@ -23,10 +23,10 @@ inline grpc::ServerUnaryReactor* AnswerRegisterRegion(Daemon* daemon, const Auth
   return AnswerOnce(
       daemon, authorizer, context, {rpc}, response, [&](const Peer& peer, auto reply) {
         const DeviceRef block = BlockOf(request);
-        daemon->regions().RegisterDevice(
+        daemon->memory().RegisterDevice(
             CallerOf(request.lease(), peer), engine,
             {std::string(block.handle), std::string(block.device), block.byte_offset, block.bytes},
-            [reply](const absl::StatusOr<Regions::Registered>& registered) {
+            [reply](const absl::StatusOr<MemberMemory::Registered>& registered) {
               if (!registered.ok()) return reply(registered.status());
               v1::RegisterRegionResponse answer;
               answer.set_region_id(registered->id.value());
@@ -44,12 +44,12 @@ inline grpc::ServerUnaryReactor* AnswerReleaseRegion(Daemon* daemon, const Autho
   const Rpc rpc = engine ? Rpc::kEngineReleaseRegion : Rpc::kTrainerReleaseRegion;
   return AnswerOnce(daemon, authorizer, context, {rpc}, response,
                     [&](const Peer& peer, auto reply) {
-                      daemon->regions().Release(CallerOf(request.lease(), peer), engine,
-                                                RegionId(request.region_id()),
-                                                [reply](const absl::Status& status) {
-                                                  if (!status.ok()) return reply(status);
-                                                  reply(v1::ReleaseRegionResponse());
-                                                });
+                      daemon->memory().Release(CallerOf(request.lease(), peer), engine,
+                                               RegionId(request.region_id()),
+                                               [reply](const absl::Status& status) {
+                                                 if (!status.ok()) return reply(status);
+                                                 reply(v1::ReleaseRegionResponse());
+                                               });
                     });
 }
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "daemon/node/daemon.h"
-#include "daemon/node/layouts.h"
+#include "daemon/node/member_calls.h"
 #include "daemon/services/common.h"
 #include "daemon/services/trainer_events.h"
 #include "proto/convert.h"
@@ -34,8 +34,8 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     if (first_) {
       caller_ = CallerOf(chunk_.lease(), *peer_);
       first_ = false;
-      const absl::Status status = daemon_->layouts().CheckLease(caller_, engine_);
-      hold_ = daemon_->layouts().HoldFor(caller_);
+      const absl::Status status = daemon_->calls().CheckLease(caller_, engine_);
+      hold_ = daemon_->calls().HoldFor(caller_);
       if (!status.ok()) return Finish(ToGrpc(status));
     }
     if (absl::Status status = Take(); !status.ok()) return Refuse(status);
@@ -50,7 +50,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     return hold_.GrowTo(decoder_.bytes());
   }
   void Refuse(const absl::Status& why) {
-    if (engine_) daemon_->layouts().Refused(caller_, why);
+    if (engine_) daemon_->calls().LayoutRefused(caller_, why);
     Finish(ToGrpc(why));
   }
   void Register() {
@@ -58,9 +58,9 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     if (!layout.ok()) return Refuse(layout.status());
     // The daemon always answers. If the caller cancels meanwhile, only this object waits for the
     // answer.
-    daemon_->layouts().Register(
+    daemon_->calls().RegisterLayout(
         daemon_->NewCall(), caller_, engine_, *std::move(layout),
-        [this](const absl::StatusOr<Layouts::Registered>& registered) {
+        [this](const absl::StatusOr<MemberCalls::RegisteredLayout>& registered) {
           if (registered.ok()) {
             response_->set_digest(registered->digest);
             response_->set_pieces(registered->pieces);

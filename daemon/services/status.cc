@@ -341,13 +341,13 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
   return response;
 }
 
-absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request) {
+absl::StatusOr<WatchFilter> FilterOf(const v1::WatchUpdatesRequest& request) {
   const int64_t interval = request.interval_ms() == 0 ? kDefaultWatchMs : request.interval_ms();
   if (interval < kMinWatchMs || interval > kMaxWatchMs) {
     return InvalidField("interval_ms", "interval_ms: {} is not in {}..{}", interval, kMinWatchMs,
                         kMaxWatchMs);
   }
-  return Watchers::Wish{request.group(), std::chrono::milliseconds(interval), request.until_idle()};
+  return WatchFilter{request.group(), std::chrono::milliseconds(interval), request.until_idle()};
 }
 
 }  // namespace refitd

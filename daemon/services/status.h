@@ -34,8 +34,8 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
 v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update);
 v1::InstanceResult ToProto(const InstanceOutcome& outcome);
 
-// The wish of a caller that watches updates. INVALID_ARGUMENT: interval_ms is out of its range.
-absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request);
+// The filter of a caller that watches updates. INVALID_ARGUMENT: interval_ms is out of its range.
+absl::StatusOr<WatchFilter> FilterOf(const v1::WatchUpdatesRequest& request);
 
 }  // namespace refitd
 

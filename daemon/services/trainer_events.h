@@ -7,7 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/node/member.h"
-#include "daemon/node/trainer_calls.h"
+#include "daemon/node/member_calls.h"
 #include "refitd/v1/trainer.pb.h"
 
 namespace refitd {

@@ -21,7 +21,7 @@ struct TrainerRole {
   using Event = v1::TrainerEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
                         std::shared_ptr<MemberSink> sink) {
-    return daemon->arrivals().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
+    return daemon->attaches().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
   }
   static bool Answer(Daemon* /*daemon*/, MemberId /*member*/, const Message& message) {
     return !message.has_detach();
@@ -89,8 +89,8 @@ class TrainerService final : public v1::Trainer::CallbackService {
     return AnswerLater(
         daemon_, *authorizer_, context, {Rpc::kTrainerPushBucket},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
-          daemon_->trainer_calls().PushBucket(call, CallerOf(request->lease(), peer),
-                                              PushOf(*request), std::move(reply));
+          daemon_->calls().PushBucket(call, CallerOf(request->lease(), peer), PushOf(*request),
+                                      std::move(reply));
         },
         [response](const ReplyPayload& payload) {
           Fill(PayloadAs<BucketReply>(payload), response);
@@ -118,9 +118,9 @@ class TrainerService final : public v1::Trainer::CallbackService {
     return AnswerLater(
         daemon_, *authorizer_, context, {Rpc::kTrainerRefit},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
-          daemon_->trainer_calls().Refit(call, CallerOf(request->lease(), peer),
-                                         EventOf(*request, MaxDuration()),
-                                         request->binding_generation(), std::move(reply));
+          daemon_->calls().Refit(call, CallerOf(request->lease(), peer),
+                                 EventOf(*request, MaxDuration()), request->binding_generation(),
+                                 std::move(reply));
         },
         [response](const ReplyPayload& payload) {
           Fill(PayloadAs<CommitReply>(payload), response);
@@ -145,8 +145,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
     return AnswerLater(
         daemon_, *authorizer_, context, {rpc},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
-          daemon_->trainer_calls().Call(call, CallerOf(request.lease(), peer), make(),
-                                        std::move(reply));
+          daemon_->calls().Call(call, CallerOf(request.lease(), peer), make(), std::move(reply));
         },
         [fill](const ReplyPayload& payload) { fill(PayloadAs<Reply>(payload)); });
   }

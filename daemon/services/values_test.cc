@@ -141,9 +141,9 @@ TEST_CASE("a bad field of a hello is named with its value") {
 
 TEST_CASE("a watcher's interval has a default and bounds") {
   v1::WatchUpdatesRequest request;
-  CHECK(WishOf(request)->interval == std::chrono::milliseconds(200));
+  CHECK(FilterOf(request)->interval == std::chrono::milliseconds(200));
   request.set_interval_ms(19);
-  CHECK(Refusal(WishOf(request)) == "interval_ms: 19 is not in 20..3600000");
+  CHECK(Refusal(FilterOf(request)) == "interval_ms: 19 is not in 20..3600000");
 }
 
 TEST_CASE("a push becomes its event and a bucket whose places are not known yet") {

@@ -251,7 +251,7 @@ class Bench {
     for (auto& [node, command] : sent) ToNode(node, std::move(command));
   }
 
-  // Does what Joiners::ShareLayout does, which holds no mutex while it compares.
+  // Does what PeerServer::ShareLayout does, which holds no mutex while it compares.
   void ShareLayout(MachineEvent* event) const {
     auto* peer = std::get_if<PeerEvent>(event);
     auto* received = peer == nullptr ? nullptr : std::get_if<ReportReceived>(peer);

@@ -27,10 +27,10 @@
 #include "client/refit.h"
 #include "client/refit_test_util.h"
 #include "client/trainer.h"
-#include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
-#include "daemon/node/joiners.h"
-#include "daemon/node/regions.h"
+#include "daemon/node/member_attach.h"
+#include "daemon/node/member_memory.h"
+#include "daemon/node/peer_server.h"
 #include "daemon/services/engine_service.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/operator_service.h"
@@ -132,13 +132,13 @@ class LocalDaemon {
         {.path = socket() + std::string(kDescriptorSocketSuffix),
          .mode = 0600,
          .admit = [](const PeerCredentials&) { return absl::OkStatus(); }},
-        &daemon_->regions());
+        &daemon_->memory());
     grpc::ServerBuilder builder;
     builder.RegisterService(trainers_.get());
     builder.RegisterService(engines_.get());
     builder.RegisterService(operators_.get());
     if (!id.empty()) {
-      peer_links_ = std::make_unique<PeerService>(&daemon_->joiners(), 64 * kMiB);
+      peer_links_ = std::make_unique<PeerService>(&daemon_->peer_server(), 64 * kMiB);
       builder.RegisterService(peer_links_.get());
       builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
     }
@@ -333,7 +333,7 @@ struct EndedSink : MemberSink {
 TEST_CASE("a member whose credentials nobody knows gets no GPU") {
   LocalDaemon daemon;
   const auto sink = std::make_shared<EndedSink>();
-  daemon.daemon().arrivals().Attach(ArrivalOf(daemon.TrainerOn(0), Peer{}), sink);
+  daemon.daemon().attaches().Attach(ArrivalOf(daemon.TrainerOn(0), Peer{}), sink);
   CHECK(absl::IsPermissionDenied(sink->end));
   CHECK_THAT(Message(sink->end), Contains("device.name") && Contains(daemon.uuid(0)));
 }
@@ -1381,13 +1381,13 @@ class DirectEngine {
     daemon_ = daemon;
     PeerCredentials self;
     self.uid = geteuid();
-    member_ = daemon->daemon().arrivals().Attach(ArrivalOf(hello, Peer{self}), sink_);
+    member_ = daemon->daemon().attaches().Attach(ArrivalOf(hello, Peer{self}), sink_);
   }
   void Leave() {
     if (daemon_ != nullptr)
-      std::exchange(daemon_, nullptr)->daemon().arrivals().Gone(member_, "it left");
+      std::exchange(daemon_, nullptr)->daemon().attaches().Gone(member_, "it left");
   }
-  void Detach() { std::exchange(daemon_, nullptr)->daemon().arrivals().Detached(member_); }
+  void Detach() { std::exchange(daemon_, nullptr)->daemon().attaches().Detached(member_); }
   bool welcomed() const { return sink_->welcomed; }
   // The status with which its stream ended; nullopt: it has not ended.
   std::optional<absl::Status> end() const {

@@ -17,10 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
+#include "daemon/node/member_attach.h"
+#include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
-#include "daemon/node/regions.h"
 #include "daemon/process/log.h"
 #include "daemon/services/hello.h"
 #include "daemon/sockets/descriptor_socket.h"
@@ -81,7 +81,7 @@ class Target {
     hello.mutable_spec()->set_trainer_ranks(1);
     hello.set_world_size(1);
     const Peer self{Self()};
-    daemon_->arrivals().Attach(ArrivalOf(hello, self), trainer);
+    daemon_->attaches().Attach(ArrivalOf(hello, self), trainer);
     v1::EngineHello engine_hello;
     engine_hello.set_protocol(v1::PROTOCOL_VERSION_1);
     engine_hello.set_group("g");
@@ -89,19 +89,19 @@ class Target {
     engine_hello.set_delivery(v1::DELIVERY_LOADER);
     auto engine = std::make_shared<Welcomed>();
     engine_hello.set_instance("i");
-    daemon_->arrivals().Attach(ArrivalOf(engine_hello, self), engine);
+    daemon_->attaches().Attach(ArrivalOf(engine_hello, self), engine);
     auto prober = std::make_shared<Welcomed>();
     engine_hello.set_instance("prober");
-    daemon_->arrivals().Attach(ArrivalOf(engine_hello, self), prober);
+    daemon_->attaches().Attach(ArrivalOf(engine_hello, self), prober);
     tokens_ = {trainer->token, engine->token, std::string(sizeof(Token), 'x'), prober->token};
     for (const std::string& token : tokens_) REFITD_CHECK(token.size() == sizeof(Token));
     // The pool's own descriptor stays open and is no leak.
     REFITD_CHECK(
-        daemon_->regions().MapPool(TokenOf(DescriptorInput::TRAINER), *self.credentials).ok());
+        daemon_->memory().MapPool(TokenOf(DescriptorInput::TRAINER), *self.credentials).ok());
     auto socket =
         DescriptorSocket::Create({.path = folder_ / "s.fds",
                                   .admit = [](const PeerCredentials&) { return absl::OkStatus(); }},
-                                 &daemon_->regions());
+                                 &daemon_->memory());
     REFITD_CHECK(socket.ok());
     socket_ = *std::move(socket);
   }
@@ -356,7 +356,7 @@ void ReleaseAll(Target* target, int messages) {
   static const UniqueFd memory = Sealed();
   static uint64_t first = 1;
   const PeerCredentials self = Self();
-  Regions& regions = target->daemon().regions();
+  MemberMemory& regions = target->daemon().memory();
   const Token prober = target->TokenOf(kProber);
   const auto probe =
       regions.RegisterRegion(prober, self, Duplicate(memory), RegionKind::kMemfd, kMemfdBytes);

@@ -28,13 +28,12 @@
 #include "daemon/checks/bucket_test_util.h"
 #include "daemon/link/hello.h"
 #include "daemon/link/trainer_messages.h"
-#include "daemon/node/arrivals.h"
 #include "daemon/node/daemon.h"
-#include "daemon/node/layouts.h"
-#include "daemon/node/members.h"
+#include "daemon/node/life.h"
+#include "daemon/node/member_attach.h"
+#include "daemon/node/member_calls.h"
+#include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
-#include "daemon/node/regions.h"
-#include "daemon/node/trainer_calls.h"
 #include "daemon/process/log.h"
 #include "daemon/services/hello.h"
 #include "daemon/services/member_events.h"
@@ -305,7 +304,7 @@ class World {
     member->group = hello.group();
     member->peer = NewPeer(step);
     member->trainer_inbox = std::make_shared<Inbox<v1::TrainerEvent>>();
-    member->id = daemon_->arrivals().Attach(ArrivalOf(hello, member->peer), member->trainer_inbox);
+    member->id = daemon_->attaches().Attach(ArrivalOf(hello, member->peer), member->trainer_inbox);
     members_.push_back(std::move(member));
   }
 
@@ -319,7 +318,7 @@ class World {
     if (hello.delivery() == v1::DELIVERY_LOADER) member->delivery = DeliveryMode::kLoader;
     member->peer = NewPeer(step);
     member->engine_inbox = std::make_shared<Inbox<v1::EngineEvent>>();
-    member->id = daemon_->arrivals().Attach(ArrivalOf(hello, member->peer), member->engine_inbox);
+    member->id = daemon_->attaches().Attach(ArrivalOf(hello, member->peer), member->engine_inbox);
     members_.push_back(std::move(member));
   }
 
@@ -337,9 +336,9 @@ class World {
 
   void Watch(const Step& step) {
     auto inbox = std::make_shared<UpdateInbox>();
-    absl::StatusOr<Watchers::Wish> wish = WishOf(step.watch());
-    if (!wish.ok()) return;
-    const auto watch = daemon_->operators().Watch(*std::move(wish), inbox);
+    absl::StatusOr<WatchFilter> filter = FilterOf(step.watch());
+    if (!filter.ok()) return;
+    const auto watch = daemon_->operators().Watch(*std::move(filter), inbox);
     if (watch.ok() && step.cancel()) daemon_->operators().StopWatching(*watch);
   }
 
@@ -359,7 +358,7 @@ class World {
     auto memory = HostRegion::Map(*fd, bytes, Access::kReadWrite, false);
     REFITD_CHECK(memory.ok());
     Fill(*memory, in.fill());
-    const auto id = daemon_->regions().RegisterRegion(
+    const auto id = daemon_->memory().RegisterRegion(
         TokenOf(*member), PeerOfMember(step, *member).credentials.value_or(PeerCredentials{}),
         *std::move(fd), static_cast<RegionKind>(in.kind()), bytes);
     if (id.ok()) member->regions.push_back({*id, *std::move(memory)});
@@ -379,7 +378,7 @@ class World {
     }
     const Peer peer = PeerOfMember(step, *member);
     if (!peer.credentials.has_value()) return;  // no descriptor socket over TCP
-    if (daemon_->regions().ReleaseRegion(TokenOf(*member), *peer.credentials, id).ok()) {
+    if (daemon_->memory().ReleaseRegion(TokenOf(*member), *peer.credentials, id).ok()) {
       std::erase_if(member->regions, [id](const Region& region) { return region.id == id; });
     }
   }
@@ -387,7 +386,7 @@ class World {
   void MapPool(const Step& step, Member* member) {
     const Peer peer = PeerOfMember(step, *member);
     auto pool =
-        daemon_->regions().MapPool(TokenOf(*member), peer.credentials.value_or(PeerCredentials{}));
+        daemon_->memory().MapPool(TokenOf(*member), peer.credentials.value_or(PeerCredentials{}));
     if (!pool.ok()) return;
     auto memory = HostRegion::Map(pool->fd, pool->bytes,
                                   member->engine ? Access::kReadOnly : Access::kReadWrite, false);
@@ -409,9 +408,9 @@ class World {
     if (!layout.ok()) return;
     // The groups are this daemon's own, so the call is answered before it returns.
     int replies = 0;
-    daemon_->layouts().Register(
+    daemon_->calls().RegisterLayout(
         daemon_->NewCall(), CallerOf(member->lease, PeerOfMember(step, *member)), /*engine=*/true,
-        *layout, [&](const absl::StatusOr<Layouts::Registered>& registered) {
+        *layout, [&](const absl::StatusOr<MemberCalls::RegisteredLayout>& registered) {
           ++replies;
           if (!registered.ok()) return;
           REFITD_CHECK(registered->digest == layout->Digest());
@@ -467,16 +466,15 @@ class World {
         auto request = WithLease(step, member, step.begin());
         request.set_duration_ms(Never(request.duration_ms()));
         Call* call = NewCall(actor, request.version(), request.request_id());
-        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer),
-                                      EventOf(request, kLongest), ReplyTo(call));
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request, kLongest),
+                              ReplyTo(call));
         break;
       }
       case Step::kLeaseSlot: {
         auto request = WithLease(step, member, step.lease_slot());
         request.set_wait_ms(Never(request.wait_ms()));
         Call* call = NewCall(actor, request.version(), "");
-        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
-                                      ReplyTo(call));
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request), ReplyTo(call));
         break;
       }
       case Step::kReleaseSlot: {
@@ -488,8 +486,8 @@ class World {
         }
         ReleaseSlotEvent event;
         event.grant = {SlotIndex(request.slot()), GrantId(request.grant())};
-        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), event,
-                                      ReplyTo(NewCall(actor, 0, "")));
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), event,
+                              ReplyTo(NewCall(actor, 0, "")));
         break;
       }
       case Step::kPush:
@@ -499,22 +497,20 @@ class World {
         const auto request = WithLease(step, member, step.commit());
         member.asked_to_commit.insert(request.version());
         Call* call = NewCall(actor, request.version(), request.request_id());
-        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
-                                      ReplyTo(call));
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request), ReplyTo(call));
         break;
       }
       case Step::kAbort: {
         const auto request = WithLease(step, member, step.abort());
         Call* call = NewCall(actor, request.version(), request.request_id());
-        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
-                                      ReplyTo(call));
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request), ReplyTo(call));
         break;
       }
       case Step::kReady: {
         v1::Ready ready = step.ready();
         if (!step.raw()) ready.set_update_id(member.prepare.update_id());
         member.ready.insert(ready.update_id());
-        daemon_->members().Happened(member.id, ReadyEvent{member.id, UpdateId(ready.update_id())});
+        daemon_->calls().Happened(member.id, ReadyEvent{member.id, UpdateId(ready.update_id())});
         return;
       }
       case Step::kAck: {
@@ -528,24 +524,24 @@ class World {
         }
         member.read.erase({ack.update_id(), ack.part()});
         if (ack.part() < 0) return;  // as the service does
-        daemon_->members().Happened(
+        daemon_->calls().Happened(
             member.id, AckEvent{member.id, UpdateId(ack.update_id()), PartSeq(ack.part())});
         return;
       }
       case Step::kFailed: {
         v1::Failed failed = step.failed();
         if (!step.raw()) failed.set_update_id(member.prepare.update_id());
-        daemon_->members().Happened(
+        daemon_->calls().Happened(
             member.id, EngineFailed{member.id, UpdateId(failed.update_id()), failed.reason()});
         return;
       }
       case Step::kGone:
-        daemon_->arrivals().Gone(member.id, "the fuzzer ended it");
+        daemon_->attaches().Gone(member.id, "the fuzzer ended it");
         return;
       default:
         return;
     }
-    if (step.cancel()) daemon_->trainer_calls().CallGone(id);
+    if (step.cancel()) daemon_->calls().CallGone(id);
   }
 
   static SlotGrant TakeGrant(Member* member, uint32_t which) {
@@ -573,9 +569,8 @@ class World {
       }
     }
     call->contents = ContentsOf(member, bucket);
-    daemon_->trainer_calls().PushBucket(id,
-                                        CallerOf(call->push.lease(), PeerOfMember(step, member)),
-                                        PushOf(call->push), ReplyTo(call));
+    daemon_->calls().PushBucket(id, CallerOf(call->push.lease(), PeerOfMember(step, member)),
+                                PushOf(call->push), ReplyTo(call));
   }
 
   // The pushed elements, if the bucket's memory is visible to this process.

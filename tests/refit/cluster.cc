@@ -15,7 +15,7 @@ constexpr char kGroup[] = "g";
 // The stream of an engine rank that is ready whenever it is asked.
 class ReadyInbox : public Inbox {
  public:
-  explicit ReadyInbox(Members* members) : members_(*members) {}
+  explicit ReadyInbox(MemberCalls* calls) : calls_(*calls) {}
 
   void Flush() override {
     const std::optional<SendPrepare> asked = Last<SendPrepare>();
@@ -24,11 +24,11 @@ class ReadyInbox : public Inbox {
       MutexLock lock(&mutex_);
       if (std::exchange(answered_, asked->update) == asked->update) return;
     }
-    members_.Happened(asked->member, ReadyEvent{asked->member, asked->update});
+    calls_.Happened(asked->member, ReadyEvent{asked->member, asked->update});
   }
 
  private:
-  Members& members_;
+  MemberCalls& calls_;
   Mutex mutex_;
   UpdateId answered_ ABSL_GUARDED_BY(mutex_);
 };
@@ -55,7 +55,7 @@ int Cluster::Add(int daemon, Arrival arrival, std::string label, Layout layout) 
   const bool engine = arrival.record.engine;
   Attached attached = parts.Attach(
       std::move(arrival), kGroup, spec_, daemon == 0 ? nullptr : daemons_[0].get(), kPatience,
-      engine ? std::make_shared<ReadyInbox>(&parts.members()) : std::make_shared<Inbox>());
+      engine ? std::make_shared<ReadyInbox>(&parts.calls()) : std::make_shared<Inbox>());
   REQUIRE(Eventually([&] { return attached.inbox->welcomed(); }));
   ranks_.push_back({daemon, engine, std::move(label), std::move(attached), nullptr, nullptr, {}});
   const int number = static_cast<int>(ranks_.size()) - 1;
@@ -87,9 +87,9 @@ absl::Status Cluster::Register(int number, Layout layout) {
   layout.binding_generation = generation;
   r.layout = std::make_shared<const Layout>(layout);
   Answer answer;
-  parts.layouts().Register(
+  parts.calls().RegisterLayout(
       parts.daemon().NewCall(), r.attached.caller(), r.engine, std::move(layout),
-      [reply = answer.function()](const absl::StatusOr<Layouts::Registered>& registered) {
+      [reply = answer.function()](const absl::StatusOr<MemberCalls::RegisteredLayout>& registered) {
         reply(registered.status(), EmptyReply{});
       });
   return answer.status();
@@ -101,7 +101,7 @@ bool Cluster::Commits(int number, Version version) {
 
 void Cluster::Lose(int number) {
   const Rank& r = rank(number);
-  DaemonOf(r).arrivals().Gone(r.attached.id, "killed");
+  DaemonOf(r).attaches().Gone(r.attached.id, "killed");
   REQUIRE(Eventually([&] {
     const auto members = daemons_[0]->operators().Group(kGroup)->machine.group.members;
     return std::none_of(members.begin(), members.end(), [&r](const MemberView& member) {

@@ -42,7 +42,7 @@
 #include "daemon/group/follower.h"
 #include "daemon/group/wire_lock.h"
 #include "tests/sim/random.h"
-#include "transport/plan/bound_moves.h"
+#include "transport/bound_moves.h"
 #include "transport/unprepared_transport.h"
 
 namespace refitd::sim {

@@ -8,7 +8,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "transport/base/status.h"
-#include "transport/plan/bound_moves.h"
+#include "transport/bound_moves.h"
 
 namespace refitd {
 namespace {

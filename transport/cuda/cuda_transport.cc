@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "transport/base/mutex.h"
+#include "transport/bound_moves.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/buffers.h"
 #include "transport/cuda/call_watch.h"
@@ -25,7 +26,6 @@
 #include "transport/cuda/plan_thread.h"
 #include "transport/cuda/relay.h"
 #include "transport/cuda/relay_plan.h"
-#include "transport/plan/bound_moves.h"
 #endif
 
 namespace refitd {

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/bound_moves.h"
 #include "transport/cuda/memory.h"
-#include "transport/plan/bound_moves.h"
 #include "transport/transport.h"
 #include "transport/transport_testing.h"
 

@@ -10,9 +10,9 @@
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/bound_moves.h"
 #include "transport/host/box_copy.h"
 #include "transport/host/worker_threads.h"
-#include "transport/plan/bound_moves.h"
 
 namespace refitd {
 namespace {

@@ -1,0 +1,163 @@
+// Members' layouts: checked against the member's regions, and registered with the group's
+// coordinator.
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "daemon/node/life.h"
+#include "daemon/node/member_calls.h"
+#include "transport/base/errors.h"
+#include "transport/base/status.h"
+#include "transport/plan/block_scales.h"
+
+namespace refitd {
+namespace {
+
+// The layout, whose bytes are counted while somebody refers to it.
+std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
+  struct Both {
+    Layout layout;
+    ByteLedger::Hold hold;
+  };
+  const auto both = std::make_shared<const Both>(Both{std::move(layout), std::move(hold)});
+  return {both, &both->layout};
+}
+
+}  // namespace
+
+absl::Status MemberCalls::CheckLease(const Caller& caller, bool engine) {
+  const StateLock lock(&state_.mutex);
+  return Authenticate(state_, caller, engine).status();
+}
+
+// Checking a big layout takes long, so it is done outside the mutex, against a copy of the regions.
+absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Caller& caller,
+                                                                       bool engine, Layout layout,
+                                                                       ByteLedger::Hold hold) {
+  // P8: the copy has no mappings, since a region that is released meanwhile must lose its mapping
+  // at once.
+  struct Region {
+    int64_t bytes = 0;
+    Access access = Access::kReadOnly;
+  };
+  std::map<RegionId, Region> regions;
+  {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(state_, caller, engine));
+    for (const auto& [id, region] : member->regions) {
+      regions.emplace_hint(regions.end(), id, Region{region.memory.bytes, region.access});
+    }
+  }
+  const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
+    const auto it = regions.find(id);
+    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
+  };
+  if (!engine && !layout.ties.empty()) {
+    return InvalidField("layout.tied_tensors",
+                        "layout.tied_tensors has {} entries: only engines have tied tensors",
+                        layout.ties.size());
+  }
+  if (engine) TieSharedTensors(&layout);
+  REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
+  if (!engine) return Counted(std::move(layout), std::move(hold));
+  if (!layout.pushed_tensors.empty()) {
+    return InvalidField("layout.pushed_tensors",
+                        "layout.pushed_tensors has {} entries: an engine rank pushes none",
+                        layout.pushed_tensors.size());
+  }
+  // A layout that a refit would refuse must not be filled by pushes either.
+  REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
+  for (const Piece& piece : layout.pieces) {
+    if (regions.at(piece.region).access != Access::kReadWrite) {
+      return InvalidField("layout.piece_region", "region {} of tensor '{}' is not writable",
+                          piece.region, layout.tensors[piece.tensor].name);
+    }
+  }
+  return Counted(std::move(layout), std::move(hold));
+}
+
+absl::StatusOr<const MemberRecord*> MemberCalls::AdmitLayout(const Caller& caller, bool engine,
+                                                             const Layout& layout) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(state_, caller, engine));
+  REFITD_RETURN_IF_ERROR(state_.calls.Admit());
+  for (const Piece& piece : layout.pieces) {
+    if (!member->regions.contains(piece.region)) {
+      return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
+    }
+  }
+  // The greatest generation of the registered layout and of those still under way.
+  std::optional<uint64_t> greatest;
+  if (member->layout != nullptr) greatest = member->layout->binding_generation;
+  for (const std::shared_ptr<const Layout>& pending : state_.calls.LayoutsOf(member->id)) {
+    greatest = std::max(greatest.value_or(0), pending->binding_generation);
+  }
+  if (greatest.has_value() && layout.binding_generation <= *greatest) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "binding_generation: {} is not greater than the registered {}",
+                 layout.binding_generation, *greatest);
+  }
+  REFITD_RETURN_IF_ERROR(state_.groups.Of(*member)->machine->CanRegisterLayout(member->id));
+  return member;
+}
+
+void MemberCalls::LayoutRefused(const Caller& caller, const absl::Status& why) {
+  if (!absl::IsResourceExhausted(why)) return;
+  StateLock lock(&state_.mutex);
+  const absl::StatusOr<const MemberRecord*> member = Authenticate(state_, caller, /*engine=*/true);
+  if (!member.ok()) return;
+  const std::string group = (*member)->group;
+  lock.Handle(group, EngineFailed{(*member)->id, UpdateId(), Message(why), why});
+}
+
+void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine, Layout layout,
+                                 LayoutReply reply, ByteLedger::Hold hold) {
+  absl::StatusOr<std::shared_ptr<const Layout>> checked =
+      CheckLayout(caller, engine, std::move(layout), std::move(hold));
+  if (!checked.ok()) {
+    if (engine) LayoutRefused(caller, checked.status());
+    return reply(checked.status());
+  }
+  HandLayout({call, caller, engine, *std::move(checked), std::move(reply)}, std::nullopt);
+}
+
+// Gives the layout to the group; of a rank that claims a version, once its memory was read.
+void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
+  const RegisteredLayout registered{
+      r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()), r.layout->Bytes()};
+  StateLock lock(&state_.mutex);
+  const absl::StatusOr<const MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
+  absl::Status status = member.status();
+  const bool first = status.ok() && (*member)->claims && (*member)->layout == nullptr;
+  if (first && !content.has_value()) {
+    status = ReadContent(**member, r);
+    if (status.ok()) return;
+  }
+  if (!status.ok()) {
+    lock.Answer([reply = std::move(r.reply), status] { reply(status); });
+    return;
+  }
+  const std::string group = (*member)->group;
+  const MemberId id = (*member)->id;
+  state_.calls.Add(r.call,
+                   {group,
+                    [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {
+                      if (answer.ok()) return reply(registered);
+                      reply(answer);
+                    },
+                    nullptr, Calls::PendingLayout{id, r.layout}});
+  lock.Handle(group,
+              LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0)});
+}
+
+absl::Status MemberCalls::ReadContent(const MemberRecord& member, const Registering& r) {
+  const GroupRecord& group = *state_.groups.Of(member);
+  return state_.data_plane->Digest(group, member.id, r.layout,
+                                   [this, r](const absl::StatusOr<uint64_t>& content) {
+                                     if (!content.ok()) return r.reply(content.status());
+                                     HandLayout(r, *content);
+                                   });
+}
+
+}  // namespace refitd

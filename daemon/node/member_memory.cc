@@ -1,0 +1,406 @@
+#include "daemon/node/member_memory.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <future>
+#include <limits>
+#include <map>
+#include <string_view>
+#include <utility>
+
+#include "daemon/node/identities.h"
+#include "daemon/node/life.h"
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+// P4: how long a thread of the descriptor socket waits for the driver, which may be making
+// contexts.
+constexpr std::chrono::milliseconds kDriverWait{20'000};
+
+constexpr size_t kMaxUuidInMessage = 64;
+
+// The status with the name of its field in front.
+absl::Status In(std::string_view field, const absl::Status& status) {
+  return Prefixed(status, "{}", field);
+}
+
+// A block has one address here, whatever handles name it.
+MemoryOrigin BlockOrigin(const DeviceRegion& block) {
+  return {MemoryOrigin::Kind::kBlock, 0, reinterpret_cast<uintptr_t>(block.data()), 0};
+}
+
+// Memory that a process of this host exported is known by that process and the address that it
+// gave. A process in another namespace of processes has no number here.
+MemoryOrigin ExportOrigin(const MemberRecord& member, uint64_t address) {
+  const auto device = static_cast<uint64_t>(*member.ordinal);
+  const int pid = member.peer.credentials.has_value() ? member.peer.credentials->pid : 0;
+  constexpr auto kMost = static_cast<uint64_t>(std::numeric_limits<int64_t>::max() / 2);
+  if (pid <= 0 || address == 0 || address > kMost) {
+    return {MemoryOrigin::Kind::kUnknown, device, 0, 0};
+  }
+  return {MemoryOrigin::Kind::kExported, device, static_cast<uint64_t>(pid),
+          static_cast<int64_t>(address)};
+}
+
+absl::StatusOr<struct stat> LookAt(const UniqueFd& fd) {
+  struct stat file {};
+  if (fstat(fd.get(), &file) != 0) return ErrnoError(errno, "looking at the descriptor");
+  return file;
+}
+
+// Whether the first `bytes` of the memfd have pages. Pages that its owner never touched are not
+// filled in, since they would be charged to the daemon.
+bool HasPages(const struct stat& file, int64_t bytes) {
+  constexpr int64_t kStatBlockBytes = 512;
+  return file.st_blocks * kStatBlockBytes >= bytes;
+}
+
+}  // namespace
+
+// ---- host memory ----
+
+absl::StatusOr<MemoryOrigin> MemberMemory::OriginOf(const UniqueFd& fd) {
+  REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
+  return MemoryOrigin{MemoryOrigin::Kind::kFile, file.st_dev, file.st_ino, 0};
+}
+
+absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOrigin& origin,
+                                             int64_t bytes, Access access,
+                                             const std::string& identity) {
+  if (bytes > state_.options.machine_bytes) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "bytes: {} is more than this machine's memory, {}", bytes,
+                 state_.options.machine_bytes);
+  }
+  REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
+  const Key key{origin.space, origin.object, access};
+  std::shared_ptr<const Mapping> mapping = Find(key, bytes);
+  if (mapping == nullptr) {
+    auto made = std::make_shared<Mapping>();
+    REFITD_ASSIGN_OR_RETURN(made->hold, state_.mapped.Take(identity, bytes));
+    REFITD_ASSIGN_OR_RETURN(made->region,
+                            HostRegion::Map(fd, bytes, access, HasPages(file, bytes)));
+    Keep(key, made);
+    mapping = std::move(made);
+  }
+  return MemorySpan{mapping->region->data(), bytes, mapping,
+                    MemoryOrigin{MemoryOrigin::Kind::kFile, file.st_dev, file.st_ino, 0}};
+}
+
+std::shared_ptr<const MemberMemory::Mapping> MemberMemory::Find(const Key& key, int64_t bytes) {
+  MutexLock lock(&mutex_);
+  const auto it = mappings_.find(key);
+  if (it == mappings_.end()) return nullptr;
+  std::shared_ptr<const Mapping> mapping = it->second.lock();
+  return mapping != nullptr && mapping->region->bytes() >= bytes ? mapping : nullptr;
+}
+
+void MemberMemory::Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping) {
+  MutexLock lock(&mutex_);
+  mappings_[key] = mapping;
+  if (mappings_.size() < sweep_at_) return;
+  std::erase_if(mappings_, [](const auto& entry) { return entry.second.expired(); });
+  sweep_at_ = std::max<size_t>(64, 2 * mappings_.size());
+}
+
+// ---- regions ----
+
+absl::StatusOr<MemberRecord*> MemberMemory::Admit(const std::string& token, const Peer& peer,
+                                                  const std::string& identity) {
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, state_.members.Authenticate(token, peer));
+  REFITD_RETURN_IF_ERROR(state_.members.AdmitRegion(*member, identity));
+  REFITD_RETURN_IF_ERROR(AdmitRegionOf(state_, *member));
+  return member;
+}
+
+absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
+                                                      const PeerCredentials& peer, UniqueFd fd,
+                                                      RegionKind kind, int64_t bytes,
+                                                      uint64_t address) {
+  if (bytes > state_.options.max_region_bytes) {
+    return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
+                 bytes, state_.options.max_region_bytes);
+  }
+  if (kind == RegionKind::kDevice) {
+    return RegisterVmm(token, peer, std::move(fd), bytes, address);
+  }
+  if (kind != RegionKind::kMemfd) {
+    return Error(absl::StatusCode::kUnimplemented,
+                 "region_kind: {}: this daemon maps sealed memfds and CUDA's VMM memory only",
+                 static_cast<uint32_t>(kind));
+  }
+  RegionRecord region;
+  REFITD_ASSIGN_OR_RETURN(const MemoryOrigin origin, OriginOf(fd));
+  region.identity = fmt::format("memfd {} {}", origin.space, origin.object);
+  const std::string key(token.begin(), token.end());
+  {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, region.identity));
+    if (member->engine) region.access = Access::kReadWrite;  // trainers' memory is only read
+  }
+  // Mapping and filling page tables takes long, so it is done outside the mutex.
+  REFITD_ASSIGN_OR_RETURN(region.memory,
+                          Map(fd, origin, bytes, region.access, IdentityOf(Peer{peer})));
+  const StateLock lock(&state_.mutex);
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
+  return state_.members.AddRegion(member, std::move(region));
+}
+
+absl::StatusOr<RegionRecord> MemberMemory::Take(MemberRecord* member, RegionId region) {
+  REFITD_ASSIGN_OR_RETURN(RegionRecord taken,
+                          state_.members.TakeRegion(member, region, state_.calls));
+  state_.data_plane->Release(member->id);
+  return taken;
+}
+
+// P8: CUDA forbids an exporter to free memory before its importer has closed it. Host memory waits
+// for no driver.
+void MemberMemory::Close(RegionRecord region, std::function<void()> closed) {
+  if (!region.on_device) {
+    region = {};
+    return closed();
+  }
+  auto held = std::make_shared<RegionRecord>(std::move(region));
+  // The closing comes after local moves that were bound ahead, since they may hold the region.
+  state_.data_plane->AfterBinding([this, held, closed = std::move(closed)] {
+    state_.regions_thread->Submit([this, held, closed] {
+      // The region's end queues its closing on this same thread (RecordOf). `closed` is queued
+      // behind the closing.
+      *held = {};
+      state_.regions_thread->Submit(closed);
+    });
+  });
+}
+
+void MemberMemory::Release(const Caller& caller, bool engine, RegionId region,
+                           std::function<void(const absl::Status&)> reply) {
+  const auto take = [&]() -> absl::StatusOr<RegionRecord> {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(state_, caller, engine));
+    return Take(member, region);
+  };
+  absl::StatusOr<RegionRecord> taken = take();
+  if (!taken.ok()) return reply(taken.status());
+  Close(*std::move(taken), [reply = std::move(reply)] { reply(absl::OkStatus()); });
+}
+
+absl::Status MemberMemory::ReleaseRegion(const Token& token, const PeerCredentials& peer,
+                                         RegionId region) {
+  const auto take = [&]() -> absl::StatusOr<RegionRecord> {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(
+        MemberRecord * member,
+        state_.members.Authenticate(std::string(token.begin(), token.end()), Peer{peer}));
+    return Take(member, region);
+  };
+  REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
+  // A job that is dropped because the daemon ends breaks the promise, which ends the wait too.
+  auto closed = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = closed->get_future();
+  Close(std::move(taken), [closed = std::move(closed)] { closed->set_value(); });
+  if (wait.wait_for(kDriverWait) == std::future_status::ready) return absl::OkStatus();
+  return Error(absl::StatusCode::kDeadlineExceeded,
+               "region_id: {} is released, but the driver has not closed it within {} ms", region,
+               kDriverWait.count());
+}
+
+// ---- staging pools ----
+
+absl::StatusOr<PoolHandle> MemberMemory::HandleOf(const MemberRecord& member) {
+  GroupRecord* const group = state_.groups.Of(member);
+  if (!member.ordinal.has_value()) REFITD_RETURN_IF_ERROR(state_.pools.EnsureHost(*group));
+  // An engine only reads slots. A bug there must not damage the slots that its neighbours read.
+  return state_.pools.Share(*group, member.ordinal, /*read_only=*/member.engine);
+}
+
+absl::StatusOr<PoolHandle> MemberMemory::MapPool(const Token& token, const PeerCredentials& peer) {
+  const std::string key(token.begin(), token.end());
+  std::optional<StagingPools::Missing> missing;
+  {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member,
+                            state_.members.Authenticate(key, Peer{peer}));
+    missing = state_.pools.MissingOf(*member);
+    if (!missing.has_value()) return HandleOf(*member);
+  }
+  auto made = std::make_shared<absl::Status>(absl::UnavailableError("the daemon ends"));
+  // A job that is dropped because the daemon ends breaks the promise, which ends the wait too.
+  auto ended = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = ended->get_future();
+  state_.regions_thread->Submit([this, made, ended = std::move(ended), pool = *missing] {
+    *made = state_.pools.MakeNow(pool);
+    ended->set_value();
+  });
+  if (wait.wait_for(kDriverWait) != std::future_status::ready) {
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "the driver has not made the staging slots within {} ms", kDriverWait.count());
+  }
+  REFITD_RETURN_IF_ERROR(*made);
+  const StateLock lock(&state_.mutex);
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.Authenticate(key, Peer{peer}));
+  return HandleOf(*member);
+}
+
+// ---- device memory ----
+
+// The region is closed by a job of the thread for regions: closing waits for the driver, and the
+// last reference may be dropped anywhere, even under the mutex.
+RegionRecord MemberMemory::RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
+                                    const MemoryOrigin& origin) const {
+  const DeviceRegion* const raw = region.get();
+  std::shared_ptr<const void> kept(
+      raw, [closer = state_.regions_thread, held = std::move(region)](const void*) mutable {
+        closer->Submit([closed = std::move(held)]() mutable { closed.reset(); });
+      });
+  RegionRecord record;
+  record.identity = fmt::format("device {} {}", raw->device(), static_cast<void*>(raw->data()));
+  record.memory = {raw->data(), raw->bytes(), std::move(kept), origin};
+  record.access = engine ? Access::kReadWrite : Access::kReadOnly;
+  record.on_device = true;
+  return record;
+}
+
+// P8: a caller that is answered may free the memory. The first job runs after the caller's job,
+// which has then let go of its regions; the second runs after those are closed.
+void MemberMemory::AnswerClosed(std::function<void()> answer) {
+  state_.regions_thread->Submit(
+      [this, answer = std::move(answer)] { state_.regions_thread->Submit(answer); });
+}
+
+absl::StatusOr<MemberMemory::DeviceHandle> MemberMemory::CheckHandle(const Caller& caller,
+                                                                     bool engine,
+                                                                     const IpcBlock& block) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(state_, caller, engine));
+  if (state_.options.devices.memory == nullptr) {
+    return Error(absl::StatusCode::kUnimplemented, "this daemon has no cuda transport: {}",
+                 state_.options.devices.detail);
+  }
+  if (block.handle.size() != kBlockHandleBytes) {
+    return InvalidField("cuda_ipc.handle", "cuda_ipc.handle has {} bytes, a CUDA IPC handle {}",
+                        block.handle.size(), kBlockHandleBytes);
+  }
+  if (block.byte_offset != 0) {
+    return InvalidField("cuda_ipc.byte_offset",
+                        "cuda_ipc.byte_offset is {}, must be 0: a region is a whole block",
+                        block.byte_offset);
+  }
+  if (block.bytes < 0) {
+    return InvalidField("cuda_ipc.bytes", "cuda_ipc.bytes is {}, less than 0", block.bytes);
+  }
+  if (!member->ordinal.has_value() || block.device != member->device) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "cuda_ipc.gpu_uuid is '{}', the lease's device is '{}'",
+                 Shorten(block.device, kMaxUuidInMessage), member->device);
+  }
+  REFITD_RETURN_IF_ERROR(Admit(caller.token, caller.peer, "").status());
+  return DeviceHandle{*member->ordinal, engine, block.bytes, block.handle};
+}
+
+absl::StatusOr<RegionRecord> MemberMemory::OpenDevice(const DeviceHandle& handle) const {
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> opened =
+      state_.options.devices.memory->OpenBlock(handle.ordinal, handle.handle);
+  if (!opened.ok()) return In("cuda_ipc.handle", opened.status());
+  const MemoryOrigin origin = BlockOrigin(**opened);
+  RegionRecord region = RecordOf(*std::move(opened), handle.engine, origin);
+  if (handle.bytes > region.memory.bytes) {
+    return InvalidField("cuda_ipc.bytes", "cuda_ipc.bytes is {}: the block has {}", handle.bytes,
+                        region.memory.bytes);
+  }
+  if (handle.bytes > 0) region.memory.bytes = handle.bytes;
+  if (region.memory.bytes <= state_.options.max_region_bytes) return region;
+  return Error(absl::StatusCode::kResourceExhausted,
+               "cuda_ipc.bytes: {} is more than max_region_bytes {}", region.memory.bytes,
+               state_.options.max_region_bytes);
+}
+
+void MemberMemory::RegisterDevice(const Caller& caller, bool engine, const IpcBlock& block,
+                                  RegisterReply reply) {
+  const auto check = [&]() -> absl::StatusOr<DeviceHandle> {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(DeviceHandle checked, CheckHandle(caller, engine, block));
+    REFITD_RETURN_IF_ERROR(state_.members.BeginOpening());
+    return checked;
+  };
+  absl::StatusOr<DeviceHandle> handle = check();
+  if (!handle.ok()) return reply(handle.status());
+  state_.regions_thread->Submit(
+      [this, handle = *std::move(handle), caller, reply = std::move(reply)] {
+        absl::StatusOr<RegionRecord> opened = OpenDevice(handle);
+        const auto add = [&]() -> absl::StatusOr<Registered> {
+          const StateLock lock(&state_.mutex);
+          state_.members.EndOpening();
+          REFITD_RETURN_IF_ERROR(opened.status());
+          // The lease may have ended meanwhile, and another region of the same memory may have
+          // come, so the member must be admitted once more.
+          REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
+                                  Admit(caller.token, caller.peer, opened->identity));
+          const int64_t bytes = opened->memory.bytes;
+          return Registered{state_.members.AddRegion(member, *std::move(opened)), bytes};
+        };
+        absl::StatusOr<Registered> added = add();
+        if (added.ok()) return reply(added);
+        AnswerClosed([reply, refused = added.status()] { reply(refused); });
+      });
+}
+
+absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const PeerCredentials& peer,
+                                                   UniqueFd fd, int64_t bytes, uint64_t address) {
+  const std::string key(token.begin(), token.end());
+  int ordinal = 0;
+  bool engine = false;
+  MemoryOrigin origin;
+  {
+    const StateLock lock(&state_.mutex);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, ""));
+    if (state_.options.devices.memory == nullptr) {
+      return Error(absl::StatusCode::kUnimplemented,
+                   "region_kind: 2: this daemon has no cuda transport: {}",
+                   state_.options.devices.detail);
+    }
+    if (!member->ordinal.has_value()) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "region_kind: 2 is device memory, the lease's device is '{}'", member->device);
+    }
+    ordinal = *member->ordinal;
+    engine = member->engine;
+    origin = ExportOrigin(*member, address);
+  }
+  REFITD_ASSIGN_OR_RETURN(
+      std::shared_ptr<const DeviceRegion> imported,
+      state_.options.devices.memory->ImportDescriptor(ordinal, std::move(fd), bytes));
+  RegionRecord region = RecordOf(std::move(imported), engine, origin);
+  const StateLock lock(&state_.mutex);
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
+  return state_.members.AddRegion(member, std::move(region));
+}
+
+absl::StatusOr<DeviceSource> MemberMemory::OpenSource(const std::vector<DeviceRef>& handles,
+                                                      int ordinal, std::vector<int> indices) const {
+  DeviceSource source;
+  std::map<std::string_view, MemorySpan> open;  // tensors of one block share a handle
+  for (const int index : indices) {
+    const std::string_view handle = handles[static_cast<size_t>(index)].handle;
+    auto block = open.find(handle);
+    if (block == open.end()) {
+      absl::StatusOr<std::shared_ptr<const DeviceRegion>> opened =
+          state_.options.devices.memory->OpenBlock(ordinal, handle);
+      if (!opened.ok()) {
+        return In(fmt::format("bucket.cuda_ipc.handles[{}]", index), opened.status());
+      }
+      const MemoryOrigin origin = BlockOrigin(**opened);
+      block = open.emplace(handle, RecordOf(*std::move(opened), false, origin).memory).first;
+    }
+    source.blocks.push_back(block->second);
+  }
+  source.indices = std::move(indices);
+  return source;
+}
+
+}  // namespace refitd

@@ -1,0 +1,130 @@
+#include "transport/bound_moves.h"
+
+#include <algorithm>
+#include <optional>
+#include <string_view>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+bool Inside(const Box& inner, const Box& outer) {
+  const std::optional<Box> both = Intersect(inner, outer);
+  return both.has_value() && *both == inner;
+}
+
+absl::Status CheckSide(const BoundPiece& piece, const Box& box, int64_t byte_offset,
+                       std::string_view side) {
+  REFITD_RETURN_IF_ERROR(CheckRanks(piece));
+  if (box.offset.size() != piece.shape.size() || box.extent.size() != piece.shape.size() ||
+      ElementCount(box) == 0 || !Inside(box, piece.box)) {
+    return Error(absl::StatusCode::kInternal, "program: move of \"{}\" is not inside its {} piece",
+                 piece.name, side);
+  }
+  const int64_t element_bytes = ElementBytes(piece.dtype);
+  const int64_t end = ByteSpan(piece.box.extent, piece.strides, element_bytes);
+  if (byte_offset < 0 || byte_offset + ByteSpan(box.extent, piece.strides, element_bytes) > end) {
+    return Error(absl::StatusCode::kInternal,
+                 "program: move of \"{}\" at byte {} leaves its {} piece of {} bytes", piece.name,
+                 byte_offset, side, end);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<BoundMove> BindMove(const Transfer& transfer, const CopyMove& move) {
+  if (move.source != 0 || move.source_piece >= transfer.source.size() ||
+      move.destination >= transfer.destinations.size() ||
+      move.destination_piece >= transfer.destinations[move.destination].size()) {
+    return Error(absl::StatusCode::kInternal,
+                 "program: move from piece {} of source {} to piece {} of destination {}: no such",
+                 move.source_piece, move.source, move.destination_piece, move.destination);
+  }
+  const BoundPiece& source = transfer.source[move.source_piece];
+  const BoundPiece& destination = transfer.destinations[move.destination][move.destination_piece];
+  REFITD_RETURN_IF_ERROR(CheckSide(source, move.box, move.source_byte_offset, "source"));
+  REFITD_RETURN_IF_ERROR(
+      CheckSide(destination, move.box, move.destination_byte_offset, "destination"));
+  if (source.dtype != destination.dtype || source.shape != destination.shape) {
+    return Error(absl::StatusCode::kInternal, "program: \"{}\" is {} at the source, {} at \"{}\"",
+                 source.name, ToString(source.dtype, source.shape),
+                 ToString(destination.dtype, destination.shape), destination.name);
+  }
+  return BoundMove{.source = &source,
+                   .destination = &destination,
+                   .box = &move.box,
+                   .from = move.source_byte_offset,
+                   .to = move.destination_byte_offset,
+                   .destination_index = move.destination,
+                   .destination_piece = move.destination_piece};
+}
+
+// Gives each destination piece that is written its index in the sums.
+void NumberSums(const Transfer& transfer, BoundMoves* bound) {
+  std::vector<std::vector<size_t>> numbers;  // 0: not written; else its index plus 1
+  numbers.reserve(transfer.destinations.size());
+  for (const auto& pieces : transfer.destinations) numbers.emplace_back(pieces.size());
+  for (const BoundMove& move : bound->moves) {
+    numbers[move.destination_index][move.destination_piece] = 1;
+  }
+  for (uint32_t d = 0; d < numbers.size(); ++d) {
+    for (uint32_t piece = 0; piece < numbers[d].size(); ++piece) {
+      if (numbers[d][piece] == 0) continue;
+      bound->sums.push_back({.destination = d, .piece = piece});
+      numbers[d][piece] = bound->sums.size();
+    }
+  }
+  for (BoundMove& move : bound->moves) {
+    move.sum = numbers[move.destination_index][move.destination_piece] - 1;
+  }
+}
+
+}  // namespace
+
+int64_t ByteDistance(const Box& box, const Box& from, const Dims& strides, int64_t element_bytes) {
+  int64_t elements = 0;
+  for (size_t d = 0; d < strides.size(); ++d) {
+    elements += (box.offset[d] - from.offset[d]) * strides[d];
+  }
+  return elements * element_bytes;
+}
+
+int64_t ByteSpan(const Dims& extent, const Dims& strides, int64_t element_bytes) {
+  int64_t last = 0;
+  for (size_t d = 0; d < strides.size(); ++d) last += (extent[d] - 1) * strides[d];
+  return (last + 1) * element_bytes;
+}
+
+absl::Status CheckRanks(const BoundPiece& piece) {
+  const size_t rank = piece.shape.size();
+  if (rank <= kMaxDims && piece.box.offset.size() == rank && piece.box.extent.size() == rank &&
+      piece.strides.size() == rank) {
+    return absl::OkStatus();
+  }
+  return Error(absl::StatusCode::kInternal, "piece of \"{}\": shape, box and strides disagree",
+               piece.name);
+}
+
+absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
+  BoundMoves bound;
+  bound.bytes.resize(transfer.destinations.size());
+  bound.moves.reserve(transfer.plan.moves.size());
+  for (const CopyMove& copy : transfer.plan.moves) {
+    REFITD_ASSIGN_OR_RETURN(const BoundMove move, BindMove(transfer, copy));
+    bound.bytes[move.destination_index] +=
+        ElementCount(*move.box) * ElementBytes(move.source->dtype);
+    bound.moves.push_back(move);
+  }
+  if (transfer.want_source_digests) {
+    for (const BoundPiece& piece : transfer.source) REFITD_RETURN_IF_ERROR(CheckRanks(piece));
+  }
+  const auto by_source = [](const BoundMove& a, const BoundMove& b) { return a.source < b.source; };
+  // Most programs are in this order already.
+  if (!std::is_sorted(bound.moves.begin(), bound.moves.end(), by_source)) {
+    std::stable_sort(bound.moves.begin(), bound.moves.end(), by_source);
+  }
+  NumberSums(transfer, &bound);
+  return bound;
+}
+
+}  // namespace refitd
