@@ -125,7 +125,7 @@ constexpr std::array kSettings = {
     Setting{"cuda-nccl", "cuda.nccl", "load NCCL where there is a GPU, true or false"},
     Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
-    Setting{"catch_ups", "catch_ups",
+    Setting{"catch-ups", "catch_ups",
             "late instances get the version from clean ones, true or false"},
 };
 

@@ -35,7 +35,7 @@ struct DeliveryTraits {
 // The modes in the order of their numbers, which begin at 1.
 inline constexpr std::array kDeliveries = {
     DeliveryTraits{.mode = DeliveryMode::kInPlace,
-                   .name = "in-place",
+                   .name = "in_place",
                    .how = "the daemon writes in place",
                    .needs_layout = true,
                    .reads_slots = false,
@@ -82,7 +82,7 @@ constexpr std::optional<DeliveryMode> DeliveryOf(std::string_view name) {
   return std::nullopt;
 }
 
-// Returns the names of the modes for which `has` holds, in order, for errors: "in-place and
+// Returns the names of the modes for which `has` holds, in order, for errors: "in_place and
 // loader".
 inline std::string DeliveriesWith(bool (*has)(DeliveryMode)) {
   std::string names;

@@ -44,9 +44,9 @@ TEST_CASE("A rank gets its bytes in its layout, or else in slots, or in both") {
 }
 
 TEST_CASE("Errors name the modes that have a property") {
-  CHECK(DeliveriesWith(CatchesUp) == "in-place");
+  CHECK(DeliveriesWith(CatchesUp) == "in_place");
   CHECK(DeliveriesWith(DeclaresManifest) == "loader");
-  CHECK(DeliveriesWith([](DeliveryMode) { return true; }) == "registered and staged");
+  CHECK(DeliveriesWith([](DeliveryMode) { return true; }) == "in_place and loader");
 }
 
 }  // namespace

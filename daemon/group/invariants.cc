@@ -32,7 +32,7 @@ void Group::Impl::CheckState() const {
   REFITD_CHECK(updating == (update != nullptr));
   if (update == nullptr) return;
   REFITD_CHECK(update->state != UpdateState::kCommitted && update->state != UpdateState::kAborted);
-  // P3: versions grow; a fill installs the group's own.
+  // P3: versions grow; a catch-up installs the group's own.
   REFITD_CHECK(!versions.last().has_value() || *versions.last() < update->version ||
                (CatchUpRuns() && *versions.last() == update->version));
 }

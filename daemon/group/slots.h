@@ -19,7 +19,7 @@
 #include "daemon/group/membership.h"
 #include "daemon/group/outbox.h"
 #include "daemon/group/requests.h"
-#include "transport/pool.h"
+#include "daemon/group/slot_ledger.h"
 
 namespace refitd::group {
 

@@ -30,7 +30,7 @@ struct Parts {
     members.EnterTrainer(MemberOf(trainer_attached), false);
     for (uint64_t id = 2; id <= 3; ++id) {
       EngineAttached e{MemberId(id), {}};
-      e.identity.instance = id == 2 ? "i" : "j";
+      e.identity.instance = std::string(1, id == 2 ? 'i' : 'j');
       members.EnterEngine(MemberOf(e), e.identity, false);
       members.Register(members.Find(MemberId(id)), {MemberId(id), LayoutOfTensor()});
     }

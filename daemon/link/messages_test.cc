@@ -760,13 +760,13 @@ TEST_CASE("A malformed command is refused with field and value") {
                           "bytes: 16 verification: VERIFICATION_OFF wired: true }"),
              Contains("header.wired is true where there is no slot"));
   CHECK_THAT(CommandError("header { " + content +
-                          "bytes: 16 verification: VERIFICATION_OFF staged: [3, 4] }"),
+                          "bytes: 16 verification: VERIFICATION_OFF readers: [3, 4] }"),
              Contains("header.readers has 2 entries where there is no slot"));
   std::string placed = content;
   placed.insert(placed.rfind('}'), "byte_offsets: 0 ");
   CHECK_THAT(
       CommandError("header { " + placed +
-                   "bytes: 16 verification: VERIFICATION_OFF slot { slot: 1 } staged: [3, 0] }"),
+                   "bytes: 16 verification: VERIFICATION_OFF slot { slot: 1 } readers: [3, 0] }"),
       Contains("header.readers[1] is 0"));
   CHECK_THAT(CommandError("header { " + content +
                           "bytes: 16 verification: VERIFICATION_OFF ranks: [1, 1] }"),

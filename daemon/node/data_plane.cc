@@ -147,7 +147,7 @@ void DataPlane::Start(GroupRecord* group, const StartVerify& verify, StateLock& 
   }
   const auto done = [this, name](const VerifyDone& d) {
     StateLock lock(&mutex_, StateLock::Order::kAhead);
-    ended.Handle(name, d);
+    lock.Handle(name, d);
   };
   const absl::Status status = executor_.Start(verify, MemoryOf(*group), done);
   if (!status.ok()) lock.Post(name, VerifyDone{verify.update, status, {}});

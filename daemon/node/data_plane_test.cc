@@ -123,7 +123,7 @@ class FakeDeviceWire : public DeviceWire {
 class Moved : public DaemonObserver {
  public:
   void UpdateEnded(const UpdateReport& /*report*/) override {}
-  void FillEnded(const std::string&, FillEnd, int64_t, Duration) override {}
+  void CatchUpEnded(const std::string&, CatchUpEnd, int64_t, Duration) override {}
   void BytesMoved(const std::string& /*group*/, MoveKind kind, int64_t bytes) override {
     (kind == MoveKind::kCopy        ? copied
      : kind == MoveKind::kBroadcast ? broadcast

@@ -99,13 +99,13 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                group, daemon, clear);
 }
 
-absl::Status CheckGivenSpec(const GroupSpec& joined, const SpecLimits& limits) {
-  if (joined.slots >= 1 && joined.slots <= kMaxSlots && joined.slot_bytes >= 1 &&
-      joined.slot_bytes <= limits.max_pool_bytes) {
+absl::Status CheckGivenSpec(const GroupSpec& given, const SpecLimits& limits) {
+  if (given.slots >= 1 && given.slots <= kMaxSlots && given.slot_bytes >= 1 &&
+      given.slot_bytes <= limits.max_pool_bytes) {
     return absl::OkStatus();
   }
-  return InvalidField("spec", "spec: {} slots of {} bytes, where max_pool_bytes is {}",
-                      joined.slots, joined.slot_bytes, limits.max_pool_bytes);
+  return InvalidField("spec", "spec: {} slots of {} bytes, where max_pool_bytes is {}", given.slots,
+                      given.slot_bytes, limits.max_pool_bytes);
 }
 
 }  // namespace refitd

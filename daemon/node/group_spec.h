@@ -39,7 +39,7 @@ absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                              const std::string& daemon, const std::string& clear);
 
 // Sizes that a coordinator tells a daemon that joins are bounded as an operator's are (P10).
-absl::Status CheckGivenSpec(const GroupSpec& joined, const SpecLimits& limits);
+absl::Status CheckGivenSpec(const GroupSpec& given, const SpecLimits& limits);
 
 }  // namespace refitd
 

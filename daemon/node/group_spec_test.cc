@@ -13,7 +13,7 @@ constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr SpecLimits kLimits = {
     .default_slot_bytes = 8192, .default_slots = 3, .max_pool_bytes = 1 << 20};
 
-GroupSpec Wish() {
+GroupSpec CallersSpec() {
   GroupSpec wanted;
   wanted.trainer_ranks = 2;
   wanted.min_instances = 0;
@@ -21,7 +21,7 @@ GroupSpec Wish() {
 }
 
 TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
-  const absl::StatusOr<GroupSpec> spec = CheckSpec(Wish(), kLimits);
+  const absl::StatusOr<GroupSpec> spec = CheckSpec(CallersSpec(), kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->trainer_ranks == 2);
   CHECK(spec->min_instances == 1);
@@ -30,7 +30,7 @@ TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
 }
 
 TEST_CASE("names of tensors are sorted and come once") {
-  GroupSpec wanted = Wish();
+  GroupSpec wanted = CallersSpec();
   wanted.engine_only_tensors = {"b", "a", "b"};
   wanted.unwanted_tensors = {"b*", "a*", "b*"};
   const absl::StatusOr<GroupSpec> spec = CheckSpec(wanted, kLimits);
@@ -41,7 +41,7 @@ TEST_CASE("names of tensors are sorted and come once") {
 
 TEST_CASE("a bad field of a spec is named with its value (P10)") {
   const auto refused = [](auto change) {
-    GroupSpec wanted = Wish();
+    GroupSpec wanted = CallersSpec();
     change(&wanted);
     const absl::Status status = CheckSpec(wanted, kLimits).status();
     CHECK(status.code() == kInvalid);
@@ -67,7 +67,7 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
 }
 
 TEST_CASE("engine-only and unwanted tensors take exact names, prefixes and globs alike") {
-  GroupSpec wanted = Wish();
+  GroupSpec wanted = CallersSpec();
   wanted.engine_only_tensors = wanted.unwanted_tensors = {"head", "mtp.*", "*.layers.?.bias"};
   const auto spec = CheckSpec(wanted, kLimits);
   REQUIRE(spec.ok());
@@ -75,10 +75,10 @@ TEST_CASE("engine-only and unwanted tensors take exact names, prefixes and globs
 }
 
 TEST_CASE("a spec equals the group's where it leaves slots to the default, and only there") {
-  GroupSpec known = *CheckSpec(Wish(), kLimits);
+  GroupSpec known = *CheckSpec(CallersSpec(), kLimits);
   known.slots = 7;
-  CHECK(CheckSameSpec("g", Wish(), known, kLimits).ok());
-  GroupSpec other = Wish();
+  CHECK(CheckSameSpec("g", CallersSpec(), known, kLimits).ok());
+  GroupSpec other = CallersSpec();
   other.slots = 4;
   CHECK(CheckSameSpec("g", other, known, kLimits).message() == "spec: group 'g' has another");
 
@@ -94,7 +94,7 @@ TEST_CASE("a spec equals the group's where it leaves slots to the default, and o
 }
 
 TEST_CASE("a spec that demands encryption is another spec than one that does not") {
-  GroupSpec wanted = Wish();
+  GroupSpec wanted = CallersSpec();
   const GroupSpec clear = *CheckSpec(wanted, kLimits);
   CHECK_FALSE(clear.encrypted_data);
   wanted.encrypted_data = true;
@@ -106,7 +106,7 @@ TEST_CASE("a spec that demands encryption is another spec than one that does not
 }
 
 TEST_CASE("only a group that demands encryption refuses daemons that have none") {
-  GroupSpec spec = *CheckSpec(Wish(), kLimits);
+  GroupSpec spec = *CheckSpec(CallersSpec(), kLimits);
   CHECK(CheckEncryption("g", spec, "a", "no certificates").ok());
   spec.encrypted_data = true;
   CHECK(CheckEncryption("g", spec, "a", "").ok());
@@ -117,13 +117,13 @@ TEST_CASE("only a group that demands encryption refuses daemons that have none")
 }
 
 TEST_CASE("sizes that a coordinator tells are bounded as an operator's are (P10)") {
-  GroupSpec told = *CheckSpec(Wish(), kLimits);
-  CHECK(CheckGivenSpec(told, kLimits).ok());
-  joined.slot_bytes = kLimits.max_pool_bytes + 1;
-  CHECK(CheckGivenSpec(told, kLimits).code() == kInvalid);
-  joined.slot_bytes = 1;
-  joined.slots = 0;
-  CHECK(CheckGivenSpec(told, kLimits).code() == kInvalid);
+  GroupSpec given = *CheckSpec(CallersSpec(), kLimits);
+  CHECK(CheckGivenSpec(given, kLimits).ok());
+  given.slot_bytes = kLimits.max_pool_bytes + 1;
+  CHECK(CheckGivenSpec(given, kLimits).code() == kInvalid);
+  given.slot_bytes = 1;
+  given.slots = 0;
+  CHECK(CheckGivenSpec(given, kLimits).code() == kInvalid);
 }
 
 }  // namespace

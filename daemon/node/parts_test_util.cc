@@ -92,10 +92,10 @@ Arrival DaemonParts::OnGpu(Arrival arrival, int ordinal) {
   return arrival;
 }
 
-absl::StatusOr<RegionId> DaemonParts::Register(const Attached& member, const SharedMemory& memory) {
+absl::StatusOr<RegionId> DaemonParts::Register(const Attached& member, const SharedMemory& shared) {
   return memory().RegisterRegion(member.token(),
                                  member.peer.credentials.value_or(PeerCredentials()),
-                                 UniqueFd(dup(memory.fd.get())), RegionKind::kMemfd, memory.bytes);
+                                 UniqueFd(dup(shared.fd.get())), RegionKind::kMemfd, shared.bytes);
 }
 
 Answer DaemonParts::Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event) {

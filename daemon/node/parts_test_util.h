@@ -241,7 +241,7 @@ class DaemonParts {
   static Arrival OnGpu(Arrival arrival, int ordinal);
 
   // ---- what members do ----
-  absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& memory);
+  absl::StatusOr<RegionId> Register(const Attached& member, const SharedMemory& shared);
   Answer Call(const Attached& trainer, absl::StatusOr<TrainerEvent> event);
   Answer Begin(const Attached& trainer, int64_t version, int64_t tensors = 1);
   // The engine rank answers the last Prepare.

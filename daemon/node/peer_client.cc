@@ -66,9 +66,8 @@ void Stop(GroupRecord* group, const absl::Status& status, StateLock& lock) {
 }
 
 // The time at which a member that waits is refused.
-PendingAttaches::Expiry ExpiryOf(const DaemonState& state)
-    ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
-  return [&groups = state.groups](const PendingAttaches::OfGroup& member) -> TimePoint {
+PendingAttaches::Expiry ExpiryOf(const Groups& groups) {
+  return [&groups](const PendingAttaches::OfGroup& member) -> TimePoint {
     if (member.coordinator.empty()) return member.deadline;
     const GroupRecord* const group = groups.Find(member.record.group);
     const bool tries = group != nullptr && group->join.joining;
@@ -317,7 +316,8 @@ void PeerClient::StopIfUnwanted(const std::string& name, StateLock& lock) {
 }
 
 void PeerClient::RefuseLateMembers(TimePoint now, StateLock& lock) {
-  std::vector<PendingAttaches::OfGroup> late = state_.pending.TakeLate(now, ExpiryOf(state_));
+  std::vector<PendingAttaches::OfGroup> late =
+      state_.pending.TakeLate(now, ExpiryOf(state_.groups));
   for (PendingAttaches::OfGroup& w : late) w.record.End(LateStatus(state_, w));
   for (const PendingAttaches::OfGroup& w : late) {
     if (!w.coordinator.empty()) StopIfUnwanted(w.record.group, lock);
@@ -325,7 +325,7 @@ void PeerClient::RefuseLateMembers(TimePoint now, StateLock& lock) {
 }
 
 std::optional<TimePoint> PeerClient::NextExpiry() const {
-  return state_.pending.NextExpiry(ExpiryOf(state_));
+  return state_.pending.NextExpiry(ExpiryOf(state_.groups));
 }
 
 void PeerClient::RedialIfDue(TimePoint now) {

@@ -209,8 +209,8 @@ TEST_CASE("the nodes page lists every node of every group, and every link") {
   INFO(text);
   CHECK_THAT(text, Contains("GROUP   NODE    ADDRESS         STATE   MEMBERS  SILENT\n"));
   CHECK_THAT(text, Contains("policy  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
-  CHECK_THAT(text, Contains("\npolicy  this daemon        7  up     3.00 MiB  1.00 KiB\n"));
-  CHECK_THAT(text, Contains("\nalone   10.0.0.9:7411      -  -           0 B       0 B\n"));
+  CHECK_THAT(text, Contains("\npolicy  this daemon               7  up     3.00 MiB  1.00 KiB\n"));
+  CHECK_THAT(text, Contains("\nalone   10.0.0.9:7411             -  -           0 B       0 B\n"));
 }
 
 TEST_CASE("the nodes page shows who sent to whom in the last refit, and at what rates") {

@@ -135,7 +135,7 @@ TEST_CASE("a bad field of a hello is named with its value") {
   CHECK(refused([](auto* h) { h->set_pid(-1); }) == "pid: -1 is negative");
   CHECK(refused([](auto* h) { h->set_coordinator("b"); }) == "coordinator: 'b' is not HOST:PORT");
   CHECK(refused([](auto* h) { h->set_delivery(v1::DELIVERY_UNSPECIFIED); }) ==
-        "delivery: 0 is neither registered (1) nor staged (2)");
+        "delivery: 0 is neither in_place (1) nor loader (2)");
   CHECK(refused([](auto* h) { h->set_held_origin(5); }) == "held_origin: 5 without a held_version");
 }
 

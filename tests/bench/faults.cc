@@ -135,7 +135,7 @@ void BenchHungEngine(Report* report, const e2e::Model& model, bool loader) {
   e2e::Daemon daemon(Limits("alone"));
   e2e::MemberProcess victim(
       daemon, "engine",
-      {"instance=victim", "auto=1", loader ? "delivery=loader" : "delivery=in-place"});
+      {"instance=victim", "auto=1", loader ? "delivery=loader" : "delivery=in_place"});
   Ask(&victim, "attach");
   e2e::RawTrainer trainer(daemon.Connect(), e2e::RawTrainer::Hello("g", spec));
   Check(trainer.attached().ok(), "attaching the trainer");

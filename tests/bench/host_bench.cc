@@ -35,7 +35,7 @@ using std::chrono::steady_clock;
 
 void BenchInPlace(Report* report, const std::string& self, const std::string& socket,
                   const std::string& model_name, int rounds, int threads) {
-  Session bench(self, socket, "in-place", model_name, {{socket, ""}});
+  Session bench(self, socket, "in_place", model_name, {{socket, ""}});
   const int64_t bytes = bench.model().bytes;
   const std::shared_ptr<HostRegion> from = MappedMemfd(bytes);
   const std::shared_ptr<HostRegion> to = MappedMemfd(bytes);

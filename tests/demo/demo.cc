@@ -225,10 +225,10 @@ class Demo {
 
   absl::Status StartEngines() {
     const std::string all = "every tensor";
-    ranks_.push_back({kNodeA, "in-place", 0, 1, "in-place", all, nullptr});
+    ranks_.push_back({kNodeA, "in_place", 0, 1, "in_place", all, nullptr});
     ranks_.push_back({kNodeB, kVictim, 0, 1, "loader", all, nullptr});
     for (int rank = 0; rank < 2; ++rank) {
-      ranks_.push_back({rank == 0 ? kNodeA : kNodeB, "sharded", rank, 2, "in-place",
+      ranks_.push_back({rank == 0 ? kNodeA : kNodeB, "sharded", rank, 2, "in_place",
                         fmt::format("half {} of each matrix", rank), nullptr});
     }
     for (Rank& rank : ranks_) {

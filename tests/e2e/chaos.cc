@@ -91,10 +91,10 @@ Cluster::Cluster(int loopback_index) {
     return Seat{
         name, "engine", at, {"instance=" + name, "delivery=" + delivery, "auto=1"}, nullptr};
   };
-  seat(kHome) = engine("home", kCoordinatorAt, "in-place");
-  seat(kNear) = engine("near", kSourceAt, "in-place");
+  seat(kHome) = engine("home", kCoordinatorAt, "in_place");
+  seat(kNear) = engine("near", kSourceAt, "in_place");
   seat(kFar) = engine("far", kSinkAt, "loader");
-  seat(kTwin) = engine("twin", kSinkAt, "in-place");
+  seat(kTwin) = engine("twin", kSinkAt, "in_place");
   Recover(Clock::now());
   for (int i = 0; i < kDaemons; ++i) baseline_[i] = daemon(i).Resources();
   if (!problems_.empty()) {

@@ -2489,7 +2489,7 @@ TEST_CASE(
     REQUIRE(trainer.attached().ok());
     const std::unique_ptr<LoaderEngine> far_zero = first.get();
     const std::unique_ptr<LoaderEngine> far_one = daemons.LoaderRank(1, 4096);
-    DeviceEngine registered(&daemons.far, 2, model, "in-place", &daemons.near);
+    DeviceEngine registered(&daemons.far, 2, model, "in_place", &daemons.near);
     LoaderEngine near_zero(&daemons.near, 0, "near-0");
     LoaderEngine near_one(&daemons.near, 1, "near-1");
     CHECK(daemons.machine.fake.Count().created == 4);
@@ -2544,7 +2544,7 @@ TEST_CASE(
   const std::unique_ptr<LoaderEngine> zero = daemons.LoaderRank(0, 65'536);
   const std::unique_ptr<LoaderEngine> one = daemons.LoaderRank(1, 65'536);
   LoaderEngine near(&daemons.near, 1, "near", 65'536);
-  DeviceEngine registered(&daemons.near, 0, model, "in-place");
+  DeviceEngine registered(&daemons.near, 0, model, "in_place");
   const auto check = [&](int64_t version) {
     CHECK(zero->Difference(model, version) == "");
     CHECK(one->Difference(model, version) == "");
@@ -2810,7 +2810,7 @@ TEST_CASE("a communicator and a loader rank that need slots on one GPU at once g
   {
     RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
     REQUIRE(trainer.attached().ok());
-    DeviceEngine registered(&daemons.far, 1, model, "in-place", &daemons.near);
+    DeviceEngine registered(&daemons.far, 1, model, "in_place", &daemons.near);
     const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
     std::future<void> pushed;
     DirectEngine loader;

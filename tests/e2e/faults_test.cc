@@ -86,11 +86,11 @@ TEST_CASE(
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   int64_t version = 0;
-  for (const std::string delivery : {"in-place", "loader"}) {
+  for (const std::string delivery : {"in_place", "loader"}) {
     for (const Phase phase :
          {Phase::kAttached, Phase::kPreparing, Phase::kReady, Phase::kWriting, Phase::kPartsOut}) {
       for (const End end : {End::kKilled, End::kKilledWithChild}) {
-        if (phase == Phase::kPartsOut && delivery == "in-place") continue;
+        if (phase == Phase::kPartsOut && delivery == "in_place") continue;
         ++version;
         INFO(delivery << " engine killed " << Name(phase)
                       << (end == End::kKilled ? "" : ", its child lives on"));
@@ -227,7 +227,7 @@ TEST_CASE(
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec();
   Daemon daemon({Limit("ack")});
-  Holder registered(daemon.Connect(), EngineIn("in-place", spec), HoldWhole(model));
+  Holder registered(daemon.Connect(), EngineIn("in_place", spec), HoldWhole(model));
   MemberProcess late(daemon, "engine", {"instance=late", "delivery=loader"});
   REQUIRE_ANSWER(late, "attach", "ok");
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
@@ -246,7 +246,7 @@ TEST_CASE(
                {"engine late rank 0", "acknowledge part 0"});
   CHECK_THAT(Aborted(&registered.engine(), true), Catch::Contains("engine late rank 0"));
   REQUIRE_ANSWER(late, "outcome", "ok aborted 1 dirty");
-  CHECK(daemon.InstanceState("g", "in-place") == "dirty");
+  CHECK(daemon.InstanceState("g", "in_place") == "dirty");
   CHECK(trainer.GetUpdate("g", 1).response.outcome() == v1::UPDATE_OUTCOME_ABORTED);
 
   // An engine that is stopped, not only silent; it is evicted, and the update goes on.
@@ -255,7 +255,7 @@ TEST_CASE(
   const auto committed = trainer.Commit(2, 1);
   REQUIRE_OK(committed);
   for (const v1::InstanceResult& instance : committed.response.instances()) {
-    CHECK(instance.committed() == (instance.instance() == "in-place"));
+    CHECK(instance.committed() == (instance.instance() == "in_place"));
     if (!instance.committed()) CHECK_THAT(instance.reason(), Catch::Contains("engine late rank 0"));
   }
   CHECK(registered.Difference(model, BytesOf(model, 2)) == "");
@@ -350,7 +350,7 @@ TEST_CASE(
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec();
   Daemon daemon;
-  Holder registered(daemon.Connect(), EngineIn("in-place", spec), HoldWhole(model),
+  Holder registered(daemon.Connect(), EngineIn("in_place", spec), HoldWhole(model),
                     {.auto_ready = false});
   RawEngine loader(daemon.Connect(), EngineIn("loader", spec, v1::DELIVERY_LOADER, &model));
   REQUIRE(loader.attached().ok());
@@ -361,7 +361,7 @@ TEST_CASE(
       INFO("trainer killed " << Name(phase) << (end == End::kKilled ? "" : ", its child lives on"));
       ++version;
       REQUIRE(Eventually([&] { return daemon.Group("g").trainers() == 0; }));
-      const bool was_dirty = daemon.InstanceState("g", "in-place") == "dirty";
+      const bool was_dirty = daemon.InstanceState("g", "in_place") == "dirty";
       REQUIRE(!was_dirty);
       MemberProcess victim(daemon, "trainer", {});
       REQUIRE_ANSWER(victim, "attach", "ok");
@@ -389,7 +389,7 @@ TEST_CASE(
         // watched.
         if (end == End::kKilledWithChild) CHECK_THAT(reason, Catch::Contains("process died"));
       }
-      CHECK(daemon.InstanceState("g", "in-place") == (written ? "dirty" : "clean"));
+      CHECK(daemon.InstanceState("g", "in_place") == (written ? "dirty" : "clean"));
       if (!written && version == 1) CHECK(registered.DifferenceFromEmpty() == "");
 
       // The rank is free again, and the next update makes the instances whole.
@@ -405,7 +405,7 @@ TEST_CASE(
       REQUIRE(loader.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
       CHECK(registered.Difference(model, BytesOf(model, version)) == "");
       CHECK(loader.LoadedDifference(model, BytesOf(model, version)) == "");
-      CHECK(daemon.InstanceState("g", "in-place") == "clean");
+      CHECK(daemon.InstanceState("g", "in_place") == "clean");
     }
   }
 }

@@ -36,7 +36,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
         members.push_back(std::make_unique<MemberProcess>(
             daemon, "engine",
             std::vector<std::string>{"trainers=2", "instance=e" + n,
-                                     i < 6 ? "delivery=in-place" : "delivery=loader"}));
+                                     i < 6 ? "delivery=in_place" : "delivery=loader"}));
       }
       members.back()->Send("attach");
     }
@@ -87,7 +87,7 @@ TEST_CASE("1,000 updates of a small model do not grow the daemon") {
   constexpr int64_t kSpareBytes = int64_t{1} << 20;
   const Model model = MixedModel();
   Daemon daemon;
-  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in-place"), HoldWhole(model));
+  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in_place"), HoldWhole(model));
   v1::EngineHello hello = RawEngine::Hello("g", "loader", 0, 1, v1::DELIVERY_LOADER);
   RawEngine loader(daemon.Connect(), hello);
   REQUIRE(loader.attached().ok());

@@ -1,7 +1,7 @@
 // A member in a process of its own, for tests that kill and stop it.
 //
 //   member trainer|engine SOCKET [group=G] [rank=R] [world=W] [trainers=T] [instances=I]
-//          [slot_bytes=B] [slots=S] [instance=NAME] [delivery=in-place|loader] [uid=U]
+//          [slot_bytes=B] [slots=S] [instance=NAME] [delivery=in_place|loader] [uid=U]
 //          [token=HEX] [coordinator=HOST:PORT] [auto=1] [catch_up=1]
 //          [matrices=M rows=N columns=K]
 //
@@ -294,7 +294,7 @@ class EngineMember {
   RawEngine& engine() { return holder_ != nullptr ? holder_->engine() : *loaded_; }
 
   std::string Attach() {
-    const bool loader = settings_.Text("delivery", "in-place") == "loader";
+    const bool loader = settings_.Text("delivery", "in_place") == "loader";
     const int rank = settings_.Number("rank", 0);
     const int world = settings_.Number("world", 1);
     v1::EngineHello hello = RawEngine::Hello(

@@ -419,7 +419,7 @@ TEST_CASE("an engine registered on a joined daemon was left out of an update tha
   RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
   for (int64_t version = 1; version <= 30; ++version) {
-    Holder far(b.Connect(), In(Registered(fmt::format("far{}", version), spec), a),
+    Holder far(b.Connect(), In(InPlaceRank(fmt::format("far{}", version), spec), a),
                HoldWhole(model));
     const auto begun = trainer.Begin(version);
     REQUIRE_OK(begun);

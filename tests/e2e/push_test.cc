@@ -40,7 +40,7 @@ TEST_CASE(
     "them") {
   const Model model = MixedModel();
   Daemon daemon;
-  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in-place"), HoldWhole(model));
+  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in_place"), HoldWhole(model));
   RawEngine loader(daemon.Connect(), LoaderHello("loader", Spec(), &model));
   REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
@@ -192,7 +192,7 @@ TEST_CASE(
 TEST_CASE("version after version is installed under every verification") {
   const Model model = MixedModel();
   Daemon daemon;
-  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in-place"), HoldWhole(model));
+  Holder registered(daemon.Connect(), RawEngine::Hello("g", "in_place"), HoldWhole(model));
   RawEngine loader(daemon.Connect(), LoaderHello("loader", Spec()));
   REQUIRE(loader.attached().ok());
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
@@ -329,7 +329,7 @@ TEST_CASE("tensors larger than a slot reach loader engines in parts") {
   RawEngine loader(daemon.Connect(), LoaderHello("loader", spec, &model));
   REQUIRE(loader.attached().ok());
   Holder registered(daemon.Connect(),
-                    RawEngine::Hello("g", "in-place", 0, 1, v1::DELIVERY_IN_PLACE, spec),
+                    RawEngine::Hello("g", "in_place", 0, 1, v1::DELIVERY_IN_PLACE, spec),
                     HoldSlice(model, 1, 0, 1));
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
@@ -377,7 +377,7 @@ TEST_CASE("groups update side by side and do not mix") {
   for (int g = 0; g < kGroups; ++g) {
     groups.push_back(std::async(std::launch::async, [&, g]() -> std::string {
       const std::string name = "group-" + std::to_string(g);
-      Holder registered(daemon.Connect(), RawEngine::Hello(name, "in-place"),
+      Holder registered(daemon.Connect(), RawEngine::Hello(name, "in_place"),
                         HoldSlice(model, g % 2, 0, 1));
       v1::EngineHello hello = LoaderHello("loader", Spec(), &model);
       hello.set_group(name);

@@ -44,7 +44,7 @@ std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
 struct Fixture {
   explicit Fixture(milliseconds reattach = kDeadline, milliseconds silence = milliseconds(30'000))
       : pusher(WithSpec(WithSilence(reattach, silence)), model),
-        registered(WithSilence(reattach, silence), "in-place", client::Delivery::kInPlace, model),
+        registered(WithSilence(reattach, silence), "in_place", client::Delivery::kInPlace, model),
         loader(WithSilence(reattach, silence), "loader", client::Delivery::kLoader, model) {}
 
   client::ConnectOptions WithSilence(milliseconds reattach, milliseconds silence) const {
@@ -98,7 +98,7 @@ TEST_CASE("members of a daemon that is killed and started again attach again and
   }
   f.daemon.Restart();
   f.Back(1);
-  for (const std::string instance : {"in-place", "loader"}) {
+  for (const std::string instance : {"in_place", "loader"}) {
     CHECK(VersionAt(&f.daemon, instance) == Version(1));
   }
   // The engines hold a version of the previous incarnation; the group has committed none in its
@@ -191,7 +191,7 @@ TEST_CASE(
     CHECK(rank->engine().weights() == Weights::kUnknown);
     CHECK_FALSE(rank->seen().held.has_value());
   }
-  for (const std::string instance : {"in-place", "loader"}) {
+  for (const std::string instance : {"in_place", "loader"}) {
     CHECK_FALSE(VersionAt(&f.daemon, instance).has_value());
   }
   f.Installed(2);

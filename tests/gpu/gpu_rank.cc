@@ -78,7 +78,7 @@ struct Options {
   int trainers = 1;
   int instances = 1;
   std::string instance = "engine-0";
-  std::string delivery = "in-place";
+  std::string delivery = "in_place";
   int64_t duration_ms = 60'000;
   std::string broadcast = "auto";
   std::string coordinator;
@@ -858,7 +858,7 @@ int Main(int argc, char** argv) {
   app.add_option("--instances", options.instances, "that an update waits for");
   app.add_option("--instance", options.instance);
   app.add_option("--delivery", options.delivery, "of an engine: registered or staged")
-      ->check(CLI::IsMember({"in-place", "loader"}));
+      ->check(CLI::IsMember({"in_place", "loader"}));
   app.add_option("--coordinator", options.coordinator,
                  "HOST:PORT of the daemon with the group; none: the one on the socket");
   app.add_option("--broadcast", options.broadcast,

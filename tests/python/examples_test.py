@@ -22,7 +22,7 @@ class ExamplesTest(unittest.TestCase):
         group = "%s.%s" % (trainer, engine)
         socket = self.daemon.socket
         children = [
-            Child(self, "client/examples/" + engine, socket, group, "in-place", VERSIONS),
+            Child(self, "client/examples/" + engine, socket, group, "in_place", VERSIONS),
             Child(self, "client/examples/" + engine, socket, group, "loader", VERSIONS, "loader"),
             Child(self, "client/examples/" + trainer, socket, group, VERSIONS, "2"),
         ]

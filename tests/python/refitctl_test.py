@@ -94,11 +94,11 @@ class RefitctlTest(unittest.TestCase):
 
         wait_for(self, "no trainer in %s" % group, lambda: trainers() == [0])
 
-    def test_pushes_by_region_slot_and_inline_reach_registered_staged_and_sliced_engines(self):
+    def test_pushes_by_region_slot_and_inline_reach_in_place_loader_and_sliced_engines(self):
         pattern = self.checkpoint("{version}")
         sliced = ["--world-size", "2", "--slice", "0"]
         engines = [
-            Engine(self, "modes", "in-place", pattern, "--versions", "3"),
+            Engine(self, "modes", "in_place", pattern, "--versions", "3"),
             Engine(self, "modes", "loader", pattern, "--versions", "3", "--delivery", "loader"),
             Engine(self, "modes", "sliced", pattern, "--versions", "3", *sliced, "--rank", "0"),
             Engine(self, "modes", "sliced", pattern, "--versions", "3", *sliced, "--rank", "1"),
@@ -110,7 +110,7 @@ class RefitctlTest(unittest.TestCase):
             if mode == "slot":
                 self.assertGreaterEqual(pushed["buckets"] * SLOT_BYTES, pushed["bytes"])
             committed = {"committed": True, "reason": ""}
-            names = ("in-place", "sliced", "loader")
+            names = ("in_place", "loader", "sliced")
             outcomes = sorted(pushed["instances"], key=lambda outcome: outcome["instance"])
             self.assertEqual(outcomes, [{"instance": name, **committed} for name in names])
         for engine in engines:
@@ -120,7 +120,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual(held[:2], [pushed["bytes"]] * 2)
         self.assertLess(max(held[2:]), pushed["bytes"])  # a sliced rank holds its part
 
-    def test_registered_engines_are_refitted_unless_told_to_push_and_staged_ones_are_pushed(self):
+    def test_in_place_engines_are_refitted_unless_a_push_is_asked_for_and_loader_engines_are_pushed(self):
         pattern = self.checkpoint("{version}")
         engine = Engine(self, "refitted", "replica", pattern, "--versions", "3", "--slice", "0")
         push = ["--group", "refitted", "--create", "--wait-instances", "1"]
@@ -166,7 +166,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertRegex(table, r"\nshown +idle +1 +0/1 +1 +1 +0\n")
         table = self.refitctl("members", "--group", "shown")
         self.assertEqual(len(table.splitlines()), 2)
-        row = r"\n *\d+ +shown +engine +replica +0/1 +registered +host +attached +%d "
+        row = r"\n *\d+ +shown +engine +replica +0/1 +in_place +host +attached +%d "
         self.assertRegex(table, row % engine.process.pid)
         text = self.refitctl("status")
         self.assertRegex(text, r"\Arefitd \S+ serving, up ")
@@ -200,7 +200,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout, done.stderr), (NOT_READY, "not known\n", ""))
         (member,) = self.json("members", "--group", "shown")["members"]
         self.assertEqual((member["role"], member["instance"], member["pid"]), ("engine", "replica", engine.process.pid))
-        self.assertEqual((member["delivery"], member["pieces"]), ("in-place", str(TENSORS)))
+        self.assertEqual((member["delivery"], member["pieces"]), ("in_place", str(TENSORS)))
 
         engine.process.send_signal(signal.SIGTERM)
         engine.finish(OK)
@@ -293,7 +293,7 @@ class RefitctlTest(unittest.TestCase):
         altered = os.path.join(self.folder, "altered")
         shutil.copytree(self.checkpoint(1), altered)
         alter_last_byte(altered)
-        for delivery in ("in-place", "loader"):
+        for delivery in ("in_place", "loader"):
             group = "altered-" + delivery
             engine = Engine(self, group, "replica", altered, "--delivery", delivery)
             self.refitctl("push", self.checkpoint(1), "--group", group, "--create")

@@ -27,7 +27,7 @@ class StubTrainerTest(unittest.TestCase):
         with Daemon() as daemon, daemon.channel() as channel:
             trainer = StubTrainer(channel, "policy", instances=2)
             engines = [
-                self.start_engine(daemon.socket, "in-place", 3),
+                self.start_engine(daemon.socket, "in_place", 3),
                 self.start_engine(daemon.socket, "loader", 3, "loader"),
             ]
             total = sum(elements(shape) * size for _, _, shape, size in MODEL)
@@ -51,7 +51,7 @@ class StubTrainerTest(unittest.TestCase):
     def test_a_malformed_bucket_is_refused_by_name_and_the_update_goes_on(self):
         with Daemon() as daemon, daemon.channel() as channel:
             trainer = StubTrainer(channel, "policy", instances=1)
-            engine = self.start_engine(daemon.socket, "in-place", 1)
+            engine = self.start_engine(daemon.socket, "in_place", 1)
             trainer.begin(1)
             bad = unpacked(0, 1, [0, 1, 2, 3])
             bad.shapes[1].dims[0] = 97
@@ -68,7 +68,7 @@ class StubTrainerTest(unittest.TestCase):
     def test_an_unknown_tensor_and_a_call_without_lease_are_refused(self):
         with Daemon() as daemon, daemon.channel() as channel:
             trainer = StubTrainer(channel, "policy", instances=1)
-            self.start_engine(daemon.socket, "in-place", 1)
+            self.start_engine(daemon.socket, "in_place", 1)
             trainer.begin(1)
             stranger = new_bucket(0, [2])
             stranger.names[0] = "layer.stranger"

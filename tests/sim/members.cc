@@ -331,7 +331,7 @@ void World::CheckRegistered(int g, const Round& round) {
     }
     if (!all || round.instances.contains(instance)) continue;
     Violate("REG", fmt::format("g{}: update {} begins without instance {}, whose every rank is "
-                               "in-place",
+                               "in_place",
                                g, round.update, instance));
   }
 }

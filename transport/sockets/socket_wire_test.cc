@@ -275,7 +275,7 @@ TEST_CASE("a flood of strangers keeps no peer out, and takes bounded room for a 
   const SocketAddress address = Decode(addresses[1], kCommunicator, 1, 2);
   const int before = CountEntries("/proc/self/fd");
   std::vector<UniqueFd> flood;
-  for (size_t i = 0; i < 3 * kMaxStrangers; ++i) flood.push_back(DialByHand(address));
+  for (size_t i = 0; i < 3 * kMaxUnproved; ++i) flood.push_back(DialByHand(address));
   std::vector<Result> results(2);
   for (int rank = 0; rank < 2; ++rank) {
     mesh.wires[rank]->Connect(kCommunicator, addresses, kLong, Into(&results[rank]));
@@ -284,8 +284,8 @@ TEST_CASE("a flood of strangers keeps no peer out, and takes bounded room for a 
   CheckBroadcast(mesh, kCommunicator, 1);
   constexpr int kOther = 8;  // the communicator's own connection, its ends
   CHECK(CountEntries("/proc/self/fd") <=
-        before + static_cast<int>(flood.size() + kMaxStrangers) + kOther);
-  CHECK(Listen(flood.back().get(), 1).empty());  // ends within kStrangerLimit
+        before + static_cast<int>(flood.size() + kMaxUnproved) + kOther);
+  CHECK(Listen(flood.back().get(), 1).empty());  // ends within kUnprovedLimit
   CHECK(Until([&] {
     return CountEntries("/proc/self/fd") <= before + static_cast<int>(flood.size()) + kOther;
   }));

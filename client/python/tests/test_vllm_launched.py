@@ -54,7 +54,7 @@ class Controls:
         if self.refuses:
             raise refitd.FailedPrecondition("parameter 'w' is removed after loading", culprit="w")
         self.init_info = init_info
-        options = {"rank": self.index, "world_size": WORLD + init_info["drivers"], "fill": False, "dirty": init_info["dirty"]}
+        options = {"rank": self.index, "world_size": WORLD + init_info["drivers"], "catch_up": False, "dirty": init_info["dirty"]}
         self.worker = self.test.engine(**options)
         self.worker.register({"w": self.held})
 
