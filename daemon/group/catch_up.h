@@ -8,11 +8,11 @@
 // back (P1).
 //
 //   opened      catch_up_gather after a catch-up became possible, while no update runs
-//   gives way   to the first call of a trainer that would open an update; to a drain; when a source
-//   instance
-//               left, registered another layout or is dirty: the next fill then takes others
+//   gives way   to the first call of a trainer that would open an update; to a drain; when a
+//               source instance left, registered another layout or is dirty (the next catch-up
+//               then takes others)
 //   fails       the late instances are left alone for catch_up_wait, doubled at each further
-//   failure
+//               failure
 //
 // A trainer's call that comes while a catch-up runs is checked at once and waits, until its own
 // deadline, for the copies of the catch-up to end (P4, P6). Pure; not thread-safe.
@@ -150,7 +150,7 @@ class CatchUp {
   std::deque<DeferredCall> deferred_;  // empty unless a catch-up runs
   std::optional<TimePoint> possible_;  // since when
   std::optional<TimePoint> due_;
-  int failed_ = 0;  // fills in a row, of this version
+  int failed_ = 0;  // catch-ups in a row, of this version
   std::map<std::string, Retry> retries_;
   bool look_ = false;
   uint64_t seen_changes_ = 0;  // Membership::changes when due_ was found

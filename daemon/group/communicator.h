@@ -95,8 +95,8 @@ class Communicator {
   uint64_t next_seq_ = 0;
 };
 
-// What is known of a failure that a node reported: ranks of the wire become daemons; a failure that
-// names nobody is the node's own. `communicator`: null: there is none.
+// Returns the failure that a node reported, with daemons in place of the wire's ranks. A failure
+// that names nobody is the node's own. `communicator`: null: there is none.
 Failure FailureOfNode(NodeId node, const absl::Status& status, const JoinedNodes& nodes,
                       const Communicator* communicator);
 // The status of a node's failed result, with the node's name.

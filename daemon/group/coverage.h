@@ -1,4 +1,4 @@
-// Which elements of which tensors came with the buckets of an update.
+// UpdateCoverage knows which elements of which tensors came with the buckets of an update.
 //
 // It keeps P1 (every element of every tensor comes once, and no wanted tensor is left out) and P11
 // (two names of one memory came with the same values). Pure; not thread-safe: lives inside its
@@ -27,7 +27,7 @@ struct PushedTensor {
   int64_t elements = 0;
   bool wanted = false;  // by an instance of the update's catalog
   IntervalSet covered;
-  // Of a tied tensor: the sum of the digests of its elements, so far as they were transferred.
+  // A tied tensor has here the sum of the digests of its elements that were transferred so far.
   uint64_t digest = 0;
   bool digested = true;  // false: a daemon sent no digest
   bool complete() const { return covered.total() == elements; }
@@ -41,8 +41,8 @@ class UpdateCoverage {
   void Reserve(size_t tensors) { pushed_.reserve(tensors); }
   // Not OK: the tensor may not be pushed.
   absl::Status Check(const TensorSpec& tensor) const;
-  // What a bucket adds, so that it can be taken back: tensors that no bucket brought before, and
-  // for the other tensors the elements that were covered before.
+  // Taken records what a bucket adds, so that it can be taken back: tensors that no bucket brought
+  // before, and for the other tensors the elements that were covered before.
   struct Taken {
     std::vector<const std::string*> added;
     std::vector<std::pair<const std::string*, IntervalSet>> before;

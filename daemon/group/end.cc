@@ -64,7 +64,7 @@ void LogEnd(const group::Update& update, Outcome outcome, const std::string& rea
                        left_out.tensors, left_out.bytes, group::Few(named)));
 }
 
-// What an update that is over was, at `now`.
+// Describes an update that ended at `now`.
 UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& reason,
                   const Failure& failure, TimePoint now) {
   UpdateEnded ended;

@@ -62,7 +62,7 @@ struct Follower::Impl {
     w.Handle(e, now, out);
   }
   void On(const Event& e) { worker.Handle(e, now, Out()); }
-  // What comes to coordinators only.
+  // Only coordinators get the events below.
   template <typename Event>
   requires kIsOneOf<Event,
                     std::variant<RefitPlanned, CompareDone, RefitDone, FailUpdate, DataPlaneState,

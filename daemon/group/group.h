@@ -835,7 +835,7 @@ class Group {
   const GroupSpec& spec() const;
   bool has_members() const;
   bool has_trainers() const;    // attached
-  bool update_running() const;  // fills included
+  bool update_running() const;  // catch-ups included
   bool catch_up_running() const;
   // FAILED_PRECONDITION: the member takes loader delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;

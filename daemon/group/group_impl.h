@@ -187,7 +187,7 @@ struct Group::Impl {
 
   GroupState state = GroupState::kIdle;
   group::BucketLog bucket_log;  // of the running update, else the last
-  // What an update stands on.
+  // The machines below an update, which it uses.
   const group::Update::Machines below{limits, &members, &slots, &requests, &bucket_log, &out};
   std::unique_ptr<Update> update;
   std::shared_ptr<const Catalog> catalog;  // of the last update

@@ -225,7 +225,7 @@ class GroupMachine {
   virtual bool has_trainers() const = 0;
   // The identity that owns the group, as far as this daemon knows; empty: nobody does.
   virtual const std::string& owner() const = 0;
-  virtual bool update_running() const = 0;  // fills included
+  virtual bool update_running() const = 0;  // catch-ups included
   // Whether the update that runs is a catch-up. A follower does not tell the two apart.
   virtual bool catch_up_running() const { return false; }
   virtual bool is_coordinator() const = 0;

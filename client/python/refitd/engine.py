@@ -650,7 +650,7 @@ class Inbox:
         deadline = None if timeout_seconds is None else self.loop.time() + timeout_seconds
         waiter = _Waiter(self.loop, deadline)
         timer = None
-        # Where no other task waits, the reading that begins below is for this task alone, and ends by itself at the deadline.
+        # This task needs no timer where no other task waits: the reading that begins below is its own, and ends at the deadline.
         if deadline is not None and self._waiting:
             timer = self.loop.call_at(deadline, waiter.expire)
         self._waiting.append(waiter)
