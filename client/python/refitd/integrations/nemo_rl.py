@@ -30,7 +30,7 @@ from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from ..layout.memory import adopt
 from ..trainer import Trainer
-from . import exports
+from . import Settings, known_version, next_version, on_thread, receive
 from .vllm.versions import backend_here
 
 _WHERE = 'refit_cfg["refitd.integrations.nemo_rl:Transport"]'
@@ -46,24 +46,18 @@ class Transport(CheckpointEngine):
     shard_expert_weights: bool = False
 
     def __init__(
-        self,
-        bucket_size: int = 0,
-        *,
-        release_after_refit: bool = False,
-        in_place: bool = False,
-        sharded: bool = False,
-        **options: object,
+        self, bucket_size: int = 0, *, release_after_refit: bool = False, in_place: bool = False, sharded: bool = False, **options: object
     ) -> None:
         """Attaches nothing yet. The options are equal on all workers, because NeMo-RL makes all workers from one configuration.
 
         `bucket_size`: given by NeMo-RL, not used: tensors are packed into the daemon's slots. `release_after_refit`: detach after each
-        sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as of refitd.integrations.exports.Settings.
+        sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as of refitd.integrations.Settings.
 
         Raises InvalidArgument that names the option.
         """
         if sharded and not in_place:
             raise InvalidArgument(f"{_WHERE}.sharded needs in_place: engines that load full tensors can't take shards", culprit="sharded")
-        settings = exports.Settings.of(_WHERE, options)
+        settings = Settings.of(_WHERE, options)
         if settings.connect.wait_seconds is None:
             settings = replace(settings, connect=replace(settings.connect, wait_seconds=settings.begin_seconds))
         self._settings = settings
@@ -127,12 +121,12 @@ class Transport(CheckpointEngine):
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")
         trainer = self._attached_trainer()
-        known = self._sender.agree(exports.known_version(trainer, self._committed))
-        version = exports.next_version(known)
+        known = self._sender.agree(known_version(trainer, self._committed))
+        version = next_version(known)
         if self.sharded:
-            result = await self._sender.refit_async(trainer, self._instances, version, lambda: self._register(trainer, weights))
+            result = await on_thread(self._sender.refit, trainer, self._instances, version, lambda: self._register(trainer, weights))
         else:
-            result = await self._sender.send_async(trainer, self._instances, version, weights)
+            result = await on_thread(self._sender.send, trainer, self._instances, version, weights)
         self._committed = version
         lost = next((outcome for outcome in result.instances if not outcome.committed), None)
         if lost is not None:
@@ -151,7 +145,7 @@ class Transport(CheckpointEngine):
             self._take_in_place()
             return
         member = self._attached_engine()
-        async with aclosing(exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
+        async with aclosing(receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
             try:
                 async for batch in batches:
                     yield batch
