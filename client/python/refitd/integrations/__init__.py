@@ -279,7 +279,7 @@ class Sender:
         lists = self._ranks.gather(sent.entries)
         for rank, entries in enumerate(lists):
             if entries != lists[0]:
-                name = _first_difference(lists[0], entries)
+                name = first_difference(lists[0], entries)
                 raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", tensor=name)
 
 
@@ -369,7 +369,8 @@ def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
     return found
 
 
-def _first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
+def first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
+    """The name of the first entry in which two lists of (name, ...) differ."""
     for one, two in zip(first, other):
         if one != two:
             return str(two[0])

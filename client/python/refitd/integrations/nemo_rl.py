@@ -114,9 +114,8 @@ class Transport(CheckpointEngine):
         order. The tensors' bytes are read before the next tensor is taken from `weights`. With `sharded`, `weights` only says which
         model's shards to install.
 
-        A failure is raised on every worker: Unimplemented where the model's shards can't be had; InvalidArgument where a worker's tensors
-        differ from those of rank 0, naming the tensor, where there are none or a name comes twice; UpdateAborted, also where a rollout
-        worker was lost on the way; DeadlineExceeded, naming who was waited for, rollout workers that are missing for instance.
+        A failure is raised on every worker, as of refitd.integrations.Sender.send: Unimplemented too where the model's shards can't be had, and
+        UpdateAborted where a rollout worker was lost on the way.
         """
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")
@@ -136,8 +135,7 @@ class Transport(CheckpointEngine):
         """Yields the tensors of one sync as they come, good until the next are asked for, and returns when the version is committed.
         With `in_place` it yields nothing.
 
-        Raises DeadlineExceeded where the policy does not begin within `begin_seconds`, UpdateAborted, also after tensors were yielded:
-        the engine's weights are then torn until the next sync. A caller that gives up fails the sync.
+        Raises as refitd.integrations.receive does. A caller that gives up fails the sync.
         """
         if self._rollout is None:
             raise FailedPrecondition("receive_weight_batches: init_rollout_process_group did not make this worker an engine")

@@ -36,7 +36,7 @@ from ..layout import devices
 from ..layout.memory import adopt
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
-from . import Ranks, on_thread
+from . import Ranks, first_difference, on_thread
 
 BACKEND = "refitd"
 
@@ -288,12 +288,7 @@ class Sender(WeightTransferSender):
             self._register(chunks, expected)
         except Exception as error:
             failure = error
-        failures = self._ranks.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, said in enumerate(failures):
-            if said is not None:
-                raise FailedPrecondition(f"trainer rank {rank} has no shards to send: {said}", culprit=f"trainer rank {rank}")
+        self._ranks.raise_alike(failure)
 
     def _send(self, version: int, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         if self._sharded:
@@ -322,11 +317,9 @@ class Sender(WeightTransferSender):
         all_expected = self._ranks.gather(list(expected.items()))
         first = all_expected[0]
         for rank, theirs in enumerate(all_expected):
-            if theirs == first:
-                continue
-            pair = next((pair for pair in zip(first, theirs) if pair[0] != pair[1]), None)
-            name = pair[1][0] if pair else max(first, theirs, key=len)[min(len(first), len(theirs))][0]
-            raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", tensor=name)
+            if theirs != first:
+                name = first_difference(first, theirs)
+                raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", tensor=name)
 
     def _register(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         extractor = inspect.getgeneratorlocals(chunks).get("self") if inspect.isgenerator(chunks) else None

@@ -150,12 +150,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Installs the tensors as the next version in every engine. Every trainer rank calls it, with the same tensors in one order.
 
         The version is `global_steps` where that is greater than the group's version, else the number after the group's. Returns
-        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`.
-
-        A failure is raised on every rank, before verl resumes generation: InvalidArgument where a rank's tensors differ from those of
-        rank 0, naming the tensor, where there are none or a name comes twice; FailedPrecondition where engines are missing;
-        UpdateAborted and DeadlineExceeded as of Trainer.update. Where `weights` itself fails, the update is given up, and the other
-        ranks fail at the latest after `update_seconds`.
+        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`. A failure is raised on every rank, as of
+        refitd.integrations.Sender.send, before verl resumes generation.
         """
         place, trainer = self._place, self._trainer
         if place is None or trainer is None:
