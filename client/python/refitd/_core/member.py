@@ -424,8 +424,7 @@ class Registration:
 
     def unresolved(self) -> Registration:
         """The same layout, of which no memory has been made known to a daemon."""
-        kept = dict(pushed_tensors=self.pushed_tensors, before_refit=self.before_refit, source=self.source)
-        return Registration(self.tensors, self.boxes, self.pushed, **kept)  # type: ignore[arg-type]
+        return replace(self, pieces=[], staged=[], filled=[], device_regions={}, owners=[], warning="", _addresses=None)
 
     def moved(self) -> bool:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
