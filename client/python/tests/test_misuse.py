@@ -224,8 +224,22 @@ class TooManyTensorsTest(DaemonTest):
 
     def test_an_update_does_not_wait_for_an_engine_whose_manifest_has_too_many_tensors(self):
         trainer = self.trainer()
+        errors = []
+
+        def begin():
+            try:
+                trainer.update(1, duration_seconds=600)
+            except refitd.Error as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        wait_until(lambda: trainer.get_update(1) == "running", "the update")  # it waits for an engine
         self.assert_refused(lambda: self.engine("many", loader=True, manifest=self.specs))
-        self.assert_refused(lambda: trainer.update(1, duration_seconds=600), "engine many rank 0")
+        thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertIsInstance(errors[0], refitd.ResourceExhausted)
+        self.assertEqual([str(found) for found in errors[0].suspects], ["engine many rank 0"])
 
     def test_an_update_of_too_many_tensors_does_not_begin(self):
         trainer = self.trainer()
