@@ -327,8 +327,8 @@ def test_slimes_shards_finish_gathers_before_each_refit(monkeypatch):
     chunk = Chunk(True)
     chunk.modules = lambda: iter([])
     common = SimpleNamespace(named_params_and_buffers=lambda args, model: [])
-    monkeypatch.setattr(megatron, "importlib", SimpleNamespace(import_module=lambda _: common))
-    monkeypatch.setattr(megatron, "_place", lambda rank, args: Parallel(1).place(0, 1))
+    monkeypatch.setattr(slime, "importlib", SimpleNamespace(import_module=lambda _: common))
+    monkeypatch.setattr(slime, "_place", lambda rank, args: Parallel(1).place(0, 1))
 
     class Updater(slime.Updater):
         settings = SimpleNamespace(table={})
