@@ -1,13 +1,18 @@
 """Pages for users state results: no load, seed, machine, test file or history, which are for evidence pages. They have one shape."""
 
+import contextlib
+import importlib.machinery
+import importlib.util
 import os
 import re
+import tempfile
 import unittest
 
 # The pages may link any file, so the test finds the tree by the real place of one page.
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
-GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations")
-SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations")
+GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
+          "kubernetes")
+SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes")
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
@@ -75,6 +80,40 @@ class PagesTest(unittest.TestCase):
             text = file.read()
         self.assertLessEqual(len(text.split()), README_WORDS)
         self.assertIn("](docs/figures/", "\n".join(text.split("\n")[:12]))
+
+
+def load(path):
+    """A script of the tree, as a module."""
+    loader = importlib.machinery.SourceFileLoader("docs_tree", os.path.join(TREE, path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("docs_tree", loader))
+    loader.exec_module(module)
+    return module
+
+
+class LinksTest(unittest.TestCase):
+    """tools/docs_tree.py, which tools/docs asks of every page."""
+
+    docs_tree = load("tools/docs_tree.py")
+
+    def test_links_without_a_file_or_heading_are_found(self):
+        page = "\n".join([
+            "# A page", "## Who may: `do` what", "[a](#who-may-do-what) [b](b.md#its-heading) [c](folder) [d](https://example.org/x)",
+            "[e](c.md)", "[f](#nowhere)", "[g](b.md#nowhere)", "[h](../outside.md)", "`[i](c.md)`", "```", "[j](c.md)", "```"])
+        texts = {"a.md": page, "b.md": "# Its heading\n"}
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            os.mkdir("folder")
+            for name, text in texts.items():
+                with open(name, "w") as file:
+                    file.write(text)
+            complaints = self.docs_tree.complaints_about("a.md", texts)
+        self.assertEqual([complaint.split(":")[1] for complaint in complaints], ["4", "5", "6", "7"])
+
+    def test_lists_and_tables_get_what_mkdocs_wants_of_them(self):
+        laid_out = self.docs_tree.with_blank_lines
+        self.assertEqual(laid_out("text\n- a\n  more\n- b"), "text\n\n- a\n    more\n- b")
+        self.assertEqual(laid_out("- a\n  - b\n"), "- a\n    - b\n")
+        self.assertEqual(laid_out("text\n| a |\n|---|"), "text\n\n| a |\n|---|")
+        self.assertEqual(laid_out("```\ntext\n- a\n```"), "```\ntext\n- a\n```")
 
 
 if __name__ == "__main__":
