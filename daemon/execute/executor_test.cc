@@ -218,7 +218,7 @@ class Bench {
   uint64_t Digest(size_t engine, bool reversed = false) {
     auto layout = std::make_shared<Layout>(*layouts_[engine]);
     if (reversed) {
-      std::swap(layout->tensors[0], layout->tensors[1]);
+      std::swap(layout->tensors.Edit()[0], layout->tensors.Edit()[1]);
       for (Piece& piece : layout->pieces) piece.tensor = 1 - piece.tensor;
       std::swap(layout->pieces[0], layout->pieces[1]);
     }

@@ -1084,7 +1084,7 @@ TEST_CASE("A layout whose structure is wrong is refused") {
   negative.pieces[0].strides[1] = -1;
   CHECK_THAT(error(negative), Contains("is -1"));
   Layout huge = *Rows(MemberId(1), 2).layout;
-  huge.tensors[0].shape = {2, 8};
+  huge.tensors.Edit()[0].shape = {2, 8};
   huge.pieces = {{0, {{0, 0}, {2, 8}}, RegionId(), 0, {INT64_MAX / 8, 1}}};
   CHECK_THAT(error(huge), Contains("layout"));
 }
