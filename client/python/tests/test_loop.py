@@ -13,7 +13,7 @@ from refitd._core.tensors import Places
 from refitd.layout.shards import collect
 from refitd.serving.delivery import Delivery
 from refitd.serving.rank import Rank
-from refitd.serving.settings import Settings
+from refitd.serving import Settings
 from support import SECONDS, DaemonTest
 
 

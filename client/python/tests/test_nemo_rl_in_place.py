@@ -27,7 +27,7 @@ from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # 
 from refitd.layout.shards import collect  # noqa: E402
 from refitd.serving.delivery import Delivery  # noqa: E402
 from refitd.serving.rank import Rank  # noqa: E402
-from refitd.serving.settings import Settings  # noqa: E402
+from refitd.serving import Settings  # noqa: E402
 
 SHAPES = {"embed.weight": (37, 6), "block.up.weight": (11, 6), "block.up.bias": (11,), "block.down.weight": (6, 11), "head.weight": (5, 6)}
 EXCEPTIONS = {"*.bias": "float32"}

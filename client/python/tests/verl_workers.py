@@ -130,7 +130,7 @@ class Server:
     def init_weight_transfer_engine(self, init_info):
         from refitd.layout.shards import collect
         from refitd.serving.rank import Rank
-        from refitd.serving.settings import Settings
+        from refitd.serving import Settings
 
         self.dirty = init_info.pop("dirty")
         settings = Settings.of(init_info).checked()
