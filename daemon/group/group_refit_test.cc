@@ -408,6 +408,10 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     CHECK(reply.left_out.bytes == (one ? 0 : 8));
     if (!one) CHECK(reply.left_out.names == std::vector<std::string>{"head"});
     CHECK(g.group.ViewUpdate(g.now)->left_out.names == reply.left_out.names);
+    const bool logged = std::any_of(g.log.begin(), g.log.end(), [](const LogLine& line) {
+      return line.text == "version 1 leaves out 1 tensors, 8 bytes: head";
+    });
+    CHECK(logged == !one);
   }
   SECTION("pushed by a trainer that has not tied them: values that differ are not committed") {
     g.digests = {{"embed", 5}, {"head", 6}};
