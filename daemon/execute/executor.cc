@@ -447,9 +447,9 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
     result_base.bytes_written.resize(destinations);  // slots, if any, come last
     const bool in_layout = result.failed_destination < static_cast<int>(destinations);
     result_base.failed_destination = in_layout ? result.failed_destination : -1;
-    result_base.source_digests.resize(ranges);
+    result_base.digests.resize(ranges);
     for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
-      result_base.source_digests[range_of_piece[p]] += result.source_digests[p];
+      result_base.digests[range_of_piece[p]] += result.source_digests[p];
     }
     result_base.sums.reserve(result.expected.size());
     for (const PieceDigest& e : result.expected) {

@@ -637,7 +637,7 @@ TEST_CASE("what came from another daemon is packed on the other devices of its r
   REQUIRE(done.status.ok());
   CHECK(done.slot_bytes == 24);
   CHECK(bench.slot(0) == kPacked);
-  REQUIRE(done.source_digests.size() == 1);
+  REQUIRE(done.digests.size() == 1);
 
   // If the readers' device has the slot already, the slot is read only for its digest.
   LoaderBench own;
@@ -646,7 +646,7 @@ TEST_CASE("what came from another daemon is packed on the other devices of its r
   REQUIRE(same.status.ok());
   CHECK(same.slot_bytes == 0);
   CHECK(own.slot(0) == std::string(64, '-'));
-  CHECK(same.source_digests == done.source_digests);
+  CHECK(same.digests == done.digests);
 }
 
 TEST_CASE("memory that is gone fails the transfer before it starts") {

@@ -406,7 +406,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   history.Add(last, PastUpdate{outcome, told, failure});
   UpdateEnded ended = Ended(*update, outcome, reason, failure, out.now());
   if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
-  ended.remains = update->coverage.TakeRemains();
+  ended.remains = update;
   out.Do(std::move(ended));
   LogEnd(*update, outcome, reason, &out);
   update.reset();

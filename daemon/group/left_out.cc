@@ -69,16 +69,16 @@ void LeftOut::Forget(NodeId node) {
 
 void LeftOut::LeaveOutUntried(const GroupView& view, UpdateOnNodes* update, const Around& around) {
   const NodeSharing sharing(view, around);
-  search_.Restrict(sharing.FirstOf(Dispensable(update->facts().nodes, around)));
+  search_.Restrict(sharing.FirstOf(Dispensable(update->record().nodes, around)));
   const std::set<NodeId> out = sharing.AllOf(search_.LeftOut());
   if (sharing.LeavesInstance(out)) LeaveOutForTry(out, update, around);
 }
 
 void LeftOut::LeaveOutForTry(const std::set<NodeId>& out, UpdateOnNodes* update,
                              const Around& around) {
-  const UpdateFacts& facts = update->facts();
+  const UpdateRecord& record = update->record();
   KeepNodesOut leave{
-      facts.id, {}, search_failure_.reason, search_failure_.kind, true, search_failure_.failure};
+      record.id, {}, search_failure_.reason, search_failure_.kind, true, search_failure_.failure};
   std::vector<NodeId> left;
   for (const NodeId node : out) {
     if (!update->KeepOffWire(node)) continue;
@@ -89,7 +89,7 @@ void LeftOut::LeaveOutForTry(const std::set<NodeId>& out, UpdateOnNodes* update,
   if (left.empty()) return;
   around.Log(LogLine::kWarning,
              fmt::format("the update to version {} leaves out {} to find the daemon at fault: {}",
-                         facts.version, around.nodes.Names(left), search_failure_.reason));
+                         record.version, around.nodes.Names(left), search_failure_.reason));
   around.Feed(std::move(leave));
 }
 
@@ -102,8 +102,8 @@ void LeftOut::LeaveOutSlow(const GroupView& view, UpdateOnNodes* update, const A
   if (!sharing.LeavesInstance(out)) return;
   const auto caught_up = [&around](NodeId node) { return around.members.CatchUpsReach(node); };
   if (!std::all_of(out.begin(), out.end(), caught_up)) return;
-  KeepNodesOut leave{update->facts().id, {},   "every instance is on a slow daemon",
-                     GiveUpClass::kSlow, true, around.nodes.Suspecting(slow)};
+  KeepNodesOut leave{update->record().id, {},   "every instance is on a slow daemon",
+                     GiveUpClass::kSlow,  true, around.nodes.Suspecting(slow)};
   for (const NodeId node : out) {
     if (!update->KeepOffWire(node)) continue;
     const std::string why = WhySlow(node);
@@ -131,7 +131,7 @@ void LeftOut::CameUp(const GroupView& view, const UpdateOnNodes& update, const A
 
 void LeftOut::KeepOut(const std::set<NodeId>& suspects, const WhyDown& why,
                       const UpdateOnNodes& update, const Around& around) {
-  KeepNodesOut keep{update.facts().id, {}, why.reason, why.kind, false, why.failure};
+  KeepNodesOut keep{update.record().id, {}, why.reason, why.kind, false, why.failure};
   for (const NodeId node : suspects) {
     search_.Forget(node);
     keep.nodes[node] = fmt::format("{} is kept out until it attaches anew: {}",
@@ -149,8 +149,8 @@ void LeftOut::Judge(const ProgramEnded& ended, const UpdateOnNodes& update, cons
         fmt::format("{} receives as fast as the others again: updates take its instances again",
                     around.nodes.Name(node)));
   }
-  if (update.facts().catch_up || !ended.ok) return;
-  std::set<NodeId> candidates = Dispensable(update.facts().nodes, around);
+  if (update.record().from_engines() || !ended.ok) return;
+  std::set<NodeId> candidates = Dispensable(update.record().nodes, around);
   std::erase_if(candidates, [&around](NodeId node) { return !around.members.CatchUpsReach(node); });
   for (const NodeId node : slow_.Judge(ended.uses, candidates)) {
     around.Log(LogLine::kWarning,
