@@ -43,7 +43,7 @@ from .versions import by_external_launcher, current_config, make_exportable, set
 # ranks without weights that the instance has beside the workers'. `workers`: how many workers' ranks the instance has; 0: what their own
 # configuration says. `dirty`: whether the weights are not one whole version.
 _FIELDS: list[Any] = [*((name, Any, "") for name in Settings().of_ranks()), ("drivers", int, 0), ("workers", int, 0), ("dirty", bool, False)]
-RefitdInitInfo: Any = make_dataclass("RefitdInitInfo", _FIELDS, bases=(WeightTransferInitInfo,))
+RefitdInitInfo: Any = make_dataclass("RefitdInitInfo", _FIELDS, bases=(WeightTransferInitInfo,), namespace={"__module__": __name__})
 
 
 @dataclass
