@@ -351,7 +351,7 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
     }
   }
   do {
-    while (!job.rounds.empty() && job.rounds.begin()->second.ended) {
+    while (!job.rounds.empty() && job.rounds.begin()->second.over) {
       job.rounds.erase(job.rounds.begin());
       ++job.first_round;
     }
@@ -362,7 +362,7 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
       if (job.stopped || !job.issued || !update->to_wire.empty() || !round.packed) break;
       if (!round.out) StartRoundOnWire(update, number, now, out);
     }
-  } while (!job.rounds.empty() && job.rounds.begin()->second.ended);
+  } while (!job.rounds.empty() && job.rounds.begin()->second.over);
   EndRunIfQuiet(update, out);
 }
 
@@ -420,7 +420,7 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
   }
   round.out = true;
   if (start.legs.empty()) {
-    round.ended = true;
+    round.over = true;
     return;
   }
   if (wire_.communicator() != run.communicator) {
@@ -500,7 +500,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
     case MoveStep::kUnpack:
       if (round == job.rounds.end()) return;
       round->second.unpacking = false;
-      round->second.ended = round->second.unpacked = true;
+      round->second.over = round->second.unpacked = true;
       Add(done.sections, program.incoming, &job.received);
       break;
     case MoveStep::kWitness:
@@ -534,7 +534,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
         round->second.unpacking = true;
         StartStep(&update, MoveStep::kUnpack, number, out);
       } else {
-        round->second.ended = true;
+        round->second.over = true;
       }
     }
     AdvanceRun(&update, now, out);
