@@ -73,8 +73,8 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
 void Group::Impl::On(const BeginEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what = fmt::format("begin of version {}", e.version);
-  if (requests.Repeated(e.member, CallKind::kBegin, e.request_id, what, e.call)) return;
+  const group::Asked what{CallKind::kBegin, e.version};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   absl::Status status = CheckBegin(*member, e);
   // Refit names no method: only ranks that call Begin decide it.
   if (status.ok() && update != nullptr) status = update->push.CheckBroadcast(e.broadcast);
@@ -98,8 +98,7 @@ void Group::Impl::On(const BeginEvent& e) {
       out.Log(LogLine::kInfo, fmt::format("update to version {}: {}", update->version, e.note));
     }
   }
-  const std::shared_ptr<Request> request =
-      requests.Track(e.member, CallKind::kBegin, e.request_id, what, e.call);
+  const std::shared_ptr<Request> request = requests.Track(e.member, what, e.request_id, e.call);
   TrainerProgress& progress = update->push.Join(member);
   if (update->state == UpdateState::kOpening) progress.without_layout = e.without_layout;
   if (member->state == MemberState::kReady) {

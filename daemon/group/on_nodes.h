@@ -53,7 +53,10 @@ struct Around {
   Steps* steps;  // what is to be done, in order
 
   bool wire_up() const { return communicator != nullptr && communicator->up(); }
-  void Do(Step step) const { steps->push_back(std::move(step)); }
+  template <typename Each>
+  void Do(Each step) const {
+    steps->emplace_back(std::move(step));
+  }
   void Send(NodeId node, PeerCommand command) const { Do(SendCommand{node, std::move(command)}); }
   void Send(NodeCommands commands) const {
     for (SendCommand& each : commands) Do(std::move(each));

@@ -68,7 +68,7 @@ struct Parts {
     absl::Status status = push.CheckBucket(*progress, e);
     if (status.ok()) status = push.Reserve(e);
     if (!status.ok()) return status.code();
-    push.Take(e, requests.Track(trainer, CallKind::kBucket, "", "bucket", e.call), progress);
+    push.Take(e, requests.Track(trainer, {CallKind::kBucket}, "", e.call), progress);
     push.StartParts();
     Check();
     return absl::StatusCode::kOk;
