@@ -614,7 +614,7 @@ void Coordinator::Impl::SearchOn(const std::set<NodeId>& candidates) {
 // only.
 void Coordinator::Impl::JudgeSearch() {
   if (!left_out.searching() || update->record().from_engines()) return;
-  Take([this](const Around& around) { left_out.CameUp(group.View(now), *update, around); });
+  Take([this](const Around& around) { left_out.CameUp(*update, around); });
 }
 
 // ---- nodes that go ----

@@ -725,22 +725,16 @@ TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody o
 class Nameless {
  public:
   explicit Nameless(uint64_t daemons, std::set<NodeId> broken, uint64_t per_instance = 1)
-      : daemons_(daemons),
-        per_instance_(per_instance),
-        broken_(std::move(broken)),
-        coordinator_(MakeOptions()) {
+      : Nameless(InRow(daemons, per_instance), std::move(broken)) {}
+  // `instances`: the daemons of the ranks of each.
+  Nameless(std::vector<std::vector<NodeId>> instances, std::set<NodeId> broken)
+      : instances_(std::move(instances)), broken_(std::move(broken)), coordinator_(MakeOptions()) {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
-    for (uint64_t n = 1; n <= daemons_; ++n) Join(NodeId(n), fmt::format("d{:02}", n));
-  }
-  void Join(NodeId node, const std::string& id) {
-    Do(NodeJoined{node, id, "elsewhere"});
-    EngineIdentity engine;
-    const uint64_t number = node.value() - 1;
-    engine.instance = fmt::format("i{}", number / per_instance_);
-    engine.rank = static_cast<int>(number % per_instance_);
-    engine.world_size = static_cast<int>(per_instance_);
-    Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
-    Do(ReportReceived{node, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(1)}});
+    for (const std::vector<NodeId>& ranks : instances_) daemons_.insert(ranks.begin(), ranks.end());
+    for (const NodeId node : daemons_) {
+      Do(NodeJoined{node, fmt::format("d{:02}", node.value()), "elsewhere"});
+    }
+    for (size_t i = 0; i < instances_.size(); ++i) Attach(i);
   }
   // Runs an update until its data plane is up or the update is given up. Returns the daemons that
   // were in the communicator that came up; empty: none did.
@@ -753,7 +747,7 @@ class Nameless {
     opened_.clear();
     ended_ = false;
     Do(GroupEvent(begin));
-    CHECK(prepared_.size() == daemons_ - KeptOut().size());  // all but those found broken
+    CHECK(prepared_.size() == daemons_.size() - KeptOut().size());  // all but those found broken
     std::set<NodeId> up;
     if (opened_.empty() && !ended_) up = up_;  // the communicator before serves again
     for (int communicators = 0; !opened_.empty() && !ended_ && up.empty(); ++communicators) {
@@ -773,6 +767,23 @@ class Nameless {
   }
 
  private:
+  static std::vector<std::vector<NodeId>> InRow(uint64_t daemons, uint64_t per_instance) {
+    std::vector<std::vector<NodeId>> instances(daemons / per_instance);
+    for (uint64_t n = 0; n < daemons; ++n) instances[n / per_instance].push_back(NodeId(n + 1));
+    return instances;
+  }
+  void Attach(size_t instance) {
+    EngineIdentity engine;
+    engine.instance = fmt::format("i{}", instance);
+    engine.world_size = static_cast<int>(instances_[instance].size());
+    for (const NodeId node : instances_[instance]) {
+      const MemberId member(instance + 1);
+      Do(ReportReceived{node, PeerAttach{member, engine}});
+      Do(ReportReceived{node,
+                        PeerLayout{member, LayoutOf({Bytes("t", 100)}), CallId(instance + 1)}});
+      ++engine.rank;
+    }
+  }
   // The newest communicator comes up, or fails for all if a broken daemon is in it.
   std::set<NodeId> Connect() {
     const auto ranks = std::exchange(opened_, {});
@@ -818,8 +829,11 @@ class Nameless {
     options.spec = TestGroup::DefaultSpec();
     // The update takes as many instances as there are: an instance that is left out for a try must
     // not hold up assembling.
-    options.spec.min_instances =
-        std::max(1, static_cast<int>(daemons_ / per_instance_ - broken_.size()));
+    const auto sound = std::count_if(instances_.begin(), instances_.end(), [this](auto& ranks) {
+      return std::none_of(ranks.begin(), ranks.end(),
+                          [this](NodeId node) { return broken_.contains(node); });
+    });
+    options.spec.min_instances = std::max(1, static_cast<int>(sound));
     options.limits.max_duration = std::chrono::seconds(600);
     options.next_update = [this] { return UpdateId(++updates_); };
     options.next_member = [this] { return MemberId(++members_); };
@@ -827,9 +841,9 @@ class Nameless {
     return options;
   }
 
-  const uint64_t daemons_;
-  const uint64_t per_instance_;
+  const std::vector<std::vector<NodeId>> instances_;
   const std::set<NodeId> broken_;
+  std::set<NodeId> daemons_;
   uint64_t updates_ = 0;
   uint64_t members_ = 1000;
   uint64_t calls_ = 0;
@@ -875,6 +889,17 @@ TEST_CASE("a data plane that names nobody failed for ever where two daemons coul
     for (int i = 0; i < 6 && g.KeptOut().empty(); ++i) g.Update();
     CHECK(g.KeptOut() == std::set{NodeId(3), NodeId(4)});
     CHECK(g.Update().size() == 6);
+  }
+  SECTION("another instance is on one of the two: the broken one alone is kept out") {
+    Nameless g({{NodeId(1)}, {NodeId(1), NodeId(2)}}, {NodeId(2)});
+    for (int i = 0; i < 3; ++i) CHECK(g.Update() == std::set{NodeId(1)});
+    CHECK(g.KeptOut() == std::set{NodeId(2)});
+  }
+  SECTION("two others are on one of the two each: so also for the broken one tried first") {
+    Nameless g({{NodeId(1)}, {NodeId(1), NodeId(2)}, {NodeId(2)}}, {NodeId(1)});
+    CHECK(g.Update().empty());  // no instance is left
+    for (int i = 0; i < 3; ++i) CHECK(g.Update() == std::set{NodeId(2)});
+    CHECK(g.KeptOut() == std::set{NodeId(1)});
   }
   SECTION("the only instance is over both: no update can do without it, and nobody is kept out") {
     Nameless g(2, {NodeId(2)}, 2);

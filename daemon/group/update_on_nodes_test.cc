@@ -437,23 +437,50 @@ TEST_CASE("status shows what each node sent in the last run, the most bytes firs
   CHECK(other.bytes_received == 0);
 }
 
-TEST_CASE("nodes that share an instance are left out together") {
-  OverNodes o;
+// An instance over nodes b and c, and another that is on b alone.
+GroupView Sharing(OverNodes* o) {
+  const MemberId other(40);
+  o->members.Attach(other, {kB, MemberId(2), true, true});
   GroupView view;
-  for (const MemberId id : {kRankOfB, kRankOfC}) {
+  for (const MemberId id : {kRankOfB, kRankOfC, other}) {
     MemberView& member = view.members.emplace_back();
     member.id = id;
     member.engine = true;
-    member.instance = "one";
+    member.instance = id == other ? "on b" : "over both";
   }
-  InstanceView& instance = view.instances.emplace_back();
-  instance.name = "one";
-  instance.preparing = true;
-  const NodeSharing sharing(view, o.Around());
-  CHECK(sharing.FirstOf({kC}) == std::set{kB});
-  CHECK(sharing.AllOf({kB}) == std::set{kB, kC});
-  CHECK_FALSE(sharing.LeavesInstance({kC}));
-  CHECK(sharing.LeavesInstance({kSelf}));
+  for (const char* const name : {"on b", "over both"}) {
+    InstanceView& instance = view.instances.emplace_back();
+    instance.name = name;
+    instance.preparing = true;
+  }
+  return view;
+}
+
+TEST_CASE("an instance is left out with any of its nodes, and another on one of them is not") {
+  OverNodes o;
+  const CommunicatorSearch::Instances instances = DispensableOfInstances(Sharing(&o), o.Around());
+  CHECK(instances == CommunicatorSearch::Instances{{kB}, {kB, kC}});
+  CHECK(AnyWithout({kC}, instances));
+  CHECK_FALSE(AnyWithout({kB}, instances));
+}
+
+TEST_CASE(
+    "an instance waited for catch-ups where another shared its node and had one on a slow one") {
+  OverNodes o;
+  const GroupView view = Sharing(&o);
+  LeftOut left_out{std::chrono::seconds(1)};
+  constexpr int64_t kBytes = 50'000'000;
+  left_out.Judge({true,
+                  {{kSelf, kB, kBytes, std::chrono::milliseconds(500)},
+                   {kSelf, kC, kBytes, std::chrono::milliseconds(2000)}},
+                  {}},
+                 *o.update, o.Around());
+  REQUIRE(left_out.any_slow());
+  left_out.LeaveOutSlow(view, &*o.update, o.Around());
+  REQUIRE(Find<KeepNodesOut>(o.steps).size() == 1);
+  const std::map<NodeId, std::string>& left = Find<KeepNodesOut>(o.steps)[0]->nodes;
+  CHECK(left.size() == 1);
+  CHECK(left.contains(kC));
 }
 
 TEST_CASE("a communicator that fails and names nobody leaves some nodes out of this update only") {
