@@ -141,7 +141,7 @@ class Fixture {
     Forget();
     Do(GroupEvent(commit));
     for (const SendCommand& send : Local<SendCommand>()) {
-      if (!std::holds_alternative<PeerVerify>(send.command)) continue;
+      if (!std::holds_alternative<VerifyUpdate>(send.command)) continue;
       Do(ReportReceived{send.node, VerifyDone{update_, absl::OkStatus(), {}}});
     }
     const std::vector<Reply> replies = Local<Reply>();
@@ -158,7 +158,7 @@ class Fixture {
     const StartTransfer pack = Local<StartTransfer>().at(0);
     CHECK(pack.content->bucket == bucket.bucket);  // no list of tensors was copied on the way
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
-    ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
+    ReportAll(PeerHeaderAck{update_, header.part, header.digest, ""});
   }
   // The group gets the wire, so that pushed parts cross it.
   void GrantWire() {
@@ -182,7 +182,7 @@ class Fixture {
   // The first node's instance got the whole part.
   void FinishPart(int64_t part, CommunicatorId communicator = kCommunicator) {
     Do(WireDone{communicator, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
-    PeerPartDone done;
+    TransferDone done;
     done.update = update_;
     done.part = PartSeq(part);
     done.bytes_written = {100};
@@ -356,7 +356,7 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   f.Push(0, "t");
   f.Report(PeerWireGranted{f.update()});
   f.Do(WireGranted{});
-  PeerPartDone done;
+  TransferDone done;
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
@@ -377,7 +377,7 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   f.Report(PeerWireGranted{f.update()});
   f.Do(WireGranted{});
   f.Do(ReportReceived{kThird, PeerWireGranted{f.update()}});
-  PeerPartDone done;
+  TransferDone done;
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
@@ -471,7 +471,7 @@ TEST_CASE("a daemon whose only engine died in the data phase serves the data pla
   f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
   CHECK(f.Sent<PeerAbandon>().empty());
   CHECK(f.Sent<CloseCommunicator>().empty());
-  PeerPartDone done;
+  TransferDone done;
   done.update = f.update();
   done.part = PartSeq(0);
   done.bytes_written = {0};
@@ -1060,7 +1060,7 @@ struct RunningPush : Fixture {
   // The daemon's share of a part has ended: it has the part, or the closing of the communicator cut
   // it.
   void End(NodeId node, int64_t part, bool whole, uint64_t digest = 42) {
-    PeerPartDone done;
+    TransferDone done;
     done.update = update();
     done.part = PartSeq(part);
     done.bytes_written = {whole ? 100 : 0};
@@ -1089,7 +1089,7 @@ struct RunningPush : Fixture {
   void Acknowledge() {
     for (const auto& [node, headers] : Headers()) {
       for (const PeerHeader& header : headers) {
-        Do(ReportReceived{node, PeerHeaderAck{update(), header.header.part, header.digest, ""}});
+        Do(ReportReceived{node, PeerHeaderAck{update(), header.part, header.digest, ""}});
       }
     }
   }
@@ -1140,7 +1140,7 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   CHECK(again.communicator == CommunicatorId(2));
   CHECK(again.wire_seq == WireSeq(0));
   CHECK(again.ranks == std::vector<uint32_t>{0, 2});
-  CHECK(again.digest == HeaderDigest(again.header));
+  CHECK(again.digest == HeaderDigest(again));
   CHECK(f.Local<StartTransfer>().empty());  // the part is packed here already
   CHECK(f.Sent<PeerIssue>().empty());
   f.Acknowledge();  // P5
@@ -1195,9 +1195,9 @@ TEST_CASE("buckets that come while a part waits to be sent again go after it") {
   if (!up_first) f.BringUp(CommunicatorId(2), {kNode, kFourth});
   const std::vector<PeerHeader> told = f.Headers().at(kFourth);
   REQUIRE(told.size() == 2);
-  CHECK(told[0].header.part == PartSeq(0));
+  CHECK(told[0].part == PartSeq(0));
   CHECK(told[0].wire_seq == WireSeq(0));
-  CHECK(told[1].header.part == PartSeq(1));
+  CHECK(told[1].part == PartSeq(1));
   CHECK(told[1].wire_seq == WireSeq(1));
   CHECK_FALSE(told[1].again);
   const StartTransfer pack = f.Local<StartTransfer>().at(0);
@@ -1297,7 +1297,7 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   f.Push(0, "t");
   f.GrantWire();
   f.Forget();
-  PeerPartDone cut;
+  TransferDone cut;
   cut.update = f.update();
   cut.part = PartSeq(0);
   cut.wire_failed = true;
@@ -1409,8 +1409,8 @@ struct RunningRefit : Fixture {
     BringUp(CommunicatorId(1), daemons);
     ToAll(ReadyEvent{kRemoteEngine, id});
     AnswerCompare();
-    REQUIRE(Sent<PeerRun>().size() == 3);
-    CHECK_FALSE(Sent<PeerRun>()[0].resume.has_value());
+    REQUIRE(Sent<StartRefit>().size() == 3);
+    CHECK_FALSE(Sent<StartRefit>()[0].resume.has_value());
     Forget();
   }
   // Answers the request to compile a program since the last Forget.
@@ -1428,7 +1428,7 @@ struct RunningRefit : Fixture {
   // A daemon's run was cut, and it lacks that step.
   void Cut(NodeId node, std::optional<int64_t> lacks, uint32_t attempt = 0,
            absl::Status why = absl::CancelledError("closed")) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = id;
     done.status = std::move(why);
     done.wire_failed = true;
@@ -1448,9 +1448,9 @@ TEST_CASE("a refit goes on from the first step that a survivor lacks") {
   RunningRefit f;
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
-  CHECK(f.Sent<PeerRun>().empty());
+  CHECK(f.Sent<StartRefit>().empty());
   f.Cut(kFourth, 4);
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
   CHECK(runs[0].resume == 4);
@@ -1461,7 +1461,7 @@ TEST_CASE("a refit runs from its beginning where a survivor can't say what it la
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
   f.Cut(kFourth, std::nullopt);
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
   CHECK_FALSE(runs[0].resume.has_value());
@@ -1482,7 +1482,7 @@ TEST_CASE("a second daemon that dies while the loss of the first is handled cost
   f.Do(NodeLost{kFourth, "it died, too"});
   f.Cut(kNode, 6, 1);  // counts only if attempt 1 had begun; else it is ignored
   CHECK(f.Sent<PeerUpdateEnded>().empty());
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE_FALSE(runs.empty());
   CHECK(runs.back().resume == 6);
   CHECK(f.Sent<OpenCommunicator>().back().size == 2);
@@ -1497,7 +1497,7 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
   f.Forget();
   f.Cut(kFourth, 4);
   f.Do(ReportReceived{kFourth, VerifyDone{f.id, absl::CancelledError("cut"), {}}});
-  CHECK(f.Sent<PeerVerify>().size() == 2);
+  CHECK(f.Sent<VerifyUpdate>().size() == 2);
   const std::vector<NodeId> survivors = {kNode, kFourth};
   f.BringUp(CommunicatorId(2), survivors);
   // This daemon's own share, which is without moves, ends when it is issued.
@@ -1505,7 +1505,7 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
   f.Do(WireGranted{});
   f.Do(ReportReceived{kFourth, PeerWireGranted{f.id}});
   for (const NodeId node : survivors) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = f.id;
     done.bytes_written = {100};
     done.attempt = 1;
@@ -1539,7 +1539,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
              Catch::Contains(culprit == kNode ? "rank 1 is daemon a" : "rank 2 is daemon c"));
   CHECK(f.Sent<PeerUpdateEnded>().empty());
   // This daemon has ended its run, too, once the communicator is closed.
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].resume == 3);
 }
@@ -1554,7 +1554,7 @@ void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
     if (node == kNode) f->Do(WireGranted{});
   }
   for (const NodeId node : in) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = f->id;
     done.bytes_written = {100};
     done.lacks = 10;

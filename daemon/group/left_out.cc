@@ -62,7 +62,7 @@ void LeftOut::Forget(NodeId node) {
 
 void LeftOut::LeaveOutUntried(const GroupView& view, UpdateOnNodes* update, const Around& around) {
   const Instances instances = DispensableOfInstances(view, around);
-  search_.Restrict(Among(Dispensable(update->facts().nodes, around), instances));
+  search_.Restrict(Among(Dispensable(update->record().nodes, around), instances));
   const std::set<NodeId> out = search_.LeftOut();
   if (!AnyWithout(out, instances)) return search_.GiveUp();
   LeaveOutForTry(out, update, around);
@@ -70,9 +70,9 @@ void LeftOut::LeaveOutUntried(const GroupView& view, UpdateOnNodes* update, cons
 
 void LeftOut::LeaveOutForTry(const std::set<NodeId>& out, UpdateOnNodes* update,
                              const Around& around) {
-  const UpdateFacts& facts = update->facts();
+  const UpdateRecord& record = update->record();
   KeepNodesOut leave{
-      facts.id, {}, search_failure_.reason, search_failure_.kind, true, search_failure_.failure};
+      record.id, {}, search_failure_.reason, search_failure_.kind, true, search_failure_.failure};
   std::vector<NodeId> left;
   for (const NodeId node : out) {
     if (!update->KeepOffWire(node)) continue;
@@ -83,7 +83,7 @@ void LeftOut::LeaveOutForTry(const std::set<NodeId>& out, UpdateOnNodes* update,
   if (left.empty()) return;
   around.Log(LogLine::kWarning,
              fmt::format("the update to version {} leaves out {} to find the daemon at fault: {}",
-                         facts.version, around.nodes.Names(left), search_failure_.reason));
+                         record.version, around.nodes.Names(left), search_failure_.reason));
   around.Feed(std::move(leave));
 }
 
@@ -99,8 +99,8 @@ void LeftOut::LeaveOutSlow(const GroupView& view, UpdateOnNodes* update, const A
   for (const std::set<NodeId>& late : instances) {
     if (!std::all_of(late.begin(), late.end(), caught_up)) return;
   }
-  KeepNodesOut leave{update->facts().id, {},   "every instance is on a slow daemon",
-                     GiveUpClass::kSlow, true, around.nodes.Suspecting(slow)};
+  KeepNodesOut leave{update->record().id, {},   "every instance is on a slow daemon",
+                     GiveUpClass::kSlow,  true, around.nodes.Suspecting(slow)};
   for (const NodeId node : out) {
     if (!update->KeepOffWire(node)) continue;
     leave.nodes[node] = fmt::format("{} is left out of this update, and catches up after it: {}",
@@ -124,7 +124,7 @@ void LeftOut::CameUp(const UpdateOnNodes& update, const Around& around) {
 
 void LeftOut::KeepOut(const std::set<NodeId>& suspects, const WhyDown& why,
                       const UpdateOnNodes& update, const Around& around) {
-  KeepNodesOut keep{update.facts().id, {}, why.reason, why.kind, false, why.failure};
+  KeepNodesOut keep{update.record().id, {}, why.reason, why.kind, false, why.failure};
   for (const NodeId node : suspects) {
     search_.Forget(node);
     keep.nodes[node] = fmt::format("{} is kept out until it attaches anew: {}",
@@ -142,8 +142,8 @@ void LeftOut::Judge(const ProgramEnded& ended, const UpdateOnNodes& update, cons
         fmt::format("{} receives as fast as the others again: updates take its instances again",
                     around.nodes.Name(node)));
   }
-  if (update.facts().catch_up || !ended.ok) return;
-  std::set<NodeId> candidates = Dispensable(update.facts().nodes, around);
+  if (update.record().from_engines() || !ended.ok) return;
+  std::set<NodeId> candidates = Dispensable(update.record().nodes, around);
   std::erase_if(candidates, [&around](NodeId node) { return !around.members.CatchUpsReach(node); });
   for (const NodeId node : slow_.Judge(ended.uses, candidates)) {
     around.Log(LogLine::kWarning,
