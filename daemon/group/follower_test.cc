@@ -334,15 +334,15 @@ TEST_CASE(
   REQUIRE(f.Sent<TransferDone>().size() == 1);
   CHECK(f.Sent<TransferDone>()[0].status.ok());
 
-  f.Command(SendPart{kStaged, UpdateId(1), PartSeq(0)});
+  f.Command(SendPart{kStaged, UpdateId(1), Version(1), PartSeq(0), {}, {}});
   REQUIRE(f.Own<SendPart>().size() == 1);
   CHECK(f.Own<SendPart>()[0].member == kStaged);
   CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
   CHECK(f.Own<SendPart>()[0].content->tensor(0).name == "t");
   CHECK(f.Sent<EngineFailed>().empty());
   // No slot was filled for these ranks (P1).
-  f.Command(SendPart{kOther, UpdateId(1), PartSeq(0)});
-  f.Command(SendPart{kStaged, UpdateId(1), PartSeq(1)});
+  f.Command(SendPart{kOther, UpdateId(1), Version(1), PartSeq(0), {}, {}});
+  f.Command(SendPart{kStaged, UpdateId(1), Version(1), PartSeq(1), {}, {}});
   CHECK(f.Own<SendPart>().size() == 1);
   REQUIRE(f.Sent<EngineFailed>().size() == (dies ? 1 : 2));
   CHECK(f.Sent<EngineFailed>()[0].member == (dies ? kStaged : kOther));
