@@ -60,9 +60,11 @@ class EventStream {
       : call_(start(&context_)), handler_(std::move(handler)) {
     reader_ = std::thread([this] { Read(); });
   }
-  ~EventStream() {
+  ~EventStream() { Stop(); }
+  // Ends the stream, and returns when the handler is called no more.
+  void Stop() {
     context_.TryCancel();
-    reader_.join();
+    if (reader_.joinable()) reader_.join();
   }
 
   bool Write(const Message& message) {
@@ -299,7 +301,9 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
  public:
   RawEngine(const std::shared_ptr<grpc::Channel>& channel, const v1::EngineHello& hello,
             EngineOptions options = {});
-  ~RawEngine() { stream_.reset(); }  // the stream's thread uses the members of this class
+  // The stream's thread uses the members of this class, and stream_ itself: unique_ptr::reset would
+  // clear that pointer before the thread has ended.
+  ~RawEngine() { stream_->Stop(); }
   static v1::EngineHello Hello(const std::string& group, const std::string& instance, int rank = 0,
                                int world_size = 1, v1::Delivery delivery = v1::DELIVERY_IN_PLACE,
                                std::optional<v1::GroupSpec> spec = Spec());

@@ -693,6 +693,14 @@ void World::AwaitFinal(TimePoint give_up) {
     GroupWorld& group = GroupOf(g);
     if (!LeavesOneOut(g) || group.more_updates == 0) continue;
     --group.more_updates;
+    // What failed before the faults ended may have ended the search at a daemon that works by now.
+    const std::vector<NodeView> nodes = Find(group.home, g)->machine->View(now_).nodes;
+    if (std::any_of(nodes.begin(), nodes.end(),
+                    [](const NodeView& node) { return !node.kept_out.empty(); })) {
+      RestartKeptOut();
+      In(milliseconds(100), [this, until = now_ + seconds(20)] { AwaitAttached(until); });
+      return;
+    }
     group.job.left = 1;
     StartAttempt(g);
     In(milliseconds(10), [this, until = now_ + seconds(20)] { AwaitFinal(until); });
