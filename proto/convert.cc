@@ -9,6 +9,7 @@
 #include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
+#include "transport/plan/shared_tensors.h"
 
 namespace refitd {
 namespace {
@@ -288,26 +289,26 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
     REFITD_RETURN_IF_ERROR(CheckLength("layout", "shapes", chunk.shapes_size(),
                                        "shape_back's zeros", static_cast<int>(taken)));
   }
-  if (names > kMaxTensorsPerLayout - static_cast<int64_t>(layout_.tensors.size())) {
+  if (names > kMaxTensorsPerLayout - static_cast<int64_t>(tensors_.size())) {
     return TooManyTensors(fmt::format("layout.{}", names_field),
-                          static_cast<int64_t>(layout_.tensors.size()) + names);
+                          static_cast<int64_t>(tensors_.size()) + names);
   }
   int next_shape = 0;
   for (int i = 0; i < names; ++i) {
     std::string name;
     if (coded) {
-      REFITD_ASSIGN_OR_RETURN(name, CodedName(chunk, i, layout_.tensors));
+      REFITD_ASSIGN_OR_RETURN(name, CodedName(chunk, i, tensors_));
     } else {
       name = chunk.names(i);
     }
     const uint32_t back = chunk.shape_back_size() == 0 ? 0 : chunk.shape_back(i);
-    if (back > layout_.tensors.size()) {
+    if (back > tensors_.size()) {
       return InvalidField("layout.shape_back",
                           "layout.shape_back[{}] is {} where {} tensors were named", i, back,
-                          layout_.tensors.size());
+                          tensors_.size());
     }
     absl::StatusOr<Dims> dims = back == 0 ? DimsFromProto(chunk.shapes(next_shape))
-                                          : layout_.tensors[layout_.tensors.size() - back].shape;
+                                          : tensors_[tensors_.size() - back].shape;
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
                             TensorFromProto(std::move(name), chunk.dtypes(i), dims, "layout", i));
     if (back == 0) ++next_shape;
@@ -315,10 +316,10 @@ absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
     if (name_bytes_ > kMaxLayoutNameBytes) {
       return Error(StatusCode::kResourceExhausted,
                    "layout.{}: the names of the first {} tensors have more than {} bytes",
-                   names_field, layout_.tensors.size() + 1, kMaxLayoutNameBytes);
+                   names_field, tensors_.size() + 1, kMaxLayoutNameBytes);
     }
     bytes_ += BytesOf(tensor);
-    layout_.tensors.push_back(std::move(tensor));
+    tensors_.push_back(std::move(tensor));
   }
   return absl::OkStatus();
 }
@@ -329,11 +330,11 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
     return Error(StatusCode::kResourceExhausted, "layout.piece_tensor: {} pieces, more than {}",
                  layout_.pieces.size() + chunk.piece_tensor_size(), kMaxPiecesPerLayout);
   }
-  REFITD_RETURN_IF_ERROR(CheckPieceArrays(chunk, layout_.tensors));
+  REFITD_RETURN_IF_ERROR(CheckPieceArrays(chunk, tensors_));
   auto box = chunk.piece_boxes().begin();
   auto stride = chunk.piece_strides().begin();
   for (int i = 0; i < chunk.piece_tensor_size(); ++i) {
-    const TensorSpec& tensor = layout_.tensors[chunk.piece_tensor(i)];
+    const TensorSpec& tensor = tensors_[chunk.piece_tensor(i)];
     const auto rank = static_cast<int>(tensor.shape.size());
     Piece piece;
     piece.tensor = chunk.piece_tensor(i);
@@ -364,10 +365,10 @@ absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
   std::vector<uint32_t>& pushed = layout_.pushed_tensors;
   for (int i = 0; i < chunk.pushed_tensors_size(); ++i) {
     const uint32_t tensor = chunk.pushed_tensors(i);
-    if (tensor >= layout_.tensors.size()) {
+    if (tensor >= tensors_.size()) {
       return InvalidField("layout.pushed_tensors",
                           "layout.pushed_tensors[{}] is {} where {} tensors were named", i, tensor,
-                          layout_.tensors.size());
+                          tensors_.size());
     }
     if (!pushed.empty() && tensor <= pushed.back()) {
       return InvalidField("layout.pushed_tensors",
@@ -386,10 +387,10 @@ absl::Status LayoutDecoder::AddTies(const v1::LayoutChunk& chunk) {
   std::vector<Tie>& ties = layout_.ties;
   for (int i = 0; i < chunk.tied_tensors_size(); ++i) {
     const Tie tie{chunk.tied_tensors(i), chunk.tied_to(i)};
-    if (tie.tensor >= layout_.tensors.size() || tie.same_as >= layout_.tensors.size()) {
+    if (tie.tensor >= tensors_.size() || tie.same_as >= tensors_.size()) {
       return InvalidField("layout.tied_tensors",
                           "layout.tied_tensors[{}] is {}, tied to {}, where {} tensors were named",
-                          i, tie.tensor, tie.same_as, layout_.tensors.size());
+                          i, tie.tensor, tie.same_as, tensors_.size());
     }
     if (!ties.empty() && tie.tensor <= ties.back().tensor) {
       return InvalidField("layout.tied_tensors",
@@ -408,6 +409,8 @@ absl::StatusOr<Layout> LayoutDecoder::Finish() && {
   if (!last_) {
     return InvalidField("layout.last", "layout.last: the stream ended before a chunk that says so");
   }
+  layout_.tensors = std::move(tensors_);
+  ShareTensors(&layout_);
   return std::move(layout_);
 }
 

@@ -29,7 +29,8 @@ class LayoutDecoder {
   // About how much memory the layout takes so far. Names are coded, so a chunk may become a hundred
   // times larger.
   int64_t bytes() const { return bytes_; }
-  // Returns the layout; ValidateLayout must still check it against the regions.
+  // Returns the layout, whose tensors equal layouts share; ValidateLayout must still check it
+  // against the regions.
   absl::StatusOr<Layout> Finish() &&;
 
  private:
@@ -38,7 +39,8 @@ class LayoutDecoder {
   absl::Status AddPushed(const v1::LayoutChunk& chunk);
   absl::Status AddTies(const v1::LayoutChunk& chunk);
 
-  Layout layout_;
+  std::vector<TensorSpec> tensors_;
+  Layout layout_;  // without its tensors
   int64_t bytes_ = 0;
   int64_t name_bytes_ = 0;
   bool any_ = false;

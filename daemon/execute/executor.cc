@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast.h"
@@ -259,8 +259,8 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
   const auto& layouts = start.index->destinations();
   transfer->destinations.resize(layouts.size());
   originals->resize(layouts.size());
-  std::vector<std::unordered_map<uint32_t, uint32_t>> bound(layouts.size());
-  std::vector<std::unordered_map<uint64_t, MemorySpan>> spans(layouts.size());
+  std::vector<absl::flat_hash_map<uint32_t, uint32_t>> bound(layouts.size());
+  std::vector<absl::flat_hash_map<uint64_t, MemorySpan>> spans(layouts.size());
   for (CopyMove& move : transfer->plan.moves) {
     const uint32_t d = move.destination;
     const Layout& layout = *layouts[d];
@@ -358,7 +358,8 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
   Transfer transfer;
   transfer.want_source_digests = start.want_source_digests;
   transfer.verification = start.verification;
-  transfer.label = fmt::format("version {}, part {}", start.version, start.part);
+  transfer.label = "version " + std::to_string(start.version.value()) + ", part " +
+                   std::to_string(start.part.value());
   transfer.keep_alive = std::move(source.keep_alive);
   if (start.index != nullptr && !start.index->destinations().empty()) {
     PlanOptions options;
@@ -447,9 +448,9 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
     result_base.bytes_written.resize(destinations);  // slots, if any, come last
     const bool in_layout = result.failed_destination < static_cast<int>(destinations);
     result_base.failed_destination = in_layout ? result.failed_destination : -1;
-    result_base.source_digests.resize(ranges);
+    result_base.digests.resize(ranges);
     for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
-      result_base.source_digests[range_of_piece[p]] += result.source_digests[p];
+      result_base.digests[range_of_piece[p]] += result.source_digests[p];
     }
     result_base.sums.reserve(result.expected.size());
     for (const PieceDigest& e : result.expected) {

@@ -218,7 +218,7 @@ class Bench {
   uint64_t Digest(size_t engine, bool reversed = false) {
     auto layout = std::make_shared<Layout>(*layouts_[engine]);
     if (reversed) {
-      std::swap(layout->tensors[0], layout->tensors[1]);
+      std::swap(layout->tensors.Edit()[0], layout->tensors.Edit()[1]);
       for (Piece& piece : layout->pieces) piece.tensor = 1 - piece.tensor;
       std::swap(layout->pieces[0], layout->pieces[1]);
     }
@@ -637,7 +637,7 @@ TEST_CASE("what came from another daemon is packed on the other devices of its r
   REQUIRE(done.status.ok());
   CHECK(done.slot_bytes == 24);
   CHECK(bench.slot(0) == kPacked);
-  REQUIRE(done.source_digests.size() == 1);
+  REQUIRE(done.digests.size() == 1);
 
   // If the readers' device has the slot already, the slot is read only for its digest.
   LoaderBench own;
@@ -646,7 +646,7 @@ TEST_CASE("what came from another daemon is packed on the other devices of its r
   REQUIRE(same.status.ok());
   CHECK(same.slot_bytes == 0);
   CHECK(own.slot(0) == std::string(64, '-'));
-  CHECK(same.source_digests == done.source_digests);
+  CHECK(same.digests == done.digests);
 }
 
 TEST_CASE("memory that is gone fails the transfer before it starts") {

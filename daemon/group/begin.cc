@@ -73,8 +73,8 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
 void Group::Impl::On(const BeginEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what = fmt::format("begin of version {}", e.version);
-  if (requests.Repeated(e.member, CallKind::kBegin, e.request_id, what, e.call)) return;
+  const group::Asked what{CallKind::kBegin, e.version};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   absl::Status status = CheckBegin(*member, e);
   // Refit names no method: only ranks that call Begin decide it.
   if (status.ok() && update != nullptr) status = update->push.CheckBroadcast(e.broadcast);
@@ -91,15 +91,14 @@ void Group::Impl::On(const BeginEvent& e) {
   if (update == nullptr) Open(e);
   if (update->state == UpdateState::kOpening) {
     update->push.TakeBroadcast(e.broadcast, e.slots_on_devices, member->label);
-    update->push.TakeTensorCount(e.tensor_count);
+    update->tensor_count = std::max(update->tensor_count, e.tensor_count);
     update->total_bytes = std::max(update->total_bytes, e.total_bytes);
     if (!e.note.empty() && update->note.empty()) {
       update->note = e.note;
       out.Log(LogLine::kInfo, fmt::format("update to version {}: {}", update->version, e.note));
     }
   }
-  const std::shared_ptr<Request> request =
-      requests.Track(e.member, CallKind::kBegin, e.request_id, what, e.call);
+  const std::shared_ptr<Request> request = requests.Track(e.member, what, e.request_id, e.call);
   TrainerProgress& progress = update->push.Join(member);
   if (update->state == UpdateState::kOpening) progress.without_layout = e.without_layout;
   if (member->state == MemberState::kReady) {
@@ -112,7 +111,7 @@ void Group::Impl::On(const BeginEvent& e) {
 }
 
 void Group::Impl::Open(const BeginEvent& e) {
-  update = std::make_unique<Update>(next_update(), e.version, below);
+  update = std::make_shared<Update>(next_update(), e.version, below);
   update->started = out.now();
   update->deadline = out.now() + (e.duration == Duration(0)
                                       ? std::min(limits.default_duration, limits.max_duration)
@@ -185,21 +184,21 @@ void Group::Impl::Assemble() {
     // The plan knows these numbers better than any rank.
     const RefitContent& content = update->program.content();
     if (update->program.brings_all()) {
-      if (update->push.begun_tensor_count() == 0) update->push.TakeTensorCount(content.tensors);
+      if (update->tensor_count == 0) update->tensor_count = content.tensors;
       if (update->total_bytes == 0) update->total_bytes = content.bytes;
     }
     update->push.AddAccepted(content.bytes);
   }
   Step(&update->state, UpdateTrigger::kAssembled);
-  const Duration remaining = update->deadline - out.now();
-  update->ready_deadline = out.now() + std::min(limits.ready_limit, remaining);
-  const int64_t tensor_count = update->push.begun_tensor_count();
+  update->ready_deadline = std::min(out.now() + limits.ready_limit, update->deadline);
   group::UpdateParticipants& in = update->participants;
-  out.Do(UpdateAssembled{update->id, update->version, remaining, tensor_count, update->verification,
-                         in.nodes(), in.catalog().destinations(),
-                         in.on_this_daemon() ? in.catalog().index() : nullptr,
-                         update->program.use()});
-  in.Prepare(remaining, tensor_count);
+  update->nodes.insert(in.nodes().begin(), in.nodes().end());
+  for (const MemberId rank : in.catalog().destinations()) {
+    update->destinations.Add(members.Find(rank)->node, rank);
+  }
+  if (in.on_this_daemon()) update->index = in.catalog().index();
+  out.Do(UpdateAssembled{update});
+  in.Prepare();
 }
 
 void Group::Impl::On(const ReadyEvent& e) {

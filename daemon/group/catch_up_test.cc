@@ -65,7 +65,7 @@ TEST_CASE("an instance that attaches late catches up by a clean one, which hears
   REQUIRE(s.g.prepares.size() == prepares + 1);
   CHECK(s.g.prepares.back().member == late);
   CHECK(s.g.prepares.back().version == Version(1));
-  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{s.source_instance});
+  CHECK(s.g.assembled->use->sources == std::vector<MemberId>{s.source_instance});
   CHECK(s.g.assembled->verification == Verification::kReadback);
   s.g.ReadyAll();
   CHECK(s.g.Instance("y").state == "dirty_ready");
@@ -283,7 +283,7 @@ TEST_CASE("source instances that leave, register anew or are dirty are replaced"
   REQUIRE(s.g.Instance("w").version == Version(1));
   s.g.MayCatchUp("y", kModel);
   s.Copy();
-  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other, s.source_instance});
+  CHECK(s.g.assembled->use->sources == std::vector<MemberId>{other, s.source_instance});
   SECTION("left") {
     s.g.Lose(s.source_instance);
     CHECK_FALSE(s.g.released.contains(s.source_instance));  // P6: the copies still read it
@@ -298,7 +298,7 @@ TEST_CASE("source instances that leave, register anew or are dirty are replaced"
   CHECK(s.g.aborted.back().dirty);
   CHECK(s.g.catch_ups.back().gave_way);
   s.Fill();
-  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
+  CHECK(s.g.assembled->use->sources == std::vector<MemberId>{other});
   CHECK(s.g.Instance("y").version == Version(1));
 }
 
@@ -318,7 +318,7 @@ TEST_CASE(
   CHECK(s.g.catch_ups.back().gave_way);
   CHECK(s.CatchUpOf("y") == "waits for a catch-up");
   s.Fill();
-  CHECK(s.g.assembled->program->sources == std::vector<MemberId>{other});
+  CHECK(s.g.assembled->use->sources == std::vector<MemberId>{other});
   CHECK(s.g.Instance("y").version == Version(1));
 }
 
@@ -423,7 +423,7 @@ TEST_CASE("after a catch-up that failed, one instance gives, each time another")
   std::vector<MemberId> gave;
   for (int round = 0; round < 3; ++round) {
     s.Copy();
-    const auto& sources = s.g.assembled->program->sources;
+    const auto& sources = s.g.assembled->use->sources;
     REQUIRE(sources.size() == (round == 0 ? 2 : 1));
     if (round > 0) gave.push_back(sources[0]);
     s.g.FinishRefit(absl::UnavailableError("no route to host"));
@@ -476,7 +476,7 @@ TEST_CASE("instances on a late instance's node give first, and no more than the 
   REQUIRE(g.compiling.has_value());
   CHECK(g.compiling->sources.size() == kMaxSourceInstances);
   g.FinishCompile();
-  CHECK(g.assembled->program->sources.front() == engines[11]);
+  CHECK(g.assembled->use->sources.front() == engines[11]);
   CHECK(g.group.SendsFrom(NodeId(11)));
   CHECK_FALSE(g.group.SendsFrom(NodeId(15)));
 }

@@ -9,46 +9,80 @@
 namespace refitd {
 namespace {
 
-// Updates of daemons 1..n, some of which are broken.
+using Instance = CommunicatorSearch::Instance;
+using Instances = CommunicatorSearch::Instances;
+
+std::set<NodeId> DaemonsOf(const Instances& instances) {
+  std::set<NodeId> daemons;
+  for (const Instance& instance : instances) daemons.insert(instance.begin(), instance.end());
+  return daemons;
+}
+
+// Each daemon has an instance of its own.
+Instances Alone(const std::set<NodeId>& daemons) {
+  Instances instances;
+  for (const NodeId daemon : daemons) instances.insert({daemon});
+  return instances;
+}
+
+// Updates of instances, some of whose daemons are broken.
 class Plane {
  public:
+  Plane(Instances instances, std::set<NodeId> broken)
+      : instances_(std::move(instances)), broken_(std::move(broken)) {}
+  // Daemons 1..n have an instance each.
   Plane(uint64_t daemons, std::set<NodeId> broken) : broken_(std::move(broken)) {
-    for (uint64_t n = 1; n <= daemons; ++n) all_.insert(NodeId(n));
+    for (uint64_t n = 1; n <= daemons; ++n) instances_.insert({NodeId(n)});
   }
   // One update; returns the daemons of the communicator that came up.
   std::set<NodeId> Update(const std::set<NodeId>& absent = {}) {
-    std::set<NodeId> in = Without(Without(all_, found), absent);
+    Instances in = Without(Without(instances_, found), absent);
     if (search.active()) {
       search.Restrict(in);
       in = Without(in, search.LeftOut());
     }
     while (!in.empty()) {
       ++communicators;
-      const bool fails =
-          std::any_of(in.begin(), in.end(), [this](NodeId node) { return broken_.contains(node); });
-      if (!fails) break;
-      const size_t before = in.size();
+      const std::set<NodeId> daemons = DaemonsOf(in);
+      if (!Fails(daemons)) break;
+      const size_t before = daemons.size();
       in = Without(in, search.Failed(in));
-      REQUIRE(in.size() < before);
+      REQUIRE(DaemonsOf(in).size() < before);
     }
-    if (in.empty()) return in;
-    for (const NodeId node : search.CameUp(in)) {
-      CHECK(broken_.contains(node));  // no innocent daemon loses its place
+    if (in.empty()) return {};
+    const std::set<NodeId> up = DaemonsOf(in);
+    for (const NodeId node : search.CameUp(up)) {
+      CHECK(!CouldServe(node));  // no daemon loses its place that an instance could use
       CHECK(found.insert(node).second);
     }
-    return in;
+    return up;
   }
+  // Whether an instance with a rank on the daemon could do with the daemons that work.
+  bool CouldServe(NodeId daemon) const {
+    return std::any_of(instances_.begin(), instances_.end(), [&](const Instance& instance) {
+      return instance.contains(daemon) && !Fails(instance);
+    });
+  }
+  // The daemons of the instances that could have every update.
+  std::set<NodeId> Served() const { return DaemonsOf(Without(instances_, broken_)); }
 
   CommunicatorSearch search;
   std::set<NodeId> found;
   int communicators = 0;
 
  private:
-  static std::set<NodeId> Without(std::set<NodeId> all, const std::set<NodeId>& some) {
-    for (const NodeId node : some) all.erase(node);
+  bool Fails(const std::set<NodeId>& daemons) const {
+    return std::any_of(daemons.begin(), daemons.end(),
+                       [this](NodeId node) { return broken_.contains(node); });
+  }
+  static Instances Without(Instances all, const std::set<NodeId>& some) {
+    std::erase_if(all, [&some](const Instance& instance) {
+      return std::any_of(instance.begin(), instance.end(),
+                         [&some](NodeId node) { return some.contains(node); });
+    });
     return all;
   }
-  std::set<NodeId> all_;
+  Instances instances_;
   const std::set<NodeId> broken_;
 };
 
@@ -60,12 +94,12 @@ TEST_CASE("A proven daemon that goes may have been the fault, so nobody else is 
     return rest;
   };
   CommunicatorSearch search;
-  const std::set<NodeId> proven = without(search.Failed(all));
+  const std::set<NodeId> proven = without(search.Failed(Alone(all)));
   REQUIRE(proven.size() == 2);
   REQUIRE(search.CameUp(proven).empty());
   const std::set<NodeId> suspected = without(search.LeftOut());
   REQUIRE(suspected.size() == 3);
-  search.Failed(suspected);
+  search.Failed(Alone(suspected));
   search.Forget(*proven.begin());
   CHECK(search.CameUp({*proven.rbegin()}).empty());
 }
@@ -123,14 +157,70 @@ TEST_CASE("Any number of broken daemons is found, also while daemons come and go
   }
 }
 
+TEST_CASE(
+    "an instance got no version where another shared its daemon and had one on a broken one") {
+  SECTION("a sound instance is on one of the two daemons") {
+    const uint64_t sound = GENERATE(1, 2);
+    Plane plane({{NodeId(sound)}, {NodeId(1), NodeId(2)}}, {NodeId(3 - sound)});
+    CHECK(plane.Update() == std::set{NodeId(sound)});
+    CHECK(plane.found == std::set{NodeId(3 - sound)});
+  }
+  SECTION("and an instance is on the broken daemon alone") {
+    const uint64_t sound = GENERATE(1, 2);
+    Plane plane({{NodeId(1)}, {NodeId(2)}, {NodeId(1), NodeId(2)}}, {NodeId(3 - sound)});
+    plane.Update();
+    for (int i = 0; i < 3; ++i) CHECK(plane.Update() == std::set{NodeId(sound)});
+    CHECK(plane.found == std::set{NodeId(3 - sound)});
+  }
+  SECTION("each two of three daemons have an instance") {
+    const uint64_t broken = GENERATE(1, 2, 3);
+    Plane plane({{NodeId(1), NodeId(2)}, {NodeId(2), NodeId(3)}, {NodeId(1), NodeId(3)}},
+                {NodeId(broken)});
+    for (int i = 0; i < 3; ++i) plane.Update();
+    CHECK(plane.Update().size() == 2);
+    CHECK(plane.found == std::set{NodeId(broken)});
+  }
+}
+
+TEST_CASE(
+    "Of instances that share daemons all that need no broken daemon get every later version") {
+  for (uint32_t seed = 1; seed <= 2000; ++seed) {
+    INFO("seed " << seed);
+    std::mt19937 random(seed);
+    const uint64_t daemons = 2 + random() % 12;
+    std::set<NodeId> broken;
+    for (uint64_t n = 1; n <= daemons; ++n) {
+      if (random() % 6 == 0) broken.insert(NodeId(n));
+    }
+    Instances instances;
+    for (uint64_t count = 1 + random() % 12; count > 0; --count) {
+      Instance instance;
+      for (uint64_t ranks = 1 + random() % 4; ranks > 0; --ranks) {
+        instance.insert(NodeId(1 + random() % daemons));
+      }
+      instances.insert(instance);
+    }
+    Plane plane(instances, broken);
+    const std::set<NodeId> served = plane.Served();
+    if (served.empty()) continue;
+    int lost = 0;
+    for (int i = 0; i < 200 && (i == 0 || plane.search.active()); ++i) {
+      lost += plane.Update().empty() ? 1 : 0;
+    }
+    CHECK_FALSE(plane.search.active());
+    CHECK(lost <= static_cast<int>(instances.size()));
+    CHECK(plane.Update() == served);
+  }
+}
+
 TEST_CASE("If the update's own daemon is at fault, no other daemon is called broken") {
   CommunicatorSearch search;
   for (int i = 0; i < 50; ++i) {
     std::set<NodeId> in = {NodeId(1), NodeId(2), NodeId(3)};
-    search.Restrict(in);
+    search.Restrict(Alone(in));
     for (const NodeId node : search.LeftOut()) in.erase(node);
     while (!in.empty()) {
-      for (const NodeId node : search.Failed(std::set<NodeId>(in))) in.erase(node);
+      for (const NodeId node : search.Failed(Alone(in))) in.erase(node);
     }
     CHECK(search.active());
     CHECK(search.LeftOut().size() < 3);  // the next update tries some of them again

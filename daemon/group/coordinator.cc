@@ -148,7 +148,7 @@ void Coordinator::Impl::Report(NodeId node, PeerReport& report) {
       [this, node](auto& r) {
         using R = std::decay_t<decltype(r)>;
         if constexpr (requires(const Around& around) { update->On(node, r, around); }) {
-          if (!update.has_value() || update->facts().id != r.update) return;
+          if (!update.has_value() || update->record().id != r.update) return;
           Take([&](const Around& around) { update->On(node, r, around); });
         } else if constexpr (std::is_same_v<R, CommunicatorOpened>) {
           Opened(node, r);
@@ -297,9 +297,9 @@ void Coordinator::Impl::Feed(GroupEvent event) {
 void Coordinator::Impl::Route(GroupAction action) {
   if (RouteToNode(&action)) return;
   if (auto* a = std::get_if<UpdateAssembled>(&action)) {
-    update.emplace(*a, group.spec(), Surroundings(nullptr));
+    update.emplace(a->update, group.spec(), Surroundings(nullptr));
   } else if (auto* a = std::get_if<MovePart>(&action)) {
-    return Take([&](const Around& around) { update->Start(*a, around); });
+    return Take([&](const Around& around) { update->Start(std::move(*a), around); });
   } else if (auto* a = std::get_if<VerifyUpdate>(&action)) {
     return Take([&](const Around& around) { update->ReadBack(*a, around); });
   } else if (auto* a = std::get_if<StartCompare>(&action)) {
@@ -338,7 +338,10 @@ bool Coordinator::Impl::RouteToNode(GroupAction* action) {
     return true;
   }
   if (auto* a = std::get_if<SendPart>(action)) {
-    return send(a->member, [&](MemberId id) { return PeerSendPart{id, a->update, a->part}; });
+    return send(a->member, [a](MemberId id) {
+      a->member = id;
+      return std::move(*a);
+    });
   }
   if (auto* a = std::get_if<WelcomeMember>(action)) {
     return send(a->member, [this](MemberId id) {
@@ -377,12 +380,12 @@ bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
 // Called after the group's actions, when the engines of each node are known.
 void Coordinator::Impl::Announce() {
   Take([this](const Around& around) { update->Announce(around); });
-  if (left_out.searching() && !update->facts().catch_up) {
+  if (left_out.searching() && !update->record().from_engines()) {
     Take([this](const Around& around) {
       left_out.LeaveOutUntried(group.View(now), &*update, around);
     });
   }
-  if (left_out.any_slow() && !update->facts().catch_up) {
+  if (left_out.any_slow() && !update->record().from_engines()) {
     Take(
         [this](const Around& around) { left_out.LeaveOutSlow(group.View(now), &*update, around); });
   }
@@ -417,7 +420,7 @@ coordinator::Around Coordinator::Impl::Surroundings(Steps* steps) {
 
 void Coordinator::Impl::Perform(Steps steps) {
   const auto id = [this] {
-    return update.has_value() ? std::optional(update->facts().id) : std::nullopt;
+    return update.has_value() ? std::optional(update->record().id) : std::nullopt;
   };
   const std::optional<UpdateId> of = id();
   for (coordinator::Step& step : steps) {
@@ -441,7 +444,7 @@ void Coordinator::Impl::Do(const coordinator::DropSuspect& step) {
 }
 
 void Coordinator::Impl::Do(const coordinator::ProgramEnded& step) {
-  if (step.ok) last_run.Set(*update->program(), step.took);
+  if (step.ok) last_run.Set(*update->record().use, step.took);
   Take([&](const Around& around) { left_out.Judge(step, *update, around); });
 }
 
@@ -486,7 +489,7 @@ void Coordinator::Impl::SendNews() {
 // unreachable daemon still has the other half for a communicator without that daemon, and for its
 // data.
 Duration Coordinator::Impl::AttemptLimit() const {
-  const Duration half = (update->facts().deadline - now) / 2;
+  const Duration half = (update->record().deadline - now) / 2;
   return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
 }
 
@@ -587,7 +590,7 @@ void Coordinator::Impl::CommunicatorFailed(const std::set<NodeId>& suspects, con
   const bool needed = std::any_of(suspects.begin(), suspects.end(),
                                   [this](NodeId node) { return group.SendsFrom(node); });
   if (suspects.empty() || needed || update->data_began()) {
-    return Feed(FailUpdate{update->facts().id, why.reason, why.kind, why.failure});
+    return Feed(FailUpdate{update->record().id, why.reason, why.kind, why.failure});
   }
   for (const NodeId node : suspects) update->KeepOffWire(node);
   Take([&](const Around& around) { left_out.KeepOut(suspects, why, *update, around); });
@@ -598,8 +601,8 @@ void Coordinator::Impl::SearchOn(const std::set<NodeId>& candidates) {
   const WhyDown why = communicator->Why({}, nodes);
   EndCommunicator();
   if (!update_runs()) return;
-  if (candidates.empty() || update->data_began() || update->facts().catch_up) {
-    return Feed(FailUpdate{update->facts().id, why.reason, why.kind, why.failure});
+  if (candidates.empty() || update->data_began() || update->record().from_engines()) {
+    return Feed(FailUpdate{update->record().id, why.reason, why.kind, why.failure});
   }
   Take([&](const Around& around) {
     left_out.SearchOn(candidates, why, group.View(now), &*update, around);
@@ -610,8 +613,8 @@ void Coordinator::Impl::SearchOn(const std::set<NodeId>& candidates) {
 // A catch-up is over few nodes and is tried again, so the search goes on in updates of the trainers
 // only.
 void Coordinator::Impl::JudgeSearch() {
-  if (!left_out.searching() || update->facts().catch_up) return;
-  Take([this](const Around& around) { left_out.CameUp(group.View(now), *update, around); });
+  if (!left_out.searching() || update->record().from_engines()) return;
+  Take([this](const Around& around) { left_out.CameUp(*update, around); });
 }
 
 // ---- nodes that go ----
@@ -644,7 +647,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     // The loss of one member of the node may have assembled an update with its other members, which
     // are lost by now as well. The node was not sent that update.
     if (update->data_began() && update_runs()) {
-      Feed(FailUpdate{update->facts().id, lost, GiveUpClass::kPeerLost, loss});
+      Feed(FailUpdate{update->record().id, lost, GiveUpClass::kPeerLost, loss});
     }
     EndCommunicator();
   }
@@ -670,7 +673,7 @@ void Coordinator::Impl::DropOwing() {
   if (!update.has_value()) return;
   const std::string reason =
       fmt::format("it did not end its share of the update to version {} within {} of its end",
-                  update->facts().version, InSeconds(options.limits.cleanup_limit));
+                  update->record().version, InSeconds(options.limits.cleanup_limit));
   Drop(update->Owing(), absl::DeadlineExceededError(reason));
 }
 

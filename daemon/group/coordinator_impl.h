@@ -19,9 +19,7 @@
 #include "daemon/group/communicator.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/joined_nodes.h"
-#include "daemon/group/last_run.h"
 #include "daemon/group/left_out.h"
-#include "daemon/group/member_layouts.h"
 #include "daemon/group/on_nodes.h"
 #include "daemon/group/remote_members.h"
 #include "daemon/group/update_on_nodes.h"
@@ -117,7 +115,7 @@ struct Coordinator::Impl {
   // lost.
   void DropOwing();
 
-  bool update_runs() const { return update.has_value() && !update->facts().abandoned; }
+  bool update_runs() const { return update.has_value() && !update->record().abandoned; }
   Worker::Output Out() { return {actions, &own_reports}; }
   template <typename Action>
   void Act(Action action) {

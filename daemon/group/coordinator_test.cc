@@ -141,7 +141,7 @@ class Fixture {
     Forget();
     Do(GroupEvent(commit));
     for (const SendCommand& send : Local<SendCommand>()) {
-      if (!std::holds_alternative<PeerVerify>(send.command)) continue;
+      if (!std::holds_alternative<VerifyUpdate>(send.command)) continue;
       Do(ReportReceived{send.node, VerifyDone{update_, absl::OkStatus(), {}}});
     }
     const std::vector<Reply> replies = Local<Reply>();
@@ -158,7 +158,7 @@ class Fixture {
     const StartTransfer pack = Local<StartTransfer>().at(0);
     CHECK(pack.content->bucket == bucket.bucket);  // no list of tensors was copied on the way
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
-    ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
+    ReportAll(PeerHeaderAck{update_, header.part, header.digest, ""});
   }
   // The group gets the wire, so that pushed parts cross it.
   void GrantWire() {
@@ -182,7 +182,7 @@ class Fixture {
   // The first node's instance got the whole part.
   void FinishPart(int64_t part, CommunicatorId communicator = kCommunicator) {
     Do(WireDone{communicator, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
-    PeerPartDone done;
+    TransferDone done;
     done.update = update_;
     done.part = PartSeq(part);
     done.bytes_written = {100};
@@ -356,7 +356,7 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   f.Push(0, "t");
   f.Report(PeerWireGranted{f.update()});
   f.Do(WireGranted{});
-  PeerPartDone done;
+  TransferDone done;
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
@@ -377,7 +377,7 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   f.Report(PeerWireGranted{f.update()});
   f.Do(WireGranted{});
   f.Do(ReportReceived{kThird, PeerWireGranted{f.update()}});
-  PeerPartDone done;
+  TransferDone done;
   done.update = f.update();
   done.part = PartSeq(0);
   done.wire_failed = true;
@@ -471,7 +471,7 @@ TEST_CASE("a daemon whose only engine died in the data phase serves the data pla
   f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
   CHECK(f.Sent<PeerAbandon>().empty());
   CHECK(f.Sent<CloseCommunicator>().empty());
-  PeerPartDone done;
+  TransferDone done;
   done.update = f.update();
   done.part = PartSeq(0);
   done.bytes_written = {0};
@@ -725,22 +725,16 @@ TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody o
 class Nameless {
  public:
   explicit Nameless(uint64_t daemons, std::set<NodeId> broken, uint64_t per_instance = 1)
-      : daemons_(daemons),
-        per_instance_(per_instance),
-        broken_(std::move(broken)),
-        coordinator_(MakeOptions()) {
+      : Nameless(InRow(daemons, per_instance), std::move(broken)) {}
+  // `instances`: the daemons of the ranks of each.
+  Nameless(std::vector<std::vector<NodeId>> instances, std::set<NodeId> broken)
+      : instances_(std::move(instances)), broken_(std::move(broken)), coordinator_(MakeOptions()) {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
-    for (uint64_t n = 1; n <= daemons_; ++n) Join(NodeId(n), fmt::format("d{:02}", n));
-  }
-  void Join(NodeId node, const std::string& id) {
-    Do(NodeJoined{node, id, "elsewhere"});
-    EngineIdentity engine;
-    const uint64_t number = node.value() - 1;
-    engine.instance = fmt::format("i{}", number / per_instance_);
-    engine.rank = static_cast<int>(number % per_instance_);
-    engine.world_size = static_cast<int>(per_instance_);
-    Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
-    Do(ReportReceived{node, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(1)}});
+    for (const std::vector<NodeId>& ranks : instances_) daemons_.insert(ranks.begin(), ranks.end());
+    for (const NodeId node : daemons_) {
+      Do(NodeJoined{node, fmt::format("d{:02}", node.value()), "elsewhere"});
+    }
+    for (size_t i = 0; i < instances_.size(); ++i) Attach(i);
   }
   // Runs an update until its data plane is up or the update is given up. Returns the daemons that
   // were in the communicator that came up; empty: none did.
@@ -753,7 +747,7 @@ class Nameless {
     opened_.clear();
     ended_ = false;
     Do(GroupEvent(begin));
-    CHECK(prepared_.size() == daemons_ - KeptOut().size());  // all but those found broken
+    CHECK(prepared_.size() == daemons_.size() - KeptOut().size());  // all but those found broken
     std::set<NodeId> up;
     if (opened_.empty() && !ended_) up = up_;  // the communicator before serves again
     for (int communicators = 0; !opened_.empty() && !ended_ && up.empty(); ++communicators) {
@@ -773,6 +767,23 @@ class Nameless {
   }
 
  private:
+  static std::vector<std::vector<NodeId>> InRow(uint64_t daemons, uint64_t per_instance) {
+    std::vector<std::vector<NodeId>> instances(daemons / per_instance);
+    for (uint64_t n = 0; n < daemons; ++n) instances[n / per_instance].push_back(NodeId(n + 1));
+    return instances;
+  }
+  void Attach(size_t instance) {
+    EngineIdentity engine;
+    engine.instance = fmt::format("i{}", instance);
+    engine.world_size = static_cast<int>(instances_[instance].size());
+    for (const NodeId node : instances_[instance]) {
+      const MemberId member(instance + 1);
+      Do(ReportReceived{node, PeerAttach{member, engine}});
+      Do(ReportReceived{node,
+                        PeerLayout{member, LayoutOf({Bytes("t", 100)}), CallId(instance + 1)}});
+      ++engine.rank;
+    }
+  }
   // The newest communicator comes up, or fails for all if a broken daemon is in it.
   std::set<NodeId> Connect() {
     const auto ranks = std::exchange(opened_, {});
@@ -818,8 +829,11 @@ class Nameless {
     options.spec = TestGroup::DefaultSpec();
     // The update takes as many instances as there are: an instance that is left out for a try must
     // not hold up assembling.
-    options.spec.min_instances =
-        std::max(1, static_cast<int>(daemons_ / per_instance_ - broken_.size()));
+    const auto sound = std::count_if(instances_.begin(), instances_.end(), [this](auto& ranks) {
+      return std::none_of(ranks.begin(), ranks.end(),
+                          [this](NodeId node) { return broken_.contains(node); });
+    });
+    options.spec.min_instances = std::max(1, static_cast<int>(sound));
     options.limits.max_duration = std::chrono::seconds(600);
     options.next_update = [this] { return UpdateId(++updates_); };
     options.next_member = [this] { return MemberId(++members_); };
@@ -827,9 +841,9 @@ class Nameless {
     return options;
   }
 
-  const uint64_t daemons_;
-  const uint64_t per_instance_;
+  const std::vector<std::vector<NodeId>> instances_;
   const std::set<NodeId> broken_;
+  std::set<NodeId> daemons_;
   uint64_t updates_ = 0;
   uint64_t members_ = 1000;
   uint64_t calls_ = 0;
@@ -875,6 +889,17 @@ TEST_CASE("a data plane that names nobody failed for ever where two daemons coul
     for (int i = 0; i < 6 && g.KeptOut().empty(); ++i) g.Update();
     CHECK(g.KeptOut() == std::set{NodeId(3), NodeId(4)});
     CHECK(g.Update().size() == 6);
+  }
+  SECTION("another instance is on one of the two: the broken one alone is kept out") {
+    Nameless g({{NodeId(1)}, {NodeId(1), NodeId(2)}}, {NodeId(2)});
+    for (int i = 0; i < 3; ++i) CHECK(g.Update() == std::set{NodeId(1)});
+    CHECK(g.KeptOut() == std::set{NodeId(2)});
+  }
+  SECTION("two others are on one of the two each: so also for the broken one tried first") {
+    Nameless g({{NodeId(1)}, {NodeId(1), NodeId(2)}, {NodeId(2)}}, {NodeId(1)});
+    CHECK(g.Update().empty());  // no instance is left
+    for (int i = 0; i < 3; ++i) CHECK(g.Update() == std::set{NodeId(2)});
+    CHECK(g.KeptOut() == std::set{NodeId(1)});
   }
   SECTION("the only instance is over both: no update can do without it, and nobody is kept out") {
     Nameless g(2, {NodeId(2)}, 2);
@@ -1035,7 +1060,7 @@ struct RunningPush : Fixture {
   // The daemon's share of a part has ended: it has the part, or the closing of the communicator cut
   // it.
   void End(NodeId node, int64_t part, bool whole, uint64_t digest = 42) {
-    PeerPartDone done;
+    TransferDone done;
     done.update = update();
     done.part = PartSeq(part);
     done.bytes_written = {whole ? 100 : 0};
@@ -1064,7 +1089,7 @@ struct RunningPush : Fixture {
   void Acknowledge() {
     for (const auto& [node, headers] : Headers()) {
       for (const PeerHeader& header : headers) {
-        Do(ReportReceived{node, PeerHeaderAck{update(), header.header.part, header.digest, ""}});
+        Do(ReportReceived{node, PeerHeaderAck{update(), header.part, header.digest, ""}});
       }
     }
   }
@@ -1115,7 +1140,7 @@ TEST_CASE("a part under way when a daemon is lost is sent again, only to those t
   CHECK(again.communicator == CommunicatorId(2));
   CHECK(again.wire_seq == WireSeq(0));
   CHECK(again.ranks == std::vector<uint32_t>{0, 2});
-  CHECK(again.digest == HeaderDigest(again.header));
+  CHECK(again.digest == HeaderDigest(again));
   CHECK(f.Local<StartTransfer>().empty());  // the part is packed here already
   CHECK(f.Sent<PeerIssue>().empty());
   f.Acknowledge();  // P5
@@ -1170,9 +1195,9 @@ TEST_CASE("buckets that come while a part waits to be sent again go after it") {
   if (!up_first) f.BringUp(CommunicatorId(2), {kNode, kFourth});
   const std::vector<PeerHeader> told = f.Headers().at(kFourth);
   REQUIRE(told.size() == 2);
-  CHECK(told[0].header.part == PartSeq(0));
+  CHECK(told[0].part == PartSeq(0));
   CHECK(told[0].wire_seq == WireSeq(0));
-  CHECK(told[1].header.part == PartSeq(1));
+  CHECK(told[1].part == PartSeq(1));
   CHECK(told[1].wire_seq == WireSeq(1));
   CHECK_FALSE(told[1].again);
   const StartTransfer pack = f.Local<StartTransfer>().at(0);
@@ -1272,7 +1297,7 @@ TEST_CASE("of the daemons of a push, the one that the others wait for is dropped
   f.Push(0, "t");
   f.GrantWire();
   f.Forget();
-  PeerPartDone cut;
+  TransferDone cut;
   cut.update = f.update();
   cut.part = PartSeq(0);
   cut.wire_failed = true;
@@ -1384,8 +1409,8 @@ struct RunningRefit : Fixture {
     BringUp(CommunicatorId(1), daemons);
     ToAll(ReadyEvent{kRemoteEngine, id});
     AnswerCompare();
-    REQUIRE(Sent<PeerRun>().size() == 3);
-    CHECK_FALSE(Sent<PeerRun>()[0].resume.has_value());
+    REQUIRE(Sent<StartRefit>().size() == 3);
+    CHECK_FALSE(Sent<StartRefit>()[0].resume.has_value());
     Forget();
   }
   // Answers the request to compile a program since the last Forget.
@@ -1403,7 +1428,7 @@ struct RunningRefit : Fixture {
   // A daemon's run was cut, and it lacks that step.
   void Cut(NodeId node, std::optional<int64_t> lacks, uint32_t attempt = 0,
            absl::Status why = absl::CancelledError("closed")) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = id;
     done.status = std::move(why);
     done.wire_failed = true;
@@ -1423,9 +1448,9 @@ TEST_CASE("a refit goes on from the first step that a survivor lacks") {
   RunningRefit f;
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
-  CHECK(f.Sent<PeerRun>().empty());
+  CHECK(f.Sent<StartRefit>().empty());
   f.Cut(kFourth, 4);
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
   CHECK(runs[0].resume == 4);
@@ -1436,7 +1461,7 @@ TEST_CASE("a refit runs from its beginning where a survivor can't say what it la
   f.Do(NodeLost{kThird, "it died"});
   f.Cut(kNode, 6);
   f.Cut(kFourth, std::nullopt);
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].attempt == 1);
   CHECK_FALSE(runs[0].resume.has_value());
@@ -1457,7 +1482,7 @@ TEST_CASE("a second daemon that dies while the loss of the first is handled cost
   f.Do(NodeLost{kFourth, "it died, too"});
   f.Cut(kNode, 6, 1);  // counts only if attempt 1 had begun; else it is ignored
   CHECK(f.Sent<PeerUpdateEnded>().empty());
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE_FALSE(runs.empty());
   CHECK(runs.back().resume == 6);
   CHECK(f.Sent<OpenCommunicator>().back().size == 2);
@@ -1472,7 +1497,7 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
   f.Forget();
   f.Cut(kFourth, 4);
   f.Do(ReportReceived{kFourth, VerifyDone{f.id, absl::CancelledError("cut"), {}}});
-  CHECK(f.Sent<PeerVerify>().size() == 2);
+  CHECK(f.Sent<VerifyUpdate>().size() == 2);
   const std::vector<NodeId> survivors = {kNode, kFourth};
   f.BringUp(CommunicatorId(2), survivors);
   // This daemon's own share, which is without moves, ends when it is issued.
@@ -1480,7 +1505,7 @@ TEST_CASE("a daemon that read back before a refit went on reads back again befor
   f.Do(WireGranted{});
   f.Do(ReportReceived{kFourth, PeerWireGranted{f.id}});
   for (const NodeId node : survivors) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = f.id;
     done.bytes_written = {100};
     done.attempt = 1;
@@ -1514,7 +1539,7 @@ TEST_CASE("of two daemons whose wire fails, the one that more others name is dro
              Catch::Contains(culprit == kNode ? "rank 1 is daemon a" : "rank 2 is daemon c"));
   CHECK(f.Sent<PeerUpdateEnded>().empty());
   // This daemon has ended its run, too, once the communicator is closed.
-  const std::vector<PeerRun> runs = f.Sent<PeerRun>();
+  const std::vector<StartRefit> runs = f.Sent<StartRefit>();
   REQUIRE(runs.size() == 2);
   CHECK(runs[0].resume == 3);
 }
@@ -1529,7 +1554,7 @@ void EndRefit(RunningRefit* f, const std::vector<NodeId>& in, bool slow) {
     if (node == kNode) f->Do(WireGranted{});
   }
   for (const NodeId node : in) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = f->id;
     done.bytes_written = {100};
     done.lacks = 10;

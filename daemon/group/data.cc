@@ -66,8 +66,8 @@ void Group::Impl::On(const BucketEvent& e) {
   const int64_t seq = e.bucket->seq;
   Member* member = members.Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what = fmt::format("bucket {} of version {}", seq, e.version);
-  if (requests.Repeated(e.member, CallKind::kBucket, e.request_id, what, e.call)) return;
+  const group::Asked what{CallKind::kBucket, e.version, seq};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
   absl::Status status = progress.status();
   if (status.ok()) status = update->push.CheckBucket(**progress, e);
@@ -83,8 +83,7 @@ void Group::Impl::On(const BucketEvent& e) {
     out.Refuse(e.call, std::move(status));
     return;
   }
-  update->push.Take(e, requests.Track(e.member, CallKind::kBucket, e.request_id, what, e.call),
-                    *progress);
+  update->push.Take(e, requests.Track(e.member, what, e.request_id, e.call), *progress);
   TakeAnnounced(member, *progress);
 }
 

@@ -129,9 +129,8 @@ group::GiveUp group::FailedMove(const UpdateParticipants& participants, const Me
 void Group::Impl::On(const CommitEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what =
-      fmt::format("commit of {} buckets of version {}", e.bucket_count, e.version);
-  if (requests.Repeated(e.member, CallKind::kCommit, e.request_id, what, e.call)) return;
+  const group::Asked what{CallKind::kCommit, e.version, e.bucket_count};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version, e.update);
   absl::Status status = found.status();
   if (status.ok() && group::HasShardsIn(*member, **found)) {
@@ -147,8 +146,7 @@ void Group::Impl::On(const CommitEvent& e) {
     return;
   }
   TrainerProgress& progress = **found;
-  progress.commits.push_back(
-      requests.Track(e.member, CallKind::kCommit, e.request_id, what, e.call));
+  progress.commits.push_back(requests.Track(e.member, what, e.request_id, e.call));
   if (progress.committed) return;
   progress.tensor_count = std::max(progress.tensor_count, e.tensor_count);
   if (progress.next_seq < e.bucket_count) {
@@ -177,8 +175,10 @@ void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
 void Group::Impl::TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count) {
   progress->committed = true;
   progress->bucket_count = bucket_count;
-  slots.RefuseWaiting(member->id,
-                      Precondition("{} has committed version {}", member->label, update->version));
+  if (slots.anyone_waits()) {
+    slots.RefuseWaiting(
+        member->id, Precondition("{} has committed version {}", member->label, update->version));
+  }
   if (update->push.all_committed()) {
     Step(&update->state, UpdateTrigger::kAllCommitted);
     update->data_ended = out.now();
@@ -318,8 +318,8 @@ void Group::Impl::Abandon(GiveUp why) {
 void Group::Impl::On(const AbortEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what = fmt::format("abort of version {}", e.version);
-  if (requests.Repeated(e.member, CallKind::kAbort, e.request_id, what, e.call)) return;
+  const group::Asked what{CallKind::kAbort, e.version};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   if (const std::set<Version> waiting = catch_up.DeferredOf(e.member);
       waiting.contains(e.version)) {
     catch_up.Refuse(e.version,
@@ -327,8 +327,8 @@ void Group::Impl::On(const AbortEvent& e) {
                                       "the update to version {} is lost: {} gave the update up: {}",
                                       e.version, member->label, e.reason),
                                 group::Unwritten(e.version, *member)));
-    requests.Finish(requests.Track(e.member, CallKind::kAbort, e.request_id, what, e.call),
-                    absl::OkStatus(), EmptyReply{});
+    requests.Finish(requests.Track(e.member, what, e.request_id, e.call), absl::OkStatus(),
+                    EmptyReply{});
     return;
   }
   if (update == nullptr || update->version != e.version ||
@@ -337,7 +337,7 @@ void Group::Impl::On(const AbortEvent& e) {
                Precondition("no update to version {} is open for {}", e.version, member->label));
     return;
   }
-  requests.Track(e.member, CallKind::kAbort, e.request_id, what, e.call);
+  requests.Track(e.member, what, e.request_id, e.call);
   Abandon({fmt::format("{} gave the update up: {}", member->label, e.reason), GiveUpClass::kAborted,
            members.Suspecting(member->id)});
 }
@@ -403,10 +403,10 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last.failure = failure;
   last.instances = outcomes;
   last.elapsed = out.now() - update->started;
-  history.Add(last, PastUpdate{outcome, told, failure});
+  history.Add(std::move(last), PastUpdate{outcome, told, failure});
   UpdateEnded ended = Ended(*update, outcome, reason, failure, out.now());
   if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
-  ended.remains = update->coverage.TakeRemains();
+  ended.remains = update;
   out.Do(std::move(ended));
   LogEnd(*update, outcome, reason, &out);
   update.reset();
@@ -458,7 +458,7 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
         break;
     }
   }
-  slots.RefuseAll(lost(why.lease_code));
+  if (slots.anyone_waits()) slots.RefuseAll(lost(why.lease_code));
   for (const CallId call : update->operator_calls) {
     out.Do(Reply{call, absl::OkStatus(), EmptyReply{}});
   }

@@ -74,7 +74,7 @@ struct Follower::Impl {
   void Take(const RefuseMember& c);
   void Take(const Reply& c);
   void Take(const PeerPrepare& c);
-  void Take(const PeerSendPart& c);
+  void Take(const SendPart& c);
   void Take(const MemberAction& c);
   void Take(const PeerUpdateEnded& c);
   void Take(const PeerPing& c) { Report(PeerPong{c.number}); }
@@ -438,7 +438,7 @@ void Follower::Impl::Take(const PeerPrepare& c) {
   Do(GroupAction(StateChanged{}));
 }
 
-void Follower::Impl::Take(const PeerSendPart& c) {
+void Follower::Impl::Take(const SendPart& c) {
   const auto it = members.find(c.member);
   if (it == members.end()) return;
   absl::StatusOr<SendPart> part = worker.PartFor(c.member, c.update, c.part);

@@ -284,13 +284,12 @@ PeerHeader Crossing(Verification verification, std::vector<MemberId> readers) {
   BucketDraft bucket = TestGroup::MakeBucket(MemberId(), 1, 0, {Bytes("t", 100)});
   bucket.LieIn(slot, {0});
   PeerHeader header;
-  header.header.update = UpdateId(1);
-  header.header.version = Version(1);
-  header.header.content =
-      std::make_shared<const PartContent>(WholeBucket(BucketEvent(bucket).bucket));
-  header.header.slot = slot;
-  header.header.verification = verification;
-  header.digest = HeaderDigest(header.header);
+  header.update = UpdateId(1);
+  header.version = Version(1);
+  header.content = std::make_shared<const PartContent>(WholeBucket(BucketEvent(bucket).bucket));
+  header.slot = slot;
+  header.verification = verification;
+  header.digest = HeaderDigest(header);
   header.wired = true;
   header.communicator = CommunicatorId(1);
   header.ranks = {0, 1};
@@ -330,20 +329,20 @@ TEST_CASE(
   CHECK(start.source_slot->slot == SlotIndex(2));
   CHECK_FALSE(start.fill_slot.has_value());
   CHECK_FALSE(start.wired);
-  CHECK(f.Sent<PeerPartDone>().empty());
+  CHECK(f.Sent<TransferDone>().empty());
   f.Do(GroupEvent(TransferDone{start.update, start.part, absl::OkStatus(), {}, -1, {42}}));
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK(f.Sent<TransferDone>()[0].status.ok());
 
-  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(0)});
+  f.Command(SendPart{kStaged, UpdateId(1), PartSeq(0)});
   REQUIRE(f.Own<SendPart>().size() == 1);
   CHECK(f.Own<SendPart>()[0].member == kStaged);
   CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
   CHECK(f.Own<SendPart>()[0].content->tensor(0).name == "t");
   CHECK(f.Sent<EngineFailed>().empty());
   // No slot was filled for these ranks (P1).
-  f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
-  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(1)});
+  f.Command(SendPart{kOther, UpdateId(1), PartSeq(0)});
+  f.Command(SendPart{kStaged, UpdateId(1), PartSeq(1)});
   CHECK(f.Own<SendPart>().size() == 1);
   REQUIRE(f.Sent<EngineFailed>().size() == (dies ? 1 : 2));
   CHECK(f.Sent<EngineFailed>()[0].member == (dies ? kStaged : kOther));
@@ -493,13 +492,13 @@ struct CutRun : Fixture {
     const bool stored = moved.status.ok();
     Do(moved);
     if (stored) Do(WireDone{CommunicatorId(1), WireSeq(1), absl::CancelledError("closed"), after});
-    REQUIRE(Sent<PeerRunDone>().size() == 1);
-    first = Sent<PeerRunDone>()[0];
+    REQUIRE(Sent<RefitDone>().size() == 1);
+    first = Sent<RefitDone>()[0];
     Forget();
   }
   void Run(CommunicatorId communicator, uint32_t attempt, std::optional<int64_t> resume) {
     Command(OpenCommunicator{communicator, 1, 2});
-    PeerRun run;
+    StartRefit run;
     run.update = UpdateId(1);
     run.part = PartSeq(0);
     run.wired = true;
@@ -513,7 +512,7 @@ struct CutRun : Fixture {
     Command(run);
     Command(PeerIssue{UpdateId(1), PartSeq(0)});
   }
-  PeerRunDone first;  // what the run that was cut reported
+  RefitDone first;  // what the run that was cut reported
 };
 
 TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step") {
@@ -526,7 +525,7 @@ TEST_CASE("a daemon goes on from the step that it lacks, or from an earlier step
   CHECK(f.first.links[0].busy == std::chrono::seconds(1));
   const int64_t resume = GENERATE(0, 1);
   f.Run(CommunicatorId(2), 1, resume);
-  CHECK(f.Sent<PeerRunDone>().empty());
+  CHECK(f.Sent<RefitDone>().empty());
   CHECK(f.Peers<StartExchange>().size() == 1);
   f.Forget();
   f.Do(WireDone{CommunicatorId(2), WireSeq(0), absl::OkStatus()});
@@ -541,8 +540,8 @@ TEST_CASE("a daemon refuses to go on from a step that would leave a gap") {
   const int64_t resume = GENERATE(-1, 2, 4);
   f.Run(CommunicatorId(2), 1, resume);
   CHECK(f.Peers<StartExchange>().empty());
-  REQUIRE(f.Sent<PeerRunDone>().size() == 1);
-  const PeerRunDone done = f.Sent<PeerRunDone>()[0];
+  REQUIRE(f.Sent<RefitDone>().size() == 1);
+  const RefitDone done = f.Sent<RefitDone>()[0];
   CHECK(done.status.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(
       std::string(done.status.message()),
@@ -555,24 +554,23 @@ TEST_CASE("a daemon whose move failed runs a program from its beginning only") {
   CHECK_FALSE(f.first.lacks.has_value());
   const bool whole = GENERATE(false, true);
   f.Run(CommunicatorId(2), 1, whole ? std::nullopt : std::optional<int64_t>(0));
-  CHECK(f.Sent<PeerRunDone>().empty() == whole);
+  CHECK(f.Sent<RefitDone>().empty() == whole);
   CHECK(f.Peers<StartExchange>().empty() == !whole);
   if (whole) return;
-  CHECK_THAT(std::string(f.Sent<PeerRunDone>().at(0).status.message()),
-             Contains("its moves failed"));
+  CHECK_THAT(std::string(f.Sent<RefitDone>().at(0).status.message()), Contains("its moves failed"));
 }
 
 // P1: a read-back in between would answer for memory that the next run writes.
 TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes on has ended") {
   CutRun f;
-  f.Command(PeerVerify{UpdateId(1), {false}});
+  f.Command(VerifyUpdate{UpdateId(1), {false}});
   CHECK(f.Peers<StartVerify>().empty());
   REQUIRE(f.Sent<VerifyDone>().size() == 1);
   CHECK(absl::IsCancelled(f.Sent<VerifyDone>()[0].status));
   f.Forget();
 
   f.Run(CommunicatorId(2), 1, 1);
-  f.Command(PeerVerify{UpdateId(1), {false}});
+  f.Command(VerifyUpdate{UpdateId(1), {false}});
   for (const int64_t round : {1, 2, 3}) {
     CHECK(f.Peers<StartVerify>().empty());
     f.Do(WireDone{CommunicatorId(2), WireSeq(static_cast<uint64_t>(round - 1)), absl::OkStatus()});
@@ -583,8 +581,8 @@ TEST_CASE("a daemon whose run was cut reads nothing back until the run that goes
     moved.bytes_written = {64};
     f.Do(moved);
   }
-  REQUIRE(f.Sent<PeerRunDone>().size() == 1);
-  CHECK(f.Sent<PeerRunDone>()[0].status.ok());
+  REQUIRE(f.Sent<RefitDone>().size() == 1);
+  CHECK(f.Sent<RefitDone>()[0].status.ok());
   CHECK(f.Peers<StartVerify>().size() == 1);
   CHECK(f.Sent<VerifyDone>().empty());
 }
@@ -635,11 +633,11 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   if (issued) f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   f.Command(CloseCommunicator{CommunicatorId(1)});
   if (issued) f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::CancelledError("closed")});
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].wire_failed);
-  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK(f.Sent<TransferDone>()[0].wire_failed);
+  CHECK(f.Sent<TransferDone>()[0].bytes_written == std::vector<int64_t>{0});
   // P1: nothing is read back while a part is owed.
-  f.Command(PeerVerify{UpdateId(1), {false}});
+  f.Command(VerifyUpdate{UpdateId(1), {false}});
   CHECK(f.Peers<StartVerify>().empty());
   CHECK(f.Sent<VerifyDone>().empty());
 
@@ -652,9 +650,9 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   REQUIRE(f.Peers<StartTransfer>().size() == 1);
   CHECK(f.Peers<StartVerify>().empty());
   f.EndTransfer(f.Peers<StartTransfer>()[0]);
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
-  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{100});
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK(f.Sent<TransferDone>()[0].status.ok());
+  CHECK(f.Sent<TransferDone>()[0].bytes_written == std::vector<int64_t>{100});
   CHECK(f.Peers<StartVerify>().size() == 1);
 
   f.Again();
@@ -662,8 +660,8 @@ TEST_CASE("a part that was cut is stored when it comes again, and not a second t
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch == "the part is stored here already");
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   CHECK(f.Peers<StartWire>().empty());
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK_FALSE(f.Sent<PeerPartDone>()[0].status.ok());
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK_FALSE(f.Sent<TransferDone>()[0].status.ok());
 }
 
 TEST_CASE("a part that is being stored when its communicator is closed is stored") {
@@ -671,10 +669,10 @@ TEST_CASE("a part that is being stored when its communicator is closed is stored
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::OkStatus()});
   f.Command(CloseCommunicator{CommunicatorId(1)});
-  CHECK(f.Sent<PeerPartDone>().empty());
+  CHECK(f.Sent<TransferDone>().empty());
   f.EndTransfer(f.Peers<StartTransfer>().at(0));
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK(f.Sent<TransferDone>()[0].status.ok());
 }
 
 TEST_CASE("a part comes again only with the header that it had, and after its share has ended") {
@@ -686,21 +684,21 @@ TEST_CASE("a part comes again only with the header that it had, and after its sh
   }
   SECTION("it had another slot") {
     f.Command(CloseCommunicator{CommunicatorId(1)});
-    f.header.header.slot->grant = GrantId(6);
-    f.header.digest = HeaderDigest(f.header.header);
+    f.header.slot->grant = GrantId(6);
+    f.header.digest = HeaderDigest(f.header);
     f.Again();
     mismatch = "the part was announced with another header before";
   }
   SECTION("it is not known") {
     f.Command(CloseCommunicator{CommunicatorId(1)});
-    f.header.header.part = PartSeq(1);
-    f.header.digest = HeaderDigest(f.header.header);
+    f.header.part = PartSeq(1);
+    f.header.digest = HeaderDigest(f.header);
     f.Again();
     mismatch = "the part was not announced here before";
   }
   REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
   CHECK(f.Sent<PeerHeaderAck>()[0].mismatch == mismatch);
-  f.Command(PeerIssue{UpdateId(1), f.header.header.part});
+  f.Command(PeerIssue{UpdateId(1), f.header.part});
   CHECK(f.Peers<StartWire>().empty());
 }
 
@@ -712,7 +710,7 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   const int when = GENERATE(0, 1, 2);
   if (when == 0) {
     f.Command(CloseCommunicator{CommunicatorId(1)});
-    CHECK(f.Sent<PeerPartDone>().empty());
+    CHECK(f.Sent<TransferDone>().empty());
   }
   f.EndTransfer(pack);
   if (when == 1) f.Command(CloseCommunicator{CommunicatorId(1)});
@@ -721,10 +719,10 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
     f.Command(CloseCommunicator{CommunicatorId(1)});
     f.Do(WireDone{CommunicatorId(1), WireSeq(0), absl::CancelledError("closed")});
   }
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].wire_failed);
-  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{100});  // the own rank
-  CHECK(f.Sent<PeerPartDone>()[0].digests == std::vector<uint64_t>{42});
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK(f.Sent<TransferDone>()[0].wire_failed);
+  CHECK(f.Sent<TransferDone>()[0].bytes_written == std::vector<int64_t>{100});  // the own rank
+  CHECK(f.Sent<TransferDone>()[0].digests == std::vector<uint64_t>{42});
 
   f.Again();
   CHECK(f.Peers<StartTransfer>().empty());
@@ -735,10 +733,10 @@ TEST_CASE("the root of a part that was cut sends what it has packed, and packs n
   REQUIRE(f.Peers<StartWire>().size() == 1);
   CHECK(f.Peers<StartWire>()[0].communicator == CommunicatorId(2));
   f.Do(WireDone{CommunicatorId(2), WireSeq(0), absl::OkStatus()});
-  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
-  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
-  CHECK(f.Sent<PeerPartDone>()[0].bytes_written == std::vector<int64_t>{0});  // counted before
-  CHECK(f.Sent<PeerPartDone>()[0].digests == std::vector<uint64_t>{42});
+  REQUIRE(f.Sent<TransferDone>().size() == 1);
+  CHECK(f.Sent<TransferDone>()[0].status.ok());
+  CHECK(f.Sent<TransferDone>()[0].bytes_written == std::vector<int64_t>{0});  // counted before
+  CHECK(f.Sent<TransferDone>()[0].digests == std::vector<uint64_t>{42});
 }
 
 TEST_CASE("a daemon whose last member went with a part under way leaves when that has ended") {

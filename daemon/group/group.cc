@@ -62,12 +62,11 @@ void Group::Impl::PumpUpdate() {
   if (update != nullptr) {
     if (update->state == UpdateState::kData || update->state == UpdateState::kSettling) {
       update->push.SendParts();
-      if (update->data_plane_up) update->push.StartParts(update->verification);
+      if (update->data_plane_up) update->push.StartParts();
     }
     if (update->state == UpdateState::kSettling && update->program.exists() &&
         update->push.all_started()) {
-      update->program.RunIfDue(update->push.next_part(), update->data_plane_up,
-                               update->verification);
+      update->program.RunIfDue(update->push.next_part(), update->data_plane_up);
     }
     update->participants.AbortEvictedIfQuiet();
     if (update->state == UpdateState::kSettling &&
@@ -87,7 +86,7 @@ void Group::Impl::OpenCatchUpIfDue() {
   if (update != nullptr) return;
   catch_up.FindDue(state == GroupState::kIdle);
   if (!catch_up.TakeDue()) return;
-  update = std::make_unique<Update>(next_update(), *versions.last(), below);
+  update = std::make_shared<Update>(next_update(), *versions.last(), below);
   update->started = out.now();
   update->deadline = out.now() + limits.max_duration;
   update->verification = Verification::kReadback;
@@ -248,6 +247,26 @@ void Group::Impl::On(const DrainEvent&) {
     if (member.state != MemberState::kLeaving) out.Do(SendDraining{id});
   }
   out.Changed();
+}
+
+// ---- Destinations ----
+
+void Destinations::Add(NodeId node, MemberId rank) {
+  by_node_[node].push_back(static_cast<uint32_t>(node_of_.size()));
+  node_of_.push_back(node);
+  ranks_.push_back(rank);
+}
+
+const std::vector<uint32_t>& Destinations::On(NodeId node) const {
+  static const std::vector<uint32_t>* const kNone = new std::vector<uint32_t>();
+  const auto it = by_node_.find(node);
+  return it == by_node_.end() ? *kNone : it->second;
+}
+
+std::vector<bool> Destinations::SkipOn(NodeId node, const std::vector<bool>& skip) const {
+  std::vector<bool> on_node;
+  for (const uint32_t d : On(node)) on_node.push_back(d < skip.size() && skip[d]);
+  return on_node;
 }
 
 // ---- Group ----

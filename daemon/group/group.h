@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -390,15 +391,19 @@ struct BucketEvent {
 };
 
 // A part was moved: its transfers read and write nothing any more. Also the answer to
-// StartTransfer, of one daemon.
+// StartTransfer, of one daemon, and a node's report that its share has ended: the node neither
+// reads, writes, sends nor receives the part any more. Such destinations are numbered as in
+// PeerPrepare.
 struct TransferDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;  // not OK: verification failed, or the program could not be made
-  std::vector<int64_t> bytes_written;      // per destination
-  int failed_destination = -1;             // the destination at fault, if not OK and known
-  std::vector<uint64_t> source_digests{};  // by range, if they were asked for
+  std::vector<int64_t> bytes_written;  // per destination
+  int failed_destination = -1;         // the destination at fault, if not OK and known
+  // By range, if they were asked for: of the trainer's bytes, or of the slot that a node received.
+  std::vector<uint64_t> digests{};
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // the method that moved the bytes
+  bool wire_failed = false;  // of a node: its communicator can't be used any more
 };
 
 struct AckEvent {
@@ -465,18 +470,48 @@ struct RefitPlanned {
   absl::Status status;
   std::shared_ptr<const RefitPlan> plan;  // if OK
 };
-// The answer to StartCompare. DATA_LOSS: replicas differ; the status names the tensor and the
-// ranks.
+// The answer to StartCompare, also of one node. DATA_LOSS: replicas differ; the status names the
+// tensor and the ranks.
 struct CompareDone {
   UpdateId update;
   absl::Status status;
+  std::vector<uint64_t> digests{};  // of a node: by PeerProgram::replicas
 };
-// The run that StartRefit asked for has ended: it reads and writes nothing any more.
+// The streams of a program between this node and another, by their digests at this end. 0: no
+// stream.
+struct PeerStream {
+  uint32_t peer = 0;  // number in the plan
+  uint64_t out = 0;
+  uint64_t in = 0;
+};
+// The link from one node to another, in one run: bytes that it carried, and the time in which it
+// was busy with them (WireUse).
+struct PeerLinkUse {
+  uint32_t peer = 0;  // number in the plan
+  int64_t bytes = 0;
+  Duration busy{};
+};
+// The run that StartRefit asked for has ended: it reads, writes, sends and receives nothing any
+// more. Also the report of a node, whose destinations are numbered as in PeerPrepare, on its share.
 struct RefitDone {
   UpdateId update;
   absl::Status status;
-  std::vector<int64_t> bytes_written;  // per destination of UpdateAssembled
+  std::vector<int64_t> bytes_written;  // per destination
   int failed_destination = -1;         // the destination at fault, if not OK and known
+  // The rest is a node's. The wire failed: its communicator can't be used any more.
+  bool wire_failed = false;
+  // Digests of the bytes that the streams carried: HashChain from 0 over the digests of a stream's
+  // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
+  // off.
+  std::vector<PeerStream> streams{};
+  uint32_t attempt = 0;  // StartRefit::attempt of the run that ended
+  // The first step of an incoming stream that this node has not stored in this attempt or in an
+  // attempt that this one continues; the program's rounds if the node has stored all. nullopt:
+  // unknown, so that the program can only run again from its beginning.
+  std::optional<int64_t> lacks{};
+  // The links over which this node sent in this attempt, ascending peers. Empty: its wire does not
+  // measure.
+  std::vector<PeerLinkUse> links{};
 };
 
 // An operator gives the running update up.
@@ -558,22 +593,67 @@ struct ProgramUse {
   ProgramId program;
   std::shared_ptr<const RefitPlan> plan;
   std::vector<NodeId> nodes;      // by the plan's numbers
-  std::vector<MemberId> sources;  // the destinations are UpdateAssembled's
+  std::vector<MemberId> sources;  // the destinations are UpdateRecord's
   bool catch_up = false;          // the sources are engine ranks
+};
+
+// Which node has which of an update's destinations. A node numbers its own, in the order of the
+// group's numbers.
+class Destinations {
+ public:
+  void Add(NodeId node, MemberId rank);
+  size_t size() const { return ranks_.size(); }
+  // By the group's numbers.
+  MemberId operator[](size_t destination) const { return ranks_.at(destination); }
+  NodeId NodeOf(uint32_t destination) const { return node_of_.at(destination); }
+  // The group's numbers, by the node's.
+  const std::vector<uint32_t>& On(NodeId node) const;
+  const std::map<NodeId, std::vector<uint32_t>>& by_node() const { return by_node_; }
+  // `skip`: by the group's numbers. Returns it by the node's.
+  std::vector<bool> SkipOn(NodeId node, const std::vector<bool>& skip) const;
+
+ private:
+  std::map<NodeId, std::vector<uint32_t>> by_node_;
+  std::vector<NodeId> node_of_;
+  std::vector<MemberId> ranks_;
+};
+
+// A running update. There is one record of it: the group's machines and those of its nodes read it
+// where it is.
+struct UpdateRecord {
+  UpdateRecord(UpdateId update, Version wanted) : id(update), version(wanted) {}
+  UpdateRecord(const UpdateRecord&) = delete;
+  UpdateRecord& operator=(const UpdateRecord&) = delete;
+
+  const UpdateId id;
+  const Version version;
+  // What it was begun with, and when its phases began and end.
+  TimePoint started;
+  TimePoint data_began;  // when every rank had answered Ready
+  TimePoint data_ended;  // when the last Commit came
+  TimePoint deadline;
+  TimePoint ready_deadline;  // set from Preparing on
+  int64_t tensor_count = 0;  // of Begin; 0: it named none
+  int64_t total_bytes = 0;
+  std::string note;
+  Verification verification = Verification::kReadback;
+  bool evict_late = false;
+  // What it was assembled from.
+  std::optional<ProgramUse> use;
+  Destinations destinations;  // in-place ranks
+  // The index of the destinations' layouts. Null: some ranks of the update are on other daemons.
+  std::shared_ptr<const DestinationIndex> index;
+  // Its coordinator keeps these.
+  std::set<NodeId> nodes;  // with a trainer or engine rank in the update, and not lost
+  bool abandoned = false;  // its nodes start nothing new
+
+  // Whether its sources are engine ranks.
+  bool from_engines() const { return use.has_value() && use->catch_up; }
 };
 
 // The update is assembled: its participants are known. Comes before its SendPrepare actions.
 struct UpdateAssembled {
-  UpdateId update;
-  Version version;
-  Duration remaining{};
-  int64_t tensor_count = 0;
-  Verification verification = Verification::kOff;
-  std::vector<NodeId> nodes;  // nodes with a trainer or engine rank in the update; ascending
-  std::vector<MemberId> destinations;  // in-place ranks
-  // The index of the destinations' layouts. Null: some ranks of the update are on other daemons.
-  std::shared_ptr<const DestinationIndex> index;
-  std::optional<ProgramUse> program{};
+  std::shared_ptr<UpdateRecord> update;
 };
 struct SendPrepare {
   MemberId member;
@@ -613,53 +693,89 @@ struct SendDraining {
 // Actions that a member of another daemon hears of in the same words: its daemon performs them.
 using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
 
-// Move one part of a bucket to every rank that wants elements of it. Answered by TransferDone.
-struct MovePart {
+// One part of a bucket, as its root gets it; the others get what concerns them.
+struct PeerHeader {
+  // HeaderDigest covers these: they are the same for every node.
   UpdateId update;
   Version version;
   PartSeq part;
-  int64_t group_seq = 0;  // of the bucket
-  CallId bucket_call;     // that brought content->bucket
-  MemberId trainer;
+  int64_t group_seq = 0;  // of its bucket
+  NodeId root;            // of the trainer
   std::shared_ptr<const PartContent> content;
-  // The slot that the trainer leased and packed, or else the slot to catch-up, if there is one.
+  // The slot that the trainer leased and packed, or else the slot to fill. Absent: neither the wire
+  // nor a loader rank needs it.
   std::optional<SlotGrant> slot;
-  bool leased = false;
-  std::vector<bool> skip_destination;  // by destination of UpdateAssembled; true: evicted since
-  std::vector<uint32_t> touched;       // destinations that the part has elements for
-  std::vector<MemberId> readers;       // ranks that will be handed the slot
-  // With a slot, kAuto leaves the choice to the root's executor. Without a slot every method is
+  bool leased = false;  // the trainer packed the part into the slot
+  Verification verification = Verification::kOff;
+
+  uint64_t digest = 0;   // HeaderDigest(header)
+  bool is_root = false;  // this node's trainer has the bytes
+  bool wired = false;    // the bytes cross the wire; else the part stays on this node
+  // Root: pack into the slot, for the wire or for loader readers of its own.
+  bool fill_slot = false;
+  CommunicatorId communicator;  // wired
+  WireSeq wire_seq;             // wired
+  std::vector<uint32_t> ranks;  // wired: the communicator's ranks that take part, the root's first
+  CallId bucket_call;           // root: the call that brought content->bucket
+  MemberId trainer;             // root
+  // Root: content->ranges[i] lies in the range bucket_ranges[i] of the trainer's bucket.
+  std::vector<uint32_t> bucket_ranges;
+  std::vector<bool> skip;         // by destination; true: evicted since
+  std::vector<MemberId> readers;  // ranks that will be handed the slot
+  // Root. With a slot, kAuto leaves the choice to the executor. Without a slot every method is
   // kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
-  Verification verification = Verification::kOff;
-  // Whether the result must carry digests of the source, by range of `content`.
-  bool want_source_digests = false;
+  // The part was announced before, over a communicator that was closed. The root sends the slot
+  // that it packed then; the other nodes of this header lack the part.
+  bool again = false;
+  bool digests = false;  // root: the answer has digests, by range, whatever the verification
+};
+// A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
+// counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same
+// on every daemon (P5).
+uint64_t HeaderDigest(const PeerHeader& header);
+
+// Move one part of a bucket to every rank that wants elements of it. Answered by TransferDone. The
+// header has what the group knows, in the group's numbers.
+struct MovePart : PeerHeader {
+  std::vector<uint32_t> touched;  // destinations that the part has elements for
 };
 
-// Before anything moves, compare what the update's program reads from several ranks. Answered by
-// CompareDone.
+// Before anything moves, compare what the update's program reads from several ranks: the digests of
+// a share of the boxes that several ranks hold. Answered by CompareDone.
 struct StartCompare {
   UpdateId update;
   ReplicaFraction part = {};  // the share of the replicas to compare
 };
-// Run the update's program, which takes the place of one part in the order of collectives. Answered
-// by RefitDone.
+inline constexpr uint32_t kNoRank = UINT32_MAX;
+// Run the update's program, which takes the place of one part in the order of collectives: the
+// moves within a node at once, the rounds over the wire once PeerIssue of `part` comes. Answered by
+// RefitDone.
 struct StartRefit {
   UpdateId update;
-  Version version;
   PartSeq part;
-  // One or two pairs of slots, of which one is sent from and the other received into. Empty: no
-  // bytes cross between daemons.
+  // One or two pairs of slots, to send from and to receive into, in turn. Empty: no bytes cross
+  // between daemons.
   std::vector<SlotGrant> slots;
-  std::vector<bool> skip_destination;
-  Verification verification = Verification::kOff;
+  std::vector<bool> skip;  // by destination; true: evicted since
+  // The coordinator fills in what follows.
+  bool wired = false;             // at least one node has a round
+  CommunicatorId communicator{};  // wired
+  WireSeq wire_seq{};             // wired: of the first round; those of the other rounds follow
+  // Wired: the communicator's rank by node of the plan; kNoRank: gone.
+  std::vector<uint32_t> ranks{};
+  // Grows each time the program runs again because a node was lost.
+  uint32_t attempt = 0;
+  // An attempt after the first goes on from this round: nodes keep what they have stored, and its
+  // digests. nullopt: the program runs from its beginning.
+  std::optional<int64_t> resume{};
 };
 
-// Read every written piece of every destination that is not skipped again. Answered by VerifyDone.
-// Asked for only with kReadback.
+// Read every written piece of every destination that is not skipped again, once every part that was
+// announced before has ended. Answered by VerifyDone. Asked for only with kReadback.
 struct VerifyUpdate {
   UpdateId update;
-  std::vector<bool> skip_destination;
+  std::vector<bool> skip;  // by destination; true: evicted since
 };
 
 // The member is gone and no transfer touches its memory any more: unmap its regions (P6, P8).

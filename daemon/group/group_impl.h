@@ -189,7 +189,7 @@ struct Group::Impl {
   group::BucketLog bucket_log;  // of the running update, else the last
   // The machines below an update, which it uses.
   const group::Update::Machines below{limits, &members, &slots, &requests, &bucket_log, &out};
-  std::unique_ptr<Update> update;
+  std::shared_ptr<Update> update;
   std::shared_ptr<const Catalog> catalog;  // of the last update
   group::UpdateHistory history;
 };

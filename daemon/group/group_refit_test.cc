@@ -342,7 +342,7 @@ TEST_CASE("a rank with a layout pushes one version and refits the next without r
   const CallId begun = p.g.Begin(begin);
   p.g.ReadyAll();
   CHECK(p.g.Code(begun) == StatusCode::kOk);
-  CHECK_FALSE(p.g.assembled->program.has_value());
+  CHECK_FALSE(p.g.assembled->use.has_value());
   p.g.Push(p.trainer, 2, 0, kModel);
   p.g.FinishAll();
   const CallId refit = p.g.Refit(p.trainer, 2, 1);
@@ -408,12 +408,16 @@ TEST_CASE("an engine with tied weights takes both names, and is written once") {
     CHECK(reply.left_out.bytes == (one ? 0 : 8));
     if (!one) CHECK(reply.left_out.names == std::vector<std::string>{"head"});
     CHECK(g.group.ViewUpdate(g.now)->left_out.names == reply.left_out.names);
+    const bool logged = std::any_of(g.log.begin(), g.log.end(), [](const LogLine& line) {
+      return line.text == "version 1 leaves out 1 tensors, 8 bytes: head";
+    });
+    CHECK(logged == !one);
   }
   SECTION("pushed by a trainer that has not tied them: values that differ are not committed") {
     g.digests = {{"embed", 5}, {"head", 6}};
     g.Open(trainer, 1);
     g.Push(trainer, 1, 0, both);
-    REQUIRE(g.running.at(0).transfer.want_source_digests);
+    REQUIRE(g.running.at(0).transfer.digests);
     g.FinishAll();
     const CallId commit = g.Commit(trainer, 1, 1);
     if (g.verifying.has_value()) g.FinishVerify();

@@ -1699,7 +1699,7 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   CHECK_FALSE(g.released.contains(tp1));
   CHECK(g.aborted.empty());
   g.Push(t, 1, 1, {kModel[1]});
-  CHECK(g.running[1].transfer.skip_destination == std::vector<bool>{false, true, true});
+  CHECK(g.running[1].transfer.skip == std::vector<bool>{false, true, true});
   g.FinishAll();
   CHECK(g.released.contains(tp1));
   REQUIRE(g.aborted.size() == 1);
@@ -1708,7 +1708,7 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   CHECK_THAT(g.aborted[0].reason, Contains("engine tp rank 1 (pid 2001) was lost: killed"));
   const CallId commit = g.Commit(t, 1, 2);
   REQUIRE(g.verifying.has_value());
-  CHECK(g.verifying->skip_destination == std::vector<bool>{false, true, true});
+  CHECK(g.verifying->skip == std::vector<bool>{false, true, true});
   g.FinishVerify();
   const auto outcomes = g.Get<CommitReply>(commit).instances;
   CHECK(outcomes[0].committed);

@@ -287,9 +287,8 @@ class TestGroup {
     const Running done = running.at(index);
     running.erase(running.begin() + static_cast<int64_t>(index));
     TransferDone e{done.transfer.update, done.transfer.part, status, {}, failed, {}};
-    for (size_t i = 0;
-         done.transfer.want_source_digests && i < done.transfer.content->ranges.size(); ++i) {
-      e.source_digests.push_back(digests[done.transfer.content->tensor(i).name]);
+    for (size_t i = 0; done.transfer.digests && i < done.transfer.content->ranges.size(); ++i) {
+      e.digests.push_back(digests[done.transfer.content->tensor(i).name]);
     }
     e.broadcast = MethodOf(done.transfer);
     e.bytes_written = BytesInto(done.transfer);
@@ -335,8 +334,8 @@ class TestGroup {
     done.bytes_written.resize(assembled->destinations.size());
     for (size_t d = 0; d < assembled->destinations.size() && status.ok(); ++d) {
       const auto engine = engines.find(assembled->destinations[d]);
-      if (refitting->skip_destination[d] || engine == engines.end()) continue;
-      for (const TensorSpec& tensor : assembled->program->plan->routes.tensors) {
+      if (refitting->skip[d] || engine == engines.end()) continue;
+      for (const TensorSpec& tensor : assembled->use->plan->routes.tensors) {
         for (const Piece& piece : engine->second.layout->pieces) {
           if (engine->second.layout->tensors[piece.tensor].name != tensor.name) continue;
           done.bytes_written[d] += ElementCount(piece.box) * ElementBytes(tensor.dtype);
@@ -434,7 +433,7 @@ class TestGroup {
       std::visit([this](const auto& a) { On(a); }, action);
     }
     // Daemons are asked before a binding's first run, also where there are no replicas.
-    if (comparing.has_value() && assembled->program->plan->replicas.boxes.empty()) FinishCompare();
+    if (comparing.has_value() && assembled->use->plan->replicas.boxes.empty()) FinishCompare();
   }
 
   Group group;
@@ -453,7 +452,7 @@ class TestGroup {
   std::vector<Running> running;
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
-  std::optional<UpdateAssembled> assembled;  // the last one
+  std::shared_ptr<const UpdateRecord> assembled;  // the last one
   std::optional<PlanRefit> compiling;
   int compiled = 0;  // how many compilations were asked for
   std::optional<StartCompare> comparing;
@@ -482,7 +481,7 @@ class TestGroup {
   std::vector<int64_t> BytesInto(const MovePart& t) const {
     std::vector<int64_t> bytes(assembled->destinations.size());
     for (size_t d = 0; d < bytes.size(); ++d) {
-      if (t.skip_destination[d]) continue;
+      if (t.skip[d]) continue;
       ForEachCommon(t, d, [&](const TensorSpec& tensor, const Box& box) {
         bytes[d] += ElementCount(box) * ElementBytes(tensor.dtype);
       });
@@ -505,7 +504,7 @@ class TestGroup {
   }
   void RecordWritten(const MovePart& t) {
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
-      if (t.skip_destination[d]) continue;
+      if (t.skip[d]) continue;
       for (const TensorRange& range : t.content->ranges) {
         const std::string& name = t.content->bucket->tensors[range.tensor].name;
         CHECK(
@@ -626,7 +625,7 @@ class TestGroup {
     }
     Running r{a, {a.trainer}};
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
-      if (a.skip_destination[d]) continue;
+      if (a.skip[d]) continue;
       const MemberId to = assembled->destinations[d];
       bool any = false;
       ForEachCommon(a, d, [&](const TensorSpec&, const Box&) { any = true; });
@@ -641,7 +640,7 @@ class TestGroup {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
-      if (!a.skip_destination[d]) verify_touches.insert(assembled->destinations[d]);
+      if (!a.skip[d]) verify_touches.insert(assembled->destinations[d]);
     }
     verifying = a;
   }
@@ -652,7 +651,7 @@ class TestGroup {
     CHECK_FALSE(RefitTouches(a.member));
     CHECK(released.insert(a.member).second);
   }
-  void On(const UpdateAssembled& a) { assembled = a; }
+  void On(const UpdateAssembled& a) { assembled = a.update; }
   void On(const NodeOutOfUpdate&) {}
   void On(const UpdateAbandoned&) {}
   void On(const CleanUpOverdue& a) { overdue.push_back(a.update); }
@@ -689,13 +688,13 @@ class TestGroup {
     CHECK(a.update == UpdateId(updates_));
     CHECK_FALSE(refitting.has_value());
     CHECK_FALSE(comparing.has_value());
-    for (const MemberId source : assembled->program->sources) {
+    for (const MemberId source : assembled->use->sources) {
       CheckAlive(source);
       // P1: an instance that gives is clean.
-      if (assembled->program->catch_up) CHECK_FALSE(dirty.contains(engines.at(source).instance));
+      if (assembled->use->catch_up) CHECK_FALSE(dirty.contains(engines.at(source).instance));
     }
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
-      if (a.skip_destination[d]) continue;
+      if (a.skip[d]) continue;
       CheckAlive(assembled->destinations[d]);
       const auto engine = engines.find(assembled->destinations[d]);
       if (engine != engines.end()) dirty.insert(engine->second.instance);
@@ -716,12 +715,12 @@ class TestGroup {
   }
   bool RefitTouches(MemberId member) const {
     if (comparing.has_value() || refitting.has_value()) {
-      const auto& sources = assembled->program->sources;
+      const auto& sources = assembled->use->sources;
       if (std::find(sources.begin(), sources.end(), member) != sources.end()) return true;
     }
     if (!refitting.has_value()) return false;
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
-      if (assembled->destinations[d] == member && !refitting->skip_destination[d]) return true;
+      if (assembled->destinations[d] == member && !refitting->skip[d]) return true;
     }
     return false;
   }

@@ -19,15 +19,15 @@ namespace refitd::group {
 class UpdateHistory {
  public:
   // `what`: what GetUpdate answers; callers ask for trainers' updates only.
-  void Add(const UpdateView& view, const PastUpdate& what) {
+  void Add(UpdateView view, PastUpdate what) {
     last_was_catch_up_ = view.catch_up;
     if (view.catch_up) {
-      catch_up_ = view;
+      catch_up_ = std::move(view);
       return;
     }
-    update_ = view;
     ++(what.outcome == Outcome::kCommitted ? committed_ : aborted_);
-    past_.push_back({view.id, view.version, what});
+    past_.push_back({view.id, view.version, std::move(what)});
+    update_ = std::move(view);
     if (past_.size() > kRememberedUpdates) past_.pop_front();
   }
   // A new incarnation begins.

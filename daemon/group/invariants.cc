@@ -20,7 +20,7 @@ void CheckCatchUp(const group::Update& u, const group::CatchUp& catch_up) {
   // Only a program moves bytes in a catch-up, and the catch-up stays opening until the program is
   // there.
   if (u.state != UpdateState::kOpening) {
-    REFITD_CHECK(u.program.exists() && u.program.use()->sources == u.catch_up->sources);
+    REFITD_CHECK(u.program.exists() && u.use->sources == u.catch_up->sources);
   }
 }
 

@@ -19,24 +19,6 @@
 
 namespace refitd::coordinator {
 
-// Which nodes share an instance, directly or through others. Such nodes are left out of an update
-// together, so they are known by the first of them.
-class NodeSharing {
- public:
-  NodeSharing(const GroupView& view, const Around& around);
-
-  std::set<NodeId> FirstOf(const std::set<NodeId>& nodes) const;
-  std::set<NodeId> AllOf(const std::set<NodeId>& firsts) const;
-  // Whether the update has an instance without a rank on these nodes.
-  bool LeavesInstance(const std::set<NodeId>& out) const;
-
- private:
-  void Join(const std::set<NodeId>& nodes);
-
-  std::map<NodeId, NodeId> first_;             // of all nodes that share an instance
-  std::vector<std::set<NodeId>> by_instance_;  // those in the update that is assembled
-};
-
 // Those of the nodes that the update can do without.
 template <typename Nodes>
 std::set<NodeId> Dispensable(const Nodes& nodes, const Around& around) {
@@ -46,6 +28,13 @@ std::set<NodeId> Dispensable(const Nodes& nodes, const Around& around) {
   }
   return dispensable;
 }
+
+// By instance that takes part in the update that is assembled (`all`: in the next one), the nodes
+// of its ranks that an update can do without. Such nodes alone keep an instance out of an update.
+CommunicatorSearch::Instances DispensableOfInstances(const GroupView& view, const Around& around,
+                                                     bool all = false);
+// Whether an instance has no rank on the nodes.
+bool AnyWithout(const std::set<NodeId>& out, const CommunicatorSearch::Instances& instances);
 
 class LeftOut {
  public:
@@ -68,7 +57,7 @@ class LeftOut {
                 UpdateOnNodes* update, const Around& around);
   // The communicator of an update of the trainers is up. If the search has found by now which nodes
   // are broken, keeps them out until they attach anew.
-  void CameUp(const GroupView& view, const UpdateOnNodes& update, const Around& around);
+  void CameUp(const UpdateOnNodes& update, const Around& around);
   void KeepOut(const std::set<NodeId>& suspects, const WhyDown& why, const UpdateOnNodes& update,
                const Around& around);
   // A program has ended. Every run, even a catch-up that gave way to an update, shows whether a

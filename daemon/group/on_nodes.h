@@ -15,7 +15,6 @@
 
 #include "daemon/group/communicator.h"
 #include "daemon/group/joined_nodes.h"
-#include "daemon/group/member_layouts.h"
 #include "daemon/group/remote_members.h"
 #include "daemon/group/slow_nodes.h"
 
@@ -54,7 +53,10 @@ struct Around {
   Steps* steps;  // what is to be done, in order
 
   bool wire_up() const { return communicator != nullptr && communicator->up(); }
-  void Do(Step step) const { steps->push_back(std::move(step)); }
+  template <typename Each>
+  void Do(Each step) const {
+    steps->emplace_back(std::move(step));
+  }
   void Send(NodeId node, PeerCommand command) const { Do(SendCommand{node, std::move(command)}); }
   void Send(NodeCommands commands) const {
     for (SendCommand& each : commands) Do(std::move(each));
@@ -70,40 +72,13 @@ struct Around {
   }
 };
 
-// Which node has which of an update's destinations. A node numbers its own, in the order of the
-// group's numbers.
-class Destinations {
- public:
-  void Add(NodeId node);
-  size_t size() const { return node_of_.size(); }
-  NodeId NodeOf(uint32_t destination) const { return node_of_.at(destination); }
-  // The group's numbers, by the node's.
-  const std::vector<uint32_t>& On(NodeId node) const;
-  const std::map<NodeId, std::vector<uint32_t>>& by_node() const { return by_node_; }
-  // `skip`: by the group's numbers. Returns it by the node's.
-  std::vector<bool> SkipOn(NodeId node, const std::vector<bool>& skip) const;
-
- private:
-  std::map<NodeId, std::vector<uint32_t>> by_node_;
-  std::vector<NodeId> node_of_;
-};
-
-// What is the same for all machines of an update; UpdateOnNodes changes it, the others read it.
-struct UpdateFacts {
-  UpdateId id;
-  Version version;
-  Verification verification = Verification::kOff;
-  TimePoint deadline;
-  bool catch_up = false;   // the update's sources are engine ranks
-  std::set<NodeId> nodes;  // still in the update
-  bool abandoned = false;  // given up: nothing new is started
-  Destinations destinations;
-};
-
 // The shares that several nodes have in one part, or in the program.
 class Shares {
  public:
-  void Begin(std::set<NodeId> nodes, size_t destinations);
+  void Begin(std::set<NodeId> nodes, size_t destinations) {
+    running_ = std::move(nodes);
+    bytes_written_.resize(destinations);
+  }
   const std::set<NodeId>& running() const { return running_; }
   bool ended() const { return running_.empty(); }
   const absl::Status& status() const { return status_; }  // the first failure
@@ -112,7 +87,10 @@ class Shares {
     if (status_.ok()) status_ = status;
   }
   // What failed is done again.
-  void ForgetFailure();
+  void ForgetFailure() {
+    status_ = absl::OkStatus();
+    failed_destination_ = -1;
+  }
 
   // The node has ended its share, or is gone. False: it had none.
   bool End(NodeId node) { return running_.erase(node) > 0; }

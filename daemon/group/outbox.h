@@ -18,6 +18,7 @@ class Outbox {
   void Open(TimePoint now, GroupActions* actions) {
     now_ = now;
     actions_ = actions;
+    if (actions->empty()) actions->reserve(kUsual);
     changed_ = false;
   }
   void Close() {
@@ -38,6 +39,9 @@ class Outbox {
   }
 
  private:
+  // Most events bring about no more actions. A list that grows moves its actions, which are large.
+  static constexpr size_t kUsual = 8;
+
   TimePoint now_;
   GroupActions* actions_ = nullptr;
   bool changed_ = false;

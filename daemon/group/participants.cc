@@ -58,13 +58,14 @@ void UpdateParticipants::Clear() {
   participant_of_.clear();
 }
 
-void UpdateParticipants::Prepare(Duration remaining, int64_t tensor_count) {
+void UpdateParticipants::Prepare() {
+  const Duration remaining = update_.deadline - out_.now();
   for (const Participant& participant : all_) {
     Step(&members_.FindInstance(participant.instance)->state, InstanceTrigger::kPrepare);
     members_.NoteStanding(participant.instance);
     for (const MemberId id : participant.members) {
       Step(&members_.Find(id)->state, MemberTrigger::kPrepare);
-      out_.Do(SendPrepare{id, version_, update_, remaining, tensor_count});
+      out_.Do(SendPrepare{id, update_.version, update_.id, remaining, update_.tensor_count});
     }
   }
   out_.Changed();
@@ -178,7 +179,7 @@ void UpdateParticipants::WriteFirst(uint32_t index) {
   Instance& instance = *members_.FindInstance(participant.instance);
   Step(&instance.state, InstanceTrigger::kFirstWrite);
   members_.NoteStanding(participant.instance);
-  instance.reason = fmt::format("version {} is being written", version_);
+  instance.reason = fmt::format("version {} is being written", update_.version);
   for (const MemberId id : participant.members) members_.Find(id)->held.reset();
   out_.Changed();
 }
@@ -238,14 +239,14 @@ void UpdateParticipants::SendAborted(const Participant& participant, const std::
   const Instance* instance = members_.FindInstance(participant.instance);
   const bool dirty = instance != nullptr && IsDirty(instance->state);
   Failure own = failure;
-  own.version = version_.value();
+  own.version = update_.version.value();
   own.weights = Weights::kClean;
   if (dirty) own.AddDirty(participant.instance);
   for (const MemberId id : participant.members) {
     Member* member = members_.Find(id);
     if (member == nullptr || member->state == MemberState::kLeaving) continue;
     Step(&member->state, MemberTrigger::kOutcome);
-    out_.Do(refitd::SendAborted{id, version_, reason, dirty, own});
+    out_.Do(refitd::SendAborted{id, update_.version, reason, dirty, own});
   }
 }
 
@@ -268,20 +269,20 @@ void UpdateParticipants::Commit(const std::vector<uint64_t>& read_back, Versions
   for (size_t d = 0; d < std::min(destinations.size(), read_back.size()); ++d) {
     digests[destinations[d]] = read_back[d];
   }
-  versions->Commit(version_);
+  versions->Commit(update_.version);
   for (const Participant& participant : all_) {
     if (participant.evicted) continue;
     Instance& instance = *members_.FindInstance(participant.instance);
     Step(&instance.state, InstanceTrigger::kCommit);
     members_.NoteStanding(participant.instance);
     instance.reason.clear();
-    instance.installed = update_;
+    instance.installed = update_.id;
     for (const MemberId id : participant.members) {
       Member* member = members_.Find(id);
       const auto digest = digests.find(id);
       versions->Install(member, digest == digests.end() ? 0 : digest->second);
       Step(&member->state, MemberTrigger::kOutcome);
-      out_.Do(SendCommitted{id, version_, 0, "", member->held_digest});
+      out_.Do(SendCommitted{id, update_.version, 0, "", member->held_digest});
     }
   }
 }

@@ -44,8 +44,8 @@ class UpdateParticipants {
  public:
   using TakesIn = std::function<bool(const Instance&)>;
 
-  UpdateParticipants(UpdateId update, Version version, Membership* members, Outbox* out)
-      : update_(update), version_(version), members_(*members), out_(*out) {}
+  UpdateParticipants(const UpdateRecord& update, Membership* members, Outbox* out)
+      : update_(update), members_(*members), out_(*out) {}
 
   // ---- assembling ----
 
@@ -56,7 +56,7 @@ class UpdateParticipants {
   // Nobody takes part yet.
   void Clear();
   // Sends Prepare to every rank.
-  void Prepare(Duration remaining, int64_t tensor_count);
+  void Prepare();
   // The rank is ready. `preparing`: the update waits for that.
   void MarkReady(Member* member, bool preparing);
   bool all_ready() const;
@@ -131,8 +131,7 @@ class UpdateParticipants {
   void SendAborted(const Participant& participant, const std::string& reason,
                    const Failure& failure);
 
-  const UpdateId update_;
-  const Version version_;
+  const UpdateRecord& update_;
   Membership& members_;
   Outbox& out_;
   std::shared_ptr<const Catalog> catalog_;

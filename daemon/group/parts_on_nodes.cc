@@ -35,25 +35,29 @@ bool PartsOnNodes::WritesOn(NodeId node) const {
     const Part& part = p.second;
     if (!part.shares.running().contains(node)) return false;
     const auto header = part.headers.find(node);
-    return part.root != node || header == part.headers.end() || !header->second.again;
+    return part.header.root != node || header == part.headers.end() || !header->second.again;
   });
 }
 
-bool PartsOnNodes::Start(const MovePart& move, const Around& around) {
+bool PartsOnNodes::Start(MovePart move, const Around& around) {
   ReadersByNode readers;
-  Part& part = parts_.emplace(move.part, MakePart(move, around, &readers)).first->second;
+  const PartSeq seq = move.part;
+  const std::vector<bool> skip = std::exchange(move.skip, {});
+  Part& part = parts_.emplace(seq, MakePart(std::move(move), around, &readers)).first->second;
   const bool wired = part.header.wired;
   if (wired && around.communicator == nullptr) {
     // The communicator failed, and the update with it: nothing is sent.
     part.unacknowledged.clear();
     part.shares.Begin({}, update_.destinations.size());
     part.shares.SetStatus(absl::UnavailableError("the data plane is closed"));
-    CompleteIfEnded(move.part, around);
+    CompleteIfEnded(seq, around);
     return false;
   }
   if (wired) PlaceOnWire(part.sinks, around.communicator, &part);
   for (const NodeId node : part.shares.running()) {
-    PeerHeader header = HeaderFor(node, move, part, around, std::move(readers[node]));
+    PeerHeader header = HeaderFor(node, part, around);
+    header.skip = update_.destinations.SkipOn(node, skip);
+    header.readers = std::move(readers[node]);
     if (wired) part.headers.emplace(node, header);
     around.Send(node, std::move(header));
   }
@@ -67,70 +71,57 @@ void PartsOnNodes::PlaceOnWire(const std::set<NodeId>& receivers, Communicator* 
   h.wire_seq = communicator->Take(1);
   // The number of ranks stands for a root that is not in the communicator.
   const auto size = static_cast<uint32_t>(communicator->ranks().size());
-  h.ranks = {communicator->RankOf(part->root).value_or(size)};
+  h.ranks = {communicator->RankOf(part->header.root).value_or(size)};
   for (const NodeId node : receivers) h.ranks.push_back(communicator->RankOf(node).value_or(size));
 }
 
 // The part without its place on the wire. `readers` gets the loader ranks that read it, by node and
 // with the ids that the node gave them.
-PartsOnNodes::Part PartsOnNodes::MakePart(const MovePart& move, const Around& around,
+PartsOnNodes::Part PartsOnNodes::MakePart(MovePart move, const Around& around,
                                           ReadersByNode* readers) const {
   Part part;
-  part.root = around.members.NodeOf(move.trainer);
   // The members of a node that is being lost are evicted one by one, so such a node may still have
   // members among the destinations.
-  const auto add_sink = [&](NodeId node) {
-    if (node != part.root && update_.nodes.contains(node)) part.sinks.insert(node);
+  const auto add_sink = [&, root = move.root](NodeId node) {
+    if (node != root && update_.nodes.contains(node)) part.sinks.insert(node);
   };
-  for (const MemberId member : move.readers) {
+  for (const MemberId member : std::exchange(move.readers, {})) {
     const NodeId node = around.members.NodeOf(member);
     (*readers)[node].push_back(around.members.IdOnNode(member));
     add_sink(node);
   }
   for (const uint32_t d : move.touched) add_sink(update_.destinations.NodeOf(d));
-  PeerHeader& h = part.header;
-  h.header.update = move.update;
-  h.header.version = move.version;
-  h.header.part = move.part;
-  h.header.group_seq = move.group_seq;
-  h.header.root = part.root;
-  h.header.content = move.content;
-  h.header.slot = move.slot;
-  h.header.leased = move.leased;
-  h.header.verification = move.verification;
+  PeerHeader& h = part.header = std::move(move);
   h.wired = !part.sinks.empty();
-  if (h.wired) h.digest = HeaderDigest(h.header);
-  const bool broadcasts = move.broadcast != BroadcastMethod::kDirect;
-  h.fill_slot =
-      h.header.slot.has_value() && (h.wired || readers->contains(part.root) || broadcasts);
+  if (h.wired) h.digest = HeaderDigest(h);
+  const bool broadcasts = h.broadcast != BroadcastMethod::kDirect;
+  h.fill_slot = h.slot.has_value() && (h.wired || readers->contains(h.root) || broadcasts);
   std::set<NodeId> running = part.sinks;
-  running.insert(part.root);
+  running.insert(h.root);
   if (h.wired) part.unacknowledged = running;
   part.shares.Begin(std::move(running), update_.destinations.size());
   return part;
 }
 
-// The part's header as the node gets it.
-PeerHeader PartsOnNodes::HeaderFor(NodeId node, const MovePart& move, const Part& part,
-                                   const Around& around, std::vector<MemberId> readers) const {
+// The part's header as the node gets it: only the root reads the trainer's bucket.
+PeerHeader PartsOnNodes::HeaderFor(NodeId node, const Part& part, const Around& around) const {
   PeerHeader header = part.header;
-  header.skip = update_.destinations.SkipOn(node, move.skip_destination);
-  header.readers = std::move(readers);
-  if (node != part.root) {
-    header.fill_slot = false;
+  header.is_root = node == header.root;
+  if (!header.is_root) {
+    header.fill_slot = header.digests = false;
+    header.bucket_call = CallId();
+    header.trainer = MemberId();
+    header.broadcast = BroadcastMethod::kDirect;
     return header;
   }
-  header.is_root = true;
-  const std::optional<RemoteMembers::Call> call = around.members.FindCall(move.bucket_call);
-  header.bucket_call = call.has_value() ? call->id : move.bucket_call;
-  header.trainer = around.members.IdOnNode(move.trainer);
-  if (part.header.wired || node != kCoordinatorNode) {
-    for (const TensorRange& range : move.content->ranges) {
+  const std::optional<RemoteMembers::Call> call = around.members.FindCall(header.bucket_call);
+  if (call.has_value()) header.bucket_call = call->id;
+  header.trainer = around.members.IdOnNode(header.trainer);
+  if (header.wired || node != kCoordinatorNode) {
+    for (const TensorRange& range : header.content->ranges) {
       header.bucket_ranges.push_back(range.tensor);
     }
   }
-  header.broadcast = move.broadcast;
-  header.digests = move.want_source_digests;
   return header;
 }
 
@@ -157,14 +148,14 @@ void PartsOnNodes::Issue(PartSeq seq, const Around& around) {
   for (const NodeId node : part.shares.running()) around.Send(node, PeerIssue{update_.id, seq});
 }
 
-PartsOnNodes::Ended PartsOnNodes::ShareEnded(NodeId node, const PeerPartDone& done) {
+PartsOnNodes::Ended PartsOnNodes::ShareEnded(NodeId node, const TransferDone& done) {
   const auto it = parts_.find(done.part);
   if (it == parts_.end() || !it->second.shares.End(node)) return Ended::kUnexpected;
   Part& part = it->second;
   part.unacknowledged.erase(node);
   part.digests[node] = done.digests;
-  if (node == part.root) part.broadcast = done.broadcast;
-  if (done.wire_failed && node != part.root) part.lack.insert(node);
+  if (node == part.header.root) part.broadcast = done.broadcast;
+  if (done.wire_failed && node != part.header.root) part.lack.insert(node);
   // The share ended well, or only because the wire failed: the update goes on with the cut part.
   if (!part.cut || (!done.status.ok() && !done.wire_failed)) return Ended::kCounts;
   part.shares.AddBytes(node, done, update_.destinations);
@@ -173,11 +164,11 @@ PartsOnNodes::Ended PartsOnNodes::ShareEnded(NodeId node, const PeerPartDone& do
 
 // Compares what each node received with what the root read (P1).
 absl::Status PartsOnNodes::CompareDigests(const Part& part, const JoinedNodes& nodes) {
-  if (!part.header.wired || part.header.header.verification == Verification::kOff) {
+  if (!part.header.wired || part.header.verification == Verification::kOff) {
     return absl::OkStatus();
   }
-  const auto& content = *part.header.header.content;
-  const auto root = part.digests.find(part.root);
+  const auto& content = *part.header.content;
+  const auto root = part.digests.find(part.header.root);
   for (const NodeId sink : part.sinks) {
     const auto received = part.digests.find(sink);
     for (size_t i = 0; i < content.ranges.size(); ++i) {
@@ -187,7 +178,7 @@ absl::Status PartsOnNodes::CompareDigests(const Part& part, const JoinedNodes& n
       if (same) continue;
       return AboutTensor(
           Error(absl::StatusCode::kDataLoss, "tensor '{}': what {} received is not what {} sent",
-                content.tensor(i).name, nodes.Name(sink), nodes.Name(part.root)),
+                content.tensor(i).name, nodes.Name(sink), nodes.Name(part.header.root)),
           content.tensor(i).name);
     }
   }
@@ -205,8 +196,8 @@ void PartsOnNodes::CompleteIfEnded(PartSeq seq, const Around& around) {
   done.part = seq;
   part.shares.MoveTo(&done);
   done.broadcast = part.broadcast;
-  if (const auto root = part.digests.find(part.root); root != part.digests.end()) {
-    done.source_digests = std::move(root->second);
+  if (const auto root = part.digests.find(part.header.root); root != part.digests.end()) {
+    done.digests = std::move(root->second);
   }
   around.Feed(std::move(done));
 }
@@ -243,7 +234,7 @@ std::vector<PartSeq> PartsOnNodes::SendAgain(const Around& around) {
     std::set<NodeId> nodes = std::exchange(part.lack, {});
     part.cut = part.issued = false;
     PlaceOnWire(nodes, around.communicator, &part);
-    nodes.insert(part.root);
+    nodes.insert(part.header.root);
     part.unacknowledged = nodes;
     for (const NodeId node : nodes) {
       PeerHeader& header = part.headers.at(node);
@@ -286,8 +277,8 @@ void PartsOnNodes::LoseNode(NodeId node, const absl::Status& why, const Around& 
 
 void PartsOnNodes::CheckInvariants() const {
   for (const auto& [seq, part] : parts_) {
-    REFITD_CHECK(part.header.header.part == seq && part.header.header.update == update_.id);
-    REFITD_CHECK(!part.sinks.contains(part.root));
+    REFITD_CHECK(part.header.part == seq && part.header.update == update_.id);
+    REFITD_CHECK(!part.sinks.contains(part.header.root));
     // A part that is, or was, cut may have lost all its sinks.
     const bool may_lack_sinks = part.cut || update_.abandoned;
     REFITD_CHECK(part.header.wired ? may_lack_sinks || !part.sinks.empty() : part.sinks.empty());

@@ -22,7 +22,7 @@ namespace refitd::coordinator {
 
 class PartsOnNodes {
  public:
-  explicit PartsOnNodes(const UpdateFacts& update) : update_(update) {}
+  explicit PartsOnNodes(const UpdateRecord& update) : update_(update) {}
 
   bool Has(PartSeq seq) const { return parts_.contains(seq); }
   bool AnyCut() const;
@@ -39,7 +39,7 @@ class PartsOnNodes {
   bool WritesOn(NodeId node) const;
 
   // Returns whether the part waits for its place on the wire (Issue).
-  bool Start(const MovePart& move, const Around& around);
+  bool Start(MovePart move, const Around& around);
   void Acknowledged(NodeId node, const PeerHeaderAck& ack, const Around& around);
   void Issue(PartSeq seq, const Around& around);
   // A node has ended its share.
@@ -48,7 +48,7 @@ class PartsOnNodes {
     kCut,         // and the part may be sent again
     kCounts,      // its result is to be added to the part's shares
   };
-  Ended ShareEnded(NodeId node, const PeerPartDone& done);
+  Ended ShareEnded(NodeId node, const TransferDone& done);
   // Answers the group for the part if all its shares have ended.
   void CompleteIfEnded(PartSeq seq, const Around& around);
 
@@ -71,8 +71,7 @@ class PartsOnNodes {
 
  private:
   struct Part {
-    PeerHeader header;  // as the root gets it
-    NodeId root;
+    PeerHeader header;  // as the group gave it, without `skip` and `readers`
     std::set<NodeId> sinks;
     std::set<NodeId> unacknowledged;
     bool issued = false;
@@ -85,14 +84,13 @@ class PartsOnNodes {
   };
   using ReadersByNode = std::map<NodeId, std::vector<MemberId>>;
 
-  Part MakePart(const MovePart& move, const Around& around, ReadersByNode* readers) const;
-  PeerHeader HeaderFor(NodeId node, const MovePart& move, const Part& part, const Around& around,
-                       std::vector<MemberId> readers) const;
+  Part MakePart(MovePart move, const Around& around, ReadersByNode* readers) const;
+  PeerHeader HeaderFor(NodeId node, const Part& part, const Around& around) const;
   static void PlaceOnWire(const std::set<NodeId>& receivers, Communicator* communicator,
                           Part* part);
   static absl::Status CompareDigests(const Part& part, const JoinedNodes& nodes);
 
-  const UpdateFacts& update_;
+  const UpdateRecord& update_;
   std::map<PartSeq, Part> parts_;
 };
 

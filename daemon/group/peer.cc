@@ -30,7 +30,7 @@ PeerProgram WithItsPart(PeerProgram command) {
   return command;
 }
 
-uint64_t HeaderDigest(const BucketHeader& header) {
+uint64_t HeaderDigest(const PeerHeader& header) {
   HashChain chain(header.update.value());
   const auto add = [&chain](auto number) { chain.Add(static_cast<uint64_t>(number)); };
   add(header.version.value());

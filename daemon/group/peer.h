@@ -12,7 +12,7 @@
 // order, and the nodes start their collectives in that order.
 //
 // If a node is lost meanwhile, the communicator is closed, and each remaining node ends its share
-// of every part that has to cross the wire (PeerPartDone). The coordinator then sends the header
+// of every part that has to cross the wire (TransferDone). The coordinator then sends the header
 // again, for another communicator, to the root and to those that lack the part, and the steps are
 // taken once more.
 #ifndef REFITD_DAEMON_GROUP_PEER_H_
@@ -101,20 +101,6 @@ struct PeerHeaderAck {
   std::string mismatch;  // how the first tensor differs; empty: none does
   std::string mismatch_tensor{};
 };
-// This node's share of a part has ended: the node neither reads, writes, sends nor receives it any
-// more.
-struct PeerPartDone {
-  UpdateId update;
-  PartSeq part;
-  absl::Status status;
-  bool wire_failed = false;            // the wire failed: its communicator can't be used any more
-  std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
-  // By range of the header; empty if verification is off. The root's digests are of the trainer's
-  // bytes, those of other nodes are of the slot that they received.
-  std::vector<uint64_t> digests;
-  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as TransferDone::broadcast
-};
 struct PeerWireGranted {
   UpdateId update;
 };
@@ -131,13 +117,6 @@ struct PeerPong {
   uint64_t number = 0;
 };
 
-// The streams of a program between this node and another, by their digests at this end. 0: no
-// stream.
-struct PeerStream {
-  uint32_t peer = 0;  // number in the plan
-  uint64_t out = 0;
-  uint64_t in = 0;
-};
 // This node's part of the update's program is compiled and bound to its members' memory.
 struct PeerProgramBuilt {
   UpdateId update;
@@ -146,46 +125,12 @@ struct PeerProgramBuilt {
   // Digests of the streams' structure (Stream::Digest); ascending peers.
   std::vector<PeerStream> streams;
 };
-struct PeerCompared {
-  UpdateId update;
-  absl::Status status;
-  std::vector<uint64_t> digests;  // by PeerProgram::replicas
-};
-// The link from one node to another, in one run: bytes that it carried, and the time in which it
-// was busy with them (WireUse).
-struct PeerLinkUse {
-  uint32_t peer = 0;  // number in the plan
-  int64_t bytes = 0;
-  Duration busy{};
-};
-// This node's share of the program has ended: it neither reads, writes, sends nor receives any
-// more.
-struct PeerRunDone {
-  UpdateId update;
-  absl::Status status;
-  bool wire_failed = false;            // the wire failed: its communicator can't be used any more
-  std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // index into PeerPrepare::destinations, if not OK and known
-  // Digests of the bytes that the streams carried: HashChain from 0 over the digests of a stream's
-  // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
-  // off.
-  std::vector<PeerStream> streams;
-  uint32_t attempt = 0;  // PeerRun::attempt of the run that ended
-  // The first step of an incoming stream that this node has not stored in this attempt or in an
-  // attempt that this one continues; the program's rounds if the node has stored all. nullopt:
-  // unknown, so that the program can only run again from its beginning.
-  std::optional<int64_t> lacks;
-  // The links over which this node sent in this attempt, ascending peers. Empty: its wire does not
-  // measure.
-  std::vector<PeerLinkUse> links;
-};
-
-// Some reports are events of Group: those of the joined daemon's members, and VerifyDone, whose
-// destinations are numbered as in PeerPrepare.
+// Some reports are events of Group: those of the joined daemon's members, and the ends of
+// what it did, whose destinations are numbered as in PeerPrepare.
 using PeerReport =
     std::variant<PeerAttach, MemberLost, PeerLayout, ReadyEvent, EngineFailed, AckEvent, PeerCall,
-                 CallGone, PeerHeaderAck, PeerPartDone, VerifyDone, PeerProgramBuilt, PeerCompared,
-                 PeerRunDone, CommunicatorOpened, CommunicatorUp, PeerWireGranted, PeerWireWaits,
+                 CallGone, PeerHeaderAck, TransferDone, VerifyDone, PeerProgramBuilt, CompareDone,
+                 RefitDone, CommunicatorOpened, CommunicatorUp, PeerWireGranted, PeerWireWaits,
                  PeerWireWanted, PeerPong>;
 
 // ---- from the coordinator to a joined daemon ----
@@ -211,52 +156,9 @@ struct PeerPrepare {
   // layouts than the destinations have when the command is handled: the worker makes its own.
   std::shared_ptr<const DestinationIndex> index{};
 };
-struct BucketHeader {
-  UpdateId update;
-  Version version;
-  PartSeq part;
-  int64_t group_seq = 0;  // of its bucket
-  NodeId root;
-  std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> slot;  // absent: neither wire nor loader reader needs it
-  bool leased = false;            // the trainer packed it into the slot
-  Verification verification = Verification::kOff;
-};
-struct PeerHeader {
-  BucketHeader header;
-  uint64_t digest = 0;   // HeaderDigest(header): the same for every node
-  bool is_root = false;  // this node's trainer has the bytes
-  bool wired = false;    // the bytes cross the wire; else the part stays on this node
-  // Root: pack into the slot, for the wire or for loader readers of its own.
-  bool fill_slot = false;
-  CommunicatorId communicator;  // wired
-  WireSeq wire_seq;             // wired
-  std::vector<uint32_t> ranks;  // wired: the communicator's ranks that take part, the root's first
-  CallId bucket_call;           // root: names the bucket
-  MemberId trainer;             // root
-  // Root: content->ranges[i] lies in the range bucket_ranges[i] of the trainer's bucket.
-  std::vector<uint32_t> bucket_ranges;
-  std::vector<bool> skip;         // by destination; true: evicted since
-  std::vector<MemberId> readers;  // this node's ranks that will be handed the slot
-  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
-  // The part was announced before, over a communicator that was closed. The root sends the slot
-  // that it packed then; the other nodes of this header lack the part.
-  bool again = false;
-  bool digests = false;  // root: the answer has digests, whatever the verification
-};
 struct PeerIssue {
   UpdateId update;
   PartSeq part;
-};
-struct PeerSendPart {
-  MemberId member;
-  UpdateId update;
-  PartSeq part;  // the part's header came before, with the member among `readers`
-};
-// Read back all destinations, once every part that was announced before has ended.
-struct PeerVerify {
-  UpdateId update;
-  std::vector<bool> skip;  // by destination; true: evicted since
 };
 // Maps a rank of a plan to the member of this node that has the rank.
 struct PlanMember {
@@ -273,7 +175,7 @@ struct PeerProgram {
   std::vector<PlanMember> sources;
   std::vector<PlanMember> destinations;  // those of PeerPrepare, in the same order
   // The part of the plan that this node needs (ShareOfNode), and the boxes whose digests
-  // PeerCompare asks for, by plan numbers. Both null: the node keeps those that came with the same
+  // StartCompare asks for, by plan numbers. Both null: the node keeps those that came with the same
   // program before.
   std::shared_ptr<const RoutePlan> plan;
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
@@ -286,32 +188,8 @@ struct PeerProgram {
 // Returns the command with this node's part of `whole`, or unchanged if it has no `whole`. Goes
 // through the whole plan, so the caller must not hold a daemon's mutex.
 PeerProgram WithItsPart(PeerProgram command);
-// Compute digests of boxes that several ranks hold, before anything is written. Answered by
-// PeerCompared.
-struct PeerCompare {
-  UpdateId update;
-  ReplicaFraction part = {};  // the share asked for
-};
-inline constexpr uint32_t kNoRank = UINT32_MAX;
-// Run the program: the moves within this node at once, the rounds over the wire once PeerIssue of
-// `part` comes. Answered by PeerRunDone.
-struct PeerRun {
-  UpdateId update;
-  PartSeq part;                 // the program's place in the order of the update's parts
-  bool wired = false;           // at least one node has a round
-  CommunicatorId communicator;  // wired
-  WireSeq wire_seq;             // wired: of the first round; those of the other rounds follow
-  std::vector<uint32_t> ranks;  // wired: the communicator's rank by node of the plan; kNoRank: gone
-  std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
-  std::vector<bool> skip;        // by destination; true: evicted since
-  // Grows each time the program runs again because a node was lost.
-  uint32_t attempt = 0;
-  // An attempt after the first goes on from this round: nodes keep what they have stored, and its
-  // digests. nullopt: the program runs from its beginning.
-  std::optional<int64_t> resume;
-};
 // The update is given up: the node starts no part that was not issued, and still answers every
-// announced part by PeerPartDone.
+// announced part by TransferDone.
 struct PeerAbandon {
   UpdateId update;
 };
@@ -350,17 +228,15 @@ struct PeerOwner {
 };
 
 // PeerReadiness (readiness.h) is a command as well.
-// The actions of Group among the commands are for members and calls of the joined daemon.
+// The actions of Group among the commands are for members and calls of the joined daemon, or what
+// the group wants done, in the node's numbers. Of
+// SendPart, the member and the part are sent: the part's header came before, with the member among
+// `readers`.
 using PeerCommand =
-    std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, PeerSendPart,
-                 MemberAction, PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
+    std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, SendPart,
+                 MemberAction, VerifyUpdate, PeerProgram, StartCompare, StartRefit, PeerAbandon,
                  PeerUpdateEnded, OpenCommunicator, PeerCommunicatorConnect, CloseCommunicator,
                  PeerWireLock, PeerWireUnlock, PeerPing, PeerIncarnation, PeerReadiness, PeerOwner>;
-
-// A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
-// counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same
-// on every daemon (P5).
-uint64_t HeaderDigest(const BucketHeader& header);
 
 }  // namespace refitd
 

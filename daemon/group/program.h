@@ -1,11 +1,11 @@
 // A daemon's worker asks the executor for these steps, and the executor answers.
 //
 //   PeerHeader  -> StartTransfer -> TransferDone          a part of a bucket
-//   PeerVerify  -> StartVerify -> VerifyDone              the read-back
+//   VerifyUpdate  -> StartVerify -> VerifyDone              the read-back
 // A compiled refit:
 //   PeerProgram -> BuildProgram -> ProgramBuilt           structure: once for a set of layouts
-//   PeerCompare -> StartMoves(kCompare)                   replicas' digests, before data moves
-//   PeerRun     -> StartMoves(kLocal)                     within the daemon
+//   StartCompare -> StartMoves(kCompare)                   replicas' digests, before data moves
+//   StartRefit     -> StartMoves(kLocal)                     within the daemon
 //                  StartMoves(kPack) -> StartExchange -> StartMoves(kUnpack)      a round each
 //
 // With chains, a pack also takes what this daemon forwards, from the slot into which an earlier

@@ -149,13 +149,13 @@ void ProgramOnNodes::CompareIfAgreed(const Around& around) {
     for (const auto& [node, command] : commands_) {
       if (command.sources.empty() || !update_.nodes.contains(node)) continue;
       comparing_.insert(node);
-      around.Send(node, PeerCompare{update_.id, *compare_});
+      around.Send(node, StartCompare{update_.id, *compare_});
     }
   }
   CompleteCompareIfEnded(around);
 }
 
-void ProgramOnNodes::Compared(NodeId node, const PeerCompared& compared, const Around& around) {
+void ProgramOnNodes::Compared(NodeId node, const CompareDone& compared, const Around& around) {
   if (comparing_.erase(node) == 0) return;
   if (!compared.status.ok() && compared_.ok()) {
     compared_ = around.StatusOf(node, compared.status, false);
@@ -172,8 +172,8 @@ void ProgramOnNodes::CompleteCompareIfEnded(const Around& around) {
 
 // ---- running ----
 
-PeerRun ProgramOnNodes::CommandToRun(const Around& around) {
-  PeerRun run;
+StartRefit ProgramOnNodes::CommandToRun(const Around& around) {
+  StartRefit run;
   run.update = update_.id;
   run.part = run_->part;
   run.attempt = attempt_;
@@ -201,7 +201,7 @@ bool ProgramOnNodes::RunIfAgreed(const Around& around) {
   sent_ = true;
   started_ = around.now;
   record_.took.clear();
-  const PeerRun run = CommandToRun(around);
+  const StartRefit run = CommandToRun(around);
   std::set<NodeId> running;
   if (shares_.status().ok()) {
     for (const auto& [node, command] : commands_) {
@@ -209,8 +209,8 @@ bool ProgramOnNodes::RunIfAgreed(const Around& around) {
     }
   }
   for (const NodeId node : running) {
-    PeerRun mine = run;
-    mine.skip = update_.destinations.SkipOn(node, run_->skip_destination);
+    StartRefit mine = run;
+    mine.skip = update_.destinations.SkipOn(node, run_->skip);
     around.Send(node, std::move(mine));
   }
   shares_.Begin(std::move(running), update_.destinations.size());
@@ -222,7 +222,7 @@ void ProgramOnNodes::Issue(const Around& around) {
   for (const NodeId node : shares_.running()) around.Send(node, PeerIssue{update_.id, run_->part});
 }
 
-bool ProgramOnNodes::ShareEnded(NodeId node, const PeerRunDone& done, const Around& around) {
+bool ProgramOnNodes::ShareEnded(NodeId node, const RefitDone& done, const Around& around) {
   if (done.attempt != attempt_ || !shares_.End(node)) return false;
   lacks_[node] = done.lacks;
   for (const PeerLinkUse& link : done.links) {
@@ -326,6 +326,102 @@ void ProgramOnNodes::CheckInvariants() const {
   REFITD_CHECK(!sent_ || (settled && run_.has_value()));
   REFITD_CHECK(shares_.ended() || (sent_ && agreed_));
   REFITD_CHECK(!issued_ || (sent_ && agreed_ && wired_));
+}
+
+// ---- StreamEnds ----
+
+void StreamEnds::Add(uint32_t node, const std::vector<PeerStream>& streams) {
+  Forget(node);
+  PeerEnds& here = reported_[node];
+  here.reserve(streams.size());
+  for (const PeerStream& stream : streams) {
+    // A node has no stream to itself.
+    if (stream.peer != node) here[stream.peer] = {stream.out, stream.in};
+  }
+  for (const auto& [peer, ends] : here) {
+    named_by_[peer].insert(node);
+    if (const auto there = reported_.find(peer); there != reported_.end()) {
+      Compare(node, ends, peer, there->second);
+    }
+  }
+  // Compare streams that only the other end lists.
+  const auto named = named_by_.find(node);
+  if (named == named_by_.end()) return;
+  for (const uint32_t peer : named->second) {
+    if (!here.contains(peer)) Compare(node, Ends(), peer, reported_.at(peer));
+  }
+}
+
+void StreamEnds::Compare(uint32_t node, const Ends& here, uint32_t peer, const PeerEnds& there) {
+  ++looked_at_;
+  const auto at = there.find(node);
+  const Ends ends = at == there.end() ? Ends() : at->second;
+  if (here.out != ends.in) different_.insert({node, peer});
+  if (here.in != ends.out) different_.insert({peer, node});
+}
+
+void StreamEnds::Forget(uint32_t node) {
+  const auto it = reported_.find(node);
+  if (it == reported_.end()) return;
+  for (const auto& [peer, ends] : it->second) {
+    if (const auto named = named_by_.find(peer); named != named_by_.end()) {
+      named->second.erase(node);
+      if (named->second.empty()) named_by_.erase(named);
+    }
+  }
+  reported_.erase(it);
+  std::erase_if(different_,
+                [node](const auto& ends) { return ends.first == node || ends.second == node; });
+}
+
+std::optional<std::pair<uint32_t, uint32_t>> StreamEnds::FirstDifference() const {
+  if (different_.empty()) return std::nullopt;
+  return *different_.begin();
+}
+
+// ---- LastRun ----
+
+void LastRun::ReadPlan(const ProgramUse& use) {
+  const RouteBytes& links = use.plan->routes.links;
+  // The plan counts no node behind the last one with a part in it.
+  const size_t count = use.plan->routes.nodes;
+  REFITD_CHECK(count <= use.nodes.size() && links.matrix.size() == count * count);
+  program_ = use.program;
+  shares_.clear();
+  for (size_t from = 0; from < count; ++from) {
+    Share& share = shares_[use.nodes[from]];
+    share.sent = links.node_sends[from];
+    share.forwarded = links.node_forwards[from];
+    share.received = links.node_receives[from];
+    for (size_t to = 0; to < count; ++to) {
+      const int64_t bytes = links.matrix[from * count + to];
+      if (to != from && bytes > 0) share.sends.emplace_back(use.nodes[to], bytes);
+    }
+    std::stable_sort(share.sends.begin(), share.sends.end(),
+                     [](const auto& a, const auto& b) { return a.second > b.second; });
+    if (share.sends.size() > kMaxShownSends) share.sends.resize(kMaxShownSends);
+  }
+}
+
+void LastRun::Set(const ProgramUse& use, const std::map<NodeId, Duration>& took) {
+  if (program_ != use.program) ReadPlan(use);
+  for (auto& [node, share] : shares_) {
+    const auto of_node = took.find(node);
+    share.took = of_node == took.end() ? Duration(0) : of_node->second;
+  }
+}
+
+void LastRun::Show(NodeId node, const JoinedNodes& nodes, NodeView* view) const {
+  const auto found = shares_.find(node);
+  if (found == shares_.end() || found->second.took == Duration(0)) return;
+  const Share& share = found->second;
+  for (const auto& [to, bytes] : share.sends) {
+    if (nodes.exists(to)) view->sends.push_back({nodes.DaemonId(to), bytes});
+  }
+  view->bytes_sent = share.sent;
+  view->bytes_forwarded = share.forwarded;
+  view->bytes_received = share.received;
+  view->data_took = share.took;
 }
 
 }  // namespace refitd::coordinator

@@ -82,7 +82,7 @@ bool UpdatePush::AreOn(NodeId node) const {
 }
 
 int64_t UpdatePush::TensorCount() const {
-  int64_t count = tensor_count_;
+  int64_t count = update_.tensor_count;
   for (const auto& [rank, progress] : trainers_) count = std::max(count, progress.tensor_count);
   return count;
 }
@@ -197,7 +197,7 @@ absl::Status UpdatePush::CheckParts(const CheckedBucket& bucket) const {
 
 absl::Status UpdatePush::Reserve(const BucketEvent& e) {
   UpdateCoverage::Taken taken;
-  absl::Status status = coverage_.Take(*e.bucket, tensor_count_, &taken);
+  absl::Status status = coverage_.Take(*e.bucket, update_.tensor_count, &taken);
   const std::optional<SlotGrant>& slot = e.bucket->slot;
   if (status.ok() && slot.has_value()) status = slots_.Submit(e.member, *slot);
   if (!status.ok()) coverage_.TakeBack(&taken);
@@ -321,7 +321,7 @@ void UpdatePush::FinishBucket(const Bucket& bucket) {
 
 // Parts start in order, so that the part that is delivered next never waits for a slot that a later
 // part has.
-void UpdatePush::StartParts(Verification verification) {
+void UpdatePush::StartParts() {
   for (; next_start_ < end_part(); ++next_start_) {
     Part& part = PartAt(next_start_);
     if (!part.slot.has_value() && !part.content->byte_offsets.empty()) {
@@ -334,11 +334,11 @@ void UpdatePush::StartParts(Verification verification) {
         part.content = std::make_shared<const PartContent>(WithoutSlot(*part.content));
       }
     }
-    StartPart(verification, &part);
+    StartPart(&part);
   }
 }
 
-void UpdatePush::StartPart(Verification verification, Part* part) {
+void UpdatePush::StartPart(Part* part) {
   const Catalog& known = participants_.catalog();
   part->touched = known.Touched(*part->content, participants_.skip_destination());
   for (const uint32_t d : part->touched) participants_.WriteFirst(known.instance_of(d));
@@ -347,19 +347,20 @@ void UpdatePush::StartPart(Verification verification, Part* part) {
   part->started = true;
   ++in_flight_;
   MovePart start;
-  start.update = update_;
-  start.version = version_;
+  start.update = update_.id;
+  start.version = update_.version;
   start.part = part->seq;
   start.group_seq = part->bucket->group_seq;
+  start.root = members_.Find(part->bucket->trainer)->node;
   start.bucket_call = part->bucket->request->first_call;
   start.trainer = part->bucket->trainer;
   start.content = part->content;
   start.slot = part->slot;
   start.leased = part->bucket->content->slot.has_value();
-  start.skip_destination = participants_.skip_destination();
-  start.verification = verification;
+  start.skip = participants_.skip_destination();
+  start.verification = update_.verification;
   start.touched = part->touched;
-  start.want_source_digests = coverage_.AnyTied(*part->content);
+  start.digests = coverage_.AnyTied(*part->content);
   if (part->slot.has_value()) {
     for (const auto& [id, reader] : readers_) start.readers.push_back(id);
     if (through_slots_) start.broadcast = *broadcast_;
@@ -380,14 +381,14 @@ Part* UpdatePush::EndTransfer(PartSeq seq) {
 
 void UpdatePush::TakeResult(const TransferDone& e, Part* part) {
   participants_.AddWritten(e.bytes_written);
-  if (coverage_.AnyTied(*part->content)) coverage_.AddTiedDigests(*part->content, e.source_digests);
+  if (coverage_.AnyTied(*part->content)) coverage_.AddTiedDigests(*part->content, e.digests);
   const int64_t bytes = part->content->CarriedBytes();
   moved_bytes_ += bytes;
   part->bucket->bytes_by_method[static_cast<size_t>(e.broadcast)] += bytes;
   log_.AddBytes(e.broadcast, bytes);
   // The slot is free at once if no loader rank reads it, although earlier parts may still run.
   if (part->slot.has_value() && readers_.empty()) {
-    slots_.Publish(*part->slot, update_, part->seq, {});
+    slots_.Publish(*part->slot, update_.id, part->seq, {});
     part->slot.reset();
   }
   if (--part->bucket->parts_left == 0) FinishBucket(*part->bucket);
@@ -409,9 +410,9 @@ void UpdatePush::SendPartToReaders(Part* part) {
     reader.outstanding.push_back({part->seq, out_.now()});
     if (reader.outstanding.size() == 1) SetAckDue(id, reader);
     participants_.WriteFirst(reader.participant);
-    out_.Do(SendPart{id, update_, version_, part->seq, *part->slot, part->content});
+    out_.Do(SendPart{id, update_.id, update_.version, part->seq, *part->slot, part->content});
   }
-  slots_.Publish(*part->slot, update_, part->seq, reading);
+  slots_.Publish(*part->slot, update_.id, part->seq, reading);
   if (reading.empty()) return;
   out_.Changed();
 }

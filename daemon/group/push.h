@@ -15,12 +15,12 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "daemon/group/ack_clock.h"
 #include "daemon/group/coverage.h"
 #include "daemon/group/group.h"
 #include "daemon/group/membership.h"
@@ -85,6 +85,40 @@ struct LoaderReader {
   TimePoint last_ack;
 };
 
+// The times at which the loader readers of an update are late with their next acknowledgements, in
+// order. An acknowledgement moves only the reader that sent it.
+class AckClock {
+ public:
+  // The reader owes its next acknowledgement at `due`; nullopt: it owes none.
+  void Set(MemberId reader, std::optional<TimePoint> due) {
+    ++looked_at_;
+    const auto known = due_.find(reader);
+    if (known != due_.end()) {
+      order_.erase({known->second, reader});
+      due_.erase(known);
+    }
+    if (!due.has_value()) return;
+    due_.emplace(reader, *due);
+    order_.insert({*due, reader});
+  }
+  // The earliest time and its reader (of several, the lowest id); nullopt: no reader owes an
+  // acknowledgement.
+  std::optional<std::pair<TimePoint, MemberId>> First() const {
+    ++looked_at_;
+    if (order_.empty()) return std::nullopt;
+    return *order_.begin();
+  }
+  bool nobody_owes() const { return order_.empty(); }
+
+  // How many entries were looked at so far, which tests use to check the cost.
+  int64_t looked_at() const { return looked_at_; }
+
+ private:
+  std::map<MemberId, TimePoint> due_;
+  std::set<std::pair<TimePoint, MemberId>> order_;  // the entries of `due_`
+  mutable int64_t looked_at_ = 0;
+};
+
 // How the buckets of the running update, or else of the last update, went.
 class BucketLog {
  public:
@@ -108,11 +142,10 @@ absl::Status CheckTensors(int64_t count, int64_t before);
 
 class UpdatePush {
  public:
-  UpdatePush(UpdateId update, Version version, const GroupLimits& limits, Membership* members,
-             Slots* slots, Requests* requests, UpdateParticipants* participants,
-             UpdateCoverage* coverage, BucketLog* log, Outbox* out)
-      : update_(update),
-        version_(version),
+  UpdatePush(UpdateRecord* update, const GroupLimits& limits, Membership* members, Slots* slots,
+             Requests* requests, UpdateParticipants* participants, UpdateCoverage* coverage,
+             BucketLog* log, Outbox* out)
+      : update_(*update),
         limits_(limits),
         members_(*members),
         slots_(*slots),
@@ -136,8 +169,6 @@ class UpdatePush {
   bool AreOn(NodeId node) const;
   // How many tensors the update brings, as Begin named it or a Commit that was taken; 0: none did.
   int64_t TensorCount() const;
-  int64_t begun_tensor_count() const { return tensor_count_; }
-  void TakeTensorCount(int64_t count) { tensor_count_ = std::max(tensor_count_, count); }
 
   // ---- broadcasting through slots on GPUs ----
 
@@ -160,7 +191,7 @@ class UpdatePush {
   // Takes the bucket's elements and its slot, or changes nothing.
   absl::Status Reserve(const BucketEvent& e);
   void Take(const BucketEvent& e, std::shared_ptr<Request> request, TrainerProgress* progress);
-  void StartParts(Verification verification);
+  void StartParts();
   bool all_started() const { return next_start_ == end_part(); }
   PartSeq next_part() const { return PartSeq(end_part()); }
   int64_t in_flight() const { return in_flight_; }  // running transfers
@@ -218,15 +249,14 @@ class UpdatePush {
   void CutBetweenTensors(const std::shared_ptr<Bucket>& bucket);
   void AddPart(const std::shared_ptr<Bucket>& bucket, PartContent content);
   void FinishBucket(const Bucket& bucket);
-  void StartPart(Verification verification, Part* part);
+  void StartPart(Part* part);
   void SendPartToReaders(Part* part);
   // The parts that the reader has to acknowledge have changed.
   void SetAckDue(MemberId id, const LoaderReader& reader);
   int64_t end_part() const { return first_part_ + static_cast<int64_t>(parts_.size()); }
   Part& PartAt(int64_t seq) { return parts_[static_cast<size_t>(seq - first_part_)]; }
 
-  const UpdateId update_;
-  const Version version_;
+  UpdateRecord& update_;
   const GroupLimits& limits_;
   Membership& members_;
   Slots& slots_;
@@ -237,7 +267,6 @@ class UpdatePush {
   Outbox& out_;
 
   std::map<int, TrainerProgress> trainers_;
-  int64_t tensor_count_ = 0;  // of Begin; 0: it named none
   // The method of the update's buckets; none: no rank that pushes has begun (Refit names none).
   std::optional<BroadcastMethod> broadcast_;
   std::string lacks_slots_;     // a rank without slots, or without gain from them; empty: none

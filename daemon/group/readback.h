@@ -19,7 +19,7 @@ namespace refitd::group {
 
 class UpdateReadback {
  public:
-  UpdateReadback(UpdateId update, UpdateParticipants* participants, Outbox* out)
+  UpdateReadback(const UpdateRecord& update, UpdateParticipants* participants, Outbox* out)
       : update_(update), participants_(*participants), out_(*out) {}
 
   bool started() const { return state_ != State::kNone; }
@@ -37,7 +37,7 @@ class UpdateReadback {
     if (destinations_.empty()) return;
     participants_.Touch(destinations_, 1);
     state_ = State::kRunning;
-    out_.Do(VerifyUpdate{update_, participants_.skip_destination()});
+    out_.Do(VerifyUpdate{update_.id, participants_.skip_destination()});
     out_.Changed();
   }
   // False: none runs.
@@ -66,7 +66,7 @@ class UpdateReadback {
  private:
   enum class State : uint8_t { kNone, kRunning, kDone };
 
-  const UpdateId update_;
+  const UpdateRecord& update_;
   UpdateParticipants& participants_;
   Outbox& out_;
   State state_ = State::kNone;

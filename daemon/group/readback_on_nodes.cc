@@ -15,10 +15,10 @@ void ReadbackOnNodes::SendIfAsked(const Around& around) {
   content_.assign(update_.destinations.size(), 0);
   for (const auto& [node, index] : update_.destinations.by_node()) {
     if (!update_.nodes.contains(node)) continue;
-    std::vector<bool> skip = update_.destinations.SkipOn(node, request_->skip_destination);
+    std::vector<bool> skip = update_.destinations.SkipOn(node, request_->skip);
     if (std::all_of(skip.begin(), skip.end(), [](bool skipped) { return skipped; })) continue;
     running_.insert(node);
-    around.Send(node, PeerVerify{update_.id, std::move(skip)});
+    around.Send(node, VerifyUpdate{update_.id, std::move(skip)});
   }
 }
 

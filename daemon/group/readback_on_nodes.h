@@ -16,7 +16,7 @@ namespace refitd::coordinator {
 
 class ReadbackOnNodes {
  public:
-  explicit ReadbackOnNodes(const UpdateFacts& update) : update_(update) {}
+  explicit ReadbackOnNodes(const UpdateRecord& update) : update_(update) {}
 
   // The group asks for it. The nodes are sent the request (SendIfAsked) once they were sent all
   // that they have to write.
@@ -35,7 +35,7 @@ class ReadbackOnNodes {
   void CheckInvariants() const;
 
  private:
-  const UpdateFacts& update_;
+  const UpdateRecord& update_;
   std::optional<VerifyUpdate> request_;
   bool sent_ = false;  // to the nodes
   bool owed_ = false;  // the group waits for the answer

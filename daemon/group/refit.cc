@@ -36,9 +36,8 @@ bool group::HasShardsIn(const Member& member, const TrainerProgress& progress) {
 void Group::Impl::On(const RefitEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what =
-      fmt::format("refit to version {} after {} buckets", e.version, e.bucket_count);
-  if (requests.Repeated(e.member, CallKind::kRefit, e.request_id, what, e.call)) return;
+  const group::Asked what{CallKind::kRefit, e.version, e.bucket_count};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   using Begun = std::map<int, TrainerProgress>::iterator;
   const Begun begun = update == nullptr ? Begun() : update->push.trainers().find(member->rank);
   // A call that names the update that it ends never opens an update.
@@ -53,8 +52,7 @@ void Group::Impl::On(const RefitEvent& e) {
   }
   if (joined) {
     TrainerProgress& progress = begun->second;
-    progress.commits.push_back(
-        requests.Track(e.member, CallKind::kRefit, e.request_id, what, e.call));
+    progress.commits.push_back(requests.Track(e.member, what, e.request_id, e.call));
     if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
     return;
   }
@@ -63,8 +61,7 @@ void Group::Impl::On(const RefitEvent& e) {
   TrainerProgress& progress = update->push.Join(member);
   progress.one_call = progress.begins.empty();
   progress.announced = 0;  // the commit takes effect when the engines are ready
-  progress.commits.push_back(
-      requests.Track(e.member, CallKind::kRefit, e.request_id, what, e.call));
+  progress.commits.push_back(requests.Track(e.member, what, e.request_id, e.call));
   out.Changed();
 }
 

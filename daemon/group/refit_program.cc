@@ -12,18 +12,18 @@ namespace refitd::group {
 void UpdateProgram::Use(const std::shared_ptr<PlannedRefit>& compiled,
                         std::vector<MemberId> sources) {
   compiled_ = compiled;
-  use_ = ProgramUse{compiled->id, compiled->plan, participants_.nodes(), std::move(sources),
-                    compiled->catch_up};
+  update_.use = ProgramUse{compiled->id, compiled->plan, participants_.nodes(), std::move(sources),
+                           compiled->catch_up};
 }
 
 void UpdateProgram::Clear() {
-  use_.reset();
+  update_.use.reset();
   compiled_.reset();
 }
 
 bool UpdateProgram::Moves(std::string_view tensor) const {
   if (!exists()) return false;
-  const std::vector<TensorSpec>& tensors = use_->plan->routes.tensors;
+  const std::vector<TensorSpec>& tensors = update_.use->plan->routes.tensors;
   const auto at =
       std::lower_bound(tensors.begin(), tensors.end(), tensor,
                        [](const TensorSpec& t, std::string_view n) { return t.name < n; });
@@ -46,20 +46,20 @@ bool UpdateProgram::LeavesOut(std::string_view tensor) const {
 }
 
 void UpdateProgram::TouchSources(int by) {
-  for (const MemberId source : use_->sources) members_.Touch(source, by);
+  for (const MemberId source : update_.use->sources) members_.Touch(source, by);
 }
 
 // The program runs after every part, so that collectives have one order (P7). Before it runs, ranks
 // that hold the same elements are compared: all such boxes on the first version after a
 // registration, a share of them on each later version.
-void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up, Verification verification) {
+void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up) {
   if (phase_ == Phase::kNone) {
     if (const std::optional<ReplicaFraction> part = PartToCompare(); !part.has_value()) {
       phase_ = Phase::kCompared;
     } else {
       phase_ = Phase::kComparing;
       TouchSources(1);
-      out_.Do(StartCompare{update_, *part});
+      out_.Do(StartCompare{update_.id, *part});
       out_.Changed();
     }
   }
@@ -71,14 +71,14 @@ void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up, Verification veri
   participants_.Touch(destinations_, 1);
   TouchSources(1);
   phase_ = Phase::kRunning;
-  out_.Do(
-      StartRefit{update_, version_, last, taken_, participants_.skip_destination(), verification});
+  out_.Do(StartRefit{update_.id, last, taken_, participants_.skip_destination()});
   out_.Changed();
 }
 
 std::vector<std::shared_ptr<const Layout>> UpdateProgram::SourceLayouts() const {
   std::vector<std::shared_ptr<const Layout>> layouts;
-  for (const MemberId source : use_->sources) layouts.push_back(members_.Find(source)->layout);
+  for (const MemberId source : update_.use->sources)
+    layouts.push_back(members_.Find(source)->layout);
   return layouts;
 }
 
@@ -96,7 +96,7 @@ std::vector<std::pair<MemberId, uint64_t>> UpdateProgram::DestinationBindings() 
 // which the program did not run before, daemons are asked even if there are no replicas: they look
 // for sources and destinations that share memory before anything is written (P11).
 std::optional<ReplicaFraction> UpdateProgram::PartToCompare() const {
-  const Replicas& replicas = use_->plan->replicas;
+  const Replicas& replicas = update_.use->plan->replicas;
   if (compiled_->compared_layouts != SourceLayouts()) return ReplicaFraction();
   if (replicas.boxes.empty()) {
     const bool bound = compiled_->destination_bindings == DestinationBindings();
@@ -118,7 +118,7 @@ void UpdateProgram::NoteInstalled() {
   compiled_->destination_bindings = DestinationBindings();
   if (layouts == compiled_->compared_layouts) {
     const ReplicaFraction part =
-        NextFraction(use_->plan->replicas, compiled_->next_hash, limits_.compare_every);
+        NextFraction(update_.use->plan->replicas, compiled_->next_hash, limits_.compare_every);
     compiled_->next_hash = part.last + 1;  // after the greatest hash: 0
   } else if (compared_) {
     compiled_->compared_layouts = std::move(layouts);
@@ -131,8 +131,8 @@ void UpdateProgram::NoteInstalled() {
 bool UpdateProgram::TakeSlots() {
   constexpr int kLeast = 2;
   constexpr int kMost = 4;
-  if (use_->plan->routes.wire_bytes == 0) return true;
-  const int chains = 2 * static_cast<int>(use_->plan->routes.relay.lag);
+  if (update_.use->plan->routes.wire_bytes == 0) return true;
+  const int chains = 2 * static_cast<int>(update_.use->plan->routes.relay.lag);
   if (slots_.free() < std::max(kLeast, chains)) return false;
   const int take = chains > 0 ? chains : slots_.free() >= kMost ? kMost : kLeast;
   for (int i = 0; i < take; ++i) taken_.push_back(*slots_.Grant());
@@ -141,7 +141,7 @@ bool UpdateProgram::TakeSlots() {
 
 int64_t UpdateProgram::waits_for_slots() const {
   if (phase_ != Phase::kCompared) return 0;
-  return std::max<int64_t>(2, 2 * use_->plan->routes.relay.lag);
+  return std::max<int64_t>(2, 2 * update_.use->plan->routes.relay.lag);
 }
 
 bool UpdateProgram::EndRun() {
@@ -154,12 +154,13 @@ bool UpdateProgram::EndRun() {
 }
 
 void UpdateProgram::CheckInvariants() const {
-  REFITD_CHECK(exists() ? compiled_ != nullptr && use_->plan != nullptr : phase_ == Phase::kNone);
+  REFITD_CHECK(exists() ? compiled_ != nullptr && update_.use->plan != nullptr
+                        : phase_ == Phase::kNone);
   REFITD_CHECK(taken_.empty() || running());
   for (const SlotGrant& grant : taken_) REFITD_CHECK(slots_.IsStaging(grant));
   // P1: no source takes part in the update that writes, unless it is a trainer's.
-  if (!exists() || !use_->catch_up) return;
-  for (const MemberId source : use_->sources) REFITD_CHECK(!participants_.Has(source));
+  if (!update_.from_engines()) return;
+  for (const MemberId source : update_.use->sources) REFITD_CHECK(!participants_.Has(source));
 }
 
 // ---- RefitCompiler ----

@@ -69,10 +69,9 @@ struct PlannedRefit {
 // The use of a program by one update. An update without shards has none.
 class UpdateProgram {
  public:
-  UpdateProgram(UpdateId update, Version version, const GroupLimits& limits, Membership* members,
-                Slots* slots, UpdateParticipants* participants, Outbox* out)
-      : update_(update),
-        version_(version),
+  UpdateProgram(UpdateRecord* update, const GroupLimits& limits, Membership* members, Slots* slots,
+                UpdateParticipants* participants, Outbox* out)
+      : update_(*update),
         limits_(limits),
         members_(*members),
         slots_(*slots),
@@ -81,9 +80,8 @@ class UpdateProgram {
 
   void Use(const std::shared_ptr<PlannedRefit>& compiled, std::vector<MemberId> sources);
   void Clear();
-  bool exists() const { return use_.has_value(); }
-  const std::optional<ProgramUse>& use() const { return use_; }
-  const RefitContent& content() const { return use_->plan->content; }
+  bool exists() const { return update_.use.has_value(); }
+  const RefitContent& content() const { return update_.use->plan->content; }
   // Whether the layouts bring all tensors, so that nothing is pushed.
   bool brings_all() const { return compiled_->key.pushed.empty(); }
   // How many tensors the program moves.
@@ -102,7 +100,7 @@ class UpdateProgram {
 
   // Every trainer rank has committed and every part has started: compares what has to be compared,
   // and then runs the program, after `last`, in the order of collectives.
-  void RunIfDue(PartSeq last, bool data_plane_up, Verification verification);
+  void RunIfDue(PartSeq last, bool data_plane_up);
   bool comparing() const { return phase_ == Phase::kComparing; }
   bool running() const { return phase_ == Phase::kRunning; }
   bool started() const { return phase_ == Phase::kRunning || done(); }
@@ -131,8 +129,7 @@ class UpdateProgram {
   std::optional<ReplicaFraction> PartToCompare() const;
   bool TakeSlots();
 
-  const UpdateId update_;
-  const Version version_;
+  UpdateRecord& update_;
   const GroupLimits& limits_;
   Membership& members_;
   Slots& slots_;
@@ -140,7 +137,6 @@ class UpdateProgram {
   Outbox& out_;
   // The group may have a newer program meanwhile.
   std::shared_ptr<PlannedRefit> compiled_;
-  std::optional<ProgramUse> use_;
   Phase phase_ = Phase::kNone;
   bool compared_ = false;  // the replicas were found equal
   std::vector<SlotGrant> taken_;

@@ -2,8 +2,6 @@
 
 #include <catch2/catch.hpp>
 
-#include "daemon/group/member_layouts.h"
-
 namespace refitd::coordinator {
 namespace {
 

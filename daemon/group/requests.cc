@@ -1,5 +1,7 @@
 #include "daemon/group/requests.h"
 
+#include <array>
+#include <string_view>
 #include <utility>
 
 #include "transport/base/errors.h"
@@ -22,19 +24,26 @@ bool IsRefusal(const absl::Status& status) {
   }
 }
 
+std::string Describe(const Asked& what) {
+  constexpr std::array<std::string_view, 5> kTexts = {
+      "begin of version {0}", "bucket {1} of version {0}", "commit of {1} buckets of version {0}",
+      "refit to version {0} after {1} buckets", "abort of version {0}"};  // by CallKind
+  return fmt::format(fmt::runtime(kTexts.at(static_cast<size_t>(what.kind))), what.version,
+                     what.buckets);
+}
+
 }  // namespace
 
-bool Requests::Repeated(MemberId member, CallKind kind, const std::string& id,
-                        const std::string& what, CallId call) {
+bool Requests::Repeated(MemberId member, const Asked& what, const std::string& id, CallId call) {
   const auto log = logs_.find(member);
   if (log == logs_.end()) return false;
   const auto found = log->second.requests.find(id);
   if (found == log->second.requests.end()) return false;
   const std::shared_ptr<Request>& first = found->second;
-  if (first->kind != kind || first->what != what) {
+  if (static_cast<const Asked&>(*first) != what) {
     out_.Refuse(call,
                 InvalidField("request_id", "request_id '{}' was used for {} before, now for {}", id,
-                             first->what, what));
+                             Describe(*first), Describe(what)));
   } else if (first->finished) {
     out_.Do(Reply{call, first->status, first->payload});
   } else {
@@ -44,13 +53,12 @@ bool Requests::Repeated(MemberId member, CallKind kind, const std::string& id,
   return true;
 }
 
-std::shared_ptr<Request> Requests::Track(MemberId member, CallKind kind, const std::string& id,
-                                         std::string what, CallId call) {
+std::shared_ptr<Request> Requests::Track(MemberId member, const Asked& what, const std::string& id,
+                                         CallId call) {
   auto request = std::make_shared<Request>();
-  request->kind = kind;
+  static_cast<Asked&>(*request) = what;
   request->member = member;
   request->id = id;
-  request->what = std::move(what);
   request->first_call = call;
   request->calls.push_back(call);
   if (!id.empty()) logs_[member].requests[id] = request;

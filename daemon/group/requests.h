@@ -22,12 +22,18 @@ namespace refitd::group {
 
 enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kRefit, kAbort };
 
-// One request and the calls that wait for its answer: the first call and its repeats.
-struct Request {
+// What a request asks for. A repeat must ask for the same.
+struct Asked {
   CallKind kind = CallKind::kBegin;
+  Version version{};
+  int64_t buckets = 0;  // kBucket: its seq; kCommit, kRefit: how many came before
+  bool operator==(const Asked&) const = default;
+};
+
+// One request and the calls that wait for its answer: the first call and its repeats.
+struct Request : Asked {
   MemberId member;
-  std::string id;    // empty: the call can't be repeated
-  std::string what;  // "begin of version 3": a repeat must say the same
+  std::string id;  // empty: the call can't be repeated
   CallId first_call;
   std::vector<CallId> calls;
   bool finished = false;
@@ -42,10 +48,9 @@ class Requests {
   explicit Requests(Outbox* out) : out_(*out) {}
 
   // Whether the call repeats a request. If so, the call was answered, or waits with the first call.
-  bool Repeated(MemberId member, CallKind kind, const std::string& id, const std::string& what,
-                CallId call);
-  std::shared_ptr<Request> Track(MemberId member, CallKind kind, const std::string& id,
-                                 std::string what, CallId call);
+  bool Repeated(MemberId member, const Asked& what, const std::string& id, CallId call);
+  std::shared_ptr<Request> Track(MemberId member, const Asked& what, const std::string& id,
+                                 CallId call);
   // Answers all calls of the request.
   void Finish(const std::shared_ptr<Request>& request, absl::Status status, ReplyPayload payload);
   // The caller went away: the call is answered with `why`, and its request, which goes on, is

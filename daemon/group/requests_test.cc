@@ -17,12 +17,12 @@ struct Calls {
     }
     return code;
   }
-  bool Repeats(const std::string& id, uint64_t call, const std::string& what = "commit") {
-    return requests.Repeated(member, CallKind::kCommit, id, what, CallId(call));
+  bool Repeats(const std::string& id, uint64_t call, Version version = Version(1)) {
+    return requests.Repeated(member, {CallKind::kCommit, version}, id, CallId(call));
   }
   std::shared_ptr<Request> Track(const std::string& id, uint64_t call,
                                  CallKind kind = CallKind::kCommit) {
-    return requests.Track(member, kind, id, "commit", CallId(call));
+    return requests.Track(member, {kind, Version(1)}, id, CallId(call));
   }
 
   const MemberId member{7};
@@ -50,7 +50,7 @@ TEST_CASE("a repeated call waits with the first call and gets its answer (P3)") 
 TEST_CASE("an id that stands for another request is refused, and a refused id may be used again") {
   Calls c;
   const auto request = c.Track("a", 1);
-  CHECK(c.Repeats("a", 2, "commit of another version"));
+  CHECK(c.Repeats("a", 2, Version(2)));
   CHECK(c.Answer(2) == absl::StatusCode::kInvalidArgument);
   CHECK_FALSE(c.Answer(1).has_value());
   c.requests.Finish(request, absl::FailedPreconditionError("no"), EmptyReply{});

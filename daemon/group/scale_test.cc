@@ -7,18 +7,19 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/group/ack_clock.h"
 #include "daemon/group/catalog.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/group/group_test_util.h"
-#include "daemon/group/stream_ends.h"
+#include "daemon/group/program_on_nodes.h"
+#include "daemon/group/push.h"
 #include "daemon/group/tensor_table.h"
 #include "transport/base/status.h"
 
 namespace refitd {
 namespace {
 
+using coordinator::StreamEnds;
 using group::AckClock;
 using group::Catalog;
 using group::TensorTable;

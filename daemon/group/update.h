@@ -33,19 +33,6 @@ struct GiveUp {
   absl::StatusCode lease_code = absl::StatusCode::kAborted;
 };
 
-// What an update was begun with, and when its phases began and end.
-struct UpdateTerms {
-  TimePoint started;
-  TimePoint data_began;  // when every rank had answered Ready
-  TimePoint data_ended;  // when the last Commit came
-  TimePoint deadline;
-  TimePoint ready_deadline;  // set from Preparing on
-  int64_t total_bytes = 0;
-  std::string note;
-  Verification verification = Verification::kReadback;
-  bool evict_late = false;
-};
-
 // An update that is given up. Set in Draining.
 struct UpdateEnd {
   GiveUp give_up;
@@ -54,7 +41,7 @@ struct UpdateEnd {
   std::vector<CallId> operator_calls;
 };
 
-struct Update : UpdateTerms, UpdateEnd {
+struct Update : UpdateRecord, UpdateEnd {
   // The machines of the group that an update stands on.
   struct Machines {
     const GroupLimits& limits;
@@ -66,19 +53,14 @@ struct Update : UpdateTerms, UpdateEnd {
   };
 
   Update(UpdateId update, Version wanted, const Machines& below)
-      : id(update),
-        version(wanted),
-        participants(update, wanted, below.members, below.out),
-        program(update, wanted, below.limits, below.members, below.slots, &participants, below.out),
+      : UpdateRecord(update, wanted),
+        participants(*this, below.members, below.out),
+        program(this, below.limits, below.members, below.slots, &participants, below.out),
         coverage(&participants, &program),
-        push(update, wanted, below.limits, below.members, below.slots, below.requests,
-             &participants, &coverage, below.log, below.out),
-        readback(update, &participants, below.out) {}
-  Update(const Update&) = delete;
-  Update& operator=(const Update&) = delete;
+        push(this, below.limits, below.members, below.slots, below.requests, &participants,
+             &coverage, below.log, below.out),
+        readback(*this, &participants, below.out) {}
 
-  const UpdateId id;
-  const Version version;
   UpdateState state = UpdateState::kOpening;
   bool data_plane_up = true;  // between the update's nodes
   // Set: the update installs the group's version in late instances.

@@ -37,7 +37,9 @@ struct Parts {
     progress = &push.Join(members.Find(trainer));
     REQUIRE(participants.Assemble([](const Instance&) { return true; }, {trainer}, &kept).ok());
     push.Assemble();
-    participants.Prepare(std::chrono::seconds(10), 0);
+    update.deadline = now + std::chrono::seconds(10);
+    update.verification = Verification::kOff;
+    participants.Prepare();
     for (uint64_t id = 2; id <= 3; ++id) participants.MarkReady(members.Find(MemberId(id)), true);
     Check();
   }
@@ -66,8 +68,8 @@ struct Parts {
     absl::Status status = push.CheckBucket(*progress, e);
     if (status.ok()) status = push.Reserve(e);
     if (!status.ok()) return status.code();
-    push.Take(e, requests.Track(trainer, CallKind::kBucket, "", "bucket", e.call), progress);
-    push.StartParts(Verification::kOff);
+    push.Take(e, requests.Track(trainer, {CallKind::kBucket}, "", e.call), progress);
+    push.StartParts();
     Check();
     return absl::StatusCode::kOk;
   }
@@ -100,12 +102,13 @@ struct Parts {
   Slots slots{limits, &members, &requests, &out};
   BucketLog log;
   std::shared_ptr<const Catalog> kept;
-  UpdateParticipants participants{id, Version(1), &members, &out};
-  UpdateProgram program{id, Version(1), limits, &members, &slots, &participants, &out};
+  UpdateRecord update{id, Version(1)};
+  UpdateParticipants participants{update, &members, &out};
+  UpdateProgram program{&update, limits, &members, &slots, &participants, &out};
   UpdateCoverage coverage{&participants, &program};
-  UpdatePush push{id,        Version(1),    limits,    &members, &slots,
-                  &requests, &participants, &coverage, &log,     &out};
-  UpdateReadback readback{id, &participants, &out};
+  UpdatePush push{&update,       limits,    &members, &slots, &requests,
+                  &participants, &coverage, &log,     &out};
+  UpdateReadback readback{update, &participants, &out};
   TrainerProgress* progress = nullptr;
 };
 
@@ -201,13 +204,13 @@ TEST_CASE("a program is compiled once for the same layouts, compared, and then r
   compiler.CheckInvariants();
   REQUIRE(*compiler.Find(sources, p.participants, &p.program));
   CHECK_FALSE(compiler.busy());
-  p.program.RunIfDue(PartSeq(0), true, Verification::kOff);
+  p.program.RunIfDue(PartSeq(0), true);
   CHECK(p.program.comparing());
   CHECK(p.Count<StartRefit>() == 0);
   CHECK(p.members.Find(p.trainer)->touching == 1);
   REQUIRE(p.program.EndCompare());
   p.program.NoteEqual();
-  p.program.RunIfDue(PartSeq(0), true, Verification::kOff);
+  p.program.RunIfDue(PartSeq(0), true);
   CHECK(p.Count<StartRefit>() == 1);
   CHECK(p.participants.all()[0].written);
   p.program.CheckInvariants();

@@ -9,39 +9,32 @@
 
 namespace refitd::coordinator {
 
-UpdateOnNodes::UpdateOnNodes(const UpdateAssembled& assembled, const GroupSpec& spec,
+UpdateOnNodes::UpdateOnNodes(std::shared_ptr<UpdateRecord> update, const GroupSpec& spec,
                              const Around& around)
-    : parts_(facts_), readback_(facts_), locks_(assembled.update, around.limits.wire) {
-  facts_.id = assembled.update;
-  facts_.version = assembled.version;
-  facts_.verification = assembled.verification;
-  facts_.deadline = around.now + assembled.remaining;
-  facts_.nodes.insert(assembled.nodes.begin(), assembled.nodes.end());
-  if (assembled.program.has_value()) {
-    facts_.catch_up = assembled.program->catch_up;
-    program_.emplace(facts_, *assembled.program);
-  }
-  for (const NodeId node : assembled.nodes) {
+    : shared_(std::move(update)),
+      record_(*shared_),
+      parts_(record_),
+      readback_(record_),
+      locks_(record_.id, around.limits.wire) {
+  if (record_.use.has_value()) program_.emplace(record_);
+  for (const NodeId node : record_.nodes) {
     PeerPrepare& prepare = prepares_[node];
-    prepare.update = assembled.update;
-    prepare.version = assembled.version;
-    prepare.remaining = assembled.remaining;
-    prepare.tensor_count = assembled.tensor_count;
-    prepare.verification = assembled.verification;
+    prepare.update = record_.id;
+    prepare.version = record_.version;
+    prepare.remaining = record_.deadline - around.now;
+    prepare.tensor_count = record_.tensor_count;
+    prepare.verification = record_.verification;
     prepare.trainer_ranks = spec.trainer_ranks;
-    prepare.index = assembled.index;
-  }
-  for (const MemberId member : assembled.destinations) {
-    const NodeId node = around.members.NodeOf(member);
-    PeerPrepare& prepare = prepares_[node];
-    prepare.destinations.push_back(around.members.IdOnNode(member));
-    prepare.layout_digests.push_back(around.layouts.DigestOf(member));
-    facts_.destinations.Add(node);
+    prepare.index = record_.index;
+    for (const uint32_t d : record_.destinations.On(node)) {
+      prepare.destinations.push_back(around.members.IdOnNode(record_.destinations[d]));
+      prepare.layout_digests.push_back(around.layouts.DigestOf(record_.destinations[d]));
+    }
   }
 }
 
 std::optional<TimePoint> UpdateOnNodes::due() const {
-  if (facts_.abandoned) return std::nullopt;
+  if (record_.abandoned) return std::nullopt;
   std::optional<TimePoint> due = locks_.due();
   if (!failed_wire_.has_value()) return due;
   return std::min(due.value_or(failed_wire_->due()), failed_wire_->due());
@@ -64,17 +57,18 @@ void UpdateOnNodes::Announce(const Around& around) {
 
 void UpdateOnNodes::Fail(const std::string& reason, GiveUpClass kind, const Failure& failure,
                          const Around& around) const {
-  if (!facts_.abandoned) around.Feed(FailUpdate{facts_.id, reason, kind, failure});
+  if (!record_.abandoned) around.Feed(FailUpdate{record_.id, reason, kind, failure});
 }
 
 // ---- the group's requests ----
 
 // The locks are asked for while the headers travel, so that the wait for the agreement and the wait
 // for the wire overlap.
-void UpdateOnNodes::Start(const MovePart& move, const Around& around) {
+void UpdateOnNodes::Start(MovePart move, const Around& around) {
   data_began_ = pushed_ = true;
-  if (!parts_.Start(move, around)) return;
-  to_issue_.push_back(move.part);
+  const PartSeq seq = move.part;
+  if (!parts_.Start(std::move(move), around)) return;
+  to_issue_.push_back(seq);
   if (to_issue_.size() == 1 && around.wire_up() && !locks_.asked()) AskLocks(around);
 }
 
@@ -99,10 +93,10 @@ void UpdateOnNodes::ReadBack(const VerifyUpdate& request, const Around& around) 
 }
 
 void UpdateOnNodes::Abandon(const Around& around) {
-  if (std::exchange(facts_.abandoned, true)) return;
+  if (std::exchange(record_.abandoned, true)) return;
   failed_wire_.reset();
   to_issue_.clear();
-  for (const NodeId node : facts_.nodes) around.Send(node, PeerAbandon{facts_.id});
+  for (const NodeId node : record_.nodes) around.Send(node, PeerAbandon{record_.id});
   if (OnWire()) {
     around.Do(WireBroken{});
   } else {
@@ -118,7 +112,7 @@ void UpdateOnNodes::Abandon(const Around& around) {
 
 void UpdateOnNodes::End(const UpdateEnded& ended, const Around& around) {
   around.Send(locks_.GiveBack());
-  std::set<NodeId> nodes = facts_.nodes;
+  std::set<NodeId> nodes = record_.nodes;
   nodes.insert(left_.begin(), left_.end());
   for (const NodeId node : nodes) {
     around.Send(node, PeerUpdateEnded{ended.update, ended.version, ended.outcome, ended.reason,
@@ -132,7 +126,7 @@ void UpdateOnNodes::On(NodeId node, const PeerHeaderAck& r, const Around& around
   parts_.Acknowledged(node, r, around);
 }
 
-void UpdateOnNodes::On(NodeId node, const PeerPartDone& r, const Around& around) {
+void UpdateOnNodes::On(NodeId node, const TransferDone& r, const Around& around) {
   const PartsOnNodes::Ended ended = parts_.ShareEnded(node, r);
   if (ended == PartsOnNodes::Ended::kUnexpected) return;
   if (ended == PartsOnNodes::Ended::kCut) return GoOn(around);
@@ -152,11 +146,11 @@ void UpdateOnNodes::On(NodeId node, const PeerProgramBuilt& r, const Around& aro
   RunIfAgreed(around);
 }
 
-void UpdateOnNodes::On(NodeId node, const PeerCompared& r, const Around& around) {
+void UpdateOnNodes::On(NodeId node, const CompareDone& r, const Around& around) {
   if (program_.has_value()) program_->Compared(node, r, around);
 }
 
-void UpdateOnNodes::On(NodeId node, const PeerRunDone& r, const Around& around) {
+void UpdateOnNodes::On(NodeId node, const RefitDone& r, const Around& around) {
   if (!program_.has_value()) return;
   if (!program_->ShareEnded(node, r, around) ||
       AddEnd(node, r, "the refit", program_->wired(), program_->shares(), around)) {
@@ -180,8 +174,8 @@ void UpdateOnNodes::On(NodeId /*node*/, const PeerWireWanted& /*r*/, const Aroun
 
 std::vector<NodeId> UpdateOnNodes::Ranks() const {
   std::vector<NodeId> ranks;
-  std::set_difference(facts_.nodes.begin(), facts_.nodes.end(), off_wire_.begin(), off_wire_.end(),
-                      std::back_inserter(ranks));
+  std::set_difference(record_.nodes.begin(), record_.nodes.end(), off_wire_.begin(),
+                      off_wire_.end(), std::back_inserter(ranks));
   return ranks;
 }
 
@@ -191,24 +185,24 @@ bool UpdateOnNodes::NeedsWire() const {
 }
 
 bool UpdateOnNodes::KeepOffWire(NodeId node) {
-  return facts_.nodes.contains(node) && off_wire_.insert(node).second;
+  return record_.nodes.contains(node) && off_wire_.insert(node).second;
 }
 
 void UpdateOnNodes::ShowWire(bool up, const Around& around) {
   up = up && !parts_.AnyCut();
-  if (std::exchange(wire_shown_, up) != up) around.Feed(DataPlaneState{facts_.id, up});
+  if (std::exchange(wire_shown_, up) != up) around.Feed(DataPlaneState{record_.id, up});
 }
 
 // Until all shares of cut parts have ended, and their communicator is up, the group starts no part
 // (ShowWire).
 void UpdateOnNodes::GoOn(const Around& around) {
-  if (facts_.abandoned || !parts_.AnyCut() || !parts_.CompleteCut(around)) return;
+  if (record_.abandoned || !parts_.AnyCut() || !parts_.CompleteCut(around)) return;
   if (parts_.AnyCut()) {
     if (!around.wire_up()) return;
     const std::vector<PartSeq> again = parts_.SendAgain(around);
     to_issue_.insert(to_issue_.end(), again.begin(), again.end());
     around.Log(LogLine::kInfo, fmt::format("the update to version {} goes on from part {}",
-                                           facts_.version, again.front()));
+                                           record_.version, again.front()));
   }
   RunIfAgreed(around);
   around.Do(RanksChanged{});
@@ -219,7 +213,7 @@ void UpdateOnNodes::IssueAndYield(const Around& around) {
   if (OnWire()) return;
   // An update that is given up, or whose nodes have not agreed to the next part yet, has no use for
   // the locks.
-  const bool idle = facts_.abandoned || WaitsForAgreement();
+  const bool idle = record_.abandoned || WaitsForAgreement();
   NodeCommands back = locks_.GiveBackIfWanted(idle);
   const bool yielded = !back.empty();
   around.Send(std::move(back));
@@ -229,7 +223,7 @@ void UpdateOnNodes::IssueAndYield(const Around& around) {
 // The wire locks are asked for only when there is something to send: by Start, or here if the
 // communicator came up later or another group had its turn.
 void UpdateOnNodes::Issue(const Around& around) {
-  if (facts_.abandoned || !around.wire_up()) return;
+  if (record_.abandoned || !around.wire_up()) return;
   while (!to_issue_.empty()) {
     const PartSeq seq = to_issue_.front();
     const bool program = program_.has_value() && program_->Is(seq);
@@ -257,7 +251,7 @@ bool UpdateOnNodes::WaitsForAgreement() const {
 }
 
 void UpdateOnNodes::AskLocks(const Around& around) {
-  std::vector<NodeId> order(facts_.nodes.begin(), facts_.nodes.end());
+  std::vector<NodeId> order(record_.nodes.begin(), record_.nodes.end());
   std::sort(order.begin(), order.end(), [&around](NodeId a, NodeId b) {
     return around.nodes.DaemonId(a) < around.nodes.DaemonId(b);
   });
@@ -265,7 +259,7 @@ void UpdateOnNodes::AskLocks(const Around& around) {
 }
 
 void UpdateOnNodes::Tick(const Around& around) {
-  if (facts_.abandoned) return;
+  if (record_.abandoned) return;
   if (failed_wire_.has_value() && around.now >= failed_wire_->due()) {
     if (!DropSuspectOfWire(around)) JudgeWire(around).IgnoreError();
   } else if (const auto due = locks_.due(); due.has_value() && around.now >= *due) {
@@ -279,9 +273,9 @@ void UpdateOnNodes::Tick(const Around& around) {
 template <typename Done>
 bool UpdateOnNodes::AddEnd(NodeId node, const Done& done, const std::string& what, bool wired,
                            Shares* shares, const Around& around) {
-  shares->Add(node, done, facts_.destinations, around);
+  shares->Add(node, done, record_.destinations, around);
   const bool failed = !done.status.ok();
-  if (failed && done.wire_failed && !facts_.abandoned) {
+  if (failed && done.wire_failed && !record_.abandoned) {
     if (!failed_wire_.has_value()) {
       const Duration wait = std::min<Duration>(around.limits.wire / 4, kWaitForReports);
       failed_wire_.emplace(what, around.now + wait);
@@ -304,9 +298,9 @@ bool UpdateOnNodes::DropSuspectOfWire(const Around& around) {
   const std::optional<NodeId> node = failed_wire_->Suspect(
       [&around](NodeId id) { return id == kCoordinatorNode || around.needed(id); });
   if (!node.has_value() || !around.nodes.contains(*node)) return false;
-  const auto& by_node = facts_.destinations.by_node();
+  const auto& by_node = record_.destinations.by_node();
   const bool others = std::any_of(by_node.begin(), by_node.end(), [&](const auto& d) {
-    return d.first != *node && facts_.nodes.contains(d.first);
+    return d.first != *node && record_.nodes.contains(d.first);
   });
   if (!others || !CanGoOnWithout(*node, around)) return false;
   const absl::Status why = failed_wire_->ReportOf(*node);
@@ -334,7 +328,7 @@ void UpdateOnNodes::FailForOthers(const std::string& what, const absl::Status& s
 }
 
 void UpdateOnNodes::RunIfAgreed(const Around& around) {
-  if (!program_.has_value() || (parts_.AnyCut() && !facts_.abandoned)) return;
+  if (!program_.has_value() || (parts_.AnyCut() && !record_.abandoned)) return;
   if (!program_->RunIfAgreed(around)) return;
   if (program_->wired() && !program_->shares()->ended()) to_issue_.push_back(program_->seq());
   readback_.SendIfAsked(around);
@@ -374,12 +368,12 @@ bool UpdateOnNodes::CutShort() {
 
 void UpdateOnNodes::GoOnWithout(NodeId node, const std::string& reason, const Failure& loss,
                                 const Around& around) {
-  if (facts_.abandoned) return;
+  if (record_.abandoned) return;
   if (!CanGoOnWithout(node, around)) return Fail(reason, GiveUpClass::kPeerLost, loss, around);
   failed_wire_.reset();
   if (!CutShort()) return;
   around.Log(LogLine::kWarning, fmt::format("the update to version {} goes on without a daemon: {}",
-                                            facts_.version, reason));
+                                            record_.version, reason));
 }
 
 void UpdateOnNodes::LoseNode(NodeId node, const absl::Status& why, const Around& around) {
@@ -392,16 +386,16 @@ void UpdateOnNodes::LoseNode(NodeId node, const absl::Status& why, const Around&
   }
   readback_.LoseNode(node);
   CompleteIfEnded(around);
-  if (!facts_.abandoned) around.Send(locks_.Forget(node, around.now));
+  if (!record_.abandoned) around.Send(locks_.Forget(node, around.now));
 }
 
 bool UpdateOnNodes::LeaveOut(NodeId node, const Around& around) {
-  if (facts_.abandoned || data_began_ || !Remove(node)) return false;
+  if (record_.abandoned || data_began_ || !Remove(node)) return false;
   left_.insert(node);
-  around.Send(node, PeerAbandon{facts_.id});
+  around.Send(node, PeerAbandon{record_.id});
   if (locks_.asks(node)) {
     around.Send(locks_.Forget(node, around.now));
-    around.Send(node, PeerWireUnlock{facts_.id});
+    around.Send(node, PeerWireUnlock{record_.id});
   }
   if (program_.has_value()) {
     program_->LoseNode(node,
@@ -415,7 +409,7 @@ bool UpdateOnNodes::LeaveOut(NodeId node, const Around& around) {
 
 void UpdateOnNodes::CheckInvariants(const JoinedNodes& nodes) const {
   REFITD_CHECK(announced_ && prepares_.empty());
-  for (const NodeId node : facts_.nodes) REFITD_CHECK(nodes.exists(node) && !left_.contains(node));
+  for (const NodeId node : record_.nodes) REFITD_CHECK(nodes.exists(node) && !left_.contains(node));
   parts_.CheckInvariants();
   if (program_.has_value()) program_->CheckInvariants();
   readback_.CheckInvariants();
@@ -424,7 +418,7 @@ void UpdateOnNodes::CheckInvariants(const JoinedNodes& nodes) const {
   // P7: parts are issued in their order, those that were cut first.
   if (parts_.AnyCut()) REFITD_CHECK(to_issue_.empty() && !wire_shown_);
   REFITD_CHECK(std::is_sorted(to_issue_.begin(), to_issue_.end()));
-  REFITD_CHECK(!facts_.abandoned || (to_issue_.empty() && !failed_wire_.has_value()));
+  REFITD_CHECK(!record_.abandoned || (to_issue_.empty() && !failed_wire_.has_value()));
 }
 
 }  // namespace refitd::coordinator

@@ -13,12 +13,12 @@
 
 #include <deque>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "daemon/group/failed_wire.h"
 #include "daemon/group/on_nodes.h"
 #include "daemon/group/parts_on_nodes.h"
 #include "daemon/group/program_on_nodes.h"
@@ -29,12 +29,11 @@ namespace refitd::coordinator {
 
 class UpdateOnNodes {
  public:
-  UpdateOnNodes(const UpdateAssembled& assembled, const GroupSpec& spec, const Around& around);
-  UpdateOnNodes(const UpdateOnNodes&) = delete;  // its machines read `facts_`
+  UpdateOnNodes(std::shared_ptr<UpdateRecord> update, const GroupSpec& spec, const Around& around);
+  UpdateOnNodes(const UpdateOnNodes&) = delete;
   UpdateOnNodes& operator=(const UpdateOnNodes&) = delete;
 
-  const UpdateFacts& facts() const { return facts_; }
-  const ProgramUse* program() const { return program_.has_value() ? &program_->use() : nullptr; }
+  const UpdateRecord& record() const { return record_; }
   bool data_began() const { return data_began_; }
   std::optional<TimePoint> due() const;
   // The nodes that have not ended their shares of what runs, this daemon's worker excepted.
@@ -47,7 +46,7 @@ class UpdateOnNodes {
   void Announce(const Around& around);
 
   // ---- the group's requests ----
-  void Start(const MovePart& move, const Around& around);
+  void Start(MovePart move, const Around& around);
   void Compare(const StartCompare& compare, const Around& around);
   void Run(StartRefit run, const Around& around);
   void ReadBack(const VerifyUpdate& request, const Around& around);
@@ -58,11 +57,11 @@ class UpdateOnNodes {
 
   // ---- reports of nodes about this update ----
   void On(NodeId node, const PeerHeaderAck& r, const Around& around);
-  void On(NodeId node, const PeerPartDone& r, const Around& around);
+  void On(NodeId node, const TransferDone& r, const Around& around);
   void On(NodeId node, const VerifyDone& r, const Around& around);
   void On(NodeId node, const PeerProgramBuilt& r, const Around& around);
-  void On(NodeId node, const PeerCompared& r, const Around& around);
-  void On(NodeId node, const PeerRunDone& r, const Around& around);
+  void On(NodeId node, const CompareDone& r, const Around& around);
+  void On(NodeId node, const RefitDone& r, const Around& around);
   void On(NodeId node, const PeerWireGranted& r, const Around& around);
   void On(NodeId node, const PeerWireWaits& r, const Around& around);
   void On(NodeId node, const PeerWireWanted& r, const Around& around);
@@ -87,7 +86,7 @@ class UpdateOnNodes {
 
   // ---- nodes that go ----
   // The node is lost. False: it takes no part.
-  bool Remove(NodeId node) { return facts_.nodes.erase(node) > 0; }
+  bool Remove(NodeId node) { return record_.nodes.erase(node) > 0; }
   // A node was removed in the data phase. The loss of a node without trainers costs only the node's
   // own instances: the other nodes get another communicator and go on with the program, and parts
   // that were under way are sent again to those that lack them. The writes that the lost node owed
@@ -135,7 +134,8 @@ class UpdateOnNodes {
   // Runs the program again, or answers the group for it or for the read-back, if all have ended.
   void CompleteIfEnded(const Around& around);
 
-  UpdateFacts facts_;
+  const std::shared_ptr<UpdateRecord> shared_;
+  UpdateRecord& record_;
   // Nodes that were sent the update and have no member left in it: they are sent only its end.
   std::set<NodeId> left_;
   std::map<NodeId, PeerPrepare> prepares_;  // until Announce

@@ -6,7 +6,6 @@
 #include <memory>
 #include <utility>
 
-#include "daemon/group/last_run.h"
 #include "daemon/group/left_out.h"
 #include "transport/base/status.h"
 
@@ -60,19 +59,20 @@ class OverNodes {
     members.Attach(kRankOfB, {kB, MemberId(1), true, true});
     members.Attach(kRankOfC, {kC, MemberId(1), true, true});
     Connect();
-    UpdateAssembled assembled;
-    assembled.update = kUpdate;
-    assembled.version = Version(3);
-    assembled.remaining = std::chrono::seconds(60);
-    assembled.verification = Verification::kReadback;
-    assembled.nodes = {kSelf, kB, kC};
-    assembled.destinations = {kRankOfB, kRankOfC};
-    if (with_program) {
-      assembled.program = ProgramUse{ProgramId(9), Plan(), assembled.nodes, {kTrainer}, false};
-    }
-    update.emplace(assembled, GroupSpec(), Around());
+    update.emplace(Record(kUpdate, with_program), GroupSpec(), Around());
     update->Announce(Around());
     Check();
+  }
+  std::shared_ptr<UpdateRecord> Record(UpdateId id, bool with_program) const {
+    auto record = std::make_shared<UpdateRecord>(id, Version(3));
+    record->deadline = now + std::chrono::seconds(60);
+    record->nodes = {kSelf, kB, kC};
+    record->destinations.Add(kB, kRankOfB);
+    record->destinations.Add(kC, kRankOfC);
+    if (with_program) {
+      record->use = ProgramUse{ProgramId(9), Plan(), {kSelf, kB, kC}, {kTrainer}, false};
+    }
+    return record;
   }
   coordinator::Around Around() {
     return {.now = now,
@@ -107,7 +107,7 @@ class OverNodes {
     move.content = std::move(content);
     move.touched = {0, 1};
     move.verification = Verification::kReadback;
-    update->Start(move, Around());
+    update->Start(std::move(move), Around());
     Check();
   }
   template <typename Report>
@@ -128,7 +128,7 @@ class OverNodes {
     Check();
   }
   void End(NodeId node, int64_t bytes, absl::Status status = absl::OkStatus()) {
-    PeerPartDone done;
+    TransferDone done;
     done.update = kUpdate;
     done.part = kPart;
     done.status = std::move(status);
@@ -291,9 +291,9 @@ TEST_CASE("P5: a program runs when all nodes have built it and agree about its s
   o.update->Run(RunIt(), o.Around());
   o.Tell(kSelf, BuiltWith(4, {{1, 7, 0}, {2, 8, 0}}));
   o.Tell(kB, BuiltWith(4, {{0, 0, 7}}));
-  CHECK(Find<PeerRun>(o.steps).empty());
+  CHECK(Find<StartRefit>(o.steps).empty());
   o.Tell(kC, BuiltWith(4, {{0, 0, 8}}));
-  CHECK(Find<PeerRun>(o.steps).size() == 3);
+  CHECK(Find<StartRefit>(o.steps).size() == 3);
   CHECK(Find<FailUpdate>(o.steps).empty());
 }
 
@@ -303,7 +303,7 @@ TEST_CASE("P5: a program whose streams two nodes derived differently never runs"
   o.Tell(kSelf, BuiltWith(4, {{1, 7, 0}}));
   o.Tell(kB, BuiltWith(4, {{0, 0, 6}}));
   o.Tell(kC, BuiltWith(4));
-  CHECK(Find<PeerRun>(o.steps).empty());
+  CHECK(Find<StartRefit>(o.steps).empty());
   REQUIRE(Find<FailUpdate>(o.steps).size() == 1);
   CHECK(Find<FailUpdate>(o.steps)[0]->reason ==
         "daemon a and daemon b do not agree about what the program sends between them");
@@ -314,12 +314,7 @@ TEST_CASE("the second update with the same program sends no plan") {
   OverNodes o(true);
   CHECK(Find<PeerProgram>(o.steps)[1]->whole != nullptr);
   o.steps.clear();
-  UpdateAssembled next;
-  next.update = UpdateId(6);
-  next.nodes = {kSelf, kB, kC};
-  next.destinations = {kRankOfB, kRankOfC};
-  next.program = ProgramUse{ProgramId(9), Plan(), next.nodes, {kTrainer}, false};
-  o.update.emplace(next, GroupSpec(), o.Around());
+  o.update.emplace(o.Record(UpdateId(6), true), GroupSpec(), o.Around());
   o.update->Announce(o.Around());
   CHECK(Find<PeerProgram>(o.steps)[1]->whole == nullptr);
 }
@@ -330,7 +325,7 @@ TEST_CASE("a program goes on from the first round that a remaining node lacks") 
   BuildAll(&o);
   o.Lose(kC);
   o.steps.clear();
-  PeerRunDone done;
+  RefitDone done;
   done.update = kUpdate;
   done.status = absl::UnavailableError("cut");
   done.wire_failed = true;
@@ -338,7 +333,7 @@ TEST_CASE("a program goes on from the first round that a remaining node lacks") 
   o.Tell(kSelf, done);
   done.lacks = 2;
   o.Tell(kB, done);
-  const auto runs = Find<PeerRun>(o.steps);
+  const auto runs = Find<StartRefit>(o.steps);
   REQUIRE(runs.size() == 2);
   CHECK(runs[0]->attempt == 1);
   CHECK(runs[0]->resume == 2);
@@ -349,7 +344,7 @@ TEST_CASE("P1: a program whose receiver got other bytes than were sent fails") {
   OverNodes o(true);
   o.update->Run(RunIt(), o.Around());
   BuildAll(&o);
-  PeerRunDone done;
+  RefitDone done;
   done.update = kUpdate;
   done.streams = {{1, 70, 0}};
   o.Tell(kSelf, done);
@@ -367,10 +362,10 @@ TEST_CASE("P1: a program whose receiver got other bytes than were sent fails") {
 TEST_CASE("a read-back that comes before the program was sent waits for it") {
   OverNodes o(true);
   o.update->ReadBack({kUpdate, {}}, o.Around());
-  CHECK(Find<PeerVerify>(o.steps).empty());
+  CHECK(Find<VerifyUpdate>(o.steps).empty());
   o.update->Run(RunIt(), o.Around());
   BuildAll(&o);
-  CHECK(Find<PeerVerify>(o.steps).size() == 2);
+  CHECK(Find<VerifyUpdate>(o.steps).size() == 2);
 }
 
 TEST_CASE("a read-back has one result, in the group's numbers") {
@@ -389,7 +384,7 @@ TEST_CASE("a read-back has one result, in the group's numbers") {
 TEST_CASE("a read-back of which nothing is left is done at once") {
   OverNodes o;
   o.update->ReadBack({kUpdate, {true, true}}, o.Around());
-  CHECK(Find<PeerVerify>(o.steps).empty());
+  CHECK(Find<VerifyUpdate>(o.steps).empty());
   CHECK(Find<VerifyDone>(o.steps).size() == 1);
 }
 
@@ -442,23 +437,50 @@ TEST_CASE("status shows what each node sent in the last run, the most bytes firs
   CHECK(other.bytes_received == 0);
 }
 
-TEST_CASE("nodes that share an instance are left out together") {
-  OverNodes o;
+// An instance over nodes b and c, and another that is on b alone.
+GroupView Sharing(OverNodes* o) {
+  const MemberId other(40);
+  o->members.Attach(other, {kB, MemberId(2), true, true});
   GroupView view;
-  for (const MemberId id : {kRankOfB, kRankOfC}) {
+  for (const MemberId id : {kRankOfB, kRankOfC, other}) {
     MemberView& member = view.members.emplace_back();
     member.id = id;
     member.engine = true;
-    member.instance = "one";
+    member.instance = id == other ? "on b" : "over both";
   }
-  InstanceView& instance = view.instances.emplace_back();
-  instance.name = "one";
-  instance.preparing = true;
-  const NodeSharing sharing(view, o.Around());
-  CHECK(sharing.FirstOf({kC}) == std::set{kB});
-  CHECK(sharing.AllOf({kB}) == std::set{kB, kC});
-  CHECK_FALSE(sharing.LeavesInstance({kC}));
-  CHECK(sharing.LeavesInstance({kSelf}));
+  for (const char* const name : {"on b", "over both"}) {
+    InstanceView& instance = view.instances.emplace_back();
+    instance.name = name;
+    instance.preparing = true;
+  }
+  return view;
+}
+
+TEST_CASE("an instance is left out with any of its nodes, and another on one of them is not") {
+  OverNodes o;
+  const CommunicatorSearch::Instances instances = DispensableOfInstances(Sharing(&o), o.Around());
+  CHECK(instances == CommunicatorSearch::Instances{{kB}, {kB, kC}});
+  CHECK(AnyWithout({kC}, instances));
+  CHECK_FALSE(AnyWithout({kB}, instances));
+}
+
+TEST_CASE(
+    "an instance waited for catch-ups where another shared its node and had one on a slow one") {
+  OverNodes o;
+  const GroupView view = Sharing(&o);
+  LeftOut left_out{std::chrono::seconds(1)};
+  constexpr int64_t kBytes = 50'000'000;
+  left_out.Judge({true,
+                  {{kSelf, kB, kBytes, std::chrono::milliseconds(500)},
+                   {kSelf, kC, kBytes, std::chrono::milliseconds(2000)}},
+                  {}},
+                 *o.update, o.Around());
+  REQUIRE(left_out.any_slow());
+  left_out.LeaveOutSlow(view, &*o.update, o.Around());
+  REQUIRE(Find<KeepNodesOut>(o.steps).size() == 1);
+  const std::map<NodeId, std::string>& left = Find<KeepNodesOut>(o.steps)[0]->nodes;
+  CHECK(left.size() == 1);
+  CHECK(left.contains(kC));
 }
 
 TEST_CASE("a communicator that fails and names nobody leaves some nodes out of this update only") {

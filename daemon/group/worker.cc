@@ -21,7 +21,7 @@ absl::Status Differs(const TensorSpec& tensor, const std::string& who, DType dty
 
 // Root: not OK: how the header differs from the trainer's bucket, which is null if it is gone.
 absl::Status AgreesWithBucket(const PeerHeader& command, const CheckedBucket* bucket) {
-  const PartContent& content = *command.header.content;
+  const PartContent& content = *command.content;
   if (bucket == nullptr) return Precondition("the trainer's bucket is gone");
   if (command.bucket_ranges.size() != content.ranges.size()) {
     return Precondition("{} ranges of the bucket, but the header has {}",
@@ -60,8 +60,7 @@ absl::Status AgreesWithBucket(const PeerHeader& command, const CheckedBucket* bu
 // `agreed`, or that the digest differs.
 absl::Status Acknowledge(const PeerHeader& command, const absl::Status& agreed,
                          const worker::Output& out) {
-  PeerHeaderAck ack{command.header.update, command.header.part, HeaderDigest(command.header),
-                    Message(agreed)};
+  PeerHeaderAck ack{command.update, command.part, HeaderDigest(command), Message(agreed)};
   ack.mismatch_tensor = FailureOf(agreed).tensor;
   const bool same = ack.digest == command.digest;
   out.reports->push_back(std::move(ack));
@@ -83,9 +82,9 @@ bool worker::Update::on_wire() const {
 }
 
 absl::Status worker::Update::MayComeAgain(const PeerHeader& command) const {
-  const auto before = handouts.find(command.header.part);
-  if (before == handouts.end()) return Precondition("the part was not announced here before");
-  if (HeaderDigest(before->second.header) != HeaderDigest(command.header)) {
+  const auto before = ended.find(command.part);
+  if (before == ended.end()) return Precondition("the part was not announced here before");
+  if (HeaderDigest(before->second.header) != HeaderDigest(command)) {
     return Precondition("the part was announced with another header before");
   }
   // A root must hold the part, and another node must not.
@@ -130,12 +129,9 @@ Worker::Update* Worker::FindLocal(UpdateId local) {
 void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out) {
   if (updates_.contains(command.update)) return;
   Update update;
-  update.id = command.update;
+  static_cast<PeerPrepare&>(update) = command;
   update.local = callbacks_.next_update();
-  update.version = command.version;
-  update.verification = command.verification;
   update.deadline = now + command.remaining;
-  update.destinations = command.destinations;
   update.index = index_.Prepare(command, out);
   updates_.emplace(command.update, std::move(update));
 }
@@ -143,13 +139,13 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
 void Worker::Handle(const PeerUpdateEnded& command, TimePoint, const Output& out) {
   Update* update = Find(command.update);
   if (update == nullptr) return;
-  update->ended = true;
+  update->over = true;
   DropIfOver(command.update, out);
 }
 
 void Worker::DropIfOver(UpdateId id, const Output& out) {
   Update* update = Find(id);
-  if (update == nullptr || !update->ended || update->running()) return;
+  if (update == nullptr || !update->over || update->running()) return;
   update->earlier_locals.push_back(update->local);
   for (const UpdateId local : update->earlier_locals) {
     UpdateEnded ended;
@@ -167,13 +163,13 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
 // Not OK: the first tensor of the header that differs from what this daemon knows by itself (P5).
 absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) const {
   // The group cut the part from this daemon's bucket, and no other daemon takes part.
-  const bool own = command.header.content->bucket == callbacks_.bucket(command.bucket_call);
+  const bool own = command.content->bucket == callbacks_.bucket(command.bucket_call);
   if (own && !command.wired) return absl::OkStatus();
   if (command.is_root) {
     const auto bucket = callbacks_.bucket(command.bucket_call);
     REFITD_RETURN_IF_ERROR(AgreesWithBucket(command, bucket.get()));
   }
-  const PartContent& content = *command.header.content;
+  const PartContent& content = *command.content;
   for (size_t i = 0; i < content.ranges.size(); ++i) {
     const TensorSpec& tensor = content.tensor(i);
     const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
@@ -195,19 +191,14 @@ std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& sk
 }
 
 void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
-  const BucketHeader& header = command.header;
-  Update* update = Find(header.update);
+  Update* update = Find(command.update);
   if (update == nullptr) {
     const absl::Status unknown = Precondition("this daemon was not told of the update");
     if (command.wired) Acknowledge(command, unknown, out).IgnoreError();
-    PeerPartDone done;
-    done.update = header.update;
-    done.part = header.part;
-    done.status = unknown;
-    out.reports->push_back(std::move(done));
+    out.reports->push_back(TransferDone{command.update, command.part, unknown, {}});
     return;
   }
-  if (update->parts.contains(header.part)) {
+  if (update->parts.contains(command.part)) {
     Acknowledge(command, Precondition("this daemon's share of the part has not ended"), out)
         .IgnoreError();
     return;
@@ -220,14 +211,11 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
 
 void Worker::Announce(Update* update, const PeerHeader& command, const absl::Status& agreed,
                       const Output& out) {
-  const PartSeq seq = command.header.part;
+  const PartSeq seq = command.part;
   update->cut.erase(seq);
-  // Parts that nobody is handed, and that are never sent again, are not kept.
-  const bool kept = command.wired || !command.readers.empty();
-  if (kept && !command.again) update->handouts[seq] = {command.header, command.readers, false, {}};
   Part& part = update->parts[seq];
   part.header = command;
-  part.result.update = command.header.update;
+  part.result.update = command.update;
   part.result.part = seq;
   part.result.bytes_written.resize(update->destinations.size());
   if (!agreed.ok()) {
@@ -236,7 +224,7 @@ void Worker::Announce(Update* update, const PeerHeader& command, const absl::Sta
     Finish(update, seq, absl::CancelledError("the update was given up"), out);
   } else if (command.is_root && command.again) {
     part.transferred = true;
-    part.result.digests = update->handouts.at(seq).digests;
+    part.result.digests = update->ended.at(seq).result.digests;
   } else if (command.is_root) {
     Transfer(update, &part, out);
   }
@@ -244,7 +232,7 @@ void Worker::Announce(Update* update, const PeerHeader& command, const absl::Sta
 
 // Root: the header's content as a part of the trainer's bucket, which has the bytes.
 std::shared_ptr<const PartContent> Worker::OfOwnBucket(const PeerHeader& command) const {
-  const std::shared_ptr<const PartContent>& content = command.header.content;
+  const std::shared_ptr<const PartContent>& content = command.content;
   std::shared_ptr<const CheckedBucket> bucket = callbacks_.bucket(command.bucket_call);
   REFITD_CHECK(bucket != nullptr);  // Disagreement
   if (content->bucket == bucket) return content;
@@ -256,27 +244,22 @@ std::shared_ptr<const PartContent> Worker::OfOwnBucket(const PeerHeader& command
 // Root: moves the bucket to slots and engines. Other nodes: moves the received slot to engines, and
 // to the slots of loader ranks on other devices.
 void Worker::Transfer(Update* update, Part* part, const Output& out) {
-  const PeerHeader& command = part->header;
-  const BucketHeader& header = command.header;
+  const PeerHeader& header = part->header;
   StartTransfer start;
-  start.skip_destination = Skip(*update, command.skip);
+  start.skip_destination = Skip(*update, header.skip);
   start.verification = header.verification;
   start.want_source_digests =
-      command.digests || (command.wired && header.verification != Verification::kOff);
-  std::copy_if(command.readers.begin(), command.readers.end(), std::back_inserter(start.readers),
+      header.digests || (header.wired && header.verification != Verification::kOff);
+  std::copy_if(header.readers.begin(), header.readers.end(), std::back_inserter(start.readers),
                callbacks_.attached);
-  const bool fills = command.is_root && command.fill_slot && !header.leased;
+  const bool fills = header.is_root && header.fill_slot && !header.leased;
   const bool touches = update->Touches(*header.content, start.skip_destination);
   // A leased slot may lie on another device than the slot that the wire sends.
   const bool moves =
-      fills || !start.readers.empty() || (command.is_root && command.wired && header.leased);
+      fills || !start.readers.empty() || (header.is_root && header.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
-    part->transferred = true;
-    if (const auto handout = update->handouts.find(header.part);
-        handout != update->handouts.end()) {
-      handout->second.held = true;
-    }
-    if (!command.is_root || !command.wired) Finish(update, header.part, absl::OkStatus(), out);
+    part->transferred = part->held = true;
+    if (!header.is_root || !header.wired) Finish(update, header.part, absl::OkStatus(), out);
     return;
   }
   start.update = update->local;
@@ -285,14 +268,14 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.group_seq = header.group_seq;
   start.index = update->index;
   start.destinations = update->destinations;
-  if (command.is_root) {
-    start.wired = command.wired;
-    start.bucket_call = command.bucket_call;
-    start.trainer = command.trainer;
-    start.content = OfOwnBucket(command);
+  if (header.is_root) {
+    start.wired = header.wired;
+    start.bucket_call = header.bucket_call;
+    start.trainer = header.trainer;
+    start.content = OfOwnBucket(header);
     if (header.leased) start.source_slot = header.slot;
     if (fills) start.fill_slot = header.slot;
-    if (!command.wired) start.broadcast = command.broadcast;
+    if (!header.wired) start.broadcast = header.broadcast;
   } else {
     start.content = header.content;
     start.source_slot = header.slot;
@@ -309,18 +292,12 @@ void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   Part& part = it->second;
   part.transferring = false;
   part.transferred = true;
-  part.result.bytes_written = done.bytes_written;
+  part.held = done.status.ok();
+  part.result = done;
+  part.result.update = update->id();
   part.result.bytes_written.resize(update->destinations.size());
-  part.result.failed_destination = done.failed_destination;
-  part.result.digests = done.source_digests;
-  part.result.broadcast = done.broadcast;
-  const auto handout = update->handouts.find(done.part);
-  if (done.status.ok() && handout != update->handouts.end()) {
-    handout->second.held = true;
-    if (part.header.is_root) handout->second.digests = done.source_digests;
-  }
   const bool to_send = done.status.ok() && part.header.is_root && part.header.wired;
-  const UpdateId id = update->id;
+  const UpdateId id = update->id();
   if (!to_send) {
     Finish(update, done.part, done.status, out);
   } else if (update->abandoned) {
@@ -334,10 +311,17 @@ void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
 
 void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, const Output& out) {
   const auto it = update->parts.find(seq);
-  it->second.result.status = status;
-  if (it->second.result.wire_failed && !it->second.header.is_root) update->cut.insert(seq);
-  out.reports->push_back(std::move(it->second.result));
+  Part part = std::move(it->second);
   update->parts.erase(it);
+  part.result.status = status;
+  if (part.result.wire_failed && !part.header.is_root) update->cut.insert(seq);
+  out.reports->push_back(part.result);
+  // What was known of a part that comes again stays, but for the fact that it is stored now.
+  if (part.header.again) {
+    if (part.held) update->ended.at(seq).held = true;
+  } else if (part.kept()) {
+    update->ended.insert_or_assign(seq, std::move(part));
+  }
   std::erase(update->to_wire, seq);
   VerifyIfWritten(update, out);
 }
@@ -376,8 +360,8 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     StartWire start;
     start.communicator = part.header.communicator;
     start.seq = part.header.wire_seq;
-    start.slot = *part.header.header.slot;
-    start.bytes = part.header.header.content->bytes;
+    start.slot = *part.header.slot;
+    start.bytes = part.header.content->bytes;
     start.ranks = part.header.ranks;
     start.rank = static_cast<uint32_t>(wire_.rank());
     start.size = wire_.size();
@@ -458,7 +442,7 @@ void Worker::GiveWireBackIfQuiet(const Output& out) {
 
 // ---- verification ----
 
-void Worker::Handle(const PeerVerify& command, TimePoint, const Output& out) {
+void Worker::Handle(const VerifyUpdate& command, TimePoint, const Output& out) {
   Update* update = Find(command.update);
   if (update == nullptr) {
     VerifyDone verified;
@@ -475,7 +459,7 @@ void Worker::VerifyIfWritten(Update* update, const Output& out) {
   if (!update->to_verify.has_value() || !update->parts.empty()) return;
   if (!update->cut.empty() && !update->abandoned) return;
   if (update->job.has_value() && update->job->run.has_value() && !update->job->done) return;
-  const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
+  const VerifyUpdate command = *std::exchange(update->to_verify, std::nullopt);
   VerifyDone verified;
   verified.update = command.update;
   // After a run that was cut, more must be stored before the destinations count as whole.
@@ -506,8 +490,8 @@ void Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
   if (update == nullptr) return;
   update->verifying = false;
   out.reports->push_back(
-      VerifyDone{update->id, done.status, done.failed_destinations, done.content});
-  DropIfOver(update->id, out);
+      VerifyDone{update->id(), done.status, done.failed_destinations, done.content});
+  DropIfOver(update->id(), out);
 }
 
 // ---- giving up ----
@@ -551,14 +535,13 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartS
   if (it == updates_.end()) {
     return absl::FailedPreconditionError("this daemon was not told of the update");
   }
-  const auto handout = it->second.handouts.find(part);
-  if (handout == it->second.handouts.end() || !handout->second.header.slot.has_value()) {
+  const auto known = it->second.ended.find(part);
+  if (known == it->second.ended.end() || !known->second.header.slot.has_value()) {
     return Error(absl::StatusCode::kFailedPrecondition, "part {}: no slot of it is known here",
                  part);
   }
-  const BucketHeader& header = handout->second.header;
-  const std::vector<MemberId>& readers = handout->second.readers;
-  if (std::find(readers.begin(), readers.end(), member) == readers.end()) {
+  const PeerHeader& header = known->second.header;
+  if (std::find(header.readers.begin(), header.readers.end(), member) == header.readers.end()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "part {}: its header did not say that the rank is handed it", part);
   }

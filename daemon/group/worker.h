@@ -42,7 +42,7 @@ struct Round {
   bool out = false;  // handed to the wire
   bool on_wire = false;
   bool unpacking = false;
-  bool ended = false;
+  bool over = false;
   bool unpacked = false;  // something was stored
 };
 // One update's program on this daemon.
@@ -56,7 +56,7 @@ struct Job {
   enum class Witness : uint8_t { kNone, kDue, kBefore, kRun, kAfter, kDone };
   Witness witness = Witness::kNone;
   ReplicaFraction part;  // the share of the replicas that is, or was, compared
-  std::optional<PeerRun> run;
+  std::optional<StartRefit> run;
   bool issued = false;
   bool local_begun = false;
   bool local_running = false;
@@ -64,10 +64,10 @@ struct Job {
   std::map<int64_t, Round> rounds;  // begun and not ended
   // The program failed or was given up: no new step is started.
   bool stopped = false;
-  bool done = false;  // PeerRunDone was sent
+  bool done = false;  // RefitDone was sent
   // A move failed, or rounds ended out of order: the program can't go on from a round.
   bool broken = false;
-  PeerRunDone result;
+  RefitDone result;
   // Nodes that left before the run began, its first round, and what earlier attempts have stored.
   NodeProgram::Course course;
   // Rounds before this one were packed, in this attempt or in an earlier attempt that it continues.
@@ -83,11 +83,11 @@ struct Job {
   bool running() const;
   bool on_wire() const;
   // P1: a run that went on after a round that this node lacks would leave a gap.
-  absl::Status CheckResume(const PeerRun& command) const;
+  absl::Status CheckResume(const StartRefit& command) const;
   // Keeps what was stored, and the digests of it and of what was sent: both ends count each step of
   // a stream once (P1). A step that is sent again is read again, so if its source has changed, its
   // receivers' digests differ from what counted for the source.
-  void Resume(const PeerRun& command);
+  void Resume(const StartRefit& command);
   absl::Status CheckSlots() const;
   // The wire's counts begin when the communicator is opened, and parts may have been pushed over it
   // since. So the first round of a run only says from where to count.
@@ -98,44 +98,37 @@ struct Job {
   void NoteHeldSteps();
   void CheckInvariants() const;
 };
-// A part that was not reported yet.
+// A part of a bucket, and how far this daemon's share of it is.
 struct Part {
   PeerHeader header;
   bool issued = false;
   bool transferring = false;
   bool transferred = false;  // root: packed; other nodes: unpacked
   bool on_wire = false;
-  PeerPartDone result;
+  bool held = false;    // root: its slot is packed; other nodes: they have stored the part
+  TransferDone result;  // with the ids and destinations of the coordinator's PeerPrepare
 
   bool running() const { return transferring || on_wire; }
-};
-// The header of a part that crosses the wire or is handed to loader ranks, and these ranks.
-struct Handout {
-  BucketHeader header;
-  std::vector<MemberId> readers;
-  bool held = false;  // root: its slot is packed; other nodes: they have stored the part
-  std::vector<uint64_t> digests;  // root, once it holds the part: of the trainer's bytes
+  // Whether the part is handed to ranks, or may be sent again, after it was reported.
+  bool kept() const { return header.wired || !header.readers.empty(); }
 };
 // One update that this daemon takes part in.
-struct Update {
-  UpdateId id;
+struct Update : PeerPrepare {
+  UpdateId id() const { return update; }
   UpdateId local;
   // Earlier ids, of runs after which the program was begun anew because a node was lost.
   std::vector<UpdateId> earlier_locals;
-  Version version;
-  Verification verification = Verification::kOff;
   TimePoint deadline;
-  std::vector<MemberId> destinations;
-  std::shared_ptr<const DestinationIndex> index;
   std::map<PartSeq, Part> parts;  // the parts that were not reported yet
-  std::map<PartSeq, Handout> handouts;
+  // Those that were, and are kept; also of parts that came again since.
+  std::map<PartSeq, Part> ended;
   std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
   // Parts that this daemon has not stored because the wire failed. If the update goes on, they
   // are announced again.
   std::set<PartSeq> cut;
   bool abandoned = false;
-  bool ended = false;
-  std::optional<PeerVerify> to_verify;  // set until no part is left
+  bool over = false;
+  std::optional<VerifyUpdate> to_verify;  // set until no part is left
   bool verifying = false;
   std::optional<Job> job;
 
@@ -212,10 +205,10 @@ class Worker {
   void Handle(const PeerPrepare& command, TimePoint now, const Output& out);
   void Handle(const PeerHeader& command, TimePoint now, const Output& out);
   void Handle(const PeerIssue& command, TimePoint now, const Output& out);
-  void Handle(const PeerVerify& command, TimePoint now, const Output& out);
+  void Handle(const VerifyUpdate& command, TimePoint now, const Output& out);
   void Handle(const PeerProgram& command, TimePoint now, const Output& out);
-  void Handle(const PeerCompare& command, TimePoint now, const Output& out);
-  void Handle(const PeerRun& command, TimePoint now, const Output& out);
+  void Handle(const StartCompare& command, TimePoint now, const Output& out);
+  void Handle(const StartRefit& command, TimePoint now, const Output& out);
   void Handle(const PeerAbandon& command, TimePoint now, const Output& out);
   void Handle(const PeerUpdateEnded& command, TimePoint now, const Output& out);
   void Handle(const CloseCommunicator& command, TimePoint now, const Output& out);
@@ -297,7 +290,7 @@ class Worker {
   void Build(const Update& update, const Output& out);
   void CancelBuildIfUnwanted();
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
-  void BeginRun(Update* update, const PeerRun& command);
+  void BeginRun(Update* update, const StartRefit& command);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);

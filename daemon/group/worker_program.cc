@@ -164,7 +164,7 @@ absl::Status Worker::Bind(const Update& update, std::shared_ptr<const NodeProgra
 
 void Worker::Build(const Update& update, const Output& out) {
   const Job& job = *update.job;
-  program_->building_for = update.id;
+  program_->building_for = update.id();
   BuildProgram build;
   build.program = program_->id;
   build.build = program_->building = next_build_++;
@@ -219,7 +219,7 @@ void Worker::ReportBuilt(Update* update, const absl::Status& status, const Outpu
   Job& job = *update->job;
   job.reported = true;
   PeerProgramBuilt built;
-  built.update = update->id;
+  built.update = update->id();
   built.status = status;
   if (status.ok()) {
     const NodeProgram& program = *job.bound->program;
@@ -234,12 +234,12 @@ void Worker::ReportBuilt(Update* update, const absl::Status& status, const Outpu
 
 // ---- comparing ----
 
-void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
+void Worker::Handle(const StartCompare& command, TimePoint, const Output& out) {
   Update* update = Find(command.update);
   if (update == nullptr || !update->job.has_value() || update->job->bound == nullptr ||
       update->job->comparing || update->abandoned) {
     const bool given_up = update != nullptr && update->abandoned;
-    out.reports->push_back(PeerCompared{
+    out.reports->push_back(CompareDone{
         command.update,
         given_up ? GivenUp() : absl::FailedPreconditionError("the program is not built here"),
         {}});
@@ -252,14 +252,14 @@ void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
 
 // ---- running ----
 
-void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
+void Worker::Handle(const StartRefit& command, TimePoint now, const Output& out) {
   Update* update = Find(command.update);
   const bool ran = update != nullptr && update->job.has_value() && update->job->run.has_value();
   // The command of an attempt that began already, or that comes before this attempt has ended,
   // changes nothing.
   if (ran && (command.attempt <= update->job->run->attempt || !update->job->done)) return;
   if (update == nullptr || !update->job.has_value() || update->job->bound == nullptr) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = command.update;
     done.attempt = command.attempt;
     done.status = absl::FailedPreconditionError("the program is not built here");
@@ -280,7 +280,7 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   AdvanceRun(update, now, out);
 }
 
-absl::Status worker::Job::CheckResume(const PeerRun& command) const {
+absl::Status worker::Job::CheckResume(const StartRefit& command) const {
   if (!command.resume.has_value()) return absl::OkStatus();
   const int64_t lacks = run.has_value() ? bound->program->FirstLacking(course) : 0;
   if (!broken && *command.resume >= 0 && *command.resume <= lacks) return absl::OkStatus();
@@ -289,21 +289,21 @@ absl::Status worker::Job::CheckResume(const PeerRun& command) const {
                *command.resume, lacks, broken ? ", and its moves failed" : "");
 }
 
-void worker::Job::Resume(const PeerRun& command) {
+void worker::Job::Resume(const StartRefit& command) {
   issued = stopped = done = false;
   rounds.clear();
   first_round = *command.resume;
   uses.clear();
   course.gone.clear();
   course.first = *command.resume;
-  PeerRunDone next;
+  RefitDone next;
   next.bytes_written = std::move(result.bytes_written);
   result = std::move(next);
 }
 
 // A run after the first goes on from a round, or begins anew. Then the executor gets another id of
 // the update, so that the digests that it keeps for the read-back are those of this run alone (P1).
-void Worker::BeginRun(Update* update, const PeerRun& command) {
+void Worker::BeginRun(Update* update, const StartRefit& command) {
   Job& job = *update->job;
   if (job.run.has_value()) {
     REFITD_CHECK(job.done && !job.running() && !update->verifying);
@@ -323,7 +323,7 @@ void Worker::BeginRun(Update* update, const PeerRun& command) {
   }
   if (job.witness != Job::Witness::kNone) job.witness = Job::Witness::kDue;
   job.run = command;
-  job.result.update = update->id;
+  job.result.update = update->id();
   job.result.attempt = command.attempt;
   job.result.bytes_written.resize(update->destinations.size());
   for (const uint32_t rank : command.ranks) job.course.gone.push_back(rank == kNoRank);
@@ -351,7 +351,7 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
     }
   }
   do {
-    while (!job.rounds.empty() && job.rounds.begin()->second.ended) {
+    while (!job.rounds.empty() && job.rounds.begin()->second.over) {
       job.rounds.erase(job.rounds.begin());
       ++job.first_round;
     }
@@ -362,7 +362,7 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
       if (job.stopped || !job.issued || !update->to_wire.empty() || !round.packed) break;
       if (!round.out) StartRoundOnWire(update, number, now, out);
     }
-  } while (!job.rounds.empty() && job.rounds.begin()->second.ended);
+  } while (!job.rounds.empty() && job.rounds.begin()->second.over);
   EndRunIfQuiet(update, out);
 }
 
@@ -408,7 +408,7 @@ void Worker::BeginRounds(Update* update, const Output& out) {
 
 void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out) {
   Job& job = *update->job;
-  const PeerRun& run = *job.run;
+  const StartRefit& run = *job.run;
   Round& round = job.rounds.at(number);
   StartExchange start;
   start.communicator = run.communicator;
@@ -420,7 +420,7 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
   }
   round.out = true;
   if (start.legs.empty()) {
-    round.ended = true;
+    round.over = true;
     return;
   }
   if (wire_.communicator() != run.communicator) {
@@ -464,13 +464,13 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
   Update* update = FindLocal(done.update);
   if (update == nullptr || !update->job.has_value()) return;
   Job& job = *update->job;
-  const UpdateId id = update->id;
+  const UpdateId id = update->id();
   if (done.step == MoveStep::kCompare) {
     if (!job.comparing) return;
     job.comparing = false;
     if (done.witness) job.witness = Job::Witness::kDue;
     out.reports->push_back(
-        PeerCompared{id, update->abandoned ? GivenUp() : done.status, done.digests});
+        CompareDone{id, update->abandoned ? GivenUp() : done.status, done.digests});
     return DropIfOver(id, out);
   }
   for (size_t d = 0; d < std::min(done.bytes_written.size(), job.result.bytes_written.size());
@@ -500,7 +500,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
     case MoveStep::kUnpack:
       if (round == job.rounds.end()) return;
       round->second.unpacking = false;
-      round->second.ended = round->second.unpacked = true;
+      round->second.over = round->second.unpacked = true;
       Add(done.sections, program.incoming, &job.received);
       break;
     case MoveStep::kWitness:
@@ -534,7 +534,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
         round->second.unpacking = true;
         StartStep(&update, MoveStep::kUnpack, number, out);
       } else {
-        round->second.ended = true;
+        round->second.over = true;
       }
     }
     AdvanceRun(&update, now, out);

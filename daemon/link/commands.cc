@@ -94,15 +94,14 @@ void Put(const PeerPrepare& v, v1::PeerAnswer* message) {
 
 void Put(const PeerHeader& v, v1::PeerAnswer* message) {
   v1::PeerHeader* out = message->mutable_header();
-  const BucketHeader& header = v.header;
-  out->set_update(header.update.value());
-  out->set_version(header.version.value());
-  out->set_part(header.part.value());
-  out->set_group_seq(header.group_seq);
-  out->set_root(header.root.value());
-  SetBucket(*header.content, header.slot, out);
-  out->set_leased(header.leased);
-  out->set_verification(ToProto(header.verification));
+  out->set_update(v.update.value());
+  out->set_version(v.version.value());
+  out->set_part(v.part.value());
+  out->set_group_seq(v.group_seq);
+  out->set_root(v.root.value());
+  SetBucket(*v.content, v.slot, out);
+  out->set_leased(v.leased);
+  out->set_verification(ToProto(v.verification));
   out->set_digest(v.digest);
   out->set_is_root(v.is_root);
   out->set_wired(v.wired);
@@ -125,26 +124,26 @@ void Put(const PeerIssue& v, v1::PeerAnswer* message) {
   message->mutable_issue()->set_part(v.part.value());
 }
 
-void Put(const PeerSendPart& v, v1::PeerAnswer* message) {
+void Put(const SendPart& v, v1::PeerAnswer* message) {
   v1::PeerSendPart* out = message->mutable_send_part();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_part(v.part.value());
 }
 
-void Put(const PeerVerify& v, v1::PeerAnswer* message) {
+void Put(const VerifyUpdate& v, v1::PeerAnswer* message) {
   message->mutable_verify()->set_update(v.update.value());
   message->mutable_verify()->mutable_skip()->Add(v.skip.begin(), v.skip.end());
 }
 
-void Put(const PeerCompare& v, v1::PeerAnswer* message) {
+void Put(const StartCompare& v, v1::PeerAnswer* message) {
   message->mutable_compare()->set_update(v.update.value());
   v1::PeerCompare* out = message->mutable_compare();
   out->set_first_hash(v.part.first);
   out->set_last_hash(v.part.last);
 }
 
-void Put(const PeerRun& v, v1::PeerAnswer* message) {
+void Put(const StartRefit& v, v1::PeerAnswer* message) {
   v1::PeerRun* out = message->mutable_run();
   out->set_update(v.update.value());
   out->set_part(v.part.value());
@@ -369,8 +368,8 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& message, const Peer
   return out;
 }
 
-absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& message, const PeerBounds& bounds) {
-  BucketHeader out;
+absl::StatusOr<PeerHeader> HeaderOf(const v1::PeerHeader& message, const PeerBounds& bounds) {
+  PeerHeader out;
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "header.version"));
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "header.part"));
@@ -423,8 +422,7 @@ absl::Status CheckRoot(const v1::PeerHeader& message) {
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerBounds& bounds) {
-  PeerHeader out;
-  REFITD_ASSIGN_OR_RETURN(out.header, HeaderOf(message, bounds));
+  REFITD_ASSIGN_OR_RETURN(PeerHeader out, HeaderOf(message, bounds));
   REFITD_RETURN_IF_ERROR(CheckSlotUse(message));
   out.digest = message.digest();
   out.is_root = message.is_root();
@@ -460,7 +458,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIssue& message, const PeerBo
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const PeerBounds&) {
-  PeerSendPart out;
+  SendPart out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "send_part.member"));
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "send_part.part"));
@@ -468,7 +466,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const Pee
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const PeerBounds&) {
-  PeerCompare v;
+  StartCompare v;
   v.update = UpdateId(message.update());
   v.part = {message.first_hash(), message.last_hash()};
   if (v.part.first > v.part.last) {
@@ -478,7 +476,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& message, const Peer
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& message, const PeerBounds&) {
-  PeerVerify out;
+  VerifyUpdate out;
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(message.skip(), "verify.skip"));
   return out;
@@ -486,7 +484,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& message, const PeerB
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& message, const PeerBounds& bounds) {
   constexpr int kMaxProgramSlots = 4;
-  PeerRun out;
+  StartRefit out;
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "run.part"));
   out.wired = message.wired();

@@ -55,7 +55,7 @@ FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerCall, a)
 FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d, e)
-FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
+FIELDS(TransferDone, a, b, c, d, e, f, g, h)
 FIELDS(VerifyDone, a, b, c, d)
 FIELDS(CommunicatorOpened, a, b, c)
 FIELDS(CommunicatorUp, a, b)
@@ -73,23 +73,22 @@ FIELDS(BroadcastTotals, a, b, c)
 FIELDS(LeftOut, a, b, c)
 FIELDS(CommitReply, a, b, c, d, e, f)
 FIELDS(Reply, a, b, c)
-FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
-FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
+FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, w, x, y)
 FIELDS(PeerIssue, a, b)
-FIELDS(PeerSendPart, a, b, c)
+FIELDS(SendPart, a, b, c, d, e, f)
 FIELDS(SendAborted, a, b, c, d, e)
 FIELDS(SendDraining, a)
-FIELDS(PeerVerify, a, b)
+FIELDS(VerifyUpdate, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
 FIELDS(ReplicaFraction, a, b)
-FIELDS(PeerCompare, a, b)
-FIELDS(PeerRun, a, b, c, d, e, f, g, h, i, j)
+FIELDS(StartCompare, a, b)
+FIELDS(StartRefit, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerStream, a, b, c)
 FIELDS(PeerProgramBuilt, a, b, c, d)
-FIELDS(PeerCompared, a, b, c)
+FIELDS(CompareDone, a, b, c)
 FIELDS(PeerLinkUse, a, b, c)
-FIELDS(PeerRunDone, a, b, c, d, e, f, g, h, i)
+FIELDS(RefitDone, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerAbandon, a)
 FIELDS(PeerUpdateEnded, a, b, c, d, e, f)
 FIELDS(OpenCommunicator, a, b, c)
@@ -433,10 +432,10 @@ void Agree(Rng& rng, BucketEvent* v) {
   FillOne(rng, &slot);
   v->bucket = SomeBucket(rng, Between(rng, 0, 1'000'000'000'000), slot);
 }
-void Agree(Rng& rng, PeerPartDone* v) {
+void Agree(Rng& rng, TransferDone* v) {
   v->failed_destination = static_cast<int>(Between(rng, -1, 5));
 }
-void Agree(Rng& rng, PeerRunDone* v) {
+void Agree(Rng& rng, RefitDone* v) {
   v->failed_destination = static_cast<int>(Between(rng, -1, 5));
   v->lacks.reset();
   if (Between(rng, 0, 1) == 1) v->lacks = Between(rng, 0, kMaxRounds);
@@ -448,7 +447,7 @@ void Agree(Rng& rng, PeerProgram* v) {
   v->plan = nullptr;
   v->replicas = nullptr;
 }
-void Agree(Rng& rng, PeerRun* v) {
+void Agree(Rng& rng, StartRefit* v) {
   v->resume.reset();
   if (Between(rng, 0, 1) == 1) v->resume = Between(rng, 0, kMaxRounds);
   if (Between(rng, 0, 1) == 1) v->ranks.push_back(kNoRank);
@@ -473,17 +472,17 @@ void Agree(Rng& rng, PeerPrepare* v) {
   v->layout_digests.resize(v->destinations.size(), 7);
   v->trainer_ranks = static_cast<int>(Between(rng, 1, 9));
 }
-void Agree(Rng& rng, BucketHeader* v) {
+// The joined daemon knows the rest by the part's header.
+void Agree(Rng& /*rng*/, SendPart* v) { *v = {v->member, v->update, Version(), v->part, {}, {}}; }
+void Agree(Rng& rng, PeerHeader* v) {
   v->content = std::make_shared<const PartContent>(WholeBucket(SomeBucket(rng, 0, v->slot)));
   v->leased = v->leased && v->slot.has_value();
-}
-void Agree(Rng& rng, PeerHeader* v) {
-  v->wired = v->wired && v->header.slot.has_value();
-  v->fill_slot = v->fill_slot && v->header.slot.has_value();
+  v->wired = v->wired && v->slot.has_value();
+  v->fill_slot = v->fill_slot && v->slot.has_value();
   v->again = v->again && v->wired;
-  if (!v->header.slot.has_value()) v->readers.clear();
+  if (!v->slot.has_value()) v->readers.clear();
   v->bucket_ranges.clear();
-  for (size_t i = 0; v->is_root && i < v->header.content->ranges.size(); ++i) {
+  for (size_t i = 0; v->is_root && i < v->content->ranges.size(); ++i) {
     v->bucket_ranges.push_back(static_cast<uint32_t>(Between(rng, 0, 9)));
   }
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
@@ -829,7 +828,7 @@ TEST_CASE("Statistics of methods that only a later version knows cost no answer 
   const auto report = decoder.Decode(read(message));
   INFO(report.status().ToString());
   REQUIRE(report.ok());
-  CHECK(std::get<PeerPartDone>(**report).broadcast == BroadcastMethod::kDirect);
+  CHECK(std::get<TransferDone>(**report).broadcast == BroadcastMethod::kDirect);
 }
 
 TEST_CASE("A hello arrives as a value, with the agreed version") {
@@ -898,7 +897,7 @@ TEST_CASE("A message that the other daemon would not take is an error that names
     draft.Add(std::move(tensor), 0, 2);
   }
   const BucketEvent bucket = draft;
-  header.header.content = std::make_shared<const PartContent>(WholeBucket(bucket.bucket));
+  header.content = std::make_shared<const PartContent>(WholeBucket(bucket.bucket));
   const auto answer = ToProto(PeerCommand(header), kMessageBytes);
   CHECK(answer.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(answer.status()), Contains("more than message_bytes of 8388608"));
@@ -916,7 +915,7 @@ TEST_CASE("A bucket that passes CheckHeaderFits never makes a header that is too
     const auto answer = ToProto(PeerCommand(header), kMessageBytes);
     REQUIRE(answer.ok());
     const auto bytes = static_cast<int64_t>(answer->at(0).ByteSizeLong());
-    CHECK(CheckHeaderFits(header.header.content->bucket->tensors, bytes).code() ==
+    CHECK(CheckHeaderFits(header.content->bucket->tensors, bytes).code() ==
           absl::StatusCode::kResourceExhausted);
   }
   CHECK(CheckHeaderFits(ManyTensors(100, 100), kMinPeerMessageBytes).ok());
@@ -1084,7 +1083,7 @@ TEST_CASE("A layout whose structure is wrong is refused") {
   negative.pieces[0].strides[1] = -1;
   CHECK_THAT(error(negative), Contains("is -1"));
   Layout huge = *Rows(MemberId(1), 2).layout;
-  huge.tensors[0].shape = {2, 8};
+  huge.tensors.Edit()[0].shape = {2, 8};
   huge.pieces = {{0, {{0, 0}, {2, 8}}, RegionId(), 0, {INT64_MAX / 8, 1}}};
   CHECK_THAT(error(huge), Contains("layout"));
 }

@@ -121,7 +121,7 @@ void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
   out->set_mismatch_tensor(CleanText(v.mismatch_tensor, kMaxNameBytes));
 }
 
-void Put(const PeerPartDone& v, v1::PeerMessage* message) {
+void Put(const TransferDone& v, v1::PeerMessage* message) {
   v1::PeerPartDone* out = message->mutable_part_done();
   out->set_update(v.update.value());
   out->set_part(v.part.value());
@@ -162,14 +162,14 @@ void Put(const PeerProgramBuilt& v, v1::PeerMessage* message) {
   SetStreams(v.streams, out);
 }
 
-void Put(const PeerCompared& v, v1::PeerMessage* message) {
+void Put(const CompareDone& v, v1::PeerMessage* message) {
   v1::PeerCompared* out = message->mutable_compared();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
   out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
 }
 
-void Put(const PeerRunDone& v, v1::PeerMessage* message) {
+void Put(const RefitDone& v, v1::PeerMessage* message) {
   v1::PeerRunDone* out = message->mutable_run_done();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
@@ -335,8 +335,8 @@ absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& message) {
   return out;
 }
 
-absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& message) {
-  PeerPartDone out;
+absl::StatusOr<TransferDone> ReportOf(const v1::PeerPartDone& message) {
+  TransferDone out;
   out.update = UpdateId(message.update());
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "part_done.part"));
   REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "part_done.status", &out.status));
@@ -396,16 +396,16 @@ absl::StatusOr<PeerProgramBuilt> ReportOf(const v1::PeerProgramBuilt& message) {
   return out;
 }
 
-absl::StatusOr<PeerCompared> ReportOf(const v1::PeerCompared& message) {
-  PeerCompared out;
+absl::StatusOr<CompareDone> ReportOf(const v1::PeerCompared& message) {
+  CompareDone out;
   out.update = UpdateId(message.update());
   REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "compared.status", &out.status));
   out.digests.assign(message.digests().begin(), message.digests().end());
   return out;
 }
 
-absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& message) {
-  PeerRunDone out;
+absl::StatusOr<RefitDone> ReportOf(const v1::PeerRunDone& message) {
+  RefitDone out;
   out.update = UpdateId(message.update());
   REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "run_done.status", &out.status));
   out.wire_failed = message.wire_failed();

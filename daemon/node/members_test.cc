@@ -170,8 +170,7 @@ struct World {
 
 std::shared_ptr<const Layout> LayoutOn(RegionId region) {
   Layout layout;
-  layout.tensors.resize(1);
-  layout.tensors[0].name = "w";
+  layout.tensors = {{"w", DType::kUint8, {}}};
   layout.pieces.resize(1);
   layout.pieces[0].region = region;
   return std::make_shared<const Layout>(std::move(layout));

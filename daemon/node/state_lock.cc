@@ -1,12 +1,6 @@
 #include "daemon/node/state_lock.h"
 
-#include <type_traits>
-
 namespace refitd {
-
-// Without this, handled_ would copy events, which may have every tensor of a model, under the
-// mutex.
-static_assert(std::is_nothrow_move_constructible_v<MachineEvent>);
 
 bool StateMutex::AnyAhead() {
   MutexLock lock(&gate_);
@@ -63,10 +57,9 @@ void StateLock::Drain() {
   if (draining_ || events_.empty()) return;
   draining_ = true;
   while (!events_.empty()) {
-    auto [group, event] = std::move(events_.front());
-    events_.pop_front();
+    handled_.splice(handled_.end(), events_, events_.begin());
+    auto& [group, event] = handled_.back();
     mutex_->handlers_.dispatch(*this, group, event);
-    handled_.push_back(std::move(event));
   }
   draining_ = false;
   deadline_moved_ = false;

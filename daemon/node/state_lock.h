@@ -18,8 +18,8 @@
 
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -145,9 +145,10 @@ class ABSL_SCOPED_LOCKABLE StateLock {
   std::optional<MutexLock> push_;  // a push holds this beside the mutex
   bool draining_ = false;
   bool deadline_moved_ = false;
-  std::deque<std::pair<std::string, MachineEvent>> events_;
-  // Handled events are freed without the mutex, since an event may have every tensor of a model.
-  std::vector<MachineEvent> handled_;
+  // Handled events are freed without the mutex, and no event is copied, since an event may have
+  // every tensor of a model.
+  std::list<std::pair<std::string, MachineEvent>> events_;
+  std::list<std::pair<std::string, MachineEvent>> handled_;
   std::vector<std::shared_ptr<PeerSession>> sessions_;
   std::vector<std::pair<std::shared_ptr<PeerLink>, Refusal>> links_;
   std::vector<std::shared_ptr<MemberSink>> engines_;

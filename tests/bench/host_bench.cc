@@ -352,9 +352,9 @@ int Main(int argc, char** argv) {
   app.add_flag("--replicas,!--no-replicas", refit.replicas);
   app.add_option(
          "--case", only,
-         "replicas: what comparing them costs; flood: updates during an attack; neither is run "
-         "without this")
-      ->check(CLI::IsMember({"replicas", "flood"}));
+         "small: calls that move little, alone; replicas: what comparing them costs; flood: "
+         "updates during an attack; the last two are not run without this")
+      ->check(CLI::IsMember({"small", "replicas", "flood"}));
   app.add_option("--rank", rank);
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
   app.add_flag("--json", json, "one object a line");
@@ -387,13 +387,15 @@ int Main(int argc, char** argv) {
   } else {
     Child daemon({refitd, "--listen-unix", socket, "--log-level", "warning"}, false);
     Report report("host", json);
-    BenchDigest(&report, rounds, threads);
-    BenchInPlace(&report, self, socket, model, rounds, threads);
-    BenchRefit(&report, self, socket, model, rounds, threads);
+    if (only.empty()) {
+      BenchDigest(&report, rounds, threads);
+      BenchInPlace(&report, self, socket, model, rounds, threads);
+      BenchRefit(&report, self, socket, model, rounds, threads);
+    }
     BenchReplay(&report, self, socket, rounds);
     BenchSmallUpdate(&report, self, socket, rounds);
     BenchBucketCost(&report, self, socket, rounds);
-    BenchMemory(&report, self, socket);
+    if (only.empty()) BenchMemory(&report, self, socket);
     reached = report.all_reached();
   }
   std::filesystem::remove_all(dir);

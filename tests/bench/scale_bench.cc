@@ -186,7 +186,7 @@ class Bench {
     bool written = false;
     std::map<PartSeq, PeerHeader> parts;  // the parts that have not ended
     uint32_t plan_node = 0;
-    std::optional<PeerRun> run;
+    std::optional<StartRefit> run;
     size_t shares = 0;  // the number of shares of the last plan
   };
 
@@ -350,25 +350,24 @@ class Bench {
     Report(node, "other", PeerWireGranted{c.update});
   }
   void Take(NodeId node, Stub* stub, const PeerHeader& c) {
-    stub->parts[c.header.part] = c;
-    Report(node, "part's header agreed to",
-           PeerHeaderAck{c.header.update, c.header.part, c.digest, ""});
+    stub->parts[c.part] = c;
+    Report(node, "part's header agreed to", PeerHeaderAck{c.update, c.part, c.digest, ""});
   }
   void Take(NodeId node, Stub* stub, const PeerIssue& c) {
     if (stub->run.has_value() && stub->run->part == c.part) return EndRun(node, stub);
     const PeerHeader header = stub->parts.at(c.part);
     stub->parts.erase(c.part);
-    PeerPartDone done;
+    TransferDone done;
     done.update = c.update;
     done.part = c.part;
     done.bytes_written = Written(stub);
-    done.digests.assign(header.header.content->ranges.size(), kAnyDigest);
+    done.digests.assign(header.content->ranges.size(), kAnyDigest);
     Report(node, "part's end", std::move(done));
   }
-  void Take(NodeId node, Stub*, const PeerSendPart& c) {
+  void Take(NodeId node, Stub*, const SendPart& c) {
     Report(node, "Ack", AckEvent{c.member, c.update, c.part});
   }
-  void Take(NodeId node, Stub*, const PeerVerify& c) {
+  void Take(NodeId node, Stub*, const VerifyUpdate& c) {
     Report(node, "read-back's end on a node", VerifyDone{c.update, absl::OkStatus(), {}});
   }
   void Take(NodeId node, Stub* stub, const PeerProgram& c) {
@@ -381,18 +380,18 @@ class Bench {
     Report(node, "node's program built",
            PeerProgramBuilt{c.update, absl::OkStatus(), kRoundsOnWire, Streams(c.node)});
   }
-  void Take(NodeId node, Stub* stub, const PeerCompare& c) {
+  void Take(NodeId node, Stub* stub, const StartCompare& c) {
     Report(
         node, "replicas compared",
-        PeerCompared{c.update, absl::OkStatus(), std::vector<uint64_t>(stub->shares, kAnyDigest)});
+        CompareDone{c.update, absl::OkStatus(), std::vector<uint64_t>(stub->shares, kAnyDigest)});
   }
-  void Take(NodeId node, Stub* stub, const PeerRun& c) {
+  void Take(NodeId node, Stub* stub, const StartRefit& c) {
     stub->run = c;
     if (!c.wired) EndRun(node, stub);
   }
 
   void EndRun(NodeId node, Stub* stub) {
-    PeerRunDone done;
+    RefitDone done;
     done.update = stub->run->update;
     done.bytes_written = Written(stub);
     done.streams = Streams(stub->plan_node);
@@ -457,7 +456,7 @@ class Bench {
       const char* kind = std::holds_alternative<PeerAttach>(report)      ? "attach"
                          : std::holds_alternative<PeerLayout>(report)    ? "RegisterLayout"
                          : std::holds_alternative<PeerHeaderAck>(report) ? "part's header agreed to"
-                         : std::holds_alternative<PeerPartDone>(report)  ? "part's end"
+                         : std::holds_alternative<TransferDone>(report)  ? "part's end"
                          : std::holds_alternative<AckEvent>(report)      ? "Ack"
                          : std::holds_alternative<ReadyEvent>(report)    ? "Ready"
                          : std::holds_alternative<VerifyDone>(report) ? "read-back's end on a node"

@@ -1,4 +1,4 @@
-"""docs/changing.md names files that exist, and tells of each list how many files it has."""
+"""docs/changing.md names files that exist, and tells of each list how many files it has; docs/decisions.md is numbered and indexed."""
 
 import os
 import re
@@ -8,6 +8,8 @@ PAGE = "docs/changing.md"
 # The page may name any file of the tree, so the test finds the tree by the real place of the page. Bazel does not know
 # these files as its inputs, so the test runs anew each time (BUILD.bazel).
 TREE = os.path.dirname(os.path.dirname(os.path.realpath(PAGE)))
+DECISIONS = os.path.join(TREE, "docs", "decisions.md")
+MOST_WORDS_OF_A_RECORD = 250  # a record has reasons and decisive figures; evidence belongs to docs/performance.md
 TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 
 # A transport's own folders, and files with names of other projects' interfaces that sound like it.
@@ -95,6 +97,46 @@ class ChangingTest(unittest.TestCase):
     def test_a_transports_list_has_the_files_whose_code_names_it(self):
         rows = re.findall(r"^\| \d+ \| `([^`]*)` \|", sections_of(self.page)["A transport"], flags=re.M)
         self.assertEqual(sorted(rows), files_that_name("cuda|nccl|gpu"))
+
+
+class DecisionsTest(unittest.TestCase):
+    def setUp(self):
+        with open(DECISIONS) as file:
+            self.page = file.read()
+        heads = re.findall(r"^## (.*)\n\*\*(\d+)\.\*\* (\d{4}-\d\d-\d\d), (accepted|rejected|superseded)\b", self.page, flags=re.M)
+        self.records = [(int(number), heading, date, status) for heading, number, date, status in heads]
+
+    def test_every_record_has_the_next_number_a_date_and_a_status(self):
+        self.assertEqual(len(self.records), len(re.findall(r"^## ", self.page, flags=re.M)))
+        self.assertEqual([number for number, *_ in self.records], list(range(1, len(self.records) + 1)))
+
+    def test_the_index_lists_every_record_once(self):
+        rows = re.findall(r"^\|(\d+)\|\[([^]]*)\]\((#[\w-]+)\)\|([\d-]+)\|(\w+)\|$", self.page, flags=re.M)
+        self.assertEqual(sorted((int(number), heading, date, status) for number, heading, _, date, status in rows), self.records)
+        self.assertEqual([anchor for _, _, anchor, *_ in rows], [anchor_of(heading) for _, heading, *_ in rows])
+
+    def test_every_path_exists(self):
+        missing = sorted({path for path in paths_of(self.page) if not os.path.exists(os.path.join(TREE, path))})
+        self.assertEqual(missing, [])
+
+    def test_links_to_records_lead_to_one(self):
+        anchors = {anchor_of(heading) for _, heading, *_ in self.records}
+        for folder in ("docs", "tests", "client", "."):
+            for here, inner, names in os.walk(os.path.join(TREE, folder)):
+                if folder == ".":
+                    inner.clear()
+                for name in names:
+                    if name.endswith(".md"):
+                        path = os.path.join(here, name)
+                        with open(path) as file:
+                            targets = re.findall(r"\]\([^)]*decisions\.md(#[\w-]+)\)", file.read())
+                        self.assertLessEqual(set(targets), anchors, path)
+        self.assertLessEqual(set(re.findall(r"\]\((#[\w-]+)\)", self.page)), anchors)
+
+    def test_no_record_is_a_report(self):
+        long = [text.split("\n")[0] for text in re.split(r"^## ", self.page, flags=re.M)[1:]
+                if len(text.split()) > MOST_WORDS_OF_A_RECORD]
+        self.assertEqual(long, [])
 
 
 class PromisesTest(unittest.TestCase):

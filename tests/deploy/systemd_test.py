@@ -136,6 +136,7 @@ class InstallTest(FolderTest):
         "usr/share/doc/refitd/examples/gpu.conf": 0o644,
         "usr/share/doc/refitd/examples/logrotate.conf": 0o644,
         "usr/share/doc/refitd/examples/refitd.textproto": 0o644,
+        "usr/share/doc/refitd/access.md": 0o644,
         "usr/share/doc/refitd/operations.md": 0o644,
         "usr/share/doc/refitd/security.md": 0o644,
     }

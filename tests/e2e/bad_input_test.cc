@@ -733,7 +733,7 @@ TEST_CASE("a layout that is malformed, outside, overlapping or unaligned is refu
   refused([](Layout* l) { l->pieces[0].box.offset[0] = 1; }, kInvalid, {"a"});
   refused([](Layout* l) { l->pieces[0].box.extent[1] = kMax; }, kInvalid,
           {"a", std::to_string(kMax)});
-  refused([](Layout* l) { l->tensors[2].name = "a"; }, kInvalid, {"a"});
+  refused([](Layout* l) { l->tensors.Edit()[2].name = "a"; }, kInvalid, {"a"});
   refused(
       [](Layout* l) {
         l->pieces.push_back(l->pieces[0]);  // the same box again, in other memory
@@ -812,7 +812,7 @@ TEST_CASE("a trainer's layout that is malformed is refused by tensor, field and 
   CheckRefused(with([](Layout* l) { l->pieces[0].strides[0] = kMax; }), kInvalid, {"a"});
   CheckRefused(with([](Layout* l) { l->pieces[0].strides[0] = -4; }), kInvalid, {"a", "-4"});
   CheckRefused(with([](Layout* l) { l->pieces[0].box.offset[0] = 1; }), kInvalid, {"a"});
-  CheckRefused(with([](Layout* l) { l->tensors[2].name = "a"; }), kInvalid, {"a"});
+  CheckRefused(with([](Layout* l) { l->tensors.Edit()[2].name = "a"; }), kInvalid, {"a"});
   CheckRefused(with([](Layout* l) { l->pushed_tensors = {3}; }), kInvalid,
                {"pushed_tensors[0]", "3"});
   CheckRefused(with([](Layout* l) {

@@ -160,7 +160,7 @@ TEST_CASE("tied weights are written once, and tensors that no engine wants are l
   trainers.push_back(std::make_unique<Shards>(options, model, HoldWhole(model)));
   REQUIRE(trainers[0]->Register().ok());
   Held held = HoldWhole(model);
-  held.layout.tensors.resize(2);
+  held.layout.tensors.Edit().resize(2);
   held.layout.pieces.resize(1);
   v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
   hello.set_wait_ms(30'000);

@@ -140,7 +140,7 @@ def boxes_of(model: Model, specs: list[TensorSpec], places: list[tuple[int, str,
 
     named = dict(model.named_parameters())
     memories = {
-        name: devices.memory_at(t.device, t.data_ptr(), t.nbytes, t, name, t.data_ptr, what=name, culprit=name) for name, t in named.items()
+        name: devices.memory_at(t.device, t.data_ptr(), t.nbytes, t, name, t.data_ptr, what=name) for name, t in named.items()
     }
     boxes = []
     for index, name, part in places:

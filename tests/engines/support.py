@@ -22,7 +22,7 @@ import models
 import pytest
 import refitd
 import torch
-from refitd.serving.settings import write_manifest
+from refitd.serving import write_manifest
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import refitd
 from engine_program import serve_commands
-from refitd.serving.settings import DTYPES, _header
+from refitd.serving import DTYPES, _header
 
 # Far smaller than the model, so that an update has many parts.
 SLOT_BYTES = 1 << 18

@@ -26,15 +26,15 @@ constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 constexpr int64_t kMessageBytes = 8 << 20;
 
 void CheckHeader(const PeerHeader& header) {
-  const PartContent& content = *header.header.content;
+  const PartContent& content = *header.content;
   const std::vector<TensorSpec>& tensors = content.bucket->tensors;
   REFITD_CHECK(!tensors.empty() && content.ranges.size() == tensors.size());
-  REFITD_CHECK(!header.wired || header.header.slot.has_value());
-  if (!header.header.slot.has_value()) {
+  REFITD_CHECK(!header.wired || header.slot.has_value());
+  if (!header.slot.has_value()) {
     REFITD_CHECK(content.byte_offsets.empty());
     return;
   }
-  REFITD_CHECK(header.header.slot->slot.value() < static_cast<uint32_t>(kBounds.slots));
+  REFITD_CHECK(header.slot->slot.value() < static_cast<uint32_t>(kBounds.slots));
   REFITD_CHECK(content.bytes <= kBounds.slot_bytes);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t bytes = content.ranges[i].count * ElementBytes(tensors[i].dtype);

@@ -1,5 +1,5 @@
 // Tries what happens to a process that copies into another process's GPU memory when one of the two
-// dies in mid-copy. This is the experiment of the section "Death in mid-copy" of docs/decisions.md.
+// dies in mid-copy. docs/decisions.md has the results ("No child process for the data plane").
 //
 //   nvcc -O2 -std=c++17 -o peer_death peer_death.cu -lcuda && ./peer_death        # two GPUs, or
 //   one

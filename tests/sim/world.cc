@@ -580,30 +580,31 @@ void World::On(int d, int g, const ReleaseMember& a) {
 }
 
 void World::On(int d, int g, const UpdateAssembled& a) {
+  const UpdateRecord& update = *a.update;
   Machine* m = Find(d, g);
   for (const Round& other : rounds_) {
     if (other.g != g || other.coordinator != m->nonce) continue;
     if (other.outcome == Outcome::kRunning) {
-      return Violate("P3",
-                     fmt::format("g{}: update {} starts while {} runs", g, a.update, other.update));
+      return Violate(
+          "P3", fmt::format("g{}: update {} starts while {} runs", g, update.id, other.update));
     }
   }
   Round round;
   round.g = g;
   round.coordinator = m->nonce;
-  round.update = a.update;
-  round.version = a.version;
+  round.update = update.id;
+  round.version = update.version;
   round.assembled = now_;
-  round.due = now_ + a.remaining;
+  round.due = update.deadline;
   const MachineView view = m->machine->View(now_);
   for (const MemberView& member : view.group.members) {
     if (member.engine && member.state == "preparing") {
       round.instances[member.instance].push_back(member.pid);
     }
   }
-  if (a.program.has_value()) {
-    round.plan = a.program->plan;
-    for (const MemberId source : a.program->sources) {
+  if (update.use.has_value()) {
+    round.plan = update.use->plan;
+    for (const MemberId source : update.use->sources) {
       const auto at = std::find_if(view.group.members.begin(), view.group.members.end(),
                                    [source](const MemberView& v) { return v.id == source; });
       REFITD_CHECK(at != view.group.members.end());
@@ -611,11 +612,12 @@ void World::On(int d, int g, const UpdateAssembled& a) {
     }
   }
   round.bytes_of = static_cast<uint32_t>(rounds_.size());
-  if (a.program.has_value() && a.program->catch_up) {
+  if (update.from_engines()) {
     round.catch_up = true;
     for (uint32_t i = 0; i < rounds_.size(); ++i) {
       const Round& other = rounds_[i];
-      if (other.g != g || other.coordinator != m->nonce || other.version != a.version) continue;
+      if (other.g != g || other.coordinator != m->nonce || other.version != update.version)
+        continue;
       if (!other.catch_up && other.outcome == Outcome::kCommitted) round.bytes_of = i;
     }
     if (options_.bug == Bug::kTornSource) TearSource(round);
@@ -794,7 +796,7 @@ void World::On(int d, int g, const SendCommand& a) {
     record.digest = header->digest;
     record.ranks = header->ranks.size();
     record.sent.insert(a.node);
-    wired_parts_[{g, m->nonce, header->header.update, header->header.part}] = key;
+    wired_parts_[{g, m->nonce, header->update, header->part}] = key;
     result_.parts_again += header->again ? 1 : 0;
     if (one_daemon_ == OneDaemon::kLost && random_.Percent(25)) {
       In(random_.Millis(0, 12), [this] { LoseDaemon(); });
@@ -804,7 +806,7 @@ void World::On(int d, int g, const SendCommand& a) {
       first.command = a.command;
       Post(index, true, std::move(first));
       Letter letter;
-      letter.command = PeerIssue{header->header.update, header->header.part};
+      letter.command = PeerIssue{header->update, header->part};
       Post(index, true, std::move(letter));
       return;
     }
@@ -815,7 +817,7 @@ void World::On(int d, int g, const SendCommand& a) {
     known(program->update)->sent.insert(a.node);
   } else if (const auto* abandon = std::get_if<PeerAbandon>(&a.command)) {
     known(abandon->update)->sent.erase(a.node);  // it has no part in the program any more
-  } else if (const auto* run = std::get_if<PeerRun>(&a.command)) {
+  } else if (const auto* run = std::get_if<StartRefit>(&a.command)) {
     record = known(run->update);
     record->run = *run;
     result_.reruns += run->attempt > 0 ? 1 : 0;
@@ -829,7 +831,7 @@ void World::On(int d, int g, const SendCommand& a) {
   }
   Letter letter;
   letter.command = a.command;
-  if (auto* run = std::get_if<PeerRun>(&*letter.command);
+  if (auto* run = std::get_if<StartRefit>(&*letter.command);
       options_.bug == Bug::kWrongResume && run != nullptr && run->resume.has_value()) {
     ++*run->resume;
   }
@@ -990,7 +992,7 @@ void World::Receive(int index, bool down, const Letter& letter) {
     if (std::holds_alternative<PeerPrepare>(command)) m->again.clear();
     if (const auto* header = std::get_if<PeerHeader>(&command);
         header != nullptr && header->again) {
-      m->again.insert(header->header.part);
+      m->again.insert(header->part);
     }
     Feed(d, link.g, CommandReceived{std::move(command)});
   } else {

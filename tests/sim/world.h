@@ -565,7 +565,7 @@ struct ProgramRecord {
   std::set<NodeId> sent;
   std::set<NodeId> built;
   std::set<NodeId> issued;
-  std::optional<PeerRun> run;
+  std::optional<StartRefit> run;
 };
 
 class World {

@@ -50,7 +50,7 @@ TEST_CASE("Scales of another shape than the blocks' are named") {
       status.message().find("float32 [2, 2], not one scale for each block of 64: float32 [4, 4]") !=
       std::string::npos);
   CHECK(CheckBlockScales(layout, 0).code() == absl::StatusCode::kInvalidArgument);
-  layout.tensors[1].name = "another";
+  layout.tensors.Edit()[1].name = "another";
   CHECK(CheckBlockScales(layout, 64).ok());
 }
 
@@ -78,14 +78,14 @@ TEST_CASE("The size of blocks is found from the shapes") {
 TEST_CASE("Where blocks are not told, float8 weights with square blocks are checked") {
   Layout layout = BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}});
   CHECK(CheckFloat8Scales(layout).message() == CheckBlockScales(layout).message());
-  layout.tensors[0].dtype = DType::kFloat8E5M2;
+  layout.tensors.Edit()[0].dtype = DType::kFloat8E5M2;
   CHECK(CheckFloat8Scales(layout).code() == absl::StatusCode::kFailedPrecondition);
-  layout.tensors[0].dtype = DType::kBFloat16;
+  layout.tensors.Edit()[0].dtype = DType::kBFloat16;
   CHECK(CheckFloat8Scales(layout).ok());
   layout = BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}});
-  layout.tensors[1].shape = {12, 4};  // blocks of 64, so 192 is no cut
+  layout.tensors.Edit()[1].shape = {12, 4};  // blocks of 64, so 192 is no cut
   CHECK(CheckFloat8Scales(layout).ok());
-  layout.tensors[1].shape = {12, 2};
+  layout.tensors.Edit()[1].shape = {12, 2};
   CHECK(CheckFloat8Scales(layout).ok());
   // An empty shard cuts nothing.
   layout = BlockLayout({768, 256}, {{100, 0}, {0, 256}}, {{0, 0}, {0, 2}});

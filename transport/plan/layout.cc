@@ -758,6 +758,11 @@ uint64_t TensorHash(const TensorSpec& tensor) {
   return chain.hash();
 }
 
+TensorList::List& TensorList::Edit() {
+  if (shared_ != nullptr) own_ = *std::exchange(shared_, nullptr);
+  return own_;
+}
+
 absl::StatusOr<int64_t> SpanBytes(const Piece& piece, DType dtype) {
   if (IsEmpty(piece.box)) return 0;
   int64_t elements = 1;

@@ -13,9 +13,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -148,9 +151,41 @@ struct Tie {
   bool operator==(const Tie&) const = default;
 };
 
+// The tensors of a layout, in order: a vector, or a reference to a vector that other layouts share
+// (ShareTensors in shared_tensors.h), since most ranks of a model declare the same tensors.
+class TensorList {
+ public:
+  using List = std::vector<TensorSpec>;
+  TensorList() = default;
+  // NOLINTNEXTLINE(google-explicit-constructor): stands for a vector
+  TensorList(List tensors) : own_(std::move(tensors)) {}
+  TensorList(std::initializer_list<TensorSpec> tensors) : own_(tensors) {}
+  explicit TensorList(std::shared_ptr<const List> shared) : shared_(std::move(shared)) {}
+
+  const List& get() const { return shared_ != nullptr ? *shared_ : own_; }
+  // NOLINTNEXTLINE(google-explicit-constructor): stands for a vector
+  operator const List&() const { return get(); }
+  size_t size() const { return get().size(); }
+  bool empty() const { return get().empty(); }
+  const TensorSpec& operator[](size_t i) const { return get()[i]; }
+  const TensorSpec& back() const { return get().back(); }
+  const TensorSpec* data() const { return get().data(); }
+  List::const_iterator begin() const { return get().begin(); }
+  List::const_iterator end() const { return get().end(); }
+  bool operator==(const TensorList& other) const { return get() == other.get(); }
+
+  // A list of this object alone, to be changed. Other layouts keep what they share.
+  List& Edit();
+  void push_back(TensorSpec tensor) { Edit().push_back(std::move(tensor)); }
+
+ private:
+  List own_;
+  std::shared_ptr<const List> shared_;  // null: own_ counts
+};
+
 // The tensors and pieces of one member.
 struct Layout {
-  std::vector<TensorSpec> tensors;
+  TensorList tensors;
   std::vector<Piece> pieces;
   uint64_t binding_generation = 0;
   // Trainers only: indices into `tensors`, ascending, of the tensors that are pushed in buckets

@@ -226,7 +226,7 @@ Layout TwoTensors() {
 TEST_CASE("A layout's digest is of its structure only, whatever the order") {
   const Layout layout = TwoTensors();
   Layout other = layout;
-  std::swap(other.tensors[0], other.tensors[1]);
+  std::swap(other.tensors.Edit()[0], other.tensors.Edit()[1]);
   for (Piece& piece : other.pieces) piece.tensor = 1 - piece.tensor;
   std::swap(other.pieces[0], other.pieces[2]);
   other.pieces[1].byte_offset = 512;
@@ -243,10 +243,10 @@ TEST_CASE("Any change of structure changes a layout's digest") {
     change(&layout);
     digests.insert(layout.Digest());
   };
-  changed([](Layout* l) { l->tensors[0].name = "c"; });
-  changed([](Layout* l) { l->tensors[0].dtype = DType::kFloat16; });
-  changed([](Layout* l) { l->tensors[0].shape[0] = 5; });
-  changed([](Layout* l) { l->tensors[1].shape = {2, 1}; });
+  changed([](Layout* l) { l->tensors.Edit()[0].name = "c"; });
+  changed([](Layout* l) { l->tensors.Edit()[0].dtype = DType::kFloat16; });
+  changed([](Layout* l) { l->tensors.Edit()[0].shape[0] = 5; });
+  changed([](Layout* l) { l->tensors.Edit()[1].shape = {2, 1}; });
   changed([](Layout* l) { l->pieces[0].box.offset[0] = 1; });
   changed([](Layout* l) { l->pieces[0].box.extent[0] = 1; });
   changed([](Layout* l) { l->pieces[0].strides[0] = 5; });
@@ -289,9 +289,9 @@ TEST_CASE("Each thing that can be wrong with a layout is refused with tensor, fi
     Refused(layout, code, words, false);
     Refused(layout, code, words, true);
   };
-  refused([](Layout* l) { l->tensors[1].name = "a"; }, {"tensor a", "twice"});
-  refused([](Layout* l) { l->tensors[1].name = ""; }, {"name is empty"});
-  refused([](Layout* l) { l->tensors[1].shape = {-2}; }, {"tensor b", "[-2]"});
+  refused([](Layout* l) { l->tensors.Edit()[1].name = "a"; }, {"tensor a", "twice"});
+  refused([](Layout* l) { l->tensors.Edit()[1].name = ""; }, {"name is empty"});
+  refused([](Layout* l) { l->tensors.Edit()[1].shape = {-2}; }, {"tensor b", "[-2]"});
   refused([](Layout* l) { l->pieces[1].tensor = 2; }, {"piece 1", "tensor 2"});
   refused([](Layout* l) { l->pieces[0].box.extent = {5, 4}; }, {"tensor a", "piece 0", "[5, 4]"});
   refused([](Layout* l) { l->pieces[0].box.offset = {-1, 0}; }, {"tensor a", "[-1, 0]"});
@@ -312,7 +312,7 @@ TEST_CASE("Each thing that can be wrong with a layout is refused with tensor, fi
 
 TEST_CASE("More tensors than a layout may have are refused by count") {
   Layout layout;
-  layout.tensors.resize(kMaxTensorsPerLayout + 1);
+  layout.tensors.Edit().resize(kMaxTensorsPerLayout + 1);
   Refused(layout, absl::StatusCode::kResourceExhausted, {std::to_string(kMaxTensorsPerLayout)});
 }
 
@@ -584,7 +584,7 @@ TEST_CASE("two names of exactly one memory are tied, and others that share memor
     CHECK(tied.pieces == other.pieces);
     CHECK(!ValidateLayout(tied, OneRegion, true).ok());
   };
-  untouched([](Layout* l) { l->tensors[1].dtype = DType::kInt32; });
+  untouched([](Layout* l) { l->tensors.Edit()[1].dtype = DType::kInt32; });
   untouched([](Layout* l) { l->pieces[3].byte_offset = 68; });
   untouched([](Layout* l) { l->pieces.pop_back(); });
 }

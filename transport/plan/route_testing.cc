@@ -152,7 +152,7 @@ LayoutPtr Shuffled(Rng* rng, const Layout& layout, std::vector<uint32_t>* order)
   std::shuffle(tensors.begin(), tensors.end(), *rng);
   std::vector<uint32_t> now(tensors.size());
   for (uint32_t i = 0; i < tensors.size(); ++i) {
-    shuffled->tensors[i] = layout.tensors[tensors[i]];
+    shuffled->tensors.Edit()[i] = layout.tensors[tensors[i]];
     now[tensors[i]] = i;
   }
   std::vector<uint32_t> pieces(layout.pieces.size());

@@ -343,7 +343,4 @@ class VllmControl(Child):
 
 
 # A kind's name gives the trainer's model, the engine, its control, and what writes the folder that both start from.
-KINDS = {
-    "torch": (TrainerModel, TorchSampler, TorchControl, lambda folder: None),
-    "vllm": (qwen3, VllmSampler, VllmControl, write_checkpoint),
-}
+KINDS = {"torch": (TrainerModel, TorchSampler, TorchControl, lambda folder: None), "vllm": (qwen3, VllmSampler, VllmControl, write_checkpoint)}

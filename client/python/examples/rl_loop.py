@@ -285,9 +285,7 @@ def main():
         control = control_kind(folder)
         stack.callback(control.close)
         context = multiprocessing.get_context("spawn")
-        others = [
-            context.Process(target=run_rank, args=(rank, options, socket, group, folder), daemon=True) for rank in range(1, options.ranks)
-        ]
+        others = [context.Process(target=run_rank, args=(rank, options, socket, group, folder), daemon=True) for rank in range(1, options.ranks)]
         for process in others:
             process.start()
             stack.callback(process.kill)

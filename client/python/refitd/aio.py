@@ -49,9 +49,7 @@ def _attaching(kind: Callable[P, Member], close: Callable[[Member], None]) -> Ca
 
 
 def _awaiting(
-    method: Callable[Concatenate[Member, P], T],
-    cancel: Callable[..., None] | None = None,
-    disown: Callable[[T], None] | None = None,
+    method: Callable[Concatenate[Member, P], T], cancel: Callable[..., None] | None = None, disown: Callable[[T], None] | None = None
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """The method of a member, awaited. `cancel`: gets the call's arguments where its task is cancelled. `disown`: gets a result that
     nobody waits for."""
@@ -164,7 +162,7 @@ class Engine(_Attached):
     async def _next(self, timeout_seconds: float | None) -> Event | None:
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox = Inbox(loop, self.member._take, self.member._restore)
+            self._inbox = Inbox(loop, self.member)
         return await self._inbox.next(timeout_seconds)
 
     async def __aiter__(self) -> AsyncIterator[Event]:

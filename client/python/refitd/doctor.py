@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import platform
 import resource
@@ -27,8 +28,15 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from .layout import devices
+from . import testing
+from ._core.member import Connect
+from ._core.native import find, library
+from .engine import Engine, Prepare
+from .errors import Error, PermissionDenied, Unauthenticated
+from .layout import Box, TensorSpec, devices
 from .layout.devices import CALL_SECONDS, Finding, State
+from .layout.memory import Region, RegionMemory
+from .trainer import Trainer
 
 MIB = 1 << 20
 REFIT_BYTES = MIB
@@ -104,29 +112,23 @@ def _look_at_machine() -> Finding:
 
 
 def _look_at_package() -> Finding:
-    from ._core.native import library_file
-
     try:
-        library = library_file()
+        file = find("librefit.so")
         version = _version()
     except OSError as error:
         return Finding("package", State.BROKEN, f"the library does not load: {error}", "install the wheel again, or mend REFIT_LIBRARY")
-    return Finding("package", State.OK, f"refitd {version}, library {library}", figures={"version": version, "library": library})
+    return Finding("package", State.OK, f"refitd {version}, library {file}", figures={"version": version, "library": file})
 
 
 def _version() -> str:
-    from ._core.native import library
-
     return str(library().refit_version().decode())
 
 
 def _look_at_programs() -> Finding:
-    from .testing import program
-
     found, missing = {}, []
     for name in ("refitd", "refitctl"):
         try:
-            path = program(name)
+            path = find(name)
             run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=CALL_SECONDS)
             if run.returncode != 0:
                 return Finding("programs", State.BROKEN, f"{path} does not start: {(run.stderr or run.stdout).strip()[:500]}")
@@ -168,8 +170,6 @@ def _look_at_limits() -> Finding:
 
 
 def _look_at_shared_memory() -> Finding:
-    import mmap
-
     descriptor = os.memfd_create("refitd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, MIB)
@@ -242,8 +242,6 @@ def _look_at_socket(path: str) -> Finding:
 
 
 def _examine_private_daemon() -> Iterator[Finding]:
-    from . import testing
-
     try:
         private = testing.Daemon()
     except Exception as error:
@@ -261,11 +259,9 @@ def _examine_daemon(path: str, what: str) -> Iterator[Finding]:
 
 
 def _look_at_daemon(path: str, what: str) -> Finding:
-    from .testing import program
-
     version = _version()
     try:
-        control = program("refitctl")
+        control = find("refitctl")
     except FileNotFoundError:
         return Finding(what, State.NOTE, "not asked: refitctl was not found", "set REFITCTL_BINARY")
     command = [control, "--socket", path, "--timeout", str(CALL_SECONDS), "--output", "json", "status"]
@@ -288,8 +284,6 @@ def _look_at_daemon(path: str, what: str) -> Finding:
 
 def _refit(path: str) -> Finding:
     """Moves 1 MiB from a trainer to an engine, both in this process, twice: the first refit compiles."""
-    from .errors import PermissionDenied, Unauthenticated
-
     try:
         seconds = _refit_twice(path)
     except (PermissionDenied, Unauthenticated) as error:
@@ -301,15 +295,6 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
-    from .layout import Box, TensorSpec
-    from .engine import Engine
-    from .errors import Closed, Error
-    from .engine import Prepare
-    from .layout.memory import RegionMemory
-    from .layout.memory import Region
-    from ._core.member import Connect
-    from .trainer import Trainer
-
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"
     spec = TensorSpec("doctor", "uint8", (REFIT_BYTES,))
 
@@ -321,7 +306,7 @@ def _refit_twice(path: str) -> list[float]:
             for event in engine:
                 if isinstance(event, Prepare):
                     event.ready()
-        except (Closed, Error):
+        except Error:
             pass  # the refit says what failed
 
     source, target = Region(REFIT_BYTES), Region(REFIT_BYTES)

@@ -11,21 +11,20 @@ import math
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Union
 
-from ._core import ends_soon, interruptible, native, paused, start
-from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_count, checked_version
-from ._core.native import Handle, check, last_failure, refuse_fork, shown, text
+from ._core import awaited, ends_soon, interruptible, native, paused
+from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_version
+from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, held_by, is_module
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
 from .layout import Box, TensorSpec, devices
-from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, mark_written
+from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_written, resolve
 
 if TYPE_CHECKING:
     import numpy
@@ -310,13 +309,8 @@ class Engine(Member):
             PermissionDenied: Another identity owns the group.
             InvalidArgument, FailedPrecondition: An argument is wrong, or the group or another rank disagrees.
         """
-        super().__init__()
-        refuse_fork()
-        checked_count(world_size, "world_size", 1)
-        if not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise InvalidArgument(f"engine rank {rank} of instance {instance}: world_size is {world_size}", culprit=f"engine rank {rank}")
-        self.label = f"engine rank {rank} of instance {instance}"
-        self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
+        super().__init__(f"instance {instance}", group, rank, world_size)
+        self.instance = instance
         self.device = devices.current() if device is None else device
         self._follows_memory = device is None  # whether the device is the first registered tensor's
         self._places: Places | None = None
@@ -352,12 +346,7 @@ class Engine(Member):
     # ---- layout ----
 
     def register(
-        self,
-        layout: Any,
-        *,
-        buffers: bool | Sequence[str] = True,
-        leave_out: Sequence[str] = (),
-        tied: bool | Mapping[str, str] = True,
+        self, layout: Any, *, buffers: bool | Sequence[str] = True, leave_out: Sequence[str] = (), tied: bool | Mapping[str, str] = True
     ) -> None:
         """Registers the parameters of this rank, in place of those registered before; not during an update.
 
@@ -516,32 +505,23 @@ class Engine(Member):
         mark_written(written)
 
     def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
-        out = ctypes.c_void_p()
-        check(native.library().refit_engine_hold(handle, byref(out)), self.label)
-        assert out.value is not None
-        hold = Handle(out.value, native.library().refit_hold_free, "a part's memory")
+        hold = made_by("refit_engine_hold", handle, free="refit_hold_free", what="a part's memory", context=self.label)
         views = []
         for i in range(raw.view_count):
             given = raw.views[i]
             tensor = given.tensor
             dtype = BY_CODE[tensor.dtype]
             shape = tuple((ctypes.c_int64 * tensor.dim_count).from_address(tensor.dims)) if tensor.dim_count else ()
-            data = self._bytes(given.data or 0, tensor.count * dtype.itemsize, hold)
+            data = devices.bytes_at(self.device, given.data or 0, tensor.count * dtype.itemsize, hold)
             views.append(View(tensor.name.decode(), dtype.name, shape, tensor.start, tensor.count, data))
         return tuple(views)
-
-    def _bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-        return devices.bytes_at(self.device, pointer, nbytes, owner)
 
     def _new_bytes(self, nbytes: int) -> HostBytes | DeviceBytes:
         """New memory on this rank's device."""
         kind = devices.kind_of(self.device)
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
-        # The memory is a region of its own, so it is page-aligned, and the system gets it back as soon as it is unused.
-        from .layout.memory import Region
-
-        room = Region(max(nbytes, 1))
+        room = Region(max(nbytes, 1))  # of its own, so it is page-aligned, and the system gets it back as soon as it is unused
         return HostBytes(room.pointer, nbytes, room)
 
     # ---- answers ----
@@ -605,23 +585,8 @@ def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
     """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
-    from .layout.memory import resolve
-
     name, dtype, shape = entry
     return TensorSpec(name, resolve(dtype, f"tensor '{name}'").name, tuple(shape))
-
-
-Taken = tuple[int, Optional[Event]]  # an event with its number; no event: the time was over
-
-
-class _Waiter:
-    def __init__(self, loop: asyncio.AbstractEventLoop, deadline: float | None) -> None:
-        self.future: asyncio.Future[Taken] = loop.create_future()
-        self.deadline = deadline
-
-    def expire(self) -> None:
-        if not self.future.done():
-            self.future.set_result((0, None))
 
 
 class Inbox:
@@ -631,88 +596,34 @@ class Inbox:
     has been put back because its task was cancelled. All methods run on the loop's thread.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        take: Callable[[threading.Event, threading.Event | None, float | None], Taken],
-        restore: Callable[[Taken], None],
-    ) -> None:
-        """`take` blocks for the next event, until its time is over or its first argument was set. `restore` puts an event back."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self.loop = loop
-        self._take = take
-        self._restore = restore
-        self._waiting: deque[_Waiter] = deque()
-        self._receiver: _Waiter | None = None  # has been given an event that its task has not seen yet
-        self._gone: threading.Event | None = None  # is set to end the reading that runs; None: none runs
+        self._engine = engine
+        self._turn: asyncio.Future[None] = loop.create_future()  # done when the turn of the next to ask begins
+        self._turn.set_result(None)
 
     async def next(self, timeout_seconds: float | None) -> Event | None:
         """The next event, or None after `timeout_seconds`."""
         deadline = None if timeout_seconds is None else self.loop.time() + timeout_seconds
-        waiter = _Waiter(self.loop, deadline)
-        timer = None
-        # This task needs no timer where no other task waits: the reading that begins below is its own, and ends at the deadline.
-        if deadline is not None and self._waiting:
-            timer = self.loop.call_at(deadline, waiter.expire)
-        self._waiting.append(waiter)
-        self._read()
+        turn, following = self._turn, self.loop.create_future()
+        self._turn = following
+        last: asyncio.Future[Any] = turn  # the turn is over with it
+        gone = threading.Event()
         try:
-            return (await waiter.future)[1]
+            if not turn.done() and not (await asyncio.wait((turn,), timeout=timeout_seconds))[0]:
+                return None
+            remaining = None if deadline is None else max(deadline - self.loop.time(), 0.0)
+            take = partial(self._engine._take, gone, None, remaining)
+            last = self.loop.create_task(awaited(take, cancel=gone.set, disown=self._engine._restore))
+            return (await asyncio.shield(last))[1]  # type: ignore[no-any-return]
         except asyncio.CancelledError:
-            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
-                self._restore(waiter.future.result())
+            gone.set()
+            if last is not turn:
+                last.add_done_callback(self._put_back)
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
-            self._leave(waiter)
+            last.add_done_callback(lambda _: following.set_result(None))
 
-    def _leave(self, waiter: _Waiter) -> None:
-        if self._receiver is waiter:
-            self._receiver = None
-        elif waiter in self._waiting:
-            self._waiting.remove(waiter)
-        if self._waiting:
-            self._read()
-        elif self._gone is not None:
-            self._gone.set()
-
-    def _read(self) -> None:
-        if self._gone is not None or self._receiver is not None:
-            return
-        deadlines = [waiter.deadline for waiter in self._waiting if waiter.deadline is not None]
-        timeout = max(min(deadlines) - self.loop.time(), 0.0) if deadlines else None
-        self._gone = threading.Event()
-        start(partial(self._run, self._gone, timeout))
-
-    def _run(self, gone: threading.Event, timeout: float | None) -> None:
-        """Takes one event, on a thread of its own."""
-        try:
-            taken, error = self._take(gone, None, timeout), None
-        except Exception as raised:
-            taken, error = (0, None), raised
-        try:
-            self.loop.call_soon_threadsafe(self._deliver, taken, error)
-        except RuntimeError:  # the loop is closed: nobody waits in it
-            self._restore(taken)
-
-    def _deliver(self, taken: Taken, error: Exception | None) -> None:
-        self._gone = None
-        self._drop_done()
-        if error is not None:
-            if self._waiting:
-                self._waiting.popleft().future.set_exception(error)
-        elif taken[1] is None:
-            for waiter in self._waiting:
-                if waiter.deadline is not None and waiter.deadline <= self.loop.time():
-                    waiter.expire()
-            self._drop_done()
-        elif self._waiting:
-            self._receiver = self._waiting.popleft()
-            self._receiver.future.set_result(taken)
-        else:
-            self._restore(taken)
-        if self._waiting:
-            self._read()
-
-    def _drop_done(self) -> None:
-        self._waiting = deque(waiter for waiter in self._waiting if not waiter.future.done())
+    def _put_back(self, reading: asyncio.Future[Any]) -> None:
+        if not reading.cancelled() and reading.exception() is None:
+            self._engine._restore(reading.result())

@@ -13,7 +13,6 @@ weights, but not a single small step.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -138,12 +137,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _numbers(x: Any) -> list[float]:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return list(x.detach().double().reshape(-1).tolist())
-    if hasattr(x, "reshape"):
-        return list(map(float, x.reshape(-1).tolist()))
-    return list(_flat(x))
+    return list(map(float, x.reshape(-1).tolist() if hasattr(x, "reshape") else _flat(x)))
 
 
 def _flat(x: Iterable[Any]) -> Iterable[float]:
@@ -151,4 +145,4 @@ def _flat(x: Iterable[Any]) -> Iterable[float]:
         if isinstance(entry, (list, tuple)):
             yield from _flat(entry)
         else:
-            yield float(entry)
+            yield entry

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from ._core.native import daemon_file, refitctl_file
+from ._core.native import find
 from .errors import DeadlineExceeded, Unavailable
 
 # Far longer than anything takes; only what hangs reaches them.
@@ -37,12 +37,7 @@ def program(name: str) -> str:
 
     Looks at REFITD_BINARY and REFITCTL_BINARY, then in a checkout's build, in the package, and in PATH. Raises FileNotFoundError.
     """
-    variable = {"refitd": "REFITD_BINARY", "refitctl": "REFITCTL_BINARY"}[name]
-    daemon = Path(__file__).resolve().parents[3] / "bazel-bin" / "daemon"
-    built = daemon / name if name == "refitd" else daemon / name / name
-    if variable not in os.environ and built.is_file():
-        return str(built)
-    return daemon_file() if name == "refitd" else refitctl_file()
+    return find(name)
 
 
 class Daemon:

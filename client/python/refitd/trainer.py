@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 from ._core import SLICE_SECONDS, ends_soon, interruptible, native, paused
 from ._core.member import (
-    CLOSE_SECONDS, Connect, GroupSpec, Member, Registration, TensorList, check_name, check_tensors, checked_count, checked_version,
-    milliseconds,
+    CLOSE_SECONDS, Connect, GroupSpec, Member, Registration, TensorList, check_name, check_tensors, checked_version, milliseconds,
 )  # fmt: skip
-from ._core.native import Handle, check, error_of, last_failure, reads_tensors, refuse_fork, shown, text
+from ._core.native import Handle, check, error_of, last_failure, made_by, reads_tensors, shown, text
 from ._core.tensors import copy_host, is_torch, source_of
 from .errors import DeadlineExceeded, Error, FailedPrecondition, Failure, InvalidArgument, UpdateAborted
 from .layout import DEFAULT_STAGING_BYTES, Box, Layout, PushedTensors, TensorSpec, devices
@@ -95,18 +94,8 @@ def result_of(raw: native.refit_commit_result, of: str, handle: int, staged_byte
         name = ctypes.c_char_p()
         check(ask_name(handle, i, byref(name)))
         names.append((name.value or b"").decode(errors="replace"))
-    return UpdateResult(
-        raw.version,
-        raw.bytes,
-        raw.seconds,
-        tuple(instances),
-        pushed,
-        raw.left_out_tensors,
-        raw.left_out_bytes,
-        staged_bytes,
-        rebound,
-        tuple(names),
-    )
+    left_out = raw.left_out_tensors, raw.left_out_bytes
+    return UpdateResult(raw.version, raw.bytes, raw.seconds, tuple(instances), pushed, *left_out, staged_bytes, rebound, tuple(names))
 
 
 class _Window:
@@ -329,14 +318,11 @@ class Update:
                 room = bytearray(INLINE_BYTES)
                 self._inline = HostBytes(ctypes.addressof(ctypes.c_char.from_buffer(room)), INLINE_BYTES, room)
             return _Slot(None, self._inline, self._window)
-        out = ctypes.c_void_p()
-        library = native.library()
         with self._handle as update:
-            check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
-        assert out.value is not None
-        handle = Handle(out.value, library.refit_slot_free, "a slot")
-        pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
-        return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
+            handle = made_by("refit_update_lease_slot", update, 0, free="refit_slot_free", what="a slot", context=self._label)
+        library, slot = native.library(), handle.pointer
+        data = devices.bytes_at(self._trainer.device, library.refit_slot_data(slot), library.refit_slot_bytes(slot), handle)
+        return _Slot(handle, data, self._window)
 
     def _send(self, then: Callable[[], None] | None = None) -> None:
         """Hands the current slot over, without waiting until it was taken in, and calls `then` in the same uninterrupted call."""
@@ -634,18 +620,12 @@ class Trainer(Member):
             AlreadyExists: This rank is attached, or the group has another spec.
             InvalidArgument, FailedPrecondition: An argument is wrong, and the error names it.
         """
-        super().__init__()
-        refuse_fork()
-        checked_count(world_size, "world_size", 1)
-        if not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise InvalidArgument(f"trainer rank {rank} of group {group}: world_size is {world_size}", culprit=f"trainer rank {rank}")
+        super().__init__(f"group {group}", group, rank, world_size)
         if on_older not in ON_OLDER or (on_older == "replace" and spec is None):
             possible = " or ".join(map(repr, ON_OLDER))
             raise InvalidArgument(f"on_older: {on_older!r} is not {possible}; 'replace' needs a spec", culprit="on_older")
-        self.label = f"trainer rank {rank} of group {group}"
         connect = connect.to(socket)
         self._on_older, self._wait_seconds = on_older, WAIT_SECONDS if connect.wait_seconds is None else connect.wait_seconds
-        self.group, self.rank, self.world_size = group, rank, world_size
         self.shares_memory = connect.address is None  # with the daemon
         self.device = devices.current() if device is None and self.shares_memory else device
         made = connect._structure(group, self.device, None if spec is None else spec._structure(world_size))
@@ -702,26 +682,13 @@ class Trainer(Member):
         with paused():
             self._register_collected(
                 collect(
-                    shards,
-                    dtype,
-                    exceptions,
-                    buffers=buffers,
-                    leave_out=leave_out,
-                    any_cast=any_cast,
-                    tied=tied,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    staging=staging,
-                    staging_bytes=staging_bytes,
-                )
+                    shards, dtype, exceptions, buffers=buffers, leave_out=leave_out, any_cast=any_cast, tied=tied, rank=self.rank,
+                    world_size=self.world_size, staging=staging, staging_bytes=staging_bytes,
+                )  # fmt: skip
             )
 
     def register_layout(
-        self,
-        tensors: Sequence[TensorSpec],
-        boxes: Sequence[Box],
-        pushed: PushedTensors | None = None,
-        before_refit: Callable[[], None] | None = None,
+        self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: PushedTensors | None = None, before_refit: Callable[[], None] | None = None
     ) -> None:
         """Does what register() does, for plain records.
 
@@ -745,12 +712,7 @@ class Trainer(Member):
         self._register(registration, stage=True)
 
     def refit(
-        self,
-        version: int,
-        *,
-        duration_seconds: float | None = None,
-        verification: str | None = None,
-        evict_late: bool = False,
+        self, version: int, *, duration_seconds: float | None = None, verification: str | None = None, evict_late: bool = False
     ) -> UpdateResult:
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
@@ -817,7 +779,7 @@ class Trainer(Member):
                 try:
                     layout = registration.source.renewed()
                 except BaseException:
-                    self._begin_refit(registration)  # other ranks wait for this one where it communicates
+                    registration.begin_refit()  # other ranks wait for this one where it communicates
                     raise
                 if layout is not None:
                     self._register_collected(layout)
@@ -825,15 +787,10 @@ class Trainer(Member):
                     rebound = layout.source.rebound
         with self._lock:
             registration = self._registration or registration
-        self._begin_refit(registration)
+        registration.begin_refit()
         if registration.source is not None and registration.before_refit is None:
             return rebound  # the source compared the addresses of all memory just now
         return rebound + self._rebind(registration)
-
-    @staticmethod
-    def _begin_refit(registration: Registration) -> None:
-        if registration.before_refit is not None:
-            registration.before_refit()
 
     def _fill(self) -> int:
         """Copies what is not in place, and waits for the work that wrote the shards. Returns how many bytes were copied."""
@@ -841,20 +798,20 @@ class Trainer(Member):
             registration = self._registration
         if registration is not None:
             registration.fill()
-        self._synchronize()
+        kind = devices.kind_of(self.device)
+        if kind is not None:
+            kind.synchronize(self.device)
         return 0 if registration is None else registration.staged_bytes
 
     def _fill_unmoved(self) -> int:
         """Does what _fill() does within an update, during which nothing can be registered anew."""
         with self._lock:
             registration = self._registration
-        if registration is not None and (
-            registration.moved() or (registration.source is not None and registration.source.renewed() is not None)
-        ):
-            raise FailedPrecondition(
-                f"{self.label}: {registration.first_moved()} was bound to other memory after the update had begun: change shards before it",
-                culprit=registration.first_moved(),
-            )
+        source = None if registration is None else registration.source
+        if registration is not None and (registration.moved() or (source is not None and source.renewed() is not None)):
+            first = registration.first_moved()
+            why = f"{self.label}: {first} was bound to other memory after the update had begun: change shards before it"
+            raise FailedPrecondition(why, culprit=first)
         return self._fill()
 
     # ---- pushed tensors ----
@@ -914,13 +871,9 @@ class Trainer(Member):
 
     def _begin(self, version: int, options: native.refit_begin_options, with_layout: bool) -> Update:
         def begin() -> Update:
-            out = ctypes.c_void_p()
-            library = native.library()
+            what, label = f"the update to version {version}", f"{self.label}, version {version}"
             with self._handle as handle:
-                label = f"{self.label}, version {version}"
-                check(library.refit_trainer_begin(handle, byref(options), byref(out)), label)
-            assert out.value is not None
-            owned = Handle(out.value, library.refit_update_free, f"the update to version {version}")
+                owned = made_by("refit_trainer_begin", handle, byref(options), free="refit_update_free", what=what, context=label)
             return Update(self, owned, version, with_layout)
 
         return interruptible(begin, cancel=lambda: self._cancel(version), disown=Update.close)
@@ -973,13 +926,12 @@ class Trainer(Member):
     def _begin_group_anew(self) -> None:
         before = self.reattachments
         if self.rank == 0:
-            interruptible(lambda: check(native.library().refit_replace_group(byref(self._connect)), self.label), cancel=ends_soon)
+            _replace_group(self._connect, self.label)
         deadline = time.monotonic() + self._wait_seconds
         while self._attached_as(before):
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{self.label}: trainer rank 0 did not replace the group within {self._wait_seconds} s", culprit="trainer rank 0"
-                )
+                why = f"{self.label}: trainer rank 0 did not replace the group within {self._wait_seconds} s"
+                raise DeadlineExceeded(why, culprit="trainer rank 0")
             time.sleep(POLL_SECONDS)
         self._attach_anew()
 
@@ -1007,24 +959,8 @@ class Trainer(Member):
         except Error:
             pass  # the update had not begun, or has ended: then the call ends by itself
 
-    def _slot_bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
-        return devices.bytes_at(self.device, pointer, nbytes, owner)
 
-    def _synchronize(self) -> None:
-        """Waits for the work that wrote the shards."""
-        kind = devices.kind_of(self.device)
-        if kind is not None:
-            kind.synchronize(self.device)
-
-
-def replace_group(
-    group: str,
-    *,
-    world_size: int = 1,
-    spec: GroupSpec = GroupSpec(),
-    socket: str | None = None,
-    connect: Connect = Connect(),
-) -> None:
+def replace_group(group: str, *, world_size: int = 1, spec: GroupSpec = GroupSpec(), socket: str | None = None, connect: Connect = Connect()) -> None:
     """Begins a group anew, so that its next version may be any number; makes it where there is none.
 
     Every instance is dirty until its next commit, and trainers' leases end: they attach again.
@@ -1042,8 +978,11 @@ def replace_group(
         FailedPrecondition: An update runs, or another daemon has the group (named).
         Unavailable: No daemon answers.
     """
-    made = connect.to(socket)._structure(group, None, spec._structure(world_size))
-    interruptible(lambda: check(native.library().refit_replace_group(byref(made)), f"group {group}"), cancel=ends_soon)
+    _replace_group(connect.to(socket)._structure(group, None, spec._structure(world_size)), f"group {group}")
+
+
+def _replace_group(connect: native.refit_connect_options, label: str) -> None:
+    interruptible(lambda: check(native.library().refit_replace_group(byref(connect)), label), cancel=ends_soon)
 
 
 def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Sequence[int]) -> Registration:
@@ -1053,9 +992,7 @@ def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Seque
         return Registration(list(tensors), list(boxes), list(pushed))
     index = {old: new for new, old in enumerate(sorted(used))}
     return Registration(
-        [tensors[old] for old in index],
-        [replace(box, tensor_index=index[box.tensor_index]) for box in boxes],
-        [index[old] for old in pushed],
+        [tensors[old] for old in index], [replace(box, tensor_index=index[box.tensor_index]) for box in boxes], [index[old] for old in pushed]
     )
 
 

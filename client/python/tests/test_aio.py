@@ -116,6 +116,24 @@ class AioTest(AsyncTest):
 
         self.run_async(main())
 
+    def test_an_event_that_came_for_a_loop_that_was_closed_is_the_next_to_ask_s(self):
+        trainer, engine = self.trainer(), self.engine()
+        source, target = refitd.Region(64), refitd.Region(64)
+        trainer.register_layout([SPEC], [whole(source, SPEC)])
+        engine.register_layout([SPEC], [whole(target, SPEC)])
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(refitd.aio.Engine(engine).next())
+        for _ in range(3):  # it asks on a thread by then
+            loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        refit = threading.Thread(target=trainer.refit, args=(1,))
+        refit.start()
+        wait_until(lambda: engine._pending, "the event that was put back")
+        engine.next(SECONDS).ready()
+        self.assertIsInstance(engine.next(SECONDS), refitd.Committed)
+        refit.join(SECONDS)
+        task._log_destroy_pending = False
+
     def test_waiting_does_not_block_the_loop(self):
         async def main():
             trainer, engine = await self.attach()

@@ -32,39 +32,38 @@ class BinariesTest(unittest.TestCase):
         self.addCleanup(environment.stop)
         for name in ("REFIT_LIBRARY", "REFITD_BINARY", "REFITCTL_BINARY"):
             os.environ.pop(name, None)
-        package = mock.patch.object(native, "_IN_PACKAGE", self.folder / "_bin")
-        package.start()
-        self.addCleanup(package.stop)
+        for name, folder in (("_IN_PACKAGE", "_bin"), ("_BUILT", "bazel-bin")):
+            patch = mock.patch.object(native, name, self.folder / folder)
+            patch.start()
+            self.addCleanup(patch.stop)
 
     def file(self, name, content=b"\x7fELF"):
         path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         path.chmod(0o755)
         return str(path)
 
-    def test_the_environment_comes_before_the_package_and_the_package_before_the_system(self):
-        self.assertEqual(native.library_file(), "librefit.so")
-        system = self.file("path/refitd")
-        self.assertEqual(native.daemon_file(), system)
-        carried = self.file("_bin/refitd")
-        self.assertEqual(native.daemon_file(), carried)
-        library = self.file("_bin/librefit.so")
-        self.assertEqual(native.library_file(), library)
+    def test_the_environment_comes_before_the_build_and_the_package_before_the_system(self):
+        self.assertEqual(native.find("librefit.so"), "librefit.so")
+        for folders in (("path", None), ("_bin", "_bin"), ("bazel-bin/daemon", "bazel-bin/client")):
+            for folder, part in zip(folders, ("refitd", "librefit.so")):
+                if folder is not None:
+                    file = self.file(f"{folder}/{part}")
+                    self.assertEqual(native.find(part), file)
         os.environ["REFITD_BINARY"] = os.environ["REFIT_LIBRARY"] = own = self.file("own")
-        self.assertEqual((native.daemon_file(), native.library_file()), (own, own))
+        self.assertEqual((native.find("refitd"), native.find("librefit.so")), (own, own))
 
     def test_a_variable_that_names_no_file_is_an_error_that_names_both(self):
-        for variable, find in (
-            ("REFIT_LIBRARY", native.library_file), ("REFITD_BINARY", native.daemon_file), ("REFITCTL_BINARY", native.refitctl_file)):
+        for variable, part in (("REFIT_LIBRARY", "librefit.so"), ("REFITD_BINARY", "refitd"), ("REFITCTL_BINARY", "refitctl")):
             with mock.patch.dict(os.environ, {variable: "/none/such"}):
                 with self.assertRaisesRegex(FileNotFoundError, variable + ".*/none/such"):
-                    find()
+                    native.find(part)
 
     def test_the_packages_own_script_on_the_path_is_not_taken_for_the_program(self):
         self.file("path/refitd", b"#!/usr/bin/python3\n")
         with self.assertRaisesRegex(FileNotFoundError, "REFITD_BINARY is not set"):
-            native.daemon_file()
+            native.find("refitd")
 
     def start(self, command, *arguments, **environment):
         """Starts what the console script of that name starts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import refitd
 from refitd.serving import delivery
-from refitd.serving.settings import read_manifest
+from refitd.serving import read_manifest
 
 PACKAGE = Path(refitd.__file__).parent
 # A formatted culprit begins with one of these. Names of arguments, options and files stand alone, as plain expressions.

@@ -9,7 +9,7 @@ from ranks_util import run_ranks  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType  # noqa: E402
 
 from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.layout.fsdp import flat_shards  # noqa: E402
+from refitd.layout.shards import flat_shards  # noqa: E402
 from refitd.layout.shards import collect  # noqa: E402
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import refitd
 from refitd._core.tensors import Places
 from refitd.serving.rank import Rank
-from refitd.serving.settings import Settings
+from refitd.serving import Settings
 from support import SECONDS, DaemonTest, delivery_of
 
 

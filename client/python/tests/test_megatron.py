@@ -17,7 +17,7 @@ from layout_util import pushed_by  # noqa: E402
 import refitd  # noqa: E402
 from refitd import StagingWarning, testing  # noqa: E402
 from refitd.errors import InvalidArgument, Unimplemented  # noqa: E402
-from refitd.integrations import megatron, megatron_bridge, slime  # noqa: E402
+from refitd.integrations import megatron, slime  # noqa: E402
 from refitd.integrations.megatron import QKV, Column, GatedMLP, Parallel, Replicated, Row, finish_gather, model_shards, shards, table_of  # noqa: E402
 from refitd.layout.shards import Shard, collect  # noqa: E402
 
@@ -300,7 +300,7 @@ def test_a_refit_of_a_model_finishes_its_gathers_and_follows_parameters_that_wer
     if of == "table":
         shards = model_shards([model], {"weight": Replicated("w")}, Parallel(1).place(0, 1))
     else:
-        shards = megatron_bridge.model_shards(Bridge(), [model], replica=(0, 1), expert_replica=(0, 1))
+        shards = megatron.bridge_shards(Bridge(), [model], replica=(0, 1), expert_replica=(0, 1))
     served = torch.nn.ParameterDict({"w": torch.zeros(8, 4)})
     group = f"gathers-{of}"
     with testing.daemon() as running, warnings.catch_warnings():
@@ -327,8 +327,8 @@ def test_slimes_shards_finish_gathers_before_each_refit(monkeypatch):
     chunk = Chunk(True)
     chunk.modules = lambda: iter([])
     common = SimpleNamespace(named_params_and_buffers=lambda args, model: [])
-    monkeypatch.setattr(megatron, "importlib", SimpleNamespace(import_module=lambda _: common))
-    monkeypatch.setattr(megatron, "_place", lambda rank, args: Parallel(1).place(0, 1))
+    monkeypatch.setattr(slime, "importlib", SimpleNamespace(import_module=lambda _: common))
+    monkeypatch.setattr(slime, "_place", lambda rank, args: Parallel(1).place(0, 1))
 
     class Updater(slime.Updater):
         settings = SimpleNamespace(table={})

@@ -26,7 +26,7 @@ if not FOLDER.is_dir():
 
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd.integrations import megatron_bridge  # noqa: E402
+from refitd.integrations.megatron import task_shards  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.errors import Unimplemented  # noqa: E402
 from test_megatron_core import EXPERTS, VOCABULARY, megatron_model, on_cpu  # noqa: E402
@@ -123,7 +123,7 @@ def train(rank, world, socket, group, moe, ep):
             for name, tensor in task.mapping.megatron_to_hf(task.param_weight, task.megatron_module).items():
                 exported[name] = tensor[:VOCABULARY] if "embed" in name or "lm_head" in name else tensor
         with refitd.Trainer(group, rank=rank, world_size=world, socket=socket, device="host") as trainer:
-            trainer.register(megatron_bridge.shards([None, *tasks], vocab_size=VOCABULARY), dtype=torch.bfloat16)
+            trainer.register(task_shards([None, *tasks], vocab_size=VOCABULARY), dtype=torch.bfloat16)
             trainer.refit(1, duration_seconds=SECONDS)
     return exported
 
@@ -181,7 +181,7 @@ def test_mappings_that_change_values_are_refused_by_name():
     for mapping in (Changing(), type("RMSNorm2ZeroCenteredRMSNormMapping", (Changing,), {})()):
         task = Task("x", "decoder.final_layernorm.weight", mapping, param_weight=weight)
         with pytest.raises(Unimplemented, match=f"'decoder.final_layernorm.weight': {type(mapping).__name__} is no plain choice") as raised:
-            megatron_bridge.shards([task], replica=(0, 1), expert_replica=(0, 1))
+            task_shards([task], replica=(0, 1), expert_replica=(0, 1))
         assert raised.value.culprit == "parameter 'decoder.final_layernorm.weight'"
 
 
@@ -192,8 +192,8 @@ def test_permuted_dimensions_and_gated_attention_are_refused():
     for mapping, message in ((permuting, "permutes dimensions"), (classes.QKVMapping("x", "q", "k", "v"), "gate of attention's output")):
         task = Task("x", "x", mapping, megatron_module=module, param_weight=torch.zeros(4, 4))
         with pytest.raises(Unimplemented, match=message):
-            megatron_bridge.shards([task], replica=(0, 1), expert_replica=(0, 1))
+            task_shards([task], replica=(0, 1), expert_replica=(0, 1))
 
 
 def test_tasks_of_other_stages_are_passed_over():
-    assert megatron_bridge.shards([None, Task("x", "x", Changing())], replica=(0, 1), expert_replica=(0, 1)) == []
+    assert task_shards([None, Task("x", "x", Changing())], replica=(0, 1), expert_replica=(0, 1)) == []

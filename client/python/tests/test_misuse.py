@@ -194,5 +194,57 @@ class ClosingTest(DaemonTest):
             update.push("w", b"1")
 
 
+TOO_MANY = 262_145  # one more than a model may have
+
+
+class TooManyTensorsTest(DaemonTest):
+    """More tensors than a daemon takes, all of them one byte of the same memory: the error comes at once, and has the limit's name."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        memory = refitd.RegionMemory(refitd.Region(4096), 0, 1)
+        cls.specs = [refitd.TensorSpec(f"t{i}", "uint8", (1,)) for i in range(TOO_MANY)]
+        cls.boxes = [refitd.Box(i, (0,), (1,), (1,), memory) for i in range(TOO_MANY)]
+
+    def assert_refused(self, call, suspect=None):
+        with self.assertRaisesRegex(refitd.ResourceExhausted, r"262145.*262144 \(kMaxTensorsPerLayout\)") as caught:
+            call()
+        self.assertEqual([str(found) for found in caught.exception.suspects], [] if suspect is None else [suspect])
+
+    def test_a_trainer_with_too_many_tensors_is_refused_when_it_registers(self):
+        trainer = self.trainer()
+        self.assert_refused(lambda: trainer.register_layout(self.specs, self.boxes))
+
+    def test_a_refit_does_not_wait_for_an_engine_whose_layout_has_too_many_tensors(self):
+        trainer, engine = self.trainer(), self.engine("many")
+        trainer.register_layout(self.specs[:1], self.boxes[:1])
+        self.assert_refused(lambda: engine.register_layout(self.specs, self.boxes))
+        self.assert_refused(lambda: trainer.refit(1, duration_seconds=600), "engine many rank 0")
+
+    def test_an_update_does_not_wait_for_an_engine_whose_manifest_has_too_many_tensors(self):
+        trainer = self.trainer()
+        errors = []
+
+        def begin():
+            try:
+                trainer.update(1, duration_seconds=600)
+            except refitd.Error as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        wait_until(lambda: trainer.get_update(1) == "running", "the update")  # it waits for an engine
+        self.assert_refused(lambda: self.engine("many", loader=True, manifest=self.specs))
+        thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertIsInstance(errors[0], refitd.ResourceExhausted)
+        self.assertEqual([str(found) for found in errors[0].suspects], ["engine many rank 0"])
+
+    def test_an_update_of_too_many_tensors_does_not_begin(self):
+        trainer = self.trainer()
+        self.assert_refused(lambda: trainer.update(1, tensor_count=TOO_MANY, duration_seconds=600))
+
+
 if __name__ == "__main__":
     unittest.main()

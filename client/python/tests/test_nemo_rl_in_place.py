@@ -25,7 +25,7 @@ from ranks_util import run_ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
 from refitd.serving.rank import Rank  # noqa: E402
-from refitd.serving.settings import Settings  # noqa: E402
+from refitd.serving import Settings  # noqa: E402
 from support import delivery_of  # noqa: E402
 
 SHAPES = {"embed.weight": (37, 6), "block.up.weight": (11, 6), "block.up.bias": (11,), "block.down.weight": (6, 11), "head.weight": (5, 6)}

@@ -132,7 +132,8 @@ def ids(count=proof.TOKENS):
 
 
 def prove(model, names=None, **options):
-    return proof.prove_module(model, lambda m: m(ids()), names or [name for name, _ in model.named_parameters()], **options)
+    names = names or [name for name, _ in model.named_parameters()]
+    return proof.Prover(model, proof.Probe(lambda: model(ids()), **options), names).perturb()
 
 
 class Perturbation(unittest.TestCase):
@@ -195,7 +196,7 @@ class Perturbation(unittest.TestCase):
         self.assertEqual((found.proved, set(found.failed), set(found.unproved)), (["norm.weight"], {"layers.0.unread"}, {"steps"}))
         with self.assertRaisesRegex(FailedPrecondition, "1 parameters are unproved: 'steps'"):
             proof.Proof(unproved=found.unproved).check(require=True)
-        broken = proof.prove_module(model, lambda m: 1 / 0, ["norm.weight"])
+        broken = proof.Prover(model, proof.Probe(lambda: 1 / 0), ["norm.weight"]).perturb()
         self.assertRegex(broken.unproved["norm.weight"], "ZeroDivisionError")
 
     def test_another_way_of_running_the_model_reads_a_copy(self):

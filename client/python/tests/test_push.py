@@ -4,11 +4,14 @@ import array
 import itertools
 import random
 import threading
+import types
 import unittest
+from unittest import mock
 
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
+from refitd.layout import devices
 from refitd.layout.cuda import CudaBytes
 from refitd.layout.memory import HostBytes
 
@@ -98,7 +101,10 @@ class PushTest(DaemonTest):
                 OnGpu.synchronized += 1
 
         trainer, server, collector = self.staged()
-        trainer._slot_bytes = lambda pointer, nbytes, owner: OnGpu(pointer, nbytes, owner, 0)
+        on_gpu = types.SimpleNamespace(kind_of=devices.kind_of, bytes_at=lambda device, pointer, nbytes, owner: OnGpu(pointer, nbytes, owner, 0))
+        patch = mock.patch("refitd.trainer.devices", on_gpu)
+        patch.start()
+        self.addCleanup(patch.stop)
         random.seed(2)
         tensors = {f"t{i}": random.randbytes(random.choice((0, 1, 7, 5000, 65536, 300001))) for i in range(30)}
         for version in (1, 2):

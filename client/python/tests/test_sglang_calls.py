@@ -10,7 +10,7 @@ from refitd.errors import FailedPrecondition
 from refitd.integrations.sglang import OfflineControls, Released, check
 from refitd.serving import driver as lifecycle
 from refitd.serving.driver import Driver
-from refitd.serving.settings import Settings
+from refitd.serving import Settings
 
 CONSTANTS = "sglang.srt.constants"
 STRUCTURES = "sglang.srt.managers.io_struct"

@@ -22,7 +22,7 @@ pytest.importorskip("transformers", reason="in the environment 2.11.0-trainers")
 
 import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd.integrations import miles, slime  # noqa: E402
+from refitd.integrations import slime  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
 from test_megatron_core import EXPERTS, LAYERS, by_checkpoint_names, config_of, megatron_model, on_cpu, transformers  # noqa: E402
@@ -52,7 +52,7 @@ FACTS = {
         "pop_metrics": ([], []),
     },
 }
-ADAPTERS = {"slime": slime, "miles": miles}
+UPDATERS = {"slime": slime.Updater, "miles": slime.MilesUpdater}
 
 
 def named_params_and_buffers(args, model):
@@ -87,7 +87,7 @@ def arguments(**options):
 @pytest.mark.parametrize("framework", FACTS)
 def test_the_updater_takes_what_the_frameworks_actor_gives(framework):
     for name, (positional, keywords) in FACTS[framework].items():
-        signature = inspect.signature(getattr(ADAPTERS[framework].Updater, name))
+        signature = inspect.signature(getattr(UPDATERS[framework], name))
         bound = [None, *positional]
         signature.bind(*bound[:3] if name == "connect_rollout_engines" else bound, **dict.fromkeys(keywords))
         if name == "connect_rollout_engines":
@@ -121,7 +121,7 @@ def train(rank, world, socket, folder, moe, ep, framework):
     actor = stand_in(framework)
     args = arguments(num_experts=EXPERTS if moe else None, hf_checkpoint=folder)
     os.environ.update(REFITD_GROUP="slime", REFITD_SOCKET=socket)
-    ADAPTERS[framework].init(args)
+    UPDATERS[framework].init(args)
     with on_cpu(), torch.no_grad():
         model = megatron_model(tp, moe, False, ep).bfloat16()
         updater = actor.UpdateWeightFromDistributed(args, [model], dict, model_name="qwen3", quantization_config=None)
@@ -190,20 +190,20 @@ def test_each_update_brings_megatrons_parameters_to_the_engine(tmp_path, moe, ep
 @pytest.mark.parametrize("framework", FACTS)
 def test_what_it_does_not_know_is_refused_by_name(monkeypatch, framework):
     stand_in(framework)
-    adapter = ADAPTERS[framework]
-    monkeypatch.setattr(adapter.Updater, "settings", None)
-    with pytest.raises(FailedPrecondition, match=f"refitd.integrations.{framework}.install was not called"):
-        adapter.Updater(arguments(), [], dict, model_name="", quantization_config=None)
+    updater_of = UPDATERS[framework]
+    monkeypatch.setattr(updater_of, "settings", None)
+    with pytest.raises(FailedPrecondition, match=rf"install\(\) for {framework} was not called"):
+        updater_of(arguments(), [], dict, model_name="", quantization_config=None)
     monkeypatch.delenv("REFITD_GROUP", raising=False)
     with pytest.raises(InvalidArgument, match="REFITD_GROUP is not set"):
-        adapter.init(arguments())
+        updater_of.init(arguments())
     for option in ("colocate", "offload_train"):
         with pytest.raises(Unimplemented, match=f"--{option.replace('_', '-')}"):
-            adapter.install(arguments(**{option: True}), "g")
-    adapter.install(arguments(), "g")
+            updater_of.install(arguments(**{option: True}), "g")
+    updater_of.install(arguments(), "g")
     with pytest.raises(Unimplemented, match="quantized"):
-        adapter.Updater(arguments(), [], dict, model_name="", quantization_config={"quant_method": "fp8"})
-    updater = adapter.Updater(arguments(), [], dict, model_name="", quantization_config=None)
+        updater_of(arguments(), [], dict, model_name="", quantization_config={"quant_method": "fp8"})
+    updater = updater_of(arguments(), [], dict, model_name="", quantization_config=None)
     with pytest.raises(FailedPrecondition, match="connect_rollout_engines"):
         updater.update_weights()
 
@@ -211,8 +211,8 @@ def test_what_it_does_not_know_is_refused_by_name(monkeypatch, framework):
 def test_what_only_miles_has_is_refused_by_name():
     for mode in ("p2p", "disk-delta"):
         with pytest.raises(Unimplemented, match=f"--update-weight-transfer-mode {mode}"):
-            miles.install(arguments(update_weight_transfer_mode=mode), "g")
+            slime.miles_install(arguments(update_weight_transfer_mode=mode), "g")
     stand_in("miles")
-    miles.install(arguments(update_weight_transfer_mode="broadcast"), "g")
+    slime.miles_install(arguments(update_weight_transfer_mode="broadcast"), "g")
     with pytest.raises(Unimplemented, match="LoRA"):
-        miles.Updater(arguments(), [], dict, model_name="", quantization_config=None, is_lora=True)
+        slime.MilesUpdater(arguments(), [], dict, model_name="", quantization_config=None, is_lora=True)

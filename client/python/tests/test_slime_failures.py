@@ -21,7 +21,7 @@ import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 from test_megatron_core import by_checkpoint_names, config_of, megatron_model, on_cpu, transformers  # noqa: E402
-from test_slime import ADAPTERS, FACTS, arguments, stand_in  # noqa: E402
+from test_slime import UPDATERS, FACTS, arguments, stand_in  # noqa: E402
 
 SECONDS = 110
 # How long a rank waits for a rank that does not come; the others of the test are there at once.
@@ -82,7 +82,7 @@ def train(rank, world, socket, folder, framework, spoil, missing, vocabulary, op
     for name in FACTS:
         stand_in(name)
     args = arguments(hf_checkpoint=folder)
-    ADAPTERS[framework].install(args, GROUP, socket=socket, device="host", **options)
+    UPDATERS[framework].install(args, GROUP, socket=socket, device="host", **options)
     with on_cpu(), torch.no_grad():
         model = megatron_model(world, False, False, vocabulary=vocabulary).bfloat16()
         updater = stand_in_updater(framework)(args, [model], dict, model_name="qwen3", quantization_config=None)

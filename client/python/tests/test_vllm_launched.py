@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import refitd
 from refitd.integrations import vllm as launched
 from refitd.serving.driver import Driver, Follower
-from refitd.serving.settings import Settings
+from refitd.serving import Settings
 from support import SECONDS, DaemonTest
 
 WORLD = 2

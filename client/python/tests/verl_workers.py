@@ -129,7 +129,7 @@ class Server:
 
     def init_weight_transfer_engine(self, init_info):
         from refitd.serving.rank import Rank
-        from refitd.serving.settings import Settings
+        from refitd.serving import Settings
         from support import delivery_of
 
         self.dirty = init_info.pop("dirty")

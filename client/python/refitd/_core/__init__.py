@@ -97,9 +97,9 @@ class _Job(Generic[T]):
 
     def abandon(self) -> None:
         with self._lock:
-            self._abandoned = True
+            dropped, self._abandoned = self._abandoned, True
             finished = self._finished
-        if finished:
+        if finished and not dropped:
             self._drop()
 
     def _drop(self) -> None:
@@ -205,7 +205,7 @@ async def awaited(call: Callable[[], T], *, cancel: Callable[[], None] | None = 
         try:
             loop.call_soon_threadsafe(event.set)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits
+            job.abandon()  # the loop is closed: nobody waits
 
     done, cancelled = asyncio.Event(), asyncio.Event()
     job = start(call, disown, lambda: tell(done))

@@ -10,8 +10,9 @@ import threading
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,7 +22,7 @@ from ..layout import Box, PushedTensors, Source, TensorSpec
 from ..layout.devices import connect_fields, kind_of, on_host
 from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned, locate
 from . import ends_soon, interruptible, native
-from .native import Handle, check, ids, reads_tensors, text, texts
+from .native import Handle, check, ids, made_by, reads_tensors, refuse_fork, text, texts
 
 if TYPE_CHECKING:
     from ..layout.devices import Resolver
@@ -46,33 +47,23 @@ class Piece(NamedTuple):
 
 
 class TensorList:
-    """A C array of refit_tensor. `starts`, `counts`: of the elements of each; None: every tensor is whole."""
+    """A C array of refit_tensor, of which each is whole."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], starts: Sequence[int] | None = None, counts: Sequence[int] | None = None) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         self.count = len(tensors)
-        names = bytearray()
-        name_at: list[int] = []
-        dims: list[int] = []
-        dims_at: list[int] = []
+        names, dims, at = bytearray(), array("q"), []
         for tensor in tensors:
-            name_at.append(len(names))
-            names += tensor.name.encode()
-            names.append(0)
-            dims_at.append(len(dims))
-            dims += tensor.shape
-        self._names = ctypes.create_string_buffer(bytes(names), len(names) + 1)
-        self._dims = array("q", dims or [0])
-        name_base, dims_base = ctypes.addressof(self._names), self._dims.buffer_info()[0]
-        packed = bytearray(_TENSOR.size * max(1, self.count))
-        for i, tensor in enumerate(tensors):
-            start = 0 if starts is None else starts[i]
-            count = native.WHOLE if counts is None else counts[i]
-            _TENSOR.pack_into(
-                packed, i * _TENSOR.size, name_base + name_at[i], DTYPES[tensor.dtype].code, len(tensor.shape),
-                dims_base + 8 * dims_at[i], start, count,
-            )  # fmt: skip
-        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
+            at.append((len(names), len(dims)))
+            names += tensor.name.encode() + b"\0"
+            dims.extend(tensor.shape)
+        dims.append(0)  # so that it has an address
+        self._names, self._dims = ctypes.create_string_buffer(bytes(names)), dims
+        name_base, dims_base = ctypes.addressof(self._names), dims.buffer_info()[0]
+        self._packed = ctypes.create_string_buffer(_TENSOR.size * max(1, self.count))
         self.pointer = ctypes.addressof(self._packed)
+        for i, (tensor, (name, dim)) in enumerate(zip(tensors, at)):
+            dtype, rank = DTYPES[tensor.dtype].code, len(tensor.shape)
+            _TENSOR.pack_into(self._packed, i * _TENSOR.size, name_base + name, dtype, rank, dims_base + 8 * dim, 0, native.WHOLE)
 
 
 class PieceList:
@@ -80,41 +71,29 @@ class PieceList:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.count = len(pieces)
-        numbers: list[int] = []
-        at: list[int] = []
-        for piece in pieces:
-            at.append(len(numbers))
-            numbers += piece.offset
-            numbers += piece.extent
-            numbers += piece.strides
-        self._numbers = array("q", numbers or [0])
-        base = self._numbers.buffer_info()[0]
-        packed = bytearray(_PIECE.size * max(1, self.count))
-        for i, piece in enumerate(pieces):
-            bytes_a_list = 8 * len(piece.offset)
-            first = base + 8 * at[i]
-            _PIECE.pack_into(
-                packed, i * _PIECE.size, piece.tensor, first, first + bytes_a_list, first + 2 * bytes_a_list,
-                piece.region.pointer, piece.byte_offset,
-            )  # fmt: skip
-        self._packed = (ctypes.c_char * len(packed)).from_buffer(packed)
+        self._numbers = array("q", [number for piece in pieces for numbers in piece[1:4] for number in numbers] or [0])
+        self._packed = ctypes.create_string_buffer(_PIECE.size * max(1, self.count))
         self.pointer = ctypes.addressof(self._packed)
+        at = self._numbers.buffer_info()[0]
+        for i, piece in enumerate(pieces):
+            step = 8 * len(piece.offset)
+            _PIECE.pack_into(self._packed, i * _PIECE.size, piece.tensor, at, at + step, at + 2 * step, piece.region.pointer, piece.byte_offset)
+            at += 3 * step
 
 
-def numbers(values: Iterable[int]) -> array[int]:
-    """A C array of int64; its address is buffer_info()[0]."""
-    return array("q", values)
+def _wrong(what: str, whose: str, why: str) -> InvalidArgument:
+    return InvalidArgument(f"{what} of {whose}{why}", culprit=what)
 
 
 def check_name(name: str, whose: str) -> None:
     """Raises InvalidArgument for a name that C would read as another."""
     what = f"tensor {name!r}"
     if not isinstance(name, str) or not name or "\0" in name:
-        raise InvalidArgument(f"{what} of {whose}: the name is empty, no text, or has a null in it", culprit=what)
+        raise _wrong(what, whose, ": the name is empty, no text, or has a null in it")
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{what} of {whose}: the name is not UTF-8: {error}", culprit=what) from None
+        raise _wrong(what, whose, f": the name is not UTF-8: {error}") from None
 
 
 def integers(values: object) -> tuple[int, ...] | None:
@@ -132,16 +111,14 @@ def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
         what = f"tensor '{tensor.name}'"
         check_name(tensor.name, whose)
         if tensor.name in seen:
-            raise InvalidArgument(f"{what} of {whose} is there twice", culprit=what)
+            raise _wrong(what, whose, " is there twice")
         seen.add(tensor.name)
         if tensor.dtype not in DTYPES:
-            raise InvalidArgument(f"{what} of {whose}: dtype {tensor.dtype!r} is none of {', '.join(DTYPES)}", culprit=what)
+            raise _wrong(what, whose, f": dtype {tensor.dtype!r} is none of {', '.join(DTYPES)}")
         if integers(tensor.shape) is None:
-            raise InvalidArgument(f"{what} of {whose}: shape {tensor.shape!r} is no sequence of integers", culprit=what)
+            raise _wrong(what, whose, f": shape {tensor.shape!r} is no sequence of integers")
         if len(tensor.shape) > MAX_DIMENSIONS or any(n < 0 for n in tensor.shape):
-            raise InvalidArgument(
-                f"{what} of {whose}: shape {tuple(tensor.shape)} has a negative or more than {MAX_DIMENSIONS} dimensions", culprit=what
-            )
+            raise _wrong(what, whose, f": shape {tuple(tensor.shape)} has a negative or more than {MAX_DIMENSIONS} dimensions")
 
 
 def check_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], whose: str) -> None:
@@ -153,28 +130,19 @@ def check_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], whose: str)
         what = f"tensor '{tensor.name}'"
         rank = len(tensor.shape)
         if not len(box.offset) == len(box.extent) == len(box.strides) == rank:
-            raise InvalidArgument(
-                f"{what} of {whose} has {rank} dimensions, but its box has offset {box.offset}, extent {box.extent}, strides {box.strides}",
-                culprit=what,
-            )
+            why = f" has {rank} dimensions, but its box has offset {box.offset}, extent {box.extent}, strides {box.strides}"
+            raise _wrong(what, whose, why)
         lowest = highest = 0
         for offset, extent, stride, size in zip(box.offset, box.extent, box.strides, tensor.shape):
             if offset < 0 or extent < 1 or offset + extent > size:
-                raise InvalidArgument(
-                    f"{what} of {whose}: the box at {box.offset} of {box.extent} elements is empty or beyond the shape {tensor.shape}",
-                    culprit=what,
-                )
+                why = f": the box at {box.offset} of {box.extent} elements is empty or beyond the shape {tensor.shape}"
+                raise _wrong(what, whose, why)
             reach = (extent - 1) * stride
-            if reach < 0:
-                lowest += reach
-            else:
-                highest += reach
+            lowest, highest = lowest + min(reach, 0), highest + max(reach, 0)
         itemsize = DTYPES[tensor.dtype].itemsize
         first, last = box.byte_offset + lowest * itemsize, box.byte_offset + (highest + 1) * itemsize
         if first < 0 or last > box.memory.nbytes:
-            raise InvalidArgument(
-                f"{what} of {whose}: the box takes bytes {first} to {last} of memory that has {box.memory.nbytes}", culprit=what
-            )
+            raise _wrong(what, whose, f": the box takes bytes {first} to {last} of memory that has {box.memory.nbytes}")
 
 
 class TensorAddress:
@@ -456,14 +424,7 @@ class Registration:
 
     def unresolved(self) -> Registration:
         """The same layout, of which no memory has been made known to a daemon."""
-        return Registration(
-            self.tensors,
-            self.boxes,
-            self.pushed,
-            pushed_tensors=self.pushed_tensors,
-            before_refit=self.before_refit,
-            source=self.source,
-        )
+        return replace(self, pieces=[], staged=[], filled=[], device_regions={}, owners=[], warning="", _addresses=None)
 
     def moved(self) -> bool:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
@@ -494,6 +455,11 @@ class Registration:
     def tensor_of(self, box: Box) -> str:
         return f"tensor '{self.tensors[box.tensor_index].name}'"
 
+    def begin_refit(self) -> None:
+        """Does what the caller wants done first in every refit."""
+        if self.before_refit is not None:
+            self.before_refit()
+
     def fill(self) -> None:
         """Brings bytes that are not in place into the regions: first by copies, then by the caller's own functions."""
         for memory, region, at in self.staged:
@@ -510,7 +476,15 @@ class Member:
     label: str  # names this rank in errors, as the daemon does
     device: str | None  # a device's name (a GPU's UUID); None or "host": host memory
 
-    def __init__(self) -> None:
+    def __init__(self, of: str, group: str, rank: int, world_size: int) -> None:
+        """`of`: what this is a rank of, for errors."""
+        refuse_fork()
+        checked_count(world_size, "world_size", 1)
+        who = f"{self._kind} rank {rank}"
+        self.label = f"{who} of {of}"
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise InvalidArgument(f"{self.label}: world_size is {world_size}", culprit=who)
+        self.group, self.rank, self.world_size = group, rank, world_size
         self._lock = threading.RLock()
         self._known: weakref.WeakKeyDictionary[Region, Handle] = weakref.WeakKeyDictionary()
         self._registration: Registration | None = None
@@ -519,14 +493,8 @@ class Member:
 
     def _attach(self, options: ctypes.Structure) -> None:
         """Attaches by the C function of this kind, and owns what it makes."""
-
-        def attach() -> Handle:
-            out = ctypes.c_void_p()
-            library = native.library()
-            check(getattr(library, f"refit_{self._kind}_attach")(ctypes.byref(options), ctypes.byref(out)), self.label)
-            assert out.value is not None
-            return Handle(out.value, getattr(library, f"refit_{self._kind}_free"), self.label)
-
+        kind = f"refit_{self._kind}"
+        attach = partial(made_by, f"{kind}_attach", ctypes.byref(options), free=f"{kind}_free", what=self.label, context=self.label)
         self._handle = interruptible(attach, disown=Handle.close)
 
     def _use(self, call: Callable[[int], T]) -> T:
@@ -593,12 +561,9 @@ class Member:
         with self._lock:
             known = self._known.get(region)
             if known is None:
-                out = ctypes.c_void_p()
-                add = getattr(native.library(), f"refit_{self._kind}_add_memfd")
                 with self._handle as handle:
-                    check(add(handle, region.descriptor, region.nbytes, ctypes.byref(out)), self.label)
-                assert out.value is not None
-                known = Handle(out.value, native.library().refit_region_free, "a region")
+                    given = (handle, region.descriptor, region.nbytes)
+                    known = made_by(f"refit_{self._kind}_add_memfd", *given, free="refit_region_free", what="a region", context=self.label)
                 self._known[region] = known
             return known
 
@@ -652,8 +617,7 @@ class Member:
             if id(memory) in places or id(memory) in rooms or isinstance(memory, DeviceMemory):
                 continue
             if not self._on_host:
-                what = registration.tensor_of(box)
-                raise InvalidArgument(f"{what} of {self.label} is in host memory, but device is {self.device}", culprit=what)
+                raise _wrong(registration.tensor_of(box), self.label, f" is in host memory, but device is {self.device}")
             if isinstance(memory, RegionMemory):
                 places[id(memory)] = memory.region, memory.byte_offset
             elif isinstance(memory, HostMemory):
@@ -663,17 +627,11 @@ class Member:
                 elif stage:
                     outside.setdefault((memory.pointer, memory.nbytes), []).append(memory)
                 else:
-                    raise InvalidArgument(
-                        f"{registration.tensor_of(box)} of {self.label} lies in memory that the daemon can't map: make it with "
-                        "refitd.empty, or move it with refitd.adopt(module)",
-                        culprit=registration.tensor_of(box),
-                    )
+                    why = " lies in memory that the daemon can't map: make it with refitd.empty, or move it with refitd.adopt(module)"
+                    raise _wrong(registration.tensor_of(box), self.label, why)
             elif isinstance(memory, FilledMemory):
                 if not stage:
-                    raise InvalidArgument(
-                        f"{registration.tensor_of(box)} of {self.label}: only a trainer's memory is filled before a refit",
-                        culprit=registration.tensor_of(box),
-                    )
+                    raise _wrong(registration.tensor_of(box), self.label, ": only a trainer's memory is filled before a refit")
                 rooms[id(memory)] = memory
         self._make_staging(registration, outside, rooms, places)
         resolver = self._resolver(registration)
@@ -682,11 +640,8 @@ class Member:
                 registration.pieces += resolver.pieces(box, registration.tensor_of(box))
                 continue
             region, base = places[id(box.memory)]
-            registration.pieces.append(
-                Piece(
-                    box.tensor_index, box.offset, box.extent, box.strides, self._known_region(region), base + box.byte_offset
-                )
-            )
+            at = base + box.byte_offset
+            registration.pieces.append(Piece(box.tensor_index, box.offset, box.extent, box.strides, self._known_region(region), at))
         registration.owners += [region for region, _ in places.values()]
         if resolver is not None:
             registration.device_regions = resolver.regions
@@ -737,7 +692,7 @@ class Member:
         register = getattr(native.library(), f"refit_{self._kind}_register")
         arguments: list[int] = [tensors.pointer, tensors.count, pieces.pointer, pieces.count]
         if self._kind == "trainer":
-            pushed = numbers(registration.pushed)
+            pushed = array("q", registration.pushed)
             arguments += [pushed.buffer_info()[0], len(pushed)]
         with self._handle as handle:
             check(register(handle, *arguments), self.label)

@@ -3,14 +3,9 @@
 ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). The library is loaded on
 first use; `REFIT_LIBRARY` names another file than the one that comes with the package.
 
-Each compiled part is looked for in this order: the file that its environment variable names, the file that this package carries (a wheel does,
-a checkout does not), and the system's own.
-
-| part         | environment variable | in the package       | of the system                        |
-|--------------|----------------------|----------------------|--------------------------------------|
-| librefit.so  | REFIT_LIBRARY        | _bin/librefit.so     | whatever the dynamic loader finds    |
-| refitd       | REFITD_BINARY        | _bin/refitd          | the first program of the name on PATH |
-| refitctl     | REFITCTL_BINARY      | _bin/refitctl        | the first program of the name on PATH |
+Each compiled part is looked for in this order: the file that its environment variable names (REFIT_LIBRARY, REFITD_BINARY, REFITCTL_BINARY), a
+checkout's build, the file that this package carries in _bin (a wheel does, a checkout does not), and the system's own: whatever the dynamic loader
+finds, or the first program of the name on PATH.
 
 The package's commands `refitd` and `refitctl` are scripts that call `run_refitd` and `run_refitctl`. Those replace the
 process by the program, so that its process id, signals, exit code and arguments are the caller's own.
@@ -40,59 +35,40 @@ from ..errors import ROLES, Closed, Error, Failure, Forked, Status, Suspect, esc
 
 
 _IN_PACKAGE = Path(__file__).parents[1] / "_bin"
+_BUILT = Path(__file__).resolve().parents[4] / "bazel-bin"
 _LIBRARY = "librefit.so"
+# Of each compiled part the environment's variable, and where a checkout's build has it.
+_PARTS = {
+    _LIBRARY: ("REFIT_LIBRARY", "client/librefit.so"),
+    "refitd": ("REFITD_BINARY", "daemon/refitd"),
+    "refitctl": ("REFITCTL_BINARY", "daemon/refitctl/refitctl"),
+}
 _ELF_MAGIC = b"\x7fELF"
 # A shell exits with this status for a command that it does not find.
 _NOT_FOUND = 127
 
 
-def library_file() -> str:
-    """Returns what `ctypes.CDLL` loads: a path, or the plain name where only the system's loader can tell.
+def find(part: str) -> str:
+    """The file of a compiled part; of librefit.so the plain name, where only the system's loader can tell.
 
-    Raises FileNotFoundError where REFIT_LIBRARY names no file.
+    Raises FileNotFoundError where its variable names no file, or where there is no such program.
     """
-    return _overridden("REFIT_LIBRARY") or _carried(_LIBRARY) or _LIBRARY
-
-
-def daemon_file() -> str:
-    """The path of the program `refitd`. Raises FileNotFoundError where there is none."""
-    return _program("refitd", "REFITD_BINARY")
-
-
-def refitctl_file() -> str:
-    """The path of the program `refitctl`. Raises FileNotFoundError where there is none."""
-    return _program("refitctl", "REFITCTL_BINARY")
-
-
-def run_refitd() -> NoReturn:
-    """The command `refitd`: becomes the daemon, with this process's arguments."""
-    _become("refitd", "REFITD_BINARY")
-
-
-def run_refitctl() -> NoReturn:
-    """The command `refitctl`: becomes the program, with this process's arguments."""
-    _become("refitctl", "REFITCTL_BINARY")
-
-
-def _overridden(variable: str) -> str | None:
+    variable, built = _PARTS[part]
     path = os.environ.get(variable)
-    if path and not os.path.isfile(path):
-        raise FileNotFoundError(f"{variable} names no file: {path}")
-    return path or None
-
-
-def _carried(name: str) -> str | None:
-    path = _IN_PACKAGE / name
-    return str(path) if path.is_file() else None
-
-
-def _on_path(name: str) -> str | None:
-    """The first program of this name on PATH. Scripts are passed over, since this package's own command is a script of that name."""
+    if path:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{variable} names no file: {path}")
+        return path
+    for file in (_BUILT / built, _IN_PACKAGE / part):
+        if file.is_file():
+            return str(file)
+    if part == _LIBRARY:
+        return part
     for folder in os.get_exec_path():
-        path = os.path.join(folder, name)
-        if os.access(path, os.X_OK) and _is_elf(path):
+        path = os.path.join(folder, part)
+        if os.access(path, os.X_OK) and _is_elf(path):  # this package's own command is a script of that name
             return path
-    return None
+    raise FileNotFoundError(f"no program {part}: {variable} is not set, this package carries none ({_IN_PACKAGE}), and PATH has none")
 
 
 def _is_elf(path: str) -> bool:
@@ -103,16 +79,19 @@ def _is_elf(path: str) -> bool:
         return False
 
 
-def _program(name: str, variable: str) -> str:
-    path = _overridden(variable) or _carried(name) or _on_path(name)
-    if path is None:
-        raise FileNotFoundError(f"no program {name}: {variable} is not set, this package carries none ({_IN_PACKAGE}), and PATH has none")
-    return path
+def run_refitd() -> NoReturn:
+    """The command `refitd`: becomes the daemon, with this process's arguments."""
+    _become("refitd")
 
 
-def _become(name: str, variable: str) -> NoReturn:
+def run_refitctl() -> NoReturn:
+    """The command `refitctl`: becomes the program, with this process's arguments."""
+    _become("refitctl")
+
+
+def _become(name: str) -> NoReturn:
     try:
-        path = _program(name, variable)
+        path = find(name)
         # Python ignores these two signals, and a program inherits what is ignored.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -345,14 +324,6 @@ def sized(kind: type[_Sized], **fields: Any) -> _Sized:
     return kind(struct_size=ctypes.sizeof(kind), **fields)
 
 
-def library_path() -> str:
-    """The file of librefit.so: REFIT_LIBRARY, a checkout's build, the package's own, or the name for the loader to find."""
-    built = Path(__file__).resolve().parents[4] / "bazel-bin" / "client" / "librefit.so"
-    if "REFIT_LIBRARY" not in os.environ and built.is_file():
-        return str(built)
-    return library_file()
-
-
 _library: ctypes.CDLL | None = None
 _locked_library: ctypes.PyDLL | None = None
 _loading = threading.Lock()
@@ -382,7 +353,7 @@ _Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 
 def _load(kind: type[_Library], functions: dict[str, tuple[Any, tuple[Any, ...]]]) -> _Library:
-    loaded = kind(library_path())
+    loaded = kind(find(_LIBRARY))
     for name, (result, arguments) in functions.items():
         function = getattr(loaded, name)
         function.restype = result
@@ -544,6 +515,15 @@ class Handle:
 
 
 _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def made_by(function: str, *arguments: Any, free: str, what: str, context: str = "") -> Handle:
+    """The handle that a C function makes, whose last argument says where to put it. `free`: the function that frees it; `what`: its name in
+    errors; `context`: as of check()."""
+    out = c_void_p()
+    check(getattr(library(), function)(*arguments, ctypes.byref(out)), context)
+    assert out.value is not None
+    return Handle(out.value, getattr(library(), free), what)
 
 
 def _close_all() -> None:

@@ -115,8 +115,7 @@ def _of_other(torch: Any, name: str, value: Any) -> Source:
         view = memoryview(value)
     except TypeError:
         raise InvalidArgument(
-            f"tensor '{name}' is a {type(value).__name__}: neither a torch tensor, a numpy array, nor with DLPack or the buffer protocol",
-            tensor=name,
+            f"tensor '{name}' is a {type(value).__name__}: neither a torch tensor, a numpy array, nor with DLPack or the buffer protocol", tensor=name
         ) from None
     return _of_buffer(name, view)
 
@@ -177,8 +176,7 @@ def _reinterpreted(name: str, source: Source, dtype: DType, shape: Sequence[int]
     """Raw bytes (uint8) as elements of `dtype`."""
     if source.copy is not None or source.elements % dtype.itemsize != 0:
         raise InvalidArgument(
-            f"tensor '{name}': {source.elements} bytes, contiguous and on the host, must be whole elements of {dtype.name}",
-            tensor=name,
+            f"tensor '{name}': {source.elements} bytes, contiguous and on the host, must be whole elements of {dtype.name}", tensor=name
         )
     count = source.elements // dtype.itemsize
     dims = tuple(shape) if shape is not None and math.prod(shape) == count else (count,)

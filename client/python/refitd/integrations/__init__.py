@@ -1,1 +1,404 @@
-"""A module or package for each framework. Each imports its framework, and nothing else of this package imports any of them."""
+"""A module or package for each framework. Each imports its framework, and nothing else of this package imports any of them.
+
+Here is what they share: ranks that meet, and updates of full tensors that a framework's exporter yields one by one. Every trainer rank takes the
+same tensors from its exporter, which gathers them by collectives, and rank 0 pushes them. Each engine is an instance with loader delivery that
+hands the tensors to its framework's own loader. Imports torch when used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .._core import awaited
+from .._core.member import Connect, GroupSpec, made_of
+from ..engine import Aborted, Committed, Engine, Inbox, Joiner, Lost, Part, Prepare
+from ..errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
+from ..layout import compiled, devices
+from ..layout.shards import CAST_FROM
+from ..trainer import Trainer, UpdateResult
+
+if TYPE_CHECKING:
+    import torch
+
+# An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
+MARGIN_SECONDS = 30.0
+
+_Result = TypeVar("_Result")
+
+
+async def on_thread(call: Callable[..., _Result], *arguments: Any) -> _Result:
+    """The result of a call on another thread, which has the devices and streams of this one in place of torch's defaults."""
+    import torch
+
+    take_devices = devices.thread_devices()
+
+    def run() -> _Result:
+        take_devices()
+        with torch.no_grad():
+            return call(*arguments)
+
+    return await asyncio.to_thread(run)
+
+
+class Casts:
+    """The dtypes to which tensors are cast before they are pushed."""
+
+    def __init__(self, where: str, dtype: str | None, exceptions: Mapping[str, str] | None) -> None:
+        """`where`: the place in the configuration, for errors. `dtype`: that of floating-point tensors; None or "" leaves them as they are.
+        `exceptions`: other dtypes, by pattern of names. Raises InvalidArgument for what is no floating-point dtype."""
+        self._dtype = _dtype_of(where, "dtype", dtype)
+        of_patterns = {pattern: _dtype_of(where, f"exceptions: {pattern}", other) for pattern, other in dict(exceptions or {}).items()}
+        self._exceptions = [(compiled(pattern), other) for pattern, other in of_patterns.items()]
+        self._rules = of_patterns
+
+    def rules(self, otherwise: torch.dtype) -> tuple[torch.dtype, dict[str, torch.dtype | None]]:
+        """The dtype and the exceptions for Trainer.register; `otherwise`: the dtype where none was configured."""
+        return self._dtype or otherwise, dict(self._rules)
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is to be pushed."""
+        if self._dtype is None and not self._exceptions or str(tensor.dtype).removeprefix("torch.") not in CAST_FROM:
+            return tensor  # float8 with its scales, for instance, would mean something else
+        dtype = next((dtype for pattern, dtype in self._exceptions if pattern.fullmatch(name)), self._dtype)
+        return tensor if dtype is None else tensor.to(dtype)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that a framework's configuration gives to its checkpoint engine, equal on all workers.
+
+    Attributes:
+        group: The group of refitd.
+        begin_seconds: How long a rollout worker waits for the trainer to begin.
+        update_seconds: Of one sync, from its begin.
+        verification: As of Trainer.update.
+        dtype: The dtype to which floating-point tensors are cast before they are sent ("bfloat16"); None: as the trainer yields them.
+        exceptions: Other dtypes, by pattern of names; "" leaves the tensor as it is.
+        socket: As of refitd.Trainer and refitd.Engine, with `device`, and `connect` and `spec`, which may be mappings of their fields.
+    """
+
+    group: str = ""
+    begin_seconds: float = 600.0
+    update_seconds: float = 600.0
+    verification: str | None = None
+    dtype: str | None = None
+    exceptions: Mapping[str, str] | None = None
+    socket: str | None = None
+    device: str | None = None
+    connect: Connect = Connect()
+    spec: GroupSpec = GroupSpec()
+
+    @classmethod
+    def of(cls, where: str, given: Mapping[str, Any]) -> Settings:
+        """Settings of the options that stand at `where` in the configuration. Raises InvalidArgument that names the option."""
+        made = made_of(cls, given, where)
+        if not made.group:
+            raise InvalidArgument(f"{where}.group is missing", culprit="group")
+        connect = made_of(Connect, made.connect, f"{where}.connect").to(made.socket)
+        return replace(made, socket=None, connect=connect, spec=made_of(GroupSpec, made.spec, f"{where}.spec"))
+
+    def sender(self, where: str, who: str) -> Sender:
+        """The trainer ranks' end. `who`: as of Sender."""
+        casts = Casts(where, self.dtype, self.exceptions)
+        return Sender(who, casts, update_seconds=self.update_seconds, verification=self.verification)
+
+    def trainer(self, client: str, rank: int, world_size: int, min_instances: int | None = None) -> Trainer:
+        """Attaches a trainer rank. `client`: the framework, for status pages. `min_instances`: None: that of the spec."""
+        spec = self.spec if min_instances is None else replace(self.spec, min_instances=min_instances)
+        connect = replace(self.connect, client=client)
+        return Trainer(self.group, rank=rank, world_size=world_size, spec=spec, device=self.device, connect=connect)
+
+    def engine(self, client: str, instance: str) -> Engine:
+        """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. It says that its
+        weights are dirty, since nobody told which version they are of."""
+        device = devices.current_or_host() if self.device is None else self.device
+        connect = replace(self.connect, client=client)
+        return Engine(self.group, instance=instance, loader=True, dirty=True, device=device, connect=connect)
+
+    def init_info(self, instance: str) -> dict[str, Any]:
+        """What refitd's backend in vLLM's processes attaches by, dirty: vLLM has loaded weights that are none of the group's versions."""
+        reached = {name: getattr(self.connect, name) for name in ("socket", "coordinator", "wait_seconds")}
+        told = {name: value for name, value in reached.items() if value is not None}
+        return {"group": self.group, "instance": instance, "dirty": True, **told}
+
+
+class Ranks:
+    """Brings the trainer ranks together, in a process group of gloo of their own, because a rank that failed may still gather weights in
+    the framework's group. Every wait ends in `seconds`. Every rank makes the same calls. Not thread-safe.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._processes: Any = None
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Makes the process group, once. Raises InvalidArgument where this is another rank's place."""
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            if world_size > 1:
+                raise InvalidArgument(f"trainer rank {rank} of {world_size}: torch.distributed is not initialised", culprit="rank")
+            return
+        held = distributed.get_rank(), distributed.get_world_size()
+        if held != (rank, world_size):
+            who = f"trainer rank {rank}"
+            why = f"{who} of {world_size} is rank {held[0]} of {held[1]} in torch.distributed: this is another rank's place"
+            raise InvalidArgument(why, culprit=who)
+        if self._processes is None and world_size > 1:
+            self._processes = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
+
+    def meet(self) -> None:
+        """Waits for all ranks. torch names the rank that is missing on rank 0, and on the others says that rank 0 gave up.
+
+        Raises DeadlineExceeded, naming the rank, where one does not come.
+        """
+        if self._processes is None:
+            return
+        from torch import distributed
+
+        try:
+            distributed.monitored_barrier(self._processes, timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            found = re.search(r"[Rr]ank (\d+) (?:failed|successfully)", str(error))  # texts: torch names the rank there alone
+            culprit = f"trainer rank {found[1]}" if found else None
+            missing = "some trainer ranks" if culprit is None else culprit
+            raise DeadlineExceeded(f"{missing} did not begin the sync within {self._seconds} s: {error}", culprit=culprit) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        if self._processes is None:
+            return [value]
+        from torch import distributed
+
+        values: list[Any] = [None] * distributed.get_world_size(self._processes)
+        distributed.all_gather_object(values, value, group=self._processes)
+        return values
+
+    def raise_alike(self, failure: Exception | None, value: Any = None) -> list[Any]:
+        """The values of all ranks, by rank. Where one has a failure, raises that on the rank itself, and on the others UpdateAborted, which
+        names the rank."""
+        said = self.gather((value, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(said):
+            if text is not None:
+                raise UpdateAborted(f"trainer rank {rank} failed: {text}", culprit=f"trainer rank {rank}")
+        return [value for value, _ in said]
+
+
+class Sender:
+    """The trainer ranks' end: pushes, and compares what the ranks sent. Not thread-safe.
+
+    `who`: names the exporter's owner in errors, such as "the actor".
+    """
+
+    def __init__(self, who: str, casts: Casts, *, update_seconds: float, verification: str | None) -> None:
+        self._who, self.casts = who, casts
+        self._update_seconds, self._verification = update_seconds, verification
+        self._ranks = Ranks(update_seconds)
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Prepares the ranks to compare what they sent; every rank calls this. Raises InvalidArgument where this is another rank's place."""
+        self._ranks.join(rank, world_size)
+
+    def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None]) -> UpdateResult:
+        """Installs the shards that `register` registers as `version`. Every rank calls it.
+
+        Raises a failure of `register` on every rank before the update begins; else what Trainer.refit raises, and FailedPrecondition
+        where the number of engines that took part is not `instances`.
+        """
+        failure: Exception | None = None
+        try:
+            register()
+        except Exception as error:
+            failure = error
+        self._ranks.raise_alike(failure)
+        result = trainer.refit(version, duration_seconds=self._update_seconds, verification=self._verification)
+        if len(result.instances) != instances:
+            raise FailedPrecondition(f"{len(result.instances)} of {instances} engine instances took part in version {version}")
+        return result
+
+    def send(self, trainer: Trainer, instances: int, version: int, weights: Iterable[tuple[str, torch.Tensor]], note: str = "") -> UpdateResult:
+        """Installs the tensors as `version` in all of the `instances`. Every rank calls it, with the same tensors in one order.
+
+        A failure is raised on every rank: InvalidArgument where a rank's tensors differ from those of rank 0, naming the tensor, where
+        there are none or a name comes twice; FailedPrecondition where engines are missing; UpdateAborted and DeadlineExceeded as of
+        Trainer.update. Where `weights` itself fails, the update is given up, and the other ranks fail at the latest in their time.
+        """
+        rank = trainer.rank
+        update = trainer.update(version, duration_seconds=self._update_seconds, verification=self._verification, note=note)
+        with update:
+            sent = _Sent(self._who)
+            failure: Exception | None = None
+            try:
+                if update.instances != instances:
+                    raise FailedPrecondition(f"{update.instances} of {instances} engine instances take part in version {version}")
+                self._push(update if rank == 0 else None, weights, sent)
+            except Exception as error:
+                failure = error
+            self._compare(self._ranks.raise_alike(failure, sent.digest()), sent)
+            # Exporters do not say how many tensors they will yield, and engines with loader delivery do not know it (P1).
+            return update.commit(tensor_count=sent.count)
+
+    def agree(self, version: int | None) -> int | None:
+        """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where one does not come in `update_seconds`."""
+        self._ranks.meet()
+        versions = self._ranks.gather(version)
+        return max((known for known in versions if known is not None), default=None)
+
+    def _push(self, update: Any, weights: Iterable[tuple[str, torch.Tensor]], sent: _Sent) -> None:
+        """Pushes the tensors; with no `update`, only takes part in gathering."""
+        iterator = iter(weights)
+        taken = False  # a tensor came from `weights` and was not pushed yet: an error is then not of `weights`
+        try:
+            for name, tensor in iterator:
+                taken = True
+                sent.add(name, tensor)
+                if update is not None:
+                    update.push(name, self.casts.of(name, tensor))
+                taken = False
+            if not sent.count:
+                raise InvalidArgument(f"{self._who} yielded no tensor", culprit="weights")
+        except BaseException:
+            if taken:
+                for _ in iterator:  # the other ranks gather on, and would wait for this one
+                    pass
+            raise
+
+    def _compare(self, digests: Sequence[bytes], sent: _Sent) -> None:
+        """Raises InvalidArgument on every rank where one sent other tensors than rank 0."""
+        if len(set(digests)) == 1:
+            return
+        lists = self._ranks.gather(sent.entries)
+        for rank, entries in enumerate(lists):
+            if entries != lists[0]:
+                name = first_difference(lists[0], entries)
+                raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", tensor=name)
+
+
+class _Sent:
+    """Name, dtype and shape of what a trainer rank took from its exporter, in order."""
+
+    def __init__(self, who: str) -> None:
+        self.entries: list[tuple[str, str, tuple[int, ...]]] = []
+        self._who = who
+        self._names: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self.entries)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._names:
+            raise InvalidArgument(f"{self._who} yielded tensor '{name}' twice", tensor=name)
+        self._names.add(name)
+        self.entries.append((name, str(tensor.dtype), tuple(tensor.shape)))
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(repr(self.entries).encode()).digest()
+
+
+async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
+    """Yields the tensors of one update as they come, some at a time, and returns when the version is committed.
+
+    `keep`: tensors are memory of their own; else they are good until the next are asked for. `who`: the one that begins updates, for errors.
+    Raises DeadlineExceeded where no update begins within `begin_seconds`, UpdateAborted, also after tensors were yielded: the engine's
+    weights are then torn until the next update. A caller that gives up fails the update.
+    """
+    begun: Prepare | None = None
+    over = False
+    inbox = Inbox(asyncio.get_running_loop(), member)
+    joiner = Joiner()
+    deadline = asyncio.get_running_loop().time() + begin_seconds
+    try:
+        while not over:
+            event = await inbox.next(max(0.0, deadline - asyncio.get_running_loop().time()))
+            if event is None:
+                what = f"{who} did not begin" if begun is None else f"no end of version {begun.version} came"
+                raise DeadlineExceeded(f"{member.label}: {what} in its time")
+            if isinstance(event, Prepare):
+                begun = event
+                deadline = asyncio.get_running_loop().time() + event.remaining_seconds + MARGIN_SECONDS
+                await awaited(partial(member.ready, event.version))  # the framework has stopped generation before
+            elif isinstance(event, Part):
+                tensors = _tensors_of(joiner, event, keep)
+                if not keep and tensors:
+                    yield tensors
+                    del tensors
+                    _synchronize(member)
+                await awaited(partial(member.ack, event))
+                if keep and tensors:
+                    yield tensors
+            elif isinstance(event, (Aborted, Lost)):
+                over = True
+                dirty = event.dirty if isinstance(event, Aborted) else True
+                raise UpdateAborted(f"{member.label}: {event.reason}", dirty=dirty)
+            elif isinstance(event, Committed):
+                over = True
+    finally:
+        if begun is not None and not over:
+            await awaited(partial(_give_up, member, begun.version))
+
+
+def known_version(trainer: Trainer | None, committed: int | None) -> int | None:
+    """The group's version as far as a trainer rank knows it."""
+    told = None if trainer is None else trainer.group_version
+    return max((version for version in (told, committed) if version is not None), default=None)
+
+
+def next_version(known: int | None, wanted: int | None = None) -> int:
+    """`wanted` where it is greater than the known version, else the number after the known version."""
+    if wanted is not None and (known is None or wanted > known):
+        return wanted
+    return 1 if known is None else known + 1
+
+
+def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
+    import torch
+
+    found = getattr(torch, name, None) if name else None
+    if name and not (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in CAST_FROM):
+        raise InvalidArgument(f"{where}.{option}: {name!r} is no floating-point dtype of torch", culprit=option)
+    return found
+
+
+def first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
+    """The name of the first entry in which two lists of (name, ...) differ."""
+    for one, two in zip(first, other):
+        if one != two:
+            return str(two[0])
+    return str(max(first, other, key=len)[min(len(first), len(other))][0])
+
+
+def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch.Tensor]]:
+    """The whole tensors that a part brings; with `keep`, copied out of the daemon's memory."""
+    arrived = {id(view) for view in part.views}
+    tensors = []
+    for view in joiner.add(part):
+        tensor = view.torch()
+        tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
+    if keep and tensors:
+        _synchronize(part.engine)
+    return tensors
+
+
+def _synchronize(member: Engine) -> None:
+    """Waits for the device work that reads the tensors of a part."""
+    kind = devices.kind_of(member.device)
+    if kind is not None:
+        kind.synchronize(member.device)
+
+
+def _give_up(member: Engine, version: int) -> None:
+    try:
+        member.fail(version, "the engine's worker gave the weights up")
+    except Error:
+        pass  # the update has ended
+    member.close()

@@ -287,19 +287,9 @@ class AdapterLoop(EngineLoop):
             else:
                 held.register_buffer(str(i), tensor)
         super().__init__(
-            held,
-            group=group,
-            instance=instance,
-            rank=rank,
-            world_size=world_size,
-            names=names,
-            clean=clean,
-            probe=probe,
-            proof=proof,
-            device=device,
-            socket=socket,
-            connect=connect,
-        )
+            held, group=group, instance=instance, rank=rank, world_size=world_size, names=names, clean=clean, probe=probe, proof=proof,
+            device=device, socket=socket, connect=connect,
+        )  # fmt: skip
 
     def _take(self, event: Any) -> None:
         if isinstance(event, Committed):

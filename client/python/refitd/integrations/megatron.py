@@ -21,26 +21,30 @@ are of the step before. Callers of `shards`, which knows no model, call it on ev
 
 `{layer}` and `{expert}` in the names of parameters are local to the rank; in the names of tensors they are global. The classes
 have the names that Megatron-Bridge gives its mappings. Only shapes are looked at: nothing is gathered or copied.
+
+With Megatron-Bridge (written for 0.3.1) no table is needed: each rank registers, in place, the parameters that Bridge's export would gather.
+
+    # an AutoBridge, and a list of Megatron's models, one a virtual stage
+    trainer.register(bridge_shards(bridge, model, vocab_size=config.vocab_size), dtype=torch.bfloat16)
+
+A task says which parameter of this rank is made of which tensors of the checkpoint, and by which of Bridge's mapping classes. The known
+classes are DirectMapping, ReplicatedMapping, ColumnParallelMapping, RowParallelMapping, AutoMapping, QKVMapping and GatedMLPMapping
+themselves: their subclasses change values or shapes, and are refused by name, as all others are.
+
+Imports neither Bridge nor Megatron, but for the ranks of data parallelism where none are given.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from .._core.member import Connect, GroupSpec
-from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
+from ..errors import InvalidArgument, Unimplemented
 from ..layout.shards import MadeOf, MadeShards, Shard
-from ..trainer import Trainer
-
-if TYPE_CHECKING:
-    from .exports import Ranks
 
 
 # ---- where a rank is ----
@@ -446,194 +450,105 @@ def _latent_attention(layer: str, to: str) -> dict[str, Mapped | None]:
     }
 
 
-_PREFIX = "module.module."  # begins the names of parameters that slime gives
-# Options that are refused.
-_REFUSED = ("colocate", "offload_train")
+# ---- Megatron-Bridge's conversion tasks ----
+
+Replica = tuple[int, int]  # a rank's number among those that hold the same, and how many they are
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of Updater.install()."""
+def bridge_shards(
+    bridge: Any, model: Any, *, vocab_size: int | None = None, replica: Replica | None = None, expert_replica: Replica | None = None, rank: int = 0
+) -> MadeShards:
+    """The shards of a rank's model, for Trainer.register: those of `bridge.get_conversion_tasks(model)`; see `task_shards`. The bridge is asked
+    again where the model's parameters were replaced."""
 
-    group: str
-    table: Mapping[str, Mapped | None] | None
-    dtype: Any
-    update_seconds: float
-    spec: GroupSpec
-    attach: Callable[..., Trainer]
+    def make() -> MadeShards:
+        tasks = bridge.get_conversion_tasks(model)
+        found = task_shards(tasks, vocab_size=vocab_size, replica=replica, expert_replica=expert_replica, rank=rank)
+        return MadeShards(found, MadeOf(chunks_of(model), make, first=partial(finish_gather, model)))
+
+    return make()
 
 
-class Updater:
-    """One trainer rank: slime's actor calls it in place of its UpdateWeightFromDistributed. Not thread-safe.
+def task_shards(
+    tasks: Iterable[Any], *, vocab_size: int | None = None, replica: Replica | None = None, expert_replica: Replica | None = None, rank: int = 0
+) -> list[Shard]:
+    """The shards that a rank's parameters are, for Trainer.register.
 
-    `framework`: the package whose modules are used. `settings`: those of install(), of the whole process.
+    `tasks`: of this rank, as get_conversion_tasks() returns them; None among them, and tasks of other pipeline stages, are passed over.
+    `vocab_size`: rows of embedding and output layer, which Megatron pads; None: there is no padding. `replica`, `expert_replica`: this
+    rank's place among the data-parallel ranks of dense parameters, and of experts; None: what Megatron's parallel_state says. `rank`:
+    for errors.
+
+    Raises Unimplemented, naming the parameter and its mapping, where the mapping is no plain choice of boxes; InvalidArgument where a
+    shape does not fit.
     """
-
-    framework = "slime"
-    settings: Settings | None = None
-
-    @classmethod
-    def init(cls, args: Any) -> None:
-        """Calls install() with the group that REFITD_GROUP names: the function for --custom-megatron-init-path. `args`: the framework's.
-
-        Raises InvalidArgument where REFITD_GROUP names no group.
-        """
-        group = os.environ.get("REFITD_GROUP", "")
-        if not group:
-            raise InvalidArgument("REFITD_GROUP is not set: name the group, as for SGLang", culprit="REFITD_GROUP")
-        cls.install(args, group)
-
-    @classmethod
-    def install(
-        cls,
-        args: Any,
-        group: str,
-        *,
-        table: Mapping[str, Mapped | None] | None = None,
-        dtype: Any = None,
-        update_seconds: float = 600.0,
-        spec: GroupSpec = GroupSpec(),
-        device: str | None = None,
-        socket: str | None = None,
-        connect: Connect = Connect(),
-    ) -> None:
-        """Makes the framework's actor of this process update weights through refitd; every rank calls it, before the actor is set up.
-
-        Args:
-            args: The framework's.
-            group: The group's name.
-            table: As of refitd.integrations.megatron.shards; None: table_of the configuration of `args.hf_checkpoint`.
-            dtype: As of Trainer.register.
-            update_seconds: The longest that a rank waits for the others, and then for the engines.
-            spec: As of refitd.Trainer, with `device`, `socket`, `connect`; `spec.min_instances` is the number of engines, whatever it says.
-
-        Raises:
-            Unimplemented: The framework is told to colocate engines or to offload training.
-        """
-        cls.check(args)
-        attach = partial(Trainer, device=device, socket=socket, connect=replace(connect, client=cls.framework))
-        cls.settings = Settings(group, table, dtype, update_seconds, spec, attach)
-        actor: Any = importlib.import_module(f"{cls.framework}.backends.megatron_utils.actor")
-        actor.UpdateWeightFromDistributed = cls  # where the actor looks for its updater over NCCL
-
-    @classmethod
-    def check(cls, args: Any) -> None:
-        """Raises Unimplemented for options of the framework that this way of updating does not know."""
-        for name in _REFUSED:
-            if getattr(args, name, False):
-                raise Unimplemented(f"--{name.replace('_', '-')}: parameters must stay where they are between updates", culprit=name)
-
-    def __init__(
-        self,
-        args: Any,
-        model: Sequence[Any],
-        weights_getter: Callable[[], Mapping[str, Any]],
-        *,
-        model_name: str,
-        quantization_config: Mapping[str, Any] | None,
-    ) -> None:
-        """Attaches nothing yet. `weights_getter`, `model_name`: slime's, not used: the model's own parameters are registered.
-
-        Raises Unimplemented for a model that slime quantizes on the way.
-        """
-        if self.settings is None:
-            raise FailedPrecondition(f"refitd.integrations.{self.framework}.install was not called in this process")
-        if quantization_config:
-            raise Unimplemented("the checkpoint is quantized: refitd moves parameters as they are", culprit="quantization_config")
-        self.args, self.model = args, model
-        self.weight_version = 0
-        self._settings = self.settings
-        self._trainer: Trainer | None = None
-        self._ranks: Ranks | None = None
-        self._metrics: dict[str, float] = {}
-
-    def pop_metrics(self) -> dict[str, float]:
-        """The metrics of the last update; each update's are returned only once."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    def connect_rollout_engines(self, rollout_engines: Sequence[Any], rollout_engine_lock: Any, **_: Any) -> None:
-        """Attaches this rank and registers its parameters, the first time; every rank calls it. Updates wait for as many engines as there
-        are now.
-
-        Raises InvalidArgument for a parameter that the table does not know, naming it, and what attaching raises.
-        """
-        if self._trainer is not None:
-            return
-        from torch import distributed
-
-        from .exports import Ranks
-
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-        self._ranks = Ranks(self._settings.update_seconds)
-        self._ranks.join(rank, world_size)
-        trainer = self._settings.attach(
-            self._settings.group,
-            rank=rank,
-            world_size=world_size,
-            spec=replace(self._settings.spec, min_instances=max(1, len(rollout_engines))),
-        )
-        try:
-            trainer.register(self._shards(rank), dtype=self._settings.dtype)
-        except BaseException:
-            trainer.close()
-            raise
-        self._trainer = trainer
-
-    def disconnect_rollout_engines(self) -> None:
-        """Detaches; engines keep their weights."""
-        if self._trainer is not None:
-            self._trainer.close()
-            self._trainer = None
-
-    def update_weights(self) -> None:
-        """Installs the parameters in every engine, as the version after the group's and the greatest `weight_version` of all ranks; every rank
-        calls it.
-
-        Raises DeadlineExceeded, naming the rank, where one does not come within `update_seconds`: nothing was sent then. Raises what
-        Trainer.refit raises, on every rank, and UpdateAborted where no engine was left. The next call takes the next version.
-        """
-        if self._trainer is None or self._ranks is None:
-            raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
-        self._ranks.meet()
-        # A trainer that was restarted counts from 0, and the group goes on from its version.
-        self.weight_version = max(self._ranks.gather(max(self.weight_version + 1, self._trainer.next_version)))
-        result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
-        if not result.committed:
-            raise UpdateAborted(f"version {self.weight_version}: every engine was lost", culprit="instances")
-        self._metrics = {"refitd/seconds": result.seconds, "refitd/bytes": float(result.bytes)}
-
-    def _shards(self, rank: int) -> list[Any]:
-        table = self._settings.table
-        if table is None:
-            from transformers import AutoConfig
-
-            table = table_of(AutoConfig.from_pretrained(self.args.hf_checkpoint))
-        common: Any = importlib.import_module(f"{self.framework}.backends.megatron_utils.update_weight.common")
-        named = {name.removeprefix(_PREFIX): tensor for name, tensor in common.named_params_and_buffers(self.args, self.model)}
-        made_of = MadeOf(list(self.model), partial(self._shards, rank), first=partial(finish_gather, self.model))
-        return MadeShards(shards(named, table, _place(rank, self.args)), made_of)
+    if replica is None or expert_replica is None:
+        dense, expert = replicas()
+        replica, expert_replica = replica or dense, expert_replica or expert
+    found: list[Shard] = []
+    for task in tasks:
+        if task is not None and task.param_weight is not None:
+            found += _of_task(task, vocab_size, replica, expert_replica, rank)
+    return found
 
 
-def _place(rank: int, args: Any) -> Place:
-    """The rank's place among Megatron's ranks; slime's names have global numbers of layers and experts already."""
+def replicas() -> tuple[Replica, Replica]:
+    """This rank's place among the data-parallel ranks of dense parameters, and of experts, by Megatron's parallel_state."""
     from megatron.core import parallel_state as state
 
-    return Place(
-        rank=rank,
-        tp=state.get_tensor_model_parallel_rank(),
-        tp_size=state.get_tensor_model_parallel_world_size(),
-        etp=state.get_expert_tensor_parallel_rank(),
-        etp_size=state.get_expert_tensor_parallel_world_size(),
-        stage=state.get_pipeline_model_parallel_rank(),
-        stages=state.get_pipeline_model_parallel_world_size(),
-        first_layer=0,
-        layers=args.num_layers,
-        first_expert=0,
-        experts=args.num_experts or 0,
-        replica=(
-            state.get_data_parallel_rank(with_context_parallel=True),
-            state.get_data_parallel_world_size(with_context_parallel=True),
-        ),
-        expert_replica=(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
+    return (
+        (state.get_data_parallel_rank(with_context_parallel=True), state.get_data_parallel_world_size(with_context_parallel=True)),
+        (state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
     )
+
+
+def _of_task(task: Any, vocab_size: int | None, replica: Replica, expert_replica: Replica, rank: int) -> Iterator[Shard]:
+    mapping = _delegate(task)
+    mapped, names = _mapped(task, mapping, vocab_size)
+    tp, tp_size = int(mapping.tp_rank), int(mapping.tp_size)  # for an expert's parameter: of expert tensor parallelism
+    place = Place(rank, tp, tp_size, tp, tp_size, 0, 1, 0, 0, 0, 0, replica, expert_replica)
+    for shard in _shards_of(task.global_param_name, task.param_weight, mapped, {}, place):
+        yield replace(shard, name=names[shard.name])
+
+
+def _delegate(task: Any) -> Any:
+    """The mapping, or the one that an AutoMapping stands for."""
+    mapping = task.mapping
+    if type(mapping).__name__ != "AutoMapping":
+        return mapping
+    if getattr(mapping, "permute_dims", None) is not None:
+        raise _refused(task, f"permutes dimensions {mapping.permute_dims}")
+    return mapping._get_or_create_mapping(mapping._detect_parallelism_type(task.megatron_module))
+
+
+def _mapped(task: Any, mapping: Any, vocab_size: int | None) -> tuple[Mapped, dict[str, str]]:
+    """The class of this module that says what Bridge's mapping says, and the checkpoint's names by those that it yields."""
+    kind, expert, hf = type(mapping).__name__, bool(mapping.is_expert), mapping.hf_param
+    if kind in ("DirectMapping", "ReplicatedMapping"):
+        return Replicated(hf, expert), {hf: hf}
+    if kind == "ColumnParallelMapping":
+        padded = task.global_param_name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        return Column(hf, expert, vocab_size if padded else None), {hf: hf}
+    if kind == "RowParallelMapping":
+        if task.param_weight.dim() == 1:  # a bias of a row-parallel layer is whole on every rank
+            return Replicated(hf, expert), {hf: hf}
+        return Row(hf, expert), {hf: hf}
+    if kind == "QKVMapping":
+        return _qkv(task, expert), {part: hf[part] for part in "qkv"}
+    if kind == "GatedMLPMapping":
+        return GatedMLP("{part}", expert), {part: hf[part] for part in ("gate", "up")}
+    raise _refused(task, "is no plain choice of rows and columns")
+
+
+def _qkv(task: Any, expert: bool) -> QKV:
+    config = task.megatron_module.config
+    if getattr(config, "attention_output_gate", False):
+        raise _refused(task, "has the gate of attention's output among the queries")
+    heads = int(config.num_attention_heads)
+    head_dim = int(config.kv_channels or config.hidden_size // heads)
+    return QKV("{part}", heads, int(config.num_query_groups or heads), head_dim, expert)
+
+
+def _refused(task: Any, why: str) -> Unimplemented:
+    name = task.global_param_name
+    return Unimplemented(f"parameter '{name}': {type(task.mapping).__name__} {why}: push its tensors", culprit=f"parameter '{name}'")

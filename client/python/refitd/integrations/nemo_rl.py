@@ -30,7 +30,7 @@ from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from ..layout.memory import adopt
 from ..trainer import Trainer
-from . import exports
+from . import Settings, known_version, next_version, on_thread, receive
 from .vllm.versions import backend_here
 
 _WHERE = 'refit_cfg["refitd.integrations.nemo_rl:Transport"]'
@@ -46,24 +46,18 @@ class Transport(CheckpointEngine):
     shard_expert_weights: bool = False
 
     def __init__(
-        self,
-        bucket_size: int = 0,
-        *,
-        release_after_refit: bool = False,
-        in_place: bool = False,
-        sharded: bool = False,
-        **options: object,
+        self, bucket_size: int = 0, *, release_after_refit: bool = False, in_place: bool = False, sharded: bool = False, **options: object
     ) -> None:
         """Attaches nothing yet. The options are equal on all workers, because NeMo-RL makes all workers from one configuration.
 
         `bucket_size`: given by NeMo-RL, not used: tensors are packed into the daemon's slots. `release_after_refit`: detach after each
-        sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as of refitd.integrations.exports.Settings.
+        sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as of refitd.integrations.Settings.
 
         Raises InvalidArgument that names the option.
         """
         if sharded and not in_place:
             raise InvalidArgument(f"{_WHERE}.sharded needs in_place: engines that load full tensors can't take shards", culprit="sharded")
-        settings = exports.Settings.of(_WHERE, options)
+        settings = Settings.of(_WHERE, options)
         if settings.connect.wait_seconds is None:
             settings = replace(settings, connect=replace(settings.connect, wait_seconds=settings.begin_seconds))
         self._settings = settings
@@ -120,19 +114,18 @@ class Transport(CheckpointEngine):
         order. The tensors' bytes are read before the next tensor is taken from `weights`. With `sharded`, `weights` only says which
         model's shards to install.
 
-        A failure is raised on every worker: Unimplemented where the model's shards can't be had; InvalidArgument where a worker's tensors
-        differ from those of rank 0, naming the tensor, where there are none or a name comes twice; UpdateAborted, also where a rollout
-        worker was lost on the way; DeadlineExceeded, naming who was waited for, rollout workers that are missing for instance.
+        A failure is raised on every worker, as of refitd.integrations.Sender.send: Unimplemented too where the model's shards can't be had, and
+        UpdateAborted where a rollout worker was lost on the way.
         """
         if self._place is None:
             raise FailedPrecondition("send_weights: init_policy_process_group did not make this worker a trainer rank")
         trainer = self._attached_trainer()
-        known = self._sender.agree(exports.known_version(trainer, self._committed))
-        version = exports.next_version(known)
+        known = self._sender.agree(known_version(trainer, self._committed))
+        version = next_version(known)
         if self.sharded:
-            result = await self._sender.refit_async(trainer, self._instances, version, lambda: self._register(trainer, weights))
+            result = await on_thread(self._sender.refit, trainer, self._instances, version, lambda: self._register(trainer, weights))
         else:
-            result = await self._sender.send_async(trainer, self._instances, version, weights)
+            result = await on_thread(self._sender.send, trainer, self._instances, version, weights)
         self._committed = version
         lost = next((outcome for outcome in result.instances if not outcome.committed), None)
         if lost is not None:
@@ -142,8 +135,7 @@ class Transport(CheckpointEngine):
         """Yields the tensors of one sync as they come, good until the next are asked for, and returns when the version is committed.
         With `in_place` it yields nothing.
 
-        Raises DeadlineExceeded where the policy does not begin within `begin_seconds`, UpdateAborted, also after tensors were yielded:
-        the engine's weights are then torn until the next sync. A caller that gives up fails the sync.
+        Raises as refitd.integrations.receive does. A caller that gives up fails the sync.
         """
         if self._rollout is None:
             raise FailedPrecondition("receive_weight_batches: init_rollout_process_group did not make this worker an engine")
@@ -151,7 +143,7 @@ class Transport(CheckpointEngine):
             self._take_in_place()
             return
         member = self._attached_engine()
-        async with aclosing(exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
+        async with aclosing(receive(member, begin_seconds=self._settings.begin_seconds, who="the policy", keep=False)) as batches:
             try:
                 async for batch in batches:
                     yield batch

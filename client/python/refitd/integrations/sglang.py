@@ -30,17 +30,24 @@ from ..serving.delivery import ATTRIBUTE, Delivery, Snapshot, Steps, changes, ke
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
 from ..serving.proof import Probe, digest, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Rank
-from ..serving.settings import Settings, read_manifest
+from ..serving import Settings, read_manifest
 
 
 def register() -> None:
     """Registers the hooks in this process. SGLang calls it once in each, before any of the hooked functions."""
-    register_hooks()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_MANAGER}.update_weights_from_tensor", _update, HookType.AROUND)
+    HookRegistry.register(f"{_LOADER}.post_load_weights", _loaded, HookType.AFTER)
+    HookRegistry.register(f"{_LOADER}.DummyModelLoader.load_model", _load_model, HookType.AROUND)
+    HookRegistry.register(f"{_SERVER}._setup_and_run_http_server", serve, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}.release_memory_occupation", _release, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}.resume_memory_occupation", _resume, HookType.AROUND)
 
 
 def follow(engine: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     """Attaches an offline `sglang.Engine`, whose updates then happen in `Follower.poll` and `Follower.wait`, between calls of
-    `generate`. `settings`: fields of refitd.serving.settings.Settings by name; the environment says the others. See
+    `generate`. `settings`: fields of refitd.serving.Settings by name; the environment says the others. See
     `refitd.serving.driver.Follower`.
     """
     arguments = engine.server_args
@@ -51,16 +58,6 @@ def follow(engine: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     driver = Driver(controls, made, world_size=arguments.tp_size, clean=clean, device=arguments.device, patient=False)
     controls.stand_before_sleep(driver)
     return Follower(driver)
-
-
-def follow_adapter(
-    engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
-) -> AdapterFollower:
-    """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`.
-
-    `adapter`: a folder as PEFT writes it, for names, shapes and configuration. See `refitd.integrations.sglang.adapters.AdapterFollower`.
-    """
-    return AdapterFollower(engine, adapter, group=group, instance=instance, name=name, socket=socket, connect=connect)
 
 
 __all__ = ["follow", "follow_adapter", "register"]
@@ -108,7 +105,7 @@ class Controls:
 
     def __init__(self, manager: Any, run: Run, cache: str) -> None:
         self._manager = manager
-        self._run = run
+        self.run = run
         self._cache = cache
         self._weights_went = False
         # SGLang's own functions that release the memory, and get it back.
@@ -116,7 +113,7 @@ class Controls:
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
     def pause(self, mode: str) -> None:
-        self._run(self._pause(mode))
+        self.run(self._pause(mode))
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -136,7 +133,7 @@ class Controls:
     def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        self._run(self._manager.continue_generation(ContinueGenerationReqInput()))
+        self.run(self._manager.continue_generation(ContinueGenerationReqInput()))
 
     def register(self, init_info: dict[str, Any]) -> None:
         self.ask({"do": "attach", "weights_went": self._weights_went, **init_info})
@@ -147,7 +144,7 @@ class Controls:
 
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
-            result = self._run(self._manager.flush_cache())
+            result = self.run(self._manager.flush_cache())
             if not result.success:
                 raise RuntimeError(f"SGLang did not reset its prefix cache: {result.message}")
         self.ask({"do": "take", **update_info(version)}, version)
@@ -155,7 +152,7 @@ class Controls:
     def sleep(self, level: int) -> None:
         self._weights_went = self._weights_went or level >= 2
         if self.sleeps is not None:
-            self._run(self.sleeps())
+            self.run(self.sleeps())
 
     def weights_went(self) -> None:
         """Says that a sleeping engine no longer has its weights: its ranks attach as dirty."""
@@ -164,7 +161,7 @@ class Controls:
     def wake(self) -> None:
         """Gets the memory back. SGLang stays paused, as it was before it fell asleep, until `resume` (P2)."""
         if self.wakes is not None:
-            self._run(self.wakes())
+            self.run(self.wakes())
 
     def ask(self, request: dict[str, Any], version: int | None = None) -> list[Any]:
         """Has all ranks carry out a request; returns what each answers. Raises the first rank's error."""
@@ -177,7 +174,7 @@ class Controls:
             weight_version=None if version is None else str(version),
             selector="target",
         )
-        success, message = self._run(self._manager.update_weights_from_tensor(asked, None))[:2]
+        success, message = self.run(self._manager.update_weights_from_tensor(asked, None))[:2]
         if success:
             # SGLang may add the answers of other schedulers to the first.
             answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]  # texts: SGLang passes nothing else on
@@ -217,31 +214,17 @@ class OfflineControls(Controls):
         self._paused = False
 
     def stand_before_sleep(self, driver: Driver) -> None:
-        """Makes `release_memory_occupation` of the engine detach first, and `resume_memory_occupation` attach the engine anew when all of
-        its memory is back."""
+        """Puts a Sleep before `release_memory_occupation` and `resume_memory_occupation` of the engine."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
         engine, manager = self._engine, self._manager
-        release_now, resume_now = engine.release_memory_occupation, engine.resume_memory_occupation
-        released = Released(keeps_weights(engine.server_args))
+        sleep = Sleep(driver, self, Released(keeps_weights(engine.server_args)))
 
         def release(tags: list[str] | None = None) -> None:
-            falls_asleep, weights_go = released.release(tags)
-            if driver.closed or not falls_asleep:
-                if weights_go:
-                    self.weights_went()
-                    driver.weights_went()
-                release_now(tags)
-                return
-            self.sleeps = partial(manager.release_memory_occupation, ReleaseMemoryOccupationReqInput(tags=tags), None)
-            driver.sleep(2 if weights_go else 1)
+            sleep.release(tags, partial(manager.release_memory_occupation, ReleaseMemoryOccupationReqInput(tags=tags), None))
 
         def resume(tags: list[str] | None = None) -> None:
-            if not released.resume(tags) or driver.closed:
-                resume_now(tags)
-                return
-            self.wakes = partial(manager.resume_memory_occupation, ResumeMemoryOccupationReqInput(tags=tags), None)
-            driver.wake()
+            sleep.resume(tags, partial(manager.resume_memory_occupation, ResumeMemoryOccupationReqInput(tags=tags), None))
 
         engine.release_memory_occupation, engine.resume_memory_occupation = release, resume
 
@@ -325,30 +308,32 @@ def _no_warmup(*_: Any) -> bool:
 
 
 class Sleep:
-    """The sleep of an engine whose memory is released: the engine is detached first, and attaches anew when all of the memory is back."""
+    """The sleep of an engine whose memory is released: the engine is detached first, and attaches anew when all of the memory is back.
+
+    `original`: SGLang's own function for this request, which the controls run."""
 
     def __init__(self, driver: Driver, controls: Controls, released: Released) -> None:
         self._driver = driver
         self._controls = controls
         self._released = released
 
-    async def release(self, original: Any, manager: Any, request: Any, *others: Any) -> None:
-        falls_asleep, weights_go = self._released.release(request.tags)
-        if not falls_asleep:
-            if weights_go:
-                self._controls.weights_went()
-                await asyncio.to_thread(self._driver.weights_went)
-            await original(manager, request, *others)
+    def release(self, tags: Iterable[str] | None, original: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        falls_asleep, weights_go = self._released.release(tags)
+        if falls_asleep and not self._driver.closed:
+            self._controls.sleeps = original
+            self._driver.sleep(2 if weights_go else 1)
             return
-        self._controls.sleeps = partial(original, manager, request, *others)
-        await asyncio.to_thread(self._driver.sleep, 2 if weights_go else 1)
+        if weights_go:
+            self._controls.weights_went()
+            self._driver.weights_went()
+        self._controls.run(original())
 
-    async def resume(self, original: Any, manager: Any, request: Any, *others: Any) -> None:
-        if not self._released.resume(request.tags):
-            await original(manager, request, *others)
-            return
-        self._controls.wakes = partial(original, manager, request, *others)
-        await asyncio.to_thread(self._driver.wake)
+    def resume(self, tags: Iterable[str] | None, original: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        if self._released.resume(tags) and not self._driver.closed:
+            self._controls.wakes = original
+            self._driver.wake()
+        else:
+            self._controls.run(original())
 
 
 class _Guard:
@@ -369,16 +354,14 @@ _SCALING = ".lora_scaling"  # as refitd.integrations.lora.adapters names it
 
 
 class AdapterFollower:
-    """An adapter that follows a group, from `follow_adapter`. Not thread-safe: call it where you call the engine.
-
-    `name`: the adapter's name in SGLang.
-    """
+    """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`. Not
+    thread-safe: call it where you call the engine."""
 
     def __init__(
         self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
     ) -> None:
         """`adapter`: a folder that PEFT's save_pretrained wrote; its tensors' names, dtypes and shapes are read, and its configuration.
-        `group`, `instance`, `socket`, `connect`: as of refitd.Engine. Waits for daemon and group.
+        `name`: the adapter's in SGLang. `group`, `instance`, `socket`, `connect`: as of refitd.Engine. Waits for daemon and group.
 
         Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
         """
@@ -456,6 +439,9 @@ class AdapterFollower:
             raise FailedPrecondition(f"SGLang could not {what} adapter '{self.name}': {answer.error_message}", culprit=self.name)
 
 
+follow_adapter = AdapterFollower
+
+
 # The attribute of a model whose parameters had the loader's format while the evidence was gathered: {id of module: {name: meta tensor}}.
 _FORMATS = "_refitd_formats"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -464,31 +450,20 @@ _SERVER = "sglang.srt.entrypoints.http_server"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
-def register_hooks() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MANAGER}.update_weights_from_tensor", _update, HookType.AROUND)
-    HookRegistry.register(f"{_LOADER}.post_load_weights", _loaded, HookType.AFTER)
-    HookRegistry.register(f"{_LOADER}.DummyModelLoader.load_model", _load_model, HookType.AROUND)
-    HookRegistry.register(f"{_SERVER}._setup_and_run_http_server", serve, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}.release_memory_occupation", _release, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}.resume_memory_occupation", _resume, HookType.AROUND)
-
-
 def _update(original: Any, manager: Any, request: Any) -> Any:
     if request.load_format != "refitd":
         return original(manager, request)
     return answer(manager, request)
 
 
-def _release(original: Any, manager: Any, *arguments: Any) -> Any:
-    sleep = getattr(manager, SLEEP, None)
-    return original(manager, *arguments) if sleep is None else sleep.release(original, manager, *arguments)
+def _release(original: Any, manager: Any, request: Any, *others: Any) -> Any:
+    sleep, call = getattr(manager, SLEEP, None), partial(original, manager, request, *others)
+    return call() if sleep is None else asyncio.to_thread(sleep.release, request.tags, call)
 
 
-def _resume(original: Any, manager: Any, *arguments: Any) -> Any:
-    sleep = getattr(manager, SLEEP, None)
-    return original(manager, *arguments) if sleep is None else sleep.resume(original, manager, *arguments)
+def _resume(original: Any, manager: Any, request: Any, *others: Any) -> Any:
+    sleep, call = getattr(manager, SLEEP, None), partial(original, manager, request, *others)
+    return call() if sleep is None else asyncio.to_thread(sleep.resume, request.tags, call)
 
 
 # ---- evidence: what changes between loading and the end of post-processing ----
@@ -562,22 +537,12 @@ class LoaderFormat:
             layer._buffers.update(buffers)
 
 
-def is_attention(layer: Any) -> bool:
-    """No layer of SGLang's is post-processed after all others: `post_load_weights` of the model does that."""
+def _never(*_: Any) -> bool:
     return False
 
 
-def is_made_later(layer: Any, name: str) -> bool:
-    return False
-
-
-def is_tied(model: Any, module: Any, name: str) -> bool:
-    return False
-
-
-def only_prepacks(layer: Any) -> bool:
-    """No layer of SGLang's is processed but by its reload."""
-    return False
+# No layer of SGLang's is post-processed after all others (`post_load_weights` of the model does that), or but by its reload.
+is_attention = is_made_later = is_tied = only_prepacks = _never
 
 
 def is_vocabulary(layer: Any) -> bool:

@@ -21,7 +21,6 @@ import functools
 import inspect
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from ..layout import devices
 from ..layout.memory import adopt
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
-from .exports import Ranks, on_thread
+from . import Ranks, first_difference, on_thread
 
 BACKEND = "refitd"
 
@@ -48,23 +47,6 @@ logger = logging.getLogger("refitd.integrations.skyrl")
 ACCOUNT_SECONDS = 5.0
 # How long a failed sync waits for the engines' answers, before its error is raised.
 ANSWER_SECONDS = 30.0
-
-
-class _Identities:
-    """A set of objects that are told apart by identity, as SkyRL's clients have no hash. It does not keep them alive."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, weakref.ref[Any]] = {}
-
-    def add(self, value: Any) -> None:
-        self._held[id(value)] = weakref.ref(value)
-
-    def discard(self, value: Any) -> None:
-        self._held.pop(id(value), None)
-
-    def __contains__(self, value: Any) -> bool:
-        held = self._held.get(id(value))
-        return held is not None and held() is value
 
 
 @dataclass(frozen=True)
@@ -80,8 +62,8 @@ class Settings:
 
 
 _settings: Settings | None = None
-# The clients whose last sync failed.
-_torn = _Identities()
+# The attribute of a client whose last sync failed.
+_TORN = "_refitd_torn"
 
 
 def install(
@@ -134,18 +116,19 @@ def _keep_paused() -> None:
 
     @functools.wraps(broadcast)
     def broadcast_and_note(self: Any, inference_engine_client: Any, *arguments: Any, **options: Any) -> Any:
+        if self.cfg.generator.inference_engine.weight_sync_backend != BACKEND:
+            return broadcast(self, inference_engine_client, *arguments, **options)
         try:
             result = broadcast(self, inference_engine_client, *arguments, **options)
         except BaseException:
-            if self.cfg.generator.inference_engine.weight_sync_backend == BACKEND:
-                _torn.add(inference_engine_client)
+            setattr(inference_engine_client, _TORN, True)
             raise
-        _torn.discard(inference_engine_client)
+        setattr(inference_engine_client, _TORN, False)
         return result
 
     @functools.wraps(resume)
     async def resume_unless_torn(self: Any) -> Any:
-        if self in _torn:
+        if getattr(self, _TORN, False):
             logger.warning("refitd: the sync failed, and generation stays paused until one succeeds")
             return {}
         return await resume(self)
@@ -233,9 +216,9 @@ class Sender(WeightTransferSender):
         if weight_metadata is None:
             raise InvalidArgument("weight_metadata is missing: the extractor's get_weight_metadata() returns it", culprit="weight_metadata")
         expected = _expected(weight_metadata)
-        await on_thread(functools.partial(self._agree, chunks, expected))
+        await on_thread(self._agree, chunks, expected)
         version, self._version = self._version, self._version + 1
-        sending = asyncio.create_task(on_thread(functools.partial(self._send, version, chunks, expected)))
+        sending = asyncio.create_task(on_thread(self._send, version, chunks, expected))
         failure = await self._follow(version, sending)
         # Rank 0 alone hears the engines' answers: without this, the other ranks would take a sync for done that was not.
         try:
@@ -305,12 +288,7 @@ class Sender(WeightTransferSender):
             self._register(chunks, expected)
         except Exception as error:
             failure = error
-        failures = self._ranks.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, said in enumerate(failures):
-            if said is not None:
-                raise FailedPrecondition(f"trainer rank {rank} has no shards to send: {said}", culprit=f"trainer rank {rank}")
+        self._ranks.raise_alike(failure)
 
     def _send(self, version: int, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         if self._sharded:
@@ -339,11 +317,9 @@ class Sender(WeightTransferSender):
         all_expected = self._ranks.gather(list(expected.items()))
         first = all_expected[0]
         for rank, theirs in enumerate(all_expected):
-            if theirs == first:
-                continue
-            pair = next((pair for pair in zip(first, theirs) if pair[0] != pair[1]), None)
-            name = pair[1][0] if pair else max(first, theirs, key=len)[min(len(first), len(theirs))][0]
-            raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", tensor=name)
+            if theirs != first:
+                name = first_difference(first, theirs)
+                raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", tensor=name)
 
     def _register(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         extractor = inspect.getgeneratorlocals(chunks).get("self") if inspect.isgenerator(chunks) else None

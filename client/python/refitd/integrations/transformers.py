@@ -27,7 +27,7 @@ from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateA
 from ..layout.memory import adopt
 from ..layout.shards import Added, MadeOf, MadeShards, Shard
 from ..trainer import Trainer, UpdateResult
-from .exports import next_version
+from . import next_version
 
 _EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.")
 
@@ -157,9 +157,7 @@ def checkpoint_tensors(model: Any) -> Any:
     if lost is not None:
         raise Unimplemented(f"'{lost}' has an adapter, and {type(model).__name__} saves it under another name", tensor=lost)
     modules = [model] if adapted is None else adapted.made_of.modules
-    return MadeShards(
-        [replace(shard, addition=additions.get(shard.name)) for shard in shards], MadeOf(modules, partial(checkpoint_tensors, given))
-    )
+    return MadeShards([replace(shard, addition=additions.get(shard.name)) for shard in shards], MadeOf(modules, partial(checkpoint_tensors, given)))
 
 
 def _base(tensor: Any) -> Any:
@@ -195,7 +193,6 @@ def _in_place(name: str, tensor: Any, held: Mapping[str, Any]) -> Any:
                 found += [part for part in parameter.data[number].chunk(2) if part.shape == tensor.shape and torch.equal(part, tensor)]
     if len(found) != 1:
         raise Unimplemented(
-            f"tensor '{name}' of the checkpoint is {'no slice' if not found else 'equal to several slices'} of a parameter: pass shards",
-            tensor=name,
+            f"tensor '{name}' of the checkpoint is {'no slice' if not found else 'equal to several slices'} of a parameter: pass shards", tensor=name
         )
     return found[0]

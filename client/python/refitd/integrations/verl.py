@@ -11,13 +11,16 @@ verl's manager drives it. The actor yields full tensors, and its rank 0 pushes t
 Each rollout worker takes them as one engine instance, and hands them to verl's own adapter of vLLM, SGLang or TensorRT-LLM.
 
 With `in_place: true` and vLLM as the rollout, the workers take nothing: vLLM's own processes attach by refitd's backend (refitd.integrations.vllm),
-and the daemon writes their parameters where they are. See `refitd.integrations.verl_vllm`.
+and the daemon writes their parameters where they are. For that, verl's adapter of vLLM gets one more wire format (vLLM 0.25 and later, started
+with `rollout.engine_kwargs.vllm.weight_transfer_config={"backend": "refitd"}`). vLLM's processes are attached for one sync at a time: verl's
+manager may put vLLM to sleep before it, which moves the parameters' memory, and may take a replica away after it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterable
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +31,11 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument
 from ..trainer import Trainer
-from . import exports
-from .exports import IN_PLACE, adapter_here
+from . import Settings, known_version, next_version, on_thread, receive
 
 BACKEND = "refitd"
+# The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
+IN_PLACE = "refitd_in_place"
 _WHERE = "engine_kwargs.refitd"
 
 
@@ -58,11 +62,11 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
 
         `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `in_place`: vLLM's own processes
-        take the weights. `options`: as of refitd.integrations.exports.Settings.
+        take the weights. `options`: as of refitd.integrations.Settings.
 
         Raises InvalidArgument that names the option.
         """
-        self._settings = exports.Settings.of(_WHERE, options)
+        self._settings = Settings.of(_WHERE, options)
         self.group = self._settings.group
         self.in_place = in_place
         self.wire_format = IN_PLACE if in_place else "named_tensors"
@@ -74,9 +78,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         # Worker processes have no name of their own that stays the same when replicas are added and removed.
         self._instance = f"verl-{uuid.uuid4().hex[:12]}"
         if in_place:
-            from . import verl_vllm
-
-            verl_vllm.install()
+            _use_adapter_of_vllm()
 
     # ---- what verl's manager calls, in this order, in each sync ----
 
@@ -84,7 +86,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Returns what `build_topology` gets of this worker. Ends what a failed sync left behind."""
         self._leave()
         self._place = None
-        adapter = adapter_here() if self.in_place else None
+        adapter = _adapter() if self.in_place else None
         return {
             "group": self.group,
             "in_place": self.in_place,
@@ -148,20 +150,16 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Installs the tensors as the next version in every engine. Every trainer rank calls it, with the same tensors in one order.
 
         The version is `global_steps` where that is greater than the group's version, else the number after the group's. Returns
-        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`.
-
-        A failure is raised on every rank, before verl resumes generation: InvalidArgument where a rank's tensors differ from those of
-        rank 0, naming the tensor, where there are none or a name comes twice; FailedPrecondition where engines are missing;
-        UpdateAborted and DeadlineExceeded as of Trainer.update. Where `weights` itself fails, the update is given up, and the other
-        ranks fail at the latest after `update_seconds`.
+        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`. A failure is raised on every rank, as of
+        refitd.integrations.Sender.send, before verl resumes generation.
         """
         place, trainer = self._place, self._trainer
         if place is None or trainer is None:
             raise FailedPrecondition("send_weights: init_process_group did not make this worker a trainer rank")
         known = place.version if place.version is not None else trainer.group_version
-        version = exports.next_version(known, global_steps)
+        version = next_version(known, global_steps)
         note = "" if global_steps is None else f"verl's global step {global_steps}"
-        result = await self._sender.send_async(trainer, place.instances, version, weights, note)
+        result = await on_thread(self._sender.send, trainer, place.instances, version, weights, note)
         self._committed = version
         return {"refitd/version": version, "refitd/seconds": result.seconds, "refitd/bytes": result.bytes}
 
@@ -177,10 +175,10 @@ class RefitdCheckpointEngine(CheckpointEngine):
         if member is None:
             raise FailedPrecondition("receive_weights: init_process_group did not make this worker an engine")
         # verl's adapter of SGLang keeps tensors until it has a bucket full of them.
-        batches = exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the actor", keep=True)
-        async with aclosing(exports.one_by_one(batches)) as tensors:
-            async for name, tensor in tensors:
-                yield name, tensor
+        async with aclosing(receive(member, begin_seconds=self._settings.begin_seconds, who="the actor", keep=True)) as batches:
+            async for tensors in batches:
+                for name, tensor in tensors:
+                    yield name, tensor
 
     # ---- attaching ----
 
@@ -194,7 +192,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             self._trainer.close()
             self._trainer = None
             return None
-        return exports.known_version(self._trainer, self._committed)
+        return known_version(self._trainer, self._committed)
 
     def _attach_trainer(self, place: Place) -> None:
         trainer = self._trainer
@@ -208,7 +206,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         self._engine = self._settings.engine("verl", self._instance)
 
     def _attach_in_place(self) -> None:
-        adapter = adapter_here()
+        adapter = _adapter()
         if adapter is None:
             raise FailedPrecondition("in_place: this worker's rollout is not vLLM's, or was made before refitd.integrations.verl was imported")
         adapter.attach(self._settings)
@@ -217,3 +215,54 @@ class RefitdCheckpointEngine(CheckpointEngine):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+
+# ---- verl's adapter of vLLM ----
+
+# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine is not told of it.
+_adapter: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def _use_adapter_of_vllm() -> None:
+    """Makes verl build its rollouts of vLLM with refitd's adapter, in this process. verl finds the class by its name in this module."""
+    import ray
+    from verl.workers.rollout import base
+    from verl.workers.rollout.vllm_rollout import vllm_rollout
+
+    class ServerAdapter(vllm_rollout.ServerAdapter):
+        """This is verl's adapter for verl's own wire formats. Among the ranks of a replica only the one with the server does something."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._take_seconds = 0.0
+            global _adapter
+            _adapter = weakref.ref(self)
+
+        def attach(self, settings: Settings) -> None:
+            """Attaches the replica's processes, as one instance whose weights are dirty until the sync has ended. They wait for
+            `settings.begin_seconds` for the actor to begin."""
+            self._take_seconds = settings.begin_seconds
+            if not self._ensure_server_handle():
+                return
+            init_info = settings.init_info(f"verl-replica-{self.replica_rank}")
+            ray.get(self.server_handle.collective_rpc.remote("init_weight_transfer_engine", kwargs={"init_info": init_info}))
+
+        async def update_weights(self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **options: Any) -> None:
+            """Takes one sync. With `IN_PLACE` nothing comes in `weights`. Raises what vLLM's processes raise; they are detached then."""
+            if wire_format != IN_PLACE:
+                await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)
+                return
+            async for name, _ in weights:
+                raise FailedPrecondition(f"tensor '{name}' came through the worker, and the weights are taken in place", tensor=name)
+            if not self._has_server:
+                return
+            await self._execute_method("start_weight_update")
+            update_info = {"wait_seconds": self._take_seconds, "detach": True}
+            await self._execute_method("update_weights", kwargs={"update_info": update_info})
+            await self._execute_method("finish_weight_update")
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)
+
+    globals()["ServerAdapter"] = ServerAdapter
+    base._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.ServerAdapter"

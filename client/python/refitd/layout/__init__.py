@@ -433,9 +433,6 @@ def _parts(dims: Sequence[Sequence[Range]]) -> list[Part]:
             entries.append((begin, size, local))
             local += size
         with_local.append(entries)
-    return [
-        Part(tuple(b for b, _, _ in entry), tuple(n for _, n, _ in entry), tuple(at for _, _, at in entry))
-        for entry in product(*with_local)
-    ]
+    return [Part(tuple(b for b, _, _ in entry), tuple(n for _, n, _ in entry), tuple(at for _, _, at in entry)) for entry in product(*with_local)]
 
 DEFAULT_STAGING_BYTES = 256 << 20

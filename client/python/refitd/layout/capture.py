@@ -188,8 +188,7 @@ def capture(
         except _ReadsValues as read:
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
-        f"the loader looks at the values of more than {MAX_RUNS} tensors, such as '{next(iter(skipped))}'",
-        tensor=next(iter(skipped)),
+        f"the loader looks at the values of more than {MAX_RUNS} tensors, such as '{next(iter(skipped))}'", tensor=next(iter(skipped))
     )
 
 
@@ -315,11 +314,7 @@ class _Module:
     def __init__(self, load_weights: Any) -> None:
         module: Any = getattr(load_weights, "__self__", None)
         modules = module.named_modules() if hasattr(module, "named_modules") else ()
-        self._held = [
-            (f"{name}." if name else "", held, dict(held))
-            for name, part in modules
-            for held in (part._parameters, part._buffers)
-        ]
+        self._held = [(f"{name}." if name else "", held, dict(held)) for name, part in modules for held in (part._parameters, part._buffers)]
 
     def restore(self) -> list[str]:
         """Puts back the tensors that the loader replaced by others; returns their names."""
@@ -447,8 +442,7 @@ class _Run:
         sizes = [n for n in walk.shape if n != 1]
         if sizes != [n for n in destination.shape if n != 1]:
             return self.refuse(
-                source.refitd_names,
-                f"is broadcast from {tuple(source.shape)} to {tuple(destination.shape)} of parameter '{parameter.name}'",
+                source.refitd_names, f"is broadcast from {tuple(source.shape)} to {tuple(destination.shape)} of parameter '{parameter.name}'"
             )
         strides = tuple(s for n, s in zip(destination.shape, destination.stride()) if n != 1)
         walked = tuple(s for n, s in zip(walk.shape, walk.stride()) if n != 1)
@@ -701,9 +695,7 @@ def _find(args: Iterable[Any], kind: Any) -> list[Any]:
 # ---- from events to boxes ----
 
 
-def _conclude(
-    run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str], module: Any
-) -> Captured:
+def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str], module: Any) -> Captured:
     for name, kept in tied.items():
         if name in run.specs and kept not in run.specs:
             raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", tensor=name)
@@ -868,4 +860,4 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
     what = f"parameter '{name}'"
     pointer_now = tensor.data_ptr
-    return devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what, culprit=what), itemsize
+    return devices.memory_at(tensor.device, pointer_now(), nbytes, tensor, name, pointer_now, what=what), itemsize

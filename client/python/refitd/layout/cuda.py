@@ -15,12 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import Structure, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core import native
 from .._core.member import Piece
-from .._core.native import Handle, check, text
+from .._core.native import Handle, made_by, text
 from ..errors import FailedPrecondition, InvalidArgument, Unavailable
 from . import Box, devices
 from .devices import CALL_SECONDS, DeviceKind, Finding, Resolver, State
@@ -330,21 +330,15 @@ class CudaResolver(Resolver):
         return known[1]
 
     def _new_region(self, allocation: Allocation) -> Handle:
-        library = native.library()
-        out = c_void_p()
+        add = partial(made_by, free="refit_region_free", what="a region on a GPU", context=self._label)
         with self._member as member:
             if allocation.legacy:
-                add = getattr(library, f"refit_{self._kind}_add_cuda_block")
-                check(add(member, driver().ipc_handle(allocation.base), allocation.nbytes, byref(out)), self._label)
-            else:
-                add = getattr(library, f"refit_{self._kind}_add_cuda_vmm_at")
-                descriptor = driver().export(allocation.base)
-                try:
-                    check(add(member, descriptor, allocation.nbytes, allocation.base, byref(out)), self._label)
-                finally:
-                    os.close(descriptor)
-        assert out.value is not None
-        return Handle(out.value, library.refit_region_free, "a region on a GPU")
+                return add(f"refit_{self._kind}_add_cuda_block", member, driver().ipc_handle(allocation.base), allocation.nbytes)
+            descriptor = driver().export(allocation.base)
+            try:
+                return add(f"refit_{self._kind}_add_cuda_vmm_at", member, descriptor, allocation.nbytes, allocation.base)
+            finally:
+                os.close(descriptor)
 
 
 # The numbers that cuda.h gives to these attributes and to this error.
@@ -491,11 +485,6 @@ class CudaKind(DeviceKind):
         import torch
 
         torch.cuda.current_stream(None if device is None else device_index(device)).synchronize()
-
-    def synchronize_tensor(self, tensor: Any) -> None:
-        import torch
-
-        torch.cuda.current_stream(tensor.device).synchronize()
 
     def synchronize_all(self) -> None:
         import torch

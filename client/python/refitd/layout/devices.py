@@ -125,10 +125,6 @@ class DeviceKind(abc.ABC):
         """Waits for the current stream of the device; None: of the current one."""
 
     @abc.abstractmethod
-    def synchronize_tensor(self, tensor: Any) -> None:
-        """Waits for the current stream of the device that the tensor is on."""
-
-    @abc.abstractmethod
     def synchronize_all(self) -> None:
         """Waits for all streams of the current device."""
 
@@ -212,19 +208,11 @@ def connect_fields() -> dict[str, Any]:
 
 
 def memory_at(
-    device: Any,
-    pointer: int,
-    nbytes: int,
-    owner: Any,
-    name: str,
-    pointer_now: Callable[[], int] | None,
-    check_moved: Callable[[], None] | None = None,
-    *,
-    what: str,
-    culprit: str,
-) -> HostMemory | DeviceMemory:
+    device: Any, pointer: int, nbytes: int, owner: Any, name: str, pointer_now: Callable[[], int] | None,
+    check_moved: Callable[[], None] | None = None, *, what: str, culprit: str | None = None,
+) -> HostMemory | DeviceMemory:  # fmt: skip
     """Names memory on a torch.device, as HostMemory and DeviceMemory do; `name` is its label. Raises InvalidArgument, which names `what`
-    and `culprit`, where refitd moves nothing of such a device."""
+    and `culprit` (None: `what` too), where refitd moves nothing of such a device."""
     if device.type == "cpu":
         from .memory import HostMemory
 
@@ -233,7 +221,7 @@ def memory_at(
         if device.type == kind.torch_type:
             return kind.memory(kind.name_of(device), pointer, nbytes, device.index or 0, owner, name, pointer_now, check_moved)
     possible = " and ".join(["host memory", *(kind.name for kind in KINDS)])
-    raise InvalidArgument(f"{what} is on device {device}: {possible} are possible", culprit=culprit)
+    raise InvalidArgument(f"{what} is on device {device}: {possible} are possible", culprit=culprit or what)
 
 
 def bytes_at(device: str | None, pointer: int, nbytes: int, owner: Any) -> HostBytes | DeviceBytes:
@@ -245,10 +233,3 @@ def bytes_at(device: str | None, pointer: int, nbytes: int, owner: Any) -> HostB
         return HostBytes(pointer, nbytes, owner)
     assert device is not None
     return kind.bytes_at(device, pointer, nbytes, owner)
-
-
-def synchronize_tensor(tensor: Any) -> None:
-    """Waits for the work that torch has queued on the current stream of the tensor's device; the host has none."""
-    kind = kind_of_tensors((tensor,))
-    if kind is not None:
-        kind.synchronize_tensor(tensor)

@@ -303,8 +303,7 @@ class Region(mmap.mmap):
         if not sealed or nbytes == 0:
             os.close(own)
             raise InvalidArgument(
-                f"descriptor {descriptor}: {'the memfd is empty' if sealed else 'the memfd is not sealed with F_SEAL_SHRINK'}",
-                culprit="descriptor",
+                f"descriptor {descriptor}: {'the memfd is empty' if sealed else 'the memfd is not sealed with F_SEAL_SHRINK'}", culprit="descriptor"
             )
         return cls._map(own, nbytes, inherit=True)
 
@@ -515,8 +514,7 @@ def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Regi
                 continue
             whole = torch.frombuffer(region, dtype=torch.uint8, count=tensor.untyped_storage().nbytes(), offset=at)
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
-                whole.untyped_storage(), whole.storage_offset() // tensor.element_size() + tensor.storage_offset(),
-                tensor.shape, tensor.stride(),
+                whole.untyped_storage(), whole.storage_offset() // tensor.element_size() + tensor.storage_offset(), tensor.shape, tensor.stride()
             )
     return region
 

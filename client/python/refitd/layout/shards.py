@@ -7,7 +7,10 @@
 Everything is checked before anything is registered: an InvalidArgument or FailedPrecondition names the tensor and the rank, and
 its `culprit` is "tensor '...'".
 
-This module needs no framework: torch tensors, DTensors and numpy arrays are known by what they have.
+This module needs no framework: torch tensors, DTensors and numpy arrays are known by what they have. So FSDP2's models (`fully_shard`), which keep
+DTensors, are taken as they are. FSDP1 (`FullyShardedDataParallel`) keeps one flat parameter a unit, of which each rank holds a range that cuts
+tensors anywhere: `flat_shards(model)` gives these ranges as boxes, in place, with no gather and no copy. A state dict of type SHARDED_STATE_DICT is
+understood too, but FSDP1 makes its tensors anew on every call, so that they must be registered again for each version.
 
 Casts of local shards to the dtype that engines serve, and additions to them, take bounded memory.
 A compiled refit reads all registered bytes when it is called, so every cast byte must exist then. Therefore tensors that need
@@ -38,7 +41,7 @@ from zlib import crc32
 from .._core import paused
 from .._core.member import TensorAddress, integers
 from .._core.tensors import Bindings, Marks
-from ..errors import FailedPrecondition, InvalidArgument
+from ..errors import Error, FailedPrecondition, InvalidArgument
 from . import (
     DEFAULT_STAGING_BYTES, Box, Layout, Part, TensorSpec, compiled, devices, first_overlap, is_dtensor, local_tensor, matcher, place,
     range_boxes, row_major,
@@ -316,9 +319,7 @@ class _Source:
             if now == spec:
                 continue
             is_now = "is no longer there" if now is None else f"is now {now}"
-            raise FailedPrecondition(
-                f"rank {self._options.rank}: tensor '{name}' was registered as {spec}, and {is_now}: register again", tensor=name
-            )
+            raise _wrong(self._options.rank, name, f" was registered as {spec}, and {is_now}: register again", FailedPrecondition)
 
 
 class _Spec(NamedTuple):
@@ -353,11 +354,11 @@ class _BoundShard:
         name, tensor = self.shard.name, self.current()
         _View(name, tensor, tensor.element_size(), rank)
         if (tensor.dtype, tuple(tensor.shape), tensor.stride()) != (dtype, extent, strides):
-            raise FailedPrecondition(
-                f"rank {rank}: tensor '{name}' was registered as {dtype} {extent} with strides {strides}, and is now {tensor.dtype} "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}: register it again",
-                tensor=name,
+            why = (
+                f" was registered as {dtype} {extent} with strides {strides}, and is now {tensor.dtype} {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}: register it again"
             )
+            raise _wrong(rank, name, why, FailedPrecondition)
 
 
 def _held(named: Mapping[str, Any] | list[Any], options: _Options) -> Iterator[_BoundShard]:
@@ -381,9 +382,9 @@ def _with_integers(shard: Shard, rank: int) -> Shard:
     offset = None if shard.offset is None else integers(shard.offset)
     for what, said, made in (("shape", shard.shape, shape), ("offset", shard.offset, offset)):
         if made is None and said is not None:
-            raise InvalidArgument(f"rank {rank}: tensor '{shard.name}' has {what} {said!r}, which is no sequence of integers", tensor=shard.name)
+            raise _wrong(rank, shard.name, f" has {what} {said!r}, which is no sequence of integers")
     if shape is None or min(shape, default=0) < 0:
-        raise InvalidArgument(f"rank {rank}: tensor '{shard.name}' has shape {shard.shape!r}, which is no shape", tensor=shard.name)
+        raise _wrong(rank, shard.name, f" has shape {shard.shape!r}, which is no shape")
     return replace(shard, shape=shape, offset=offset)
 
 
@@ -465,14 +466,17 @@ def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_BoundShard]:
         yield _BoundShard(held, partial(_same, shard.tensor), shard.tensor)
 
 
+def _wrong(rank: int, name: str, why: str, kind: type[Error] = InvalidArgument) -> Error:
+    return kind(f"rank {rank}: tensor '{name}'{why}", tensor=name)
+
+
 class _Rules:
     """Decides in which dtype each tensor is delivered."""
 
     def __init__(self, dtype: Any, exceptions: Mapping[str, Any], any_cast: Sequence[str], rank: int) -> None:
         self._dtype = None if dtype is None else resolve(dtype, "dtype").name
         self._exceptions = [
-            (compiled(pattern), None if to is None else resolve(to, f"exceptions['{pattern}']").name)
-            for pattern, to in exceptions.items()
+            (compiled(pattern), None if to is None else resolve(to, f"exceptions['{pattern}']").name) for pattern, to in exceptions.items()
         ]
         self._any_cast = matcher(any_cast, "any_cast")
         self._rank = rank
@@ -485,11 +489,11 @@ class _Rules:
             try:
                 found = self._names[dtype] = resolve(dtype).name
             except InvalidArgument as error:
-                raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}': {error}. If engines need it not, leave it out: leave_out=['{name}'], or of a "
-                    "module's buffers buffers=False or patterns of those to take",
-                    tensor=name,
-                ) from None
+                why = (
+                    f": {error}. If engines need it not, leave it out: leave_out=['{name}'], or of a module's buffers buffers=False or patterns of "
+                    "those to take"
+                )
+                raise _wrong(self._rank, name, why) from None
         return found
 
     def delivered(self, name: str, stored: str, said: Any) -> str:
@@ -498,10 +502,7 @@ class _Rules:
         Raises InvalidArgument, naming the tensor, for a cast that loses values and was not declared."""
         to = self._wanted(name, stored, said)
         if to != stored and to not in _KEEPS_VALUES.get(stored, ()) and not self._any_cast(name):
-            raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' is {stored}, and a cast to {to} loses values: declare any_cast=['{name}'] if it is meant",
-                tensor=name,
-            )
+            raise _wrong(self._rank, name, f" is {stored}, and a cast to {to} loses values: declare any_cast=['{name}'] if it is meant")
         return to
 
     def _wanted(self, name: str, stored: str, said: Any) -> str:
@@ -527,13 +528,11 @@ class _View:
         of: Any = type(tensor)
         if not _is_torch(of):
             if not hasattr(tensor, "__array_interface__"):
-                raise InvalidArgument(
-                    f"rank {rank}: tensor '{name}' is a {of.__name__}: register torch tensors or numpy arrays, or push it", tensor=name
-                )
+                raise _wrong(rank, name, f" is a {of.__name__}: register torch tensors or numpy arrays, or push it")
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):
-                raise InvalidArgument(f"rank {rank}: tensor '{name}' has byte strides {strides}", tensor=name)
+                raise _wrong(rank, name, f" has byte strides {strides}")
             self.strides: tuple[int, ...] = tuple(stride // itemsize for stride in strides)
             self.device: Any = None
         else:
@@ -544,11 +543,8 @@ class _View:
                 self.nbytes = 0
                 return
             if stride == 0 and n > 1:
-                raise InvalidArgument(
-                    f"rank {rank}: tensor '{name}' is expanded: strides {self.strides} of shape {tuple(tensor.shape)} repeat elements. "
-                    "Pass a contiguous copy",
-                    tensor=name,
-                )
+                why = f" is expanded: strides {self.strides} of shape {tuple(tensor.shape)} repeat elements. Pass a contiguous copy"
+                raise _wrong(rank, name, why)
             span += (n - 1) * stride
         self.nbytes = span * itemsize
         if self.device is None:
@@ -556,25 +552,25 @@ class _View:
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + self.nbytes:
             self._refuse_freed(name, tensor, rank)
         if self.pointer == 0:
-            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is a {type(tensor).__name__} without memory", tensor=name)
+            raise _wrong(rank, name, f" is a {type(tensor).__name__} without memory", FailedPrecondition)
 
     def _look_at_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
         self.device = tensor.device
         if self.device.type == "meta":
-            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", tensor=name)
+            raise _wrong(rank, name, " is on device meta: it has no memory", FailedPrecondition)
         if tensor.layout is not sys.modules["torch"].strided:
-            raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", tensor=name)
+            raise _wrong(rank, name, f" has layout {tensor.layout}, not torch.strided")
         if tensor.is_neg() or tensor.is_conj():
-            raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", tensor=name)
+            raise _wrong(rank, name, " is negated lazily: pass tensor.resolve_neg()")
         self.strides = tensor.stride()
         self.pointer = tensor.data_ptr()
 
     def _refuse_freed(self, name: str, tensor: Any, rank: int) -> None:
-        raise FailedPrecondition(
-            f"rank {rank}: tensor '{name}' needs {self.nbytes} bytes from element {tensor.storage_offset()} on, but its storage has "
-            f"{tensor.untyped_storage().nbytes()}: its memory was freed, as sharded training does between uses",
-            tensor=name,
+        why = (
+            f" needs {self.nbytes} bytes from element {tensor.storage_offset()} on, but its storage has {tensor.untyped_storage().nbytes()}: its "
+            "memory was freed, as sharded training does between uses"
         )
+        raise _wrong(rank, name, why, FailedPrecondition)
 
 
 class _Collector:
@@ -620,11 +616,7 @@ class _Collector:
         self._boxes.setdefault(name, []).append((offset, extent))
         if staged:
             if view.device is None:
-                raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} and additions are made of "
-                    "torch tensors",
-                    tensor=name,
-                )
+                raise _wrong(self._rank, name, f" is a numpy array of {stored}: casts to {delivered} and additions are made of torch tensors")
             self.casts.append(Cast(index, name, shape, delivered, offset, held.current, shard.replica, shard.addition))
             return
         self.layout.boxes.append(Box(index, offset, extent, view.strides, self._memory_of(name, tensor, view, held), 0))
@@ -633,16 +625,14 @@ class _Collector:
         """Checks that the name that has the boxes of a tied tensor is among the names."""
         for name, kept in self._tied.items() if isinstance(self._tied, Mapping) else ():
             if name in self._tensors and kept not in self._tensors:
-                raise InvalidArgument(f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", tensor=name)
+                raise _wrong(self._rank, name, f" is tied to '{kept}', which is not there")
 
     def check_overlaps(self) -> None:
         """Checks that no element of a tensor is in two shards."""
         for name, boxes in self._boxes.items():
             overlap = first_overlap(boxes) if len(boxes) > 1 else None
             if overlap is not None:
-                raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", tensor=name
-                )
+                raise _wrong(self._rank, name, f" has shards at offsets {overlap[0]} and {overlap[1]} that overlap")
 
     def check_complete(self) -> None:
         """Checks that a single rank has every tensor as a whole."""
@@ -650,11 +640,8 @@ class _Collector:
             boxes = self._boxes.get(spec.name)
             held = sum(prod(extent) for _, extent in boxes) if boxes else 0
             if boxes and held != prod(spec.shape):
-                raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{spec.name}' of shape {spec.shape} has {prod(spec.shape)} elements, but its shards have "
-                    f"{held}, and there is no other rank",
-                    tensor=spec.name,
-                )
+                why = f" of shape {spec.shape} has {prod(spec.shape)} elements, but its shards have {held}, and there is no other rank"
+                raise _wrong(self._rank, spec.name, why)
 
     def specs(self) -> dict[str, _Spec]:
         """The global tensors, by name."""
@@ -697,42 +684,27 @@ class _Collector:
         index = known[0]
         spec = self.layout.tensors[index]
         if spec.shape != shape or spec.dtype != delivered or known[1] != stored:
-            raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' has shards of {known[1]} {spec.shape} to deliver as {spec.dtype}, and of {stored} "
-                f"{shape} to deliver as {delivered}",
-                tensor=name,
-            )
+            why = f" has shards of {known[1]} {spec.shape} to deliver as {spec.dtype}, and of {stored} {shape} to deliver as {delivered}"
+            raise _wrong(self._rank, name, why)
         return index
 
-    def _box_of(
-        self, name: str, shape: tuple[int, ...], tensor: Any, said: Sequence[int] | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _box_of(self, name: str, shape: tuple[int, ...], tensor: Any, said: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         extent = tuple(tensor.shape)
         offset = (0,) * len(shape) if said is None else tuple(said)
         if not len(extent) == len(offset) == len(shape):
-            raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}: the numbers of "
-                "dimensions differ",
-                tensor=name,
-            )
+            raise _wrong(self._rank, name, f" of shape {shape} has a shard of shape {extent} at offset {offset}: the numbers of dimensions differ")
         for n, at, whole in zip(extent, offset, shape):
             if at < 0 or at + n > whole:
-                raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}, which is not "
-                    "within it",
-                    tensor=name,
-                )
+                raise _wrong(self._rank, name, f" of shape {shape} has a shard of shape {extent} at offset {offset}, which is not within it")
         return offset, extent
 
     def _check_device(self, name: str, device: Any) -> None:
         if self._device is None:
             self._device = str(device)
         elif str(device) != self._device and not (device.type == self._device and device.type == "cpu"):
-            raise InvalidArgument(f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", tensor=name)
+            raise _wrong(self._rank, name, f" is on device {device}, the others are on {self._device}")
 
-    def _is_tied(
-        self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...], addition: Addition | None
-    ) -> bool:
+    def _is_tied(self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...], addition: Addition | None) -> bool:
         if isinstance(self._tied, Mapping):
             first = self._tied.get(name, name)
         elif self._tied:
@@ -749,6 +721,88 @@ class _Collector:
         check = partial(held.check, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._rank)
         what, culprit = f"rank {self._rank}: tensor '{name}'", f"tensor '{name}'"
         return devices.memory_at(view.device, view.pointer, view.nbytes, tensor, name, held.address, check, what=what, culprit=culprit)
+
+# ---- FSDP1's flat parameters ----
+
+# Prefixes that wrappers add to the names of parameters.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def flat_shards(module: Any) -> list[Shard]:
+    """This rank's shards of the parameters of a model that FSDP1 wraps: views of its flat parameters, for `collect`.
+
+    Tied parameters beyond the first, and parameters of which this rank holds nothing, are listed without a tensor. Parameters
+    that FSDP was told to ignore are whole, on every rank. Registered, the list is made again where a flat parameter's memory moved, as it
+    does when a framework offloads it, or where the module's parameters were replaced. Raises InvalidArgument if no submodule is wrapped.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = [(name, unit) for name, unit in module.named_modules() if isinstance(unit, FullyShardedDataParallel)]
+    if not units:
+        raise InvalidArgument("no submodule is wrapped by FullyShardedDataParallel", culprit=type(module).__name__)
+    shards: list[Shard] = []
+    flat: set[int] = set()  # ids of flat parameters and of the views that stand for the original ones
+    for name, unit in units:
+        if unit._handle is None:  # the unit has no parameters of its own
+            continue
+        parameter = unit._handle.flat_param
+        flat.update(map(id, (parameter, *(parameter._params or ()), *(parameter._shared_params or ()))))
+        shards.extend(_of_unit(_clean(f"{name}." if name else ""), unit))
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in flat:
+            group = units[0][1].process_group
+            replica = (group.rank(), group.size())
+            shape = tuple(parameter.shape)
+            shards.append(Shard(_clean(name), shape, parameter, None, None, replica, parameter.numel(), True))
+    watched = [partial(_local_of, unit._handle) for _, unit in units if unit._handle is not None]
+    return MadeShards(shards, MadeOf([module], partial(flat_shards, module), watched))
+
+
+def _local_of(handle: Any) -> Any:
+    """What this rank holds of a flat parameter."""
+    flat = handle.flat_param
+    # FSDP1 names the shard with the first forward pass; until then the flat parameter is nothing else.
+    return getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
+    handle = unit._handle
+    flat = handle.flat_param
+    sharded = handle.uses_sharded_strategy
+    local = _local_of(handle)
+    replicas = unit._inter_node_pg if hasattr(unit, "_inter_node_pg") else None if sharded else unit.process_group
+    replica = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+    shapes = {}
+    total = sum(prod(shape) for shape in flat._shapes)
+    for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos):
+        name = _clean(prefix + fqn)
+        shapes[fqn] = tuple(shape)
+        # A bound for the unit, of which each tensor has its share: which rank holds most of a tensor does not matter.
+        largest = -(-prod(shape) * local.numel() // total)
+        if not info.in_shard:
+            yield Shard(name, tuple(shape), None, None, local.dtype, (0, 1), largest, True)
+            continue
+        elements = local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+        whole = Shard(name, tuple(shape), elements, replica=replica, largest=largest)
+        yield from range_shards(whole, info.intra_param_start_idx)
+    for shared in flat._shared_param_infos:
+        shape = shapes[_join(shared.prim_module_name, shared.prim_param_name)]
+        name = _clean(prefix + _join(shared.module_name, shared.param_name))
+        yield Shard(name, shape, None, None, local.dtype, (0, 1), 0, True)
+
+
+def _join(module: str, parameter: str) -> str:
+    return _clean(f"{module}.{parameter}" if module else parameter)
+
+
+# ---- casts and additions ----
+
 _ALIGNMENT = 64  # each tensor in a room of cast shards begins at a multiple of this
 
 STAGING = ("auto", "whole", "push")
@@ -914,7 +968,7 @@ class _Room:
             self._cast_into(targets)
             return int(room.data_ptr())
 
-        return devices.memory_at(device, room.data_ptr(), self.nbytes, room, label, refresh, what=label, culprit=label)
+        return devices.memory_at(device, room.data_ptr(), self.nbytes, room, label, refresh, what=label)
 
     def fill(self, view: memoryview) -> None:
         """Casts every shard into `view`, of `nbytes` bytes."""
@@ -926,10 +980,7 @@ class _Room:
         self._cast_into(self.targets)
 
     def _targets_in(self, room: Any) -> list[Any]:
-        return [
-            room[at : at + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape)
-            for cast, at in zip(self.casts, self.offsets)
-        ]
+        return [room[at : at + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape) for cast, at in zip(self.casts, self.offsets)]
 
     def _cast_into(self, targets: Sequence[Any]) -> None:
         import torch

@@ -40,7 +40,7 @@ from . import proof
 from .proof import Probe, Proof, Prover, digest
 
 if TYPE_CHECKING:
-    from .settings import Settings
+    from . import Settings
 
 # The attribute of a model that has its evidence: {module: reasons}.
 ATTRIBUTE = "_refitd_evidence"
@@ -230,12 +230,7 @@ class _Entry:
 
 
 def decide(
-    model: Any,
-    manifest: Sequence[TensorSpec],
-    arena_bytes: int,
-    device: Any,
-    inside: Any,
-    failed: Mapping[str, str] = MappingProxyType({}),
+    model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any, inside: Any, failed: Mapping[str, str] = MappingProxyType({})
 ) -> Delivery:
     """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with
     what is known of the engine's inside. `failed`: by parameter or module, why it is not to be written in place though nothing else tells.
@@ -364,8 +359,7 @@ def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry],
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor is not None and id(tensor) not in known and full not in loaded and not inside.is_tied(model, module, name):
                     raise FailedPrecondition(
-                        f"parameter '{full}' is removed after loading, so that new weights can't be put there",
-                        culprit=f"parameter '{full}'",
+                        f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=f"parameter '{full}'"
                     )
         with torch.device("cpu"):
             return capture(model.load_weights, manifest, parameters=loaded, onto=onto, processed=processed)

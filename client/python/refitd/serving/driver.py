@@ -21,7 +21,6 @@ thread-safe.
     refused     no      no      aborted, lost -> serving or dirty
     dirty       no      no      prepare -> writing;   sleep -> asleep
     asleep      no      no      wake -> serving or dirty
-    ended       no      no      -
 
 Invariants, which the tests check after every step of random orders:
 1. An engine serves only while its weights are one whole version.
@@ -43,7 +42,7 @@ from typing import Any, Optional, Protocol, TypeVar, Union
 from ..engine import Aborted, Committed, Engine, Event, Lost, Prepare, Reattached, Weights
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from ..layout import devices
-from .settings import Settings
+from . import Settings
 
 logger = logging.getLogger("vllm.refitd")
 
@@ -321,9 +320,7 @@ class Driver:
         )
         self._member = member
         member.register_layout([], [])
-        self._controls.register(
-            {**settings.of_ranks(), "drivers": self._drivers, "workers": self._world_size, "dirty": dirty}
-        )
+        self._controls.register({**settings.of_ranks(), "drivers": self._drivers, "workers": self._world_size, "dirty": dirty})
         if machine.clean:
             machine.reason = ""
 
@@ -538,7 +535,6 @@ class State(Enum):
     REFUSED = "refused"
     DIRTY = "dirty"
     ASLEEP = "asleep"
-    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -660,11 +656,11 @@ class Lifecycle:
         return []
 
     def prepare(self, version: int) -> list[Action]:
-        if not self.attached and self.state not in (State.ASLEEP, State.ENDED):
+        if not self.attached and self.state is not State.ASLEEP:
             return []  # Prepare came by a lease that is being given up
         self._announced.add(version)
-        if self.state in (State.ASLEEP, State.ENDED):
-            return [Refuse(version, f"the engine is {self.state.value}")]
+        if self.state is State.ASLEEP:
+            return [Refuse(version, "the engine is asleep")]
         if self._updating is not None:
             return [Refuse(version, f"version {self._updating} is being taken")]
         self._updating, self._aborted = version, False
@@ -745,7 +741,7 @@ class Lifecycle:
 
     def sleep(self, level: int) -> list[Action]:
         """Somebody puts the engine to sleep; it waits for the end of an update. Level 2 discards the weights."""
-        if self.state in (State.ASLEEP, State.ENDED):
+        if self.state is State.ASLEEP:
             return []
         if self._updating is not None:
             self._sleep = level
@@ -768,12 +764,6 @@ class Lifecycle:
         self.state = State.SERVING if self.clean else State.DIRTY
         actions: list[Action] = [Wake(), *self._register()]
         return [*actions, *self._serve()] if self.clean else actions
-
-    def shutdown(self) -> list[Action]:
-        if self.state is State.ENDED:
-            return []
-        self.state, self.attached, self._updating = State.ENDED, False, None
-        return self._unregister()
 
     # ---- inside ----
 
@@ -799,7 +789,7 @@ class Lifecycle:
 
     def _stop_serving(self) -> list[Action]:
         """Dirty weights are served no longer."""
-        if self.clean or self.state in (State.ASLEEP, State.ENDED):
+        if self.clean or self.state is State.ASLEEP:
             return []
         self.state = State.DIRTY
         return [] if self._paused else self._pause("abort")

@@ -738,11 +738,3 @@ def compare_logits(folder: str, key: str, run: Callable[[], Any]) -> None:
         own.unlink()
     for old in sorted(path.parent.glob(f"{key.rpartition('-')[0]}-*.logits"), key=lambda file: file.stat().st_mtime)[:-KEPT_LOGITS]:
         old.unlink(missing_ok=True)
-
-
-def prove_module(model: Any, run: Callable[[Any], Any], names: Iterable[str], *, tokens: int = TOKENS) -> Proof:
-    """Perturbs the parameters `names` of a plain torch module in turn. `run`: runs it on `tokens` fixed tokens, and returns its output."""
-    return Prover(model, Probe(partial(run, model), tokens), names).perturb()
-
-
-__all__ = ["Probe", "Proof", "Prover", "compare_logits", "deliver", "digest", "prove_module", "token_ids", "tokens_for", "values"]

@@ -29,10 +29,9 @@ from ..engine import Aborted, Committed, Draining, Engine, Lost, Prepare, Reatta
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from ..layout import devices
 from ..layout.memory import adopt
-from . import proof
+from . import PROOFS, Settings, proof
 from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
-from .settings import PROOFS, Settings
 
 
 # How long `take` waits for Prepare by default. A trainer that calls the engine itself does so before it begins the update; the driver calls
@@ -302,16 +301,9 @@ class EngineLoop:
         if device is None:
             device = devices.HOST if self._kind is None else devices.device_of(parameters.values())
         self.engine = Engine(
-            group,
-            instance=instance,
-            rank=rank,
-            world_size=world_size,
-            trainer_identity=trainer_identity,
-            dirty=not clean,
-            device=device,
-            socket=socket,
-            connect=connect,
-        )
+            group, instance=instance, rank=rank, world_size=world_size, trainer_identity=trainer_identity, dirty=not clean, device=device,
+            socket=socket, connect=connect,
+        )  # fmt: skip
         try:
             self._register()
             self.proof = self._prove(probe, proof)

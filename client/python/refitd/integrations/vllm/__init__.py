@@ -36,7 +36,7 @@ from urllib.parse import parse_qs
 
 from ...errors import FailedPrecondition
 from ...serving.driver import Alone, Driver, Follower, State, Value, add_routes, refusal, update_info
-from ...serving.settings import Settings
+from ...serving import Settings
 from . import versions
 from .versions import LEAVE, by_external_launcher, check_backend, device_of, starts_clean, world_size_of
 
@@ -56,15 +56,9 @@ def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     processes = Launched() if by_external_launcher(config.parallel_config) else Alone()
     controls = OfflineControls(llm, processes)
     driver = Driver(
-        controls,
-        Settings.of(settings),
-        world_size=world_size_of(config),
-        clean=starts_clean(config),
-        device=device_of(config),
-        patient=False,
-        index=processes.index,
-        drivers=processes.count,
-    )
+        controls, Settings.of(settings), world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
+        index=processes.index, drivers=processes.count,
+    )  # fmt: skip
     controls.stand_before_sleep(driver)
     return Follower(driver, processes)
 

@@ -23,7 +23,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -34,35 +34,16 @@ from ...errors import FailedPrecondition
 from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Delivery, Steps, keep_memory, proved, synchronise, tensors_of, zero_padding
 from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from ...serving.rank import PREPARE_SECONDS, Rank
-from ...serving.settings import Settings, read_manifest
+from ...serving import Settings, read_manifest
 from . import versions
 from .versions import by_external_launcher, current_config, make_exportable, set_backend
 
 
-@dataclass
-class RefitdInitInfo(WeightTransferInitInfo):
-    """The argument of `init_transfer_engine`: the fields of `settings.Settings`, where "" leaves the environment's value. `drivers`: ranks
-    without weights that the instance has beside the workers'. `workers`: how many workers' ranks the instance has; 0: what their own
-    configuration says. `dirty`: whether the weights are not one whole version."""
-
-    group: str = ""
-    instance: str = ""
-    socket: str = ""
-    coordinator: str = ""
-    trainer_identity: str = ""
-    manifest: str = ""
-    arena_bytes: str | int = ""
-    proof: str = ""
-    logits: str = ""
-    wait_seconds: str | float = ""
-    reattach_seconds: str | float = ""
-    drivers: int = 0
-    workers: int = 0
-    dirty: bool = False
-
-    def settings(self) -> Settings:
-        told = ("drivers", "workers", "dirty")
-        return Settings.of({f.name: getattr(self, f.name) for f in fields(self) if f.name not in told}).checked()
+# The argument of `init_transfer_engine`: the fields of refitd.serving.Settings that ranks take, where "" leaves the environment's value. `drivers`:
+# ranks without weights that the instance has beside the workers'. `workers`: how many workers' ranks the instance has; 0: what their own
+# configuration says. `dirty`: whether the weights are not one whole version.
+_FIELDS: list[Any] = [*((name, Any, "") for name in Settings().of_ranks()), ("drivers", int, 0), ("workers", int, 0), ("dirty", bool, False)]
+RefitdInitInfo: Any = make_dataclass("RefitdInitInfo", _FIELDS, bases=(WeightTransferInitInfo,), namespace={"__module__": __name__})
 
 
 @dataclass
@@ -100,9 +81,9 @@ class RefitdBackend(WeightTransferEngine):
 
     # ---- attaching ----
 
-    def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
+    def init_transfer_engine(self, init_info: Any) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
-        settings = init_info.settings()
+        settings = Settings.of(vars(init_info)).checked()
         versions.check_experts_stay(self.parallel_config)
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
@@ -199,10 +180,6 @@ class RefitdBackend(WeightTransferEngine):
                     layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
 
     # ---- the rest ----
-
-    def weights_went(self) -> None:
-        """Says that the memory no longer holds the weights (sleep of level 2): the rank attaches as dirty next."""
-        self.rank.clean = False
 
     def status(self) -> dict[str, Any]:
         return self.rank.status()

@@ -138,16 +138,11 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     """Whether the module's own parameter, before LoaderFormat, is one that another module has as well."""
     kernel = layer_info(module).kernel_tensors[0].get(name)
     return kernel is not None and sum(
-        1
-        for other in model.modules()
-        for tensor in layer_info(other).kernel_tensors[0].values()
-        if tensor is kernel
+        1 for other in model.modules() for tensor in layer_info(other).kernel_tensors[0].values() if tensor is kernel
     ) > 1
 
 
-def reload(
-    model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any], must: bool = True
-) -> list[str]:
+def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any], must: bool = True) -> list[str]:
     """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
     post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
 
