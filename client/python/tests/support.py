@@ -90,6 +90,15 @@ class Server:
         assert not self._thread.is_alive()
 
 
+def delivery_of(tensors):
+    """The Delivery of tensors, or of a module, that are all written in place: what an adapter decides, and a Rank reads."""
+    from refitd.layout.shards import collect
+    from refitd.serving.delivery import Delivery
+
+    layout = collect(tensors)
+    return Delivery([spec.name for spec in layout.tensors], {}, [], [], [], {}, layout.tensors, layout.boxes, [], {}, [], [], [])
+
+
 def wait_until(condition, what):
     """Asks until the condition is true."""
     deadline = time.monotonic() + SECONDS

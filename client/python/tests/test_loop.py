@@ -10,11 +10,9 @@ torch = pytest.importorskip("torch")
 
 import refitd
 from refitd._core.tensors import Places
-from refitd.layout.shards import collect
-from refitd.serving.delivery import Delivery
 from refitd.serving.rank import Rank
 from refitd.serving import Settings
-from support import SECONDS, DaemonTest
+from support import SECONDS, DaemonTest, delivery_of
 
 
 def model(seed):
@@ -289,22 +287,24 @@ class Ranks(DaemonTest):
 
     def decide(self, settings):
         refitd.adopt(self.served)
-        layout = collect(self.served)
-        made = Delivery(list(self.source), {}, [], [], [], {}, layout.tensors, layout.boxes, [], {}, [], [], [])
+        made = delivery_of(self.served)
         made.places = Places(self.served)
+        if self.tied:
+            made.tensors.append(refitd.TensorSpec("head", "float32", (4, 8)))
+            made.tied_names = {"head": "weight"}
         return made
 
-    def take(self, version):
-        """Lets the rank take a version of ones times the version; returns what it and the trainer raised."""
-        for tensor in self.source.values():
-            tensor.fill_(version)
+    def take(self, version, **others):
+        """Lets the rank take a version of ones times the version, but of the tensors in `others`; returns what it and the trainer raised."""
+        for name, tensor in self.source.items():
+            tensor.fill_(others.get(name, version))
         raised = []
 
         def noted(call):
             try:
                 call()
                 raised.append(None)
-            except refitd.UpdateAborted as error:
+            except refitd.Error as error:
                 raised.append(error)
 
         refits = threading.Thread(target=noted, args=(lambda: self.trains.refit(version, duration_seconds=SECONDS),))
@@ -313,9 +313,13 @@ class Ranks(DaemonTest):
         refits.join(SECONDS)
         return raised
 
-    def start(self):
+    def start(self, tied=False):
+        """`tied`: the trainer has a tensor `head` as well, whose memory the rank's `weight` is, too."""
+        self.tied = tied
         self.served = torch.nn.Linear(8, 4)
         self.source = {name: refitd.empty(t.shape, t.dtype) for name, t in self.served.state_dict().items()}
+        if tied:
+            self.source["head"] = refitd.empty((4, 8), torch.float32)
         self.trains = self.trainer(rank=0, world_size=1)
         self.trains.register(self.source)
         self.rank = Rank(torch.device("cpu"), client="test", clean=True, decide=self.decide, process=lambda delivery: None)
@@ -343,6 +347,14 @@ class Ranks(DaemonTest):
             self.assertEqual((self.rank.version, self.rank.clean, self.served.weight.sum().item()), (1, True, 0.0))
             self.assertEqual(self.take(3), [None, None])
             self.check_holds(3)
+
+    def test_a_tied_tensor_of_other_values_is_refused_also_after_a_replaced_parameter_was_registered(self):
+        self.start(tied=True)
+        with mock.patch.object(Places, "bring_back", Places.changed):
+            self.assertNotIn(None, self.take(2))
+            self.assertEqual(self.take(3), [None, None])
+            for error in self.take(4, head=5):
+                self.assertRegex(str(error), "tensor head and tensor weight are one memory in engine a rank 0")
 
 
 if __name__ == "__main__":

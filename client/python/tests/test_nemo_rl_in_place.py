@@ -22,12 +22,11 @@ import refitd  # noqa: E402
 import refitd.integrations.nemo_rl  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
-from refitd import TensorSpec, testing  # noqa: E402
+from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
-from refitd.layout.shards import collect  # noqa: E402
-from refitd.serving.delivery import Delivery  # noqa: E402
 from refitd.serving.rank import Rank  # noqa: E402
 from refitd.serving import Settings  # noqa: E402
+from support import delivery_of  # noqa: E402
 
 SHAPES = {"embed.weight": (37, 6), "block.up.weight": (11, 6), "block.up.bias": (11,), "block.down.weight": (6, 11), "head.weight": (5, 6)}
 EXCEPTIONS = {"*.bias": "float32"}
@@ -146,9 +145,7 @@ class Backend:
             raise RuntimeError("vLLM failed")
 
     def _decide(self, settings):
-        tensors = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.held.items()]
-        layout = collect(self.held)
-        return Delivery(list(self.held), {}, [], [], [], {}, tensors, layout.boxes, [], {}, [], [], [])
+        return delivery_of(self.held)
 
     def parse_init_info(self, said):
         return said

@@ -652,7 +652,7 @@ def test_engines_that_die_in_a_sync_end_it_on_every_rank_and_those_that_come_ins
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_first_tensor_larger_than_a_slot_arrives(daemon, sharded):
-    options = {"install": {"slot_bytes": SLOT_BYTES}, "width": WIDE, "versions": (1, 2), "sharded": sharded}
+    options = {"install": {"spec": refitd.GroupSpec(slot_bytes=SLOT_BYTES)}, "width": WIDE, "versions": (1, 2), "sharded": sharded}
     servers, errors = run(daemon, f"oversize-{sharded}", **options)
     assert errors == [{}, {}]
     for server in servers:

@@ -80,15 +80,21 @@ def checkpoint(kind, folder):
     return folder
 
 
+def in_hydras_grammar(value):
+    """What a value of a mapping of options is on a command line of verl; a mapping in it is one as well."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {in_hydras_grammar(each)}" for name, each in value.items()) + "}"
+    return value
+
+
 def configured(daemon, folder, group, **options):
     """verl's own configuration of PPO, with the checkpoint engine and what a CPU needs."""
     engine = {"group": group, "socket": daemon.socket, "connect": {"wait_seconds": SECONDS}, "update_seconds": SECONDS, **options}
-    said = ", ".join(f"{name}: {value}" for name, value in engine.items())
     here = "actor_rollout_ref."
     overrides = [
         here + "rollout.checkpoint_engine.backend=refitd",
         "+" + here + "rollout.checkpoint_engine.custom_backend_module=refitd.integrations.verl",
-        "+" + here + f"rollout.checkpoint_engine.engine_kwargs.refitd={{{said}}}",
+        "+" + here + f"rollout.checkpoint_engine.engine_kwargs.refitd={in_hydras_grammar(engine)}",
         here + "rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
         here + f"model.path={folder}",
         "+" + here + "model.override_config.attn_implementation=sdpa",

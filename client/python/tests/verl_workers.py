@@ -128,14 +128,14 @@ class Server:
         receiver.receive_weights(load)
 
     def init_weight_transfer_engine(self, init_info):
-        from refitd.layout.shards import collect
         from refitd.serving.rank import Rank
         from refitd.serving import Settings
+        from support import delivery_of
 
         self.dirty = init_info.pop("dirty")
         settings = Settings.of(init_info).checked()
         if self.rank is None:
-            self.rank = Rank(torch.device("cpu"), client="test", clean=False, decide=lambda _: Layout(collect(self.held, rank=0)), process=lambda _: None)
+            self.rank = Rank(torch.device("cpu"), client="test", clean=False, decide=lambda _: delivery_of(self.held), process=lambda _: None)
         self.rank.attach(settings, settings.instance, 0, 1, dirty=self.dirty)
 
     def start_weight_update(self):
@@ -160,15 +160,3 @@ class Server:
     def state(self):
         version = None if self.rank is None else self.rank.version
         return self.held, self.calls, self.steps, version
-
-
-class Layout:
-    """The part of refitd.integrations.vllm's Delivery that a Rank reads."""
-
-    direct, processed, constant, arena_bytes, bindings = (), (), (), 0, None
-
-    def __init__(self, collected):
-        self.tensors, self.boxes = collected.tensors, collected.boxes
-
-    def summary(self):
-        return {}

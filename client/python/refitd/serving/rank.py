@@ -41,6 +41,12 @@ PREPARE_SECONDS = 120.0
 MARGIN_SECONDS = 30.0
 
 
+def _register(member: Engine, delivery: Delivery) -> None:
+    """Registers all that the daemon must know of the delivery, at first and anew. Without the tied names a trainer's output layer that is
+    not the embedding would be dropped in silence (P11)."""
+    member.register_layout(delivery.tensors, delivery.boxes, delivery.tied_names)
+
+
 class Rank:
     """Attaches, takes updates, detaches. Not thread-safe: engines call it on the thread that runs the model.
 
@@ -100,7 +106,7 @@ class Rank:
             **held,
         )
         try:
-            member.register_layout(self.delivery.tensors, self.delivery.boxes, self.delivery.tied_names)
+            _register(member, self.delivery)
         except BaseException:
             member.close()
             raise
@@ -168,7 +174,7 @@ class Rank:
             assert self._settings is not None
             try:
                 made = self._decide(self._settings)
-                member.register_layout(made.tensors, made.boxes)
+                _register(member, made)
                 self.delivery = made
             except Error as refused:
                 self._logger.warning("refitd: %s, and can't be registered anew: %s", why, refused)
