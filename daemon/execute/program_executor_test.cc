@@ -756,7 +756,7 @@ TEST_CASE("Memory and layouts that don't fit the program are refused before anyt
   CHECK(change([&](BoundProgram*, Layout* l) { l->pieces.clear(); }) ==
         absl::StatusCode::kFailedPrecondition);
   CHECK(change([&](BoundProgram*, Layout* l) {
-          l->tensors[l->pieces[move.source_piece].tensor].name += "x";
+          l->tensors.Edit()[l->pieces[move.source_piece].tensor].name += "x";
         }) == absl::StatusCode::kFailedPrecondition);
   CHECK(change([&](BoundProgram*, Layout* l) {
           l->pieces[move.source_piece].byte_offset += 1 << 20;
