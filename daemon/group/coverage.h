@@ -64,6 +64,10 @@ class UpdateCoverage {
   LeftOut FindLeftOut() const;
 
   int64_t tensors() const { return static_cast<int64_t>(pushed_.size()); }
+  // Records that the update needs no more.
+  std::shared_ptr<const void> TakeRemains() {
+    return std::make_shared<decltype(pushed_)>(std::move(pushed_));
+  }
   void CheckInvariants() const;
 
  private:

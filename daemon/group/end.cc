@@ -406,9 +406,10 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   history.Add(std::move(last), PastUpdate{outcome, told, failure});
   UpdateEnded ended = Ended(*update, outcome, reason, failure, out.now());
   if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
-  ended.remains = update;
-  out.Do(std::move(ended));
   LogEnd(*update, outcome, reason, &out);
+  ended.remains = update->coverage.TakeRemains();
+  out.Do(std::move(ended));
+  // P8: the buckets' sources are let go before their calls are answered.
   update.reset();
   compiler.Cancel();
   // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
