@@ -433,7 +433,7 @@ class Regions::Mapped final : public Region {
   int64_t bytes() const override { return source_.bytes; }
   RegionId id() const override { return id_; }
   const RegionSource& source() const { return source_; }
-  // Must be called before the region is shared.
+  // Must be called before another thread can have the region.
   void CloseFd() { source_.fd.Reset(); }
 
  private:

@@ -316,7 +316,7 @@ void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, con
   part.result.status = status;
   if (part.result.wire_failed && !part.header.is_root) update->cut.insert(seq);
   out.reports->push_back(part.result);
-  // What was known of a part that comes again stays, but for the fact that it is stored now.
+  // A part that came again has its record here already, which notes that the part is stored now.
   if (part.header.again) {
     if (part.held) update->ended.at(seq).held = true;
   } else if (part.kept()) {

@@ -21,6 +21,8 @@ constexpr std::array<uint32_t, kBlock> MakeDigestT() {
   return t;
 }
 
+// The digest of `count` elements at `data`; `first` is the first element's row-major index in its
+// tensor.
 template <typename Word>
 uint64_t DigestRun(const char* data, int64_t first, int64_t count) {
   uint64_t digest = 0;

@@ -14,8 +14,8 @@ namespace refitd {
 namespace {
 
 // Called when the context of a verification is destroyed; its result and its certificate are still
-// there. A context without other certificates of the peer is not about a peer: OpenSSL also
-// searches the rest of the chain of the own certificate.
+// there. OpenSSL verifies the chain of this process's own certificate too; such a context has no
+// other certificates, and is passed over.
 void ContextGone(void* parent, void* /*value*/, CRYPTO_EX_DATA* /*data*/, int /*index*/,
                  long /*number*/, void* observer) {
   auto* context = static_cast<X509_STORE_CTX*>(parent);

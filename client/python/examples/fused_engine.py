@@ -27,7 +27,7 @@ def main():
         print("registered", flush=True)
         committed = 0
         while committed < options.versions:
-            event = engine.next(options.seconds)  # DeadlineExceeded: no trainer came
+            event = engine.next(options.seconds)  # DeadlineExceeded: the trainer sent no version
             if isinstance(event, refitd.Prepare):
                 # A real engine first waits until no request uses the weights.
                 event.ready()

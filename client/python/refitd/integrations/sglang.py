@@ -214,7 +214,7 @@ class OfflineControls(Controls):
         self._paused = False
 
     def stand_before_sleep(self, driver: Driver) -> None:
-        """Puts a Sleep before `release_memory_occupation` and `resume_memory_occupation` of the engine."""
+        """Replaces `release_memory_occupation` and `resume_memory_occupation` of the engine by calls of a Sleep."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
         engine, manager = self._engine, self._manager

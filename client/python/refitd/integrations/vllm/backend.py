@@ -213,7 +213,7 @@ __all__ = ["RefitdBackend", "RefitdInitInfo", "RefitdUpdateInfo"]
 
 logger = logging.getLogger("refitd.proof")
 
-# Made-up requests: so many decode one token each, after so many tokens of context; one more brings all other tokens at once.
+# Made-up requests: DECODES of them decode one token each after CONTEXT tokens; one more brings all other tokens at once.
 DECODES, CONTEXT = 8, 20
 # Seeds what is made up.
 _SEED = 1
