@@ -22,6 +22,22 @@ def numbers(*shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
+def failing_update(trainer, call):
+    """Makes the call, which opens version 1 and is to fail, on another thread: that thread, and a list that gets the error."""
+    errors = []
+
+    def run():
+        try:
+            call()
+        except refitd.Error as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: trainer.get_update(1) == "running", "the update")
+    return thread, errors
+
+
 @unittest.skipIf(torch is None, "needs torch")
 class TensorsThatChangeTest(DaemonTest):
     def registered(self, tensor, **options):
@@ -157,17 +173,7 @@ class ClosingTest(DaemonTest):
     def test_close_gives_up_the_refit_of_another_thread(self):
         trainer = self.trainer(spec=refitd.GroupSpec(min_instances=2))  # which never come
         trainer.register_layout([refitd.TensorSpec("w", "uint8", (1,))], [])
-        errors = []
-
-        def refit():
-            try:
-                trainer.refit(1, duration_seconds=600)
-            except refitd.Error as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=refit)
-        thread.start()
-        wait_until(lambda: trainer.get_update(1) == "running", "the update")
+        thread, errors = failing_update(trainer, lambda: trainer.refit(1, duration_seconds=600))
         trainer.close()
         thread.join(60)
         self.assertFalse(thread.is_alive())
@@ -224,17 +230,7 @@ class TooManyTensorsTest(DaemonTest):
 
     def test_an_update_does_not_wait_for_an_engine_whose_manifest_has_too_many_tensors(self):
         trainer = self.trainer()
-        errors = []
-
-        def begin():
-            try:
-                trainer.update(1, duration_seconds=600)
-            except refitd.Error as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=begin)
-        thread.start()
-        wait_until(lambda: trainer.get_update(1) == "running", "the update")  # it waits for an engine
+        thread, errors = failing_update(trainer, lambda: trainer.update(1, duration_seconds=600))  # waits for an engine
         self.assert_refused(lambda: self.engine("many", loader=True, manifest=self.specs))
         thread.join(60)
         self.assertFalse(thread.is_alive())
