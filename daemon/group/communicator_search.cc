@@ -38,7 +38,7 @@ void CommunicatorSearch::Restrict(const Instances& instances) {
   for (const List& list : lists_) {
     for (const Instance& listed : list.instances) known.erase(listed);
   }
-  // What is new is tried with the next communicator, unless daemons that are left out are needed.
+  // The next communicator tries the other instances, unless they need daemons that are left out.
   std::erase_if(known, [this, listed = Daemons()](const Instance& i) {
     return !Meets(i, listed) || HasCornered(i);
   });

@@ -29,7 +29,8 @@ absl::Status CheckRank(int rank, int world_size, int max_world_size) {
   return absl::OkStatus();
 }
 
-// What the rank says of its version's owner, unless it does not take that owner's weights any more.
+// Returns the owner that the rank names for its version; nobody, if the rank refuses that owner's
+// weights by now.
 std::string ClaimOf(const EngineIdentity& who) {
   const std::string& takes = who.trainer_identity;
   return takes.empty() || MatchesOwner(takes, who.held_owner) ? who.held_owner : "";

@@ -37,7 +37,7 @@ from ..errors import ROLES, Closed, Error, Failure, Forked, Status, Suspect, esc
 _IN_PACKAGE = Path(__file__).parents[1] / "_bin"
 _BUILT = Path(__file__).resolve().parents[4] / "bazel-bin"
 _LIBRARY = "librefit.so"
-# Of each compiled part the environment's variable, and where a checkout's build has it.
+# Each compiled part has a variable of the environment that names its file, and a place in a checkout's build.
 _PARTS = {
     _LIBRARY: ("REFIT_LIBRARY", "client/librefit.so"),
     "refitd": ("REFITD_BINARY", "daemon/refitd"),

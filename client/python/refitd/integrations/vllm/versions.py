@@ -404,5 +404,5 @@ def set_backend(backend: Any) -> None:
 
 
 def backend_here() -> Any:
-    """The backend of this process's vLLM worker; None where vLLM was told of none."""
+    """The backend of this process's vLLM worker; None where vLLM has none."""
     return _backend()
