@@ -85,8 +85,8 @@ struct Victim {
   Daemon daemon{{"--listen-tcp=127.0.0.1:0"}};
   const Model model = MixedModel();
   RawTrainer trainer{daemon.Connect(), RawTrainer::Hello("g")};
-  Holder engine{daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, {}),
-                HoldWhole(model)};
+  // Either member may come first and make the group.
+  Holder engine{daemon.Connect(), RawEngine::Hello("g", "i"), HoldWhole(model)};
   int64_t before = 0;
 };
 
