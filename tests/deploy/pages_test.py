@@ -5,14 +5,15 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import sys
 import tempfile
 import unittest
 
 # The pages may link any file, so the test finds the tree by the real place of one page.
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes")
-SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes")
+          "kubernetes", "troubleshooting")
+SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting")
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
@@ -84,6 +85,7 @@ class PagesTest(unittest.TestCase):
 
 def load(path):
     """A script of the tree, as a module."""
+    sys.path.insert(0, os.path.join(TREE, os.path.dirname(path)))
     loader = importlib.machinery.SourceFileLoader("docs_tree", os.path.join(TREE, path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("docs_tree", loader))
     loader.exec_module(module)
