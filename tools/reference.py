@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Makes the reference pages from the source: docs/reference/NAME.md.
 
-Settings, metrics and log lines are committed, so that they are read without the site. tools/docs makes the pages of Python, C, C++ and the
+Settings, metrics, log lines and compatibility are committed, so that they are read without the site. tools/docs makes the pages of Python, C, C++ and the
 protocol (tools/reference_api.py) for the site alone, since their sources read as well. The page of commands is what the programs' help
 prints.
 
@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 TREE = Path(__file__).resolve().parents[1]
 FOLDER = "docs/reference"
 CONFIG_PROTO, CONFIG_CC, CONFIG_H = "daemon/config.proto", "daemon/config.cc", "daemon/config.h"
 METRICS_CC, METRICS_H, OBSERVER_H = "daemon/metrics.cc", "daemon/metrics.h", "daemon/process/observer.h"
 LOG_NOTES = FOLDER + "/log_lines.csv"
-EXIT_CODES = {"refitd": CONFIG_H, "refitctl": "daemon/refitctl/exit_code.h"}
+RUNS = "docs/evidence/runs.yaml"
+KINDS = {"engine": "Engines", "trainer": "Trainers", "base": "Beneath"}
+RESULTS = ("passed", "partly", "fails", "by signature")
 MADE = "<!-- Made by {}: edit {} instead. -->\n"
 
 
@@ -432,10 +436,6 @@ def subcommands_of(text: str) -> list[str]:
     return names
 
 
-def exit_codes(path: str) -> list[tuple[str, str]]:
-    return [(code, what) for code, what in re.findall(r"kExit\w+ = (\d+),? *(?://+ *(.*))?", read(path))]
-
-
 def commands_page(refitd: str, refitctl: str) -> str:
     footer = re.compile(r"\n+Exit codes:\n(?: .*\n?)*\Z")
 
@@ -457,12 +457,41 @@ def commands_page(refitd: str, refitctl: str) -> str:
     ])
 
 
+# ---- what was run with what ----
+
+def wrong_records(records: list[dict[str, str]]) -> list[str]:
+    """What keeps records from being rows of the page."""
+    needed = {"kind", "name", "version", "device", "ranks", "ran", "result", "evidence"}
+    return [f"{record.get('name')} {record.get('version')}: {problem}" for record in records for problem in (
+        *(f"no {name}" for name in sorted(needed - set(record))), *(f"what is {name}?" for name in sorted(set(record) - needed - {"not_run"})),
+        *([] if record.get("result") in RESULTS else [f"result: {record.get('result')}"]),
+        *([] if record.get("kind") in KINDS else [f"kind: {record.get('kind')}"]))]
+
+
+def compatibility_page() -> str:
+    records = yaml.safe_load(read(RUNS))
+    if wrong := wrong_records(records):
+        raise SystemExit("\n".join(f"{RUNS}: {problem}" for problem in wrong))
+    parts = [
+        MADE.format("tools/reference.py", RUNS),
+        "# What was run with what\n",
+        "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. *fails*: without refitd too. "
+        "*by signature*: written for it, and not run.\n",
+    ]
+    for kind, title in KINDS.items():
+        rows = [(cell(r["name"]), r["version"], r["device"], cell(r["ranks"]), f"[{r['result']}](../evidence/{r['evidence']})".replace("evidence/../", ""),
+                 cell(r["ran"]), cell(r.get("not_run", ""))) for r in records if r["kind"] == kind]
+        parts += [f"## {title}\n", table(("name", "version", "device", "ranks", "result", "what ran", "not run"), rows)]
+    return "\n".join(parts)
+
+
 # ---- all ----
 
 COMMITTED: dict[str, Callable[[], str]] = {
     f"{FOLDER}/settings.md": settings_page,
     f"{FOLDER}/metrics.md": metrics_page,
     f"{FOLDER}/log.md": log_page,
+    f"{FOLDER}/compatibility.md": compatibility_page,
 }
 
 

@@ -83,6 +83,11 @@ message RefitdConfig {
         self.assertEqual(reference.stale_notes(listed, lines, []),
                          ["NODE: lost after N s: the level is warning", "no source logs: NODE: found after N s"])
 
+    def test_a_record_that_is_not_whole_is_found(self):
+        record = {"kind": "engine", "name": "vLLM", "version": "1", "device": "CPU", "ranks": "", "ran": "", "result": "passed", "evidence": "engines.md"}
+        self.assertEqual(reference.wrong_records([record]), [])
+        self.assertEqual(reference.wrong_records([{**record, "result": "fine", "machine": "a"}]), ["vLLM 1: what is machine?", "vLLM 1: result: fine"])
+
     def test_labels_of_a_metric_are_found_through_variables(self):
         code = 'void Metrics::Show() {\n  const Label name{"group", group.name()};\n' \
                '  families->Gauge("refitd_slots", "Slots by state.", {name, {"state", state}}, count);\n}'
