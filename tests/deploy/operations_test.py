@@ -1,11 +1,15 @@
-"""docs/operations.md names every setting with its default, and every exit code; docs/security.md begins as it must."""
+"""docs/operations.md names every setting with its default, and every exit code; the chart takes every setting; docs/security.md begins as it must."""
 
+import json
 import re
 import unittest
 
 PAGE = "docs/operations.md"
 SECURITY = "docs/security.md"
 CONFIG = "daemon/config.proto"
+CHART_SCHEMA = "deploy/helm/refitd/values.schema.json"
+# The chart decides these by values of its own.
+OF_THE_CHART = r"(listen|tls|rule|metrics)\..*|allowed_[ug]ids|daemon_id|peers\.(listen|identity|interface)|data\.port"
 EXIT_CODES = {"refitd": "daemon/config.h", "refitctl": "daemon/refitctl/exit_code.h"}
 # Defaults that the file's schema can't say.
 BY_HAND = {
@@ -80,6 +84,18 @@ class OperationsTest(unittest.TestCase):
         self.assertIn("limits.max_duration_ms", schema)
         told = {row[0].strip("`"): row[1].strip("`") for row in rows(self.page, "| setting | default |")[2:]}
         self.assertEqual(told, {name: BY_HAND.get(name, default) for name, default in schema.items()})
+
+    def test_the_chart_takes_every_setting(self):
+        with open(CONFIG) as file:
+            schema = settings_of_schema(file.read())
+        with open(CHART_SCHEMA) as file:
+            values = json.load(file)["definitions"]["settings"]
+
+        def names(properties, prefix):
+            for name, each in properties.items():
+                yield from names(each["properties"], prefix + name + ".") if "properties" in each else [prefix + name]
+
+        self.assertEqual(set(names(values["properties"], "")), {name for name in schema if not re.fullmatch(OF_THE_CHART, name)})
 
     def test_every_exit_code_is_there(self):
         for program, header in EXIT_CODES.items():
