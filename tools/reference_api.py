@@ -15,6 +15,7 @@ TREE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TREE / "tools"))
 
 import check_docstrings  # noqa: E402
+from reference import linked  # noqa: E402
 
 PACKAGE = TREE / "client/python/refitd"
 FOLDER = "docs/reference"
@@ -234,7 +235,7 @@ def commented(comment: str) -> str:
         if indented != inside:
             out += ["```"] if inside else ["", "```text"]
             inside = indented
-        out.append(line if inside else escaped(line))
+        out.append(line if inside else linked(escaped(line)))
     return "\n".join([*out, "```"] if inside else out)
 
 
