@@ -32,7 +32,7 @@ constexpr uint64_t kUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 // One lease. Immutable after Attach.
 struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
-  std::optional<Version> held;  // the version that the hello told
+  std::optional<Version> held;  // the version that the hello named
 
   UpdateId Update(uint64_t update) const {
     return UpdateId((update & kUpdateMask) | number << kLeaseShift);

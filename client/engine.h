@@ -28,7 +28,7 @@
 // Only this object remembers that the rank's weights are unknown: the daemon forgets a rank with
 // its lease. A process that attaches anew over memory that an earlier Engine served (or that
 // another process left) must therefore say what the memory holds: `held_version` if weights() of
-// the earlier Engine was kClean and version() told a version, else `dirty`. If you don't know
+// the earlier Engine was kClean and version() was set, else `dirty`. If you don't know
 // whether the weights are whole, say `dirty`.
 //
 // With ConnectOptions::reattach a lease that is lost with its daemon is no error: Next() gives
@@ -101,7 +101,7 @@ struct EngineOptions {
 struct Prepare {
   Version version;
   std::chrono::milliseconds remaining{0};
-  int64_t tensor_count = 0;  // 0: not told
+  int64_t tensor_count = 0;  // 0: unknown
 };
 
 // A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
@@ -159,7 +159,7 @@ struct Lost {
 // The client has attached again.
 struct Reattached {
   Weights weights = Weights::kClean;
-  std::optional<Version> held_version;  // the version that the daemon was told this rank holds
+  std::optional<Version> held_version;  // the version that this rank holds, as its hello named it
 };
 
 using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;

@@ -25,7 +25,7 @@
 // and Register wait for the new lease, also if the old lease ends while they run, and are then made
 // again; Begin and Refit wait for at most their own duration. If the group itself lived on (only a
 // daemon that had joined it, or the way to it, was gone) and has other trainer ranks, these ranks
-// were told ABORTED; a Begin or Refit that was under way here then ends with ABORTED too, and every
+// got ABORTED; a Begin or Refit that was under way here then ends with ABORTED too, and every
 // rank begins anew. A Refit that turns out to have committed when its lease ended returns OK, with
 // no instances in its result. If a Commit failed, the outcome of its update is not known: the
 // engines that heard of the commit hold the version, the others count as dirty. Begin a greater
@@ -60,8 +60,8 @@ struct BeginOptions {
   std::chrono::milliseconds duration{0};       // of the whole update; 0: the daemon's default
   std::optional<Verification> verification{};  // absent: the daemon's default
   bool evict_late = false;   // evict late or failing instances instead of aborting
-  int64_t tensor_count = 0;  // of all ranks together; 0: not told, Commit may tell it
-  int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
+  int64_t tensor_count = 0;  // of all ranks together; 0: unknown, Commit may name it
+  int64_t total_bytes = 0;   // of all ranks together, for progress; 0: unknown
   // The way in which pushed buckets reach engines on several GPUs; the same on every rank that
   // begins. Methods other than kAuto and kDirect are refused unless trainer and engines are on GPUs
   // of one daemon (FAILED_PRECONDITION) that can move bytes in this way (UNIMPLEMENTED).
@@ -164,8 +164,8 @@ class Update {
   virtual int instances() const = 0;
   virtual int leasable_slots() const = 0;  // slots that this rank may hold at a time
 
-  // Hands a bucket over and waits until its source is no longer read; then only the caller uses the
-  // region again.
+  // Pushes a bucket, and waits until the daemon has read it. From then on the caller may write to
+  // the region again.
   virtual absl::Status Push(Bucket bucket) = 0;
   // Pushes without waiting for the end; blocks only while Limits.outstanding_buckets are
   // unanswered. `done` runs once, on a thread of the client, and must not call into this object,
@@ -182,7 +182,7 @@ class Update {
 
   // Waits for every push of this rank, then commits. OK means that every rank of every instance
   // listed as committed holds the version (P1). `tensor_count`: as BeginOptions::tensor_count, for
-  // a caller that learns it only by pushing; 0: not told.
+  // a caller that learns it only by pushing; 0: unknown.
   virtual absl::StatusOr<CommitResult> Commit(int64_t tensor_count = 0) = 0;
   // Takes the place of Commit if this rank registered its layout: waits for the pushes of the
   // layout's pushed_tensors, then moves all other tensors as Trainer::Refit does. It ends this

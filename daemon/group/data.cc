@@ -74,8 +74,8 @@ void Group::Impl::On(const BucketEvent& e) {
   if (status.ok()) status = update->push.Reserve(e);
   if (!status.ok()) {
     // The rank's Commit would wait forever for the refused bucket, so it is refused as well.
-    if (progress.ok() && seq >= (*progress)->next_seq && seq < (*progress)->announced.value_or(0) &&
-        !(*progress)->early.contains(seq)) {
+    if (progress.ok() && seq >= (*progress)->next_seq &&
+        seq < (*progress)->awaited_buckets.value_or(0) && !(*progress)->early.contains(seq)) {
       update->push.WithdrawCommit(
           *progress,
           WithFailureOf(status, Precondition("seq {} was refused: {}", seq, Message(status))));
@@ -84,7 +84,7 @@ void Group::Impl::On(const BucketEvent& e) {
     return;
   }
   update->push.Take(e, requests.Track(e.member, what, e.request_id, e.call), *progress);
-  TakeAnnounced(member, *progress);
+  TakeCommitIfComplete(member, *progress);
 }
 
 void Group::Impl::On(const TransferDone& e) {

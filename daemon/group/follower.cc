@@ -122,11 +122,11 @@ struct Follower::Impl {
   std::map<CallId, std::shared_ptr<const CheckedBucket>> buckets;  // until their reply
   std::map<CallId, SentLayout> layouts;  // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
-  std::optional<ReadinessBook> book;  // set once the coordinator has told it
+  std::optional<ReadinessBook> book;  // set once the coordinator has sent it
   std::optional<LastReadiness> last_readiness;
   Worker worker;
   std::optional<TimePoint> heard;
-  // The time by which the coordinator must have told how the update ended.
+  // The time by which the coordinator must have sent the outcome of the update.
   std::map<UpdateId, TimePoint> outcome_due;
 
   // Valid during one Handle.

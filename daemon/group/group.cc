@@ -137,7 +137,7 @@ std::optional<TimePoint> Group::Impl::IdleDeadline() const {
     if (member == nullptr) return true;
     const auto it = update->push.trainers().find(member->rank);
     return it == update->push.trainers().end() || it->second.committed ||
-           !it->second.announced.has_value();
+           !it->second.awaited_buckets.has_value();
   };
   const group::Requests::ByCall& waiting = requests.waiting();
   if (std::any_of(waiting.begin(), waiting.end(), outstanding)) return std::nullopt;

@@ -159,7 +159,7 @@ struct Group::Impl {
 
   // ---- end.cc ----
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
-  void TakeAnnounced(Member* member, TrainerProgress* progress);
+  void TakeCommitIfComplete(Member* member, TrainerProgress* progress);
   void SettleIfDone();
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: evicts its instance, or gives the update up.

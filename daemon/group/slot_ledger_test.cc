@@ -194,7 +194,7 @@ TEST_CASE("A submitted slot counts against its pusher until it is published") {
   CHECK(ledger.Lease(kPusher, 1, kExpiry).ok());
 }
 
-TEST_CASE("Overdue leases are told once, and stay their holders'") {
+TEST_CASE("Overdue leases are returned once, and stay their holders'") {
   SlotLedger ledger(4);
   CHECK(!ledger.NextExpiry().has_value());
   const SlotGrant late = *ledger.Lease(kPusher, 3, kExpiry + std::chrono::seconds(5));

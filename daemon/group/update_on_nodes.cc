@@ -83,8 +83,8 @@ void UpdateOnNodes::Run(StartRefit run, const Around& around) {
   RunIfAgreed(around);
 }
 
-// A node reads back when all shares that it was told of have ended, so it must be told of the
-// program first.
+// A node reads back when all shares that it knows have ended, so it must have been sent its share
+// of the program first.
 void UpdateOnNodes::ReadBack(const VerifyUpdate& request, const Around& around) {
   readback_.Ask(request);
   if (program_.has_value() && !program_->sent()) return;
@@ -104,6 +104,8 @@ void UpdateOnNodes::Abandon(const Around& around) {
   }
   if (program_.has_value()) {
     program_->Abandon(around);
+    // The group waits for an answer to its StartRefit. If no node was sent the run yet, none will
+    // report its end, so RunIfAgreed answers that the run failed.
     RunIfAgreed(around);
     CompleteIfEnded(around);
   }

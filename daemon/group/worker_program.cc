@@ -72,7 +72,7 @@ void Worker::Handle(const PeerProgram& command, TimePoint, const Output& out) {
   if (update == nullptr) {
     PeerProgramBuilt built;
     built.update = command.update;
-    built.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    built.status = absl::FailedPreconditionError("this daemon has no such update");
     out.reports->push_back(std::move(built));
     return;
   }

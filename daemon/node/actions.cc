@@ -157,7 +157,7 @@ struct Performer {
     a.owner = group->machine->owner();
     Deliver(a.member, a);
   }
-  // The action itself is the news that the member is told.
+  // The action itself is the news that is sent to the member.
   template <typename Action>
   requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
   void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {

@@ -155,7 +155,7 @@ void Daemon::Finish(TimePoint deadline) {
   const TimePoint cleanup = DaemonState::Now() + state_.options.group.cleanup_limit;
   while (state_.groups.any_running() && DaemonState::Now() < cleanup)
     idle_cond_.WaitUntil(state_.mutex.raw(), cleanup);
-  // Watchers are not told that the instances are gone, since these may attach to the next process.
+  // Watchers get no event that the instances are gone, since these may attach to the next process.
   state_.watchers.EndInstances(absl::UnavailableError("the daemon stops"));
   LoseMembers(
       state_, [](const MemberRecord&) { return true; }, absl::UnavailableError("the daemon stops"),
