@@ -54,8 +54,6 @@
 
 namespace refitd::client {
 
-class SlotMemory;  // client/slot_memory.h
-
 using Delivery = refitd::DeliveryMode;
 using Weights = refitd::Weights;
 
@@ -92,7 +90,7 @@ struct EngineOptions {
   // (PERMISSION_DENIED). Empty: any owner's.
   std::string trainer_identity{};
   // The memory may hold no whole version, because an update of an earlier lease failed or its
-  // outcome was never heard. If you don't know whether the weights are whole, say dirty: the only
+  // outcome never came. If you don't know whether the weights are whole, say dirty: the only
   // cost is that the rank does not count as good before the next commit. Not with held_version
   // (INVALID_ARGUMENT).
   bool dirty = false;
@@ -102,30 +100,6 @@ struct Prepare {
   Version version;
   std::chrono::milliseconds remaining{0};
   int64_t tensor_count = 0;  // 0: unknown
-};
-
-// A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
-// later update. It lies at a multiple of its element size; at a multiple of 512 bytes only where
-// the daemon packed the slot, since in a slot that a trainer leased tensors lie where the trainer
-// put them. `data` is memory of ConnectOptions::device: on a GPU it is an address for kernels and
-// copies of this process on that GPU, and not for the host. The bytes are complete when Next gives
-// the part: no stream has to wait for them. Do not write there: a GPU does not prevent a write,
-// which would damage what other engines of the group on the same GPU load. If a rank is so late
-// that it was evicted, the bytes may change while it reads them; its weights are then dirty
-// whatever it loads.
-struct TensorView {
-  TensorSpec tensor;  // of the whole tensor
-  int64_t start = 0;  // first element carried, row-major
-  int64_t count = 0;  // elements carried
-  const char* data = nullptr;
-};
-
-struct Part {
-  Version version;
-  UpdateId update;  // tells the parts of two updates to one version apart
-  PartSeq part;
-  std::vector<TensorView> tensors;
-  std::shared_ptr<const SlotMemory> slots{};  // keeps the views' memory mapped
 };
 
 struct Committed {
@@ -188,7 +162,7 @@ class Engine : public SharesMemory {
   // update, which releases them all. (Parts that come after Fail are not handed out.)
   virtual absl::Status Ack(const Part& part) = 0;
   // Says that this rank can't go on with the update (its loader failed). Aborted follows. If the
-  // update was committed before the daemon heard of the failure, that Aborted is dirty and comes to
+  // update was committed before the failure reached the daemon, that Aborted is dirty and comes to
   // this rank alone.
   virtual absl::Status Fail(Version version, const std::string& reason) = 0;
 

@@ -103,7 +103,7 @@ typedef struct refit_suspect {
 /* What is known of weights in engines' memory: of one rank, or, in a failure, of all engines that
  * the update would have written. */
 enum {
-  REFIT_WEIGHTS_UNKNOWN = 0, /* an outcome was not heard (the rank counts as dirty), or the failure
+  REFIT_WEIGHTS_UNKNOWN = 0, /* an outcome did not come (the rank counts as dirty), or the failure
                                 is not of an update's end */
   REFIT_WEIGHTS_CLEAN = 1,   /* every engine holds its version, or what was loaded */
   REFIT_WEIGHTS_DIRTY = 2,   /* an engine was written in part, or attached as dirty: it holds no
@@ -558,7 +558,7 @@ typedef struct refit_engine_options {
   int32_t has_held_version;
   int64_t held_version;
   /* Not 0: the memory may hold no whole version, because an update of an earlier lease failed there
-   * or its outcome was never heard. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
+   * or its outcome never came. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
    * daemon forgets a rank with its lease, and a new engine knows nothing of a freed engine. So
    * attach anew with has_held_version if refit_engine_version() of the freed engine gave a version,
    * and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_CLEAN. The rank stays dirty
@@ -678,7 +678,7 @@ refit_status refit_engine_ready(refit_engine* engine, int64_t version);
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
 /* Tells the daemon that this rank can't go on with the update. Parts not yet handed out are
  * dropped; parts already handed out must still be acknowledged. ABORTED follows. If the update was
- * committed before the daemon heard of the failure, that ABORTED is dirty and comes to this rank
+ * committed before the failure reached the daemon, that ABORTED is dirty and comes to this rank
  * alone. */
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
 

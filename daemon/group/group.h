@@ -120,7 +120,7 @@ struct GroupLimits {
   Duration grant_limit = std::chrono::seconds(30);
   // How long transfers may drain after an abort. The coordinator waits for its own daemon's
   // transfers even longer (P6). When this time has passed, members whose memory no transfer touches
-  // hear the outcome, and other daemons that have not ended their share are lost.
+  // are sent the outcome, and other daemons that have not ended their share are lost.
   Duration cleanup_limit = std::chrono::seconds(1);
   // A compiled refit compares every box that several ranks hold once within this many versions: a
   // part of the boxes on each version. 1: all boxes on every version.
@@ -693,7 +693,8 @@ struct SendAborted {
 struct SendDraining {
   MemberId member;
 };
-// Actions that a member of another daemon hears of in the same words: its daemon performs them.
+// The events of a member of another daemon that are sent to that daemon as they are; it performs
+// them.
 using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
 
 // One part of a bucket, as its root gets it; the others get what concerns them.

@@ -1,9 +1,10 @@
 // The instances that take part in an update: which ranks they have, where their bytes go, who is
-// ready, who was evicted, and what each of their ranks hears in the end.
+// ready, who was evicted, and which outcome each of their ranks gets.
 //
 // It keeps P1 (an instance that was not written in full is not committed), P2 (an instance is dirty
-// from its first byte to the commit, and its ranks hear so) and P6 (a rank hears that it may go on
-// only when no copy touches its instance's memory). Pure; not thread-safe: lives inside its update.
+// from its first byte to the commit, and its ranks are sent that) and P6 (a rank is sent that it
+// may go on only when no copy touches its instance's memory). Pure; not thread-safe: lives inside
+// its update.
 #ifndef REFITD_DAEMON_GROUP_PARTICIPANTS_H_
 #define REFITD_DAEMON_GROUP_PARTICIPANTS_H_
 

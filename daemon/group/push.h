@@ -59,7 +59,7 @@ struct TrainerProgress {
   MemberId member;
   std::vector<std::shared_ptr<Request>> begins;  // unanswered calls
   int64_t next_seq = 0;
-  std::map<int64_t, std::shared_ptr<Bucket>> early;  // reorder window: the seqs after next_seq
+  std::map<int64_t, std::shared_ptr<Bucket>> early;  // by seq: those that came before their turn
   int pending_buckets = 0;                           // accepted and unanswered
   // Set while a Commit waits for buckets of the rank: the count of taken buckets at which the
   // Commit takes effect.
@@ -136,7 +136,7 @@ class BucketLog {
 // Checks a number that a rank names of the update: it must not be negative, and not differ from
 // that of the ranks before. 0: not named.
 absl::Status CheckCount(std::string_view field, int64_t count, int64_t before);
-// The same of tensor_count, which has a limit (RESOURCE_EXHAUSTED).
+// The same for tensor_count, which also has a limit (RESOURCE_EXHAUSTED).
 absl::Status CheckTensors(int64_t count, int64_t before);
 
 class UpdatePush {

@@ -565,4 +565,38 @@ bool Worker::Reads(CallId bucket_call) const {
   return false;
 }
 
+// ---- what must hold after every event ----
+
+void Worker::CheckInvariants() const {
+  wire_.CheckInvariants();
+  index_.CheckInvariants();
+  std::set<UpdateId> locals;
+  for (const auto& [id, update] : updates_) {
+    REFITD_CHECK(update.id() == id && locals.insert(update.local).second);
+    REFITD_CHECK(update.index != nullptr);
+    update.CheckInvariants();
+    // P8: an update that is over stays only for what still runs.
+    REFITD_CHECK(!update.over || update.running());
+  }
+}
+
+void worker::Update::CheckInvariants() const {
+  for (const auto& [seq, part] : parts) {
+    REFITD_CHECK(part.header.part == seq);
+    REFITD_CHECK(part.result.bytes_written.size() == destinations.size());
+    // P5: nothing goes over the wire before it was issued, and the root sends what it has packed.
+    if (part.on_wire) REFITD_CHECK(part.issued && part.header.wired);
+    if (part.on_wire && part.header.is_root) REFITD_CHECK(part.transferred);
+    REFITD_CHECK(!part.transferring || !part.on_wire);
+  }
+  for (const auto& [seq, part] : ended) {
+    REFITD_CHECK(part.header.part == seq && part.kept() && !part.header.again && !part.running());
+  }
+  for (const PartSeq seq : to_wire) {
+    const auto part = parts.find(seq);
+    REFITD_CHECK(part != parts.end() && part->second.issued && !part->second.on_wire);
+  }
+  if (job.has_value()) job->CheckInvariants();
+}
+
 }  // namespace refitd

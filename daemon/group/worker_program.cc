@@ -614,4 +614,14 @@ void worker::Job::NoteHeldSteps() {
       std::any_of(rounds.begin(), rounds.end(), [](const auto& r) { return r.second.unpacked; });
 }
 
+void worker::Job::CheckInvariants() const {
+  REFITD_CHECK(!done || !running());
+  for (const auto& [number, round] : rounds) {
+    REFITD_CHECK(number >= first_round && run.has_value());
+    if (round.on_wire) REFITD_CHECK(round.out && issued);  // P5
+    REFITD_CHECK(!round.unpacking || (round.out && !round.on_wire));
+    REFITD_CHECK(!round.packing || !round.packed);
+  }
+}
+
 }  // namespace refitd

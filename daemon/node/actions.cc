@@ -1,5 +1,3 @@
-#include "daemon/node/actions.h"
-
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -9,6 +7,7 @@
 
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/node/state.h"
 #include "daemon/process/log.h"
 
 namespace refitd {

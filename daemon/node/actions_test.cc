@@ -1,5 +1,3 @@
-#include "daemon/node/actions.h"
-
 #include <catch2/catch.hpp>
 #include <string>
 
