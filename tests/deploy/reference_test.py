@@ -1,6 +1,8 @@
 """The pages in docs/reference are what the source and the programs say; the parts of tools/reference.py that read them."""
 
+import json
 import os
+import re
 import sys
 import unittest
 
@@ -8,6 +10,8 @@ import unittest
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 BINARIES = [os.path.realpath("daemon/refitd"), os.path.realpath("daemon/refitctl/refitctl")]
 sys.path.insert(0, os.path.join(TREE, "tools"))
+# The chart decides these settings by values of its own.
+OF_THE_CHART = r"(listen|tls|rule|metrics)\..*|allowed_[ug]ids|daemon_id|peers\.(listen|identity|interface)|data\.port"
 
 import reference  # noqa: E402
 import reference_api  # noqa: E402
@@ -31,6 +35,17 @@ class PagesTest(unittest.TestCase):
                 with self.subTest(setting=setting.path):
                     self.assertTrue(setting.what or setting.values)
                     self.assertEqual(setting.path in flags, name != "rule")
+
+    def test_the_chart_takes_every_setting(self):
+        """The schema of its values knows the settings of daemon/config.proto, less those that the chart decides."""
+        values = json.loads(reference.read("deploy/helm/refitd/values.schema.json"))["definitions"]["settings"]
+
+        def names(properties, prefix):
+            for name, each in properties.items():
+                yield from names(each["properties"], prefix + name + ".") if "properties" in each else [prefix + name]
+
+        settings = {s.path for _, _, group in reference.settings_of(reference.read(reference.CONFIG_PROTO)) for s in group}
+        self.assertEqual(set(names(values["properties"], "")), {path for path in settings if not re.fullmatch(OF_THE_CHART, path)})
 
     def test_every_metric_says_what_it_is(self):
         metrics = reference.metrics_of(reference.read(reference.METRICS_CC))
