@@ -28,6 +28,7 @@
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
 #include "daemon/node/peer_server.h"
+#include "daemon/page.h"
 #include "daemon/policy/policy_store.h"
 #include "daemon/process/audit_log.h"
 #include "daemon/process/last_words.h"
@@ -575,6 +576,9 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
     options.admit = [authorizer](const std::string& identity) {
       return authorizer->AdmitToMetrics(identity);
     };
+  }
+  if (config.metrics.page) {
+    REFITD_ASSIGN_OR_RETURN(options.page, MakePage(daemon));
   }
   return MetricsServer::Start(std::move(options));
 }
