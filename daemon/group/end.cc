@@ -15,9 +15,9 @@ std::string Describe(const Failure& failure) {
   return "weights are dirty: instance " + group::Few(names);
 }
 
-// The failure with these suspects before its own: a rank says more than the daemon that reported
-// it.
-Failure ThenThose(std::vector<Suspect> first, Failure failure) {
+// The failure, with `first` before its own suspects: to name a rank says more than to name the
+// daemon that reported it.
+Failure WithSuspectsBefore(std::vector<Suspect> first, Failure failure) {
   const int64_t unnamed = failure.suspect_count - static_cast<int64_t>(failure.suspects.size());
   const std::vector<Suspect> own = std::exchange(failure.suspects, {});
   failure.suspect_count = 0;
@@ -101,7 +101,7 @@ group::GiveUp FailedVerification(const group::UpdateParticipants& participants,
   }
   return {fmt::format("verification{}{}: {}", labels.empty() ? "" : " of ", group::Few(labels),
                       Message(e.status)),
-          GiveUpClass::kVerification, ThenThose(std::move(ranks), FailureOf(e.status))};
+          GiveUpClass::kVerification, WithSuspectsBefore(std::move(ranks), FailureOf(e.status))};
 }
 
 }  // namespace
@@ -121,7 +121,7 @@ group::GiveUp group::FailedMove(const UpdateParticipants& participants, const Me
                       to_known ? " to " : "", to_known ? known.label(static_cast<uint32_t>(d)) : "",
                       Message(status)),
           lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer,
-          ThenThose(std::move(ranks), FailureOf(status))};
+          WithSuspectsBefore(std::move(ranks), FailureOf(status))};
 }
 
 // ---- commit ----

@@ -254,7 +254,7 @@ std::optional<TimePoint> Group::Impl::IdleDeadline() const {
 void Group::Impl::On(const Tick&) {
   // The slot stays with its holder, which may still be packing into it. Only the holder's
   // ReleaseSlot, or its death, frees the slot.
-  for (const auto& [holder, grant] : slots.Overdue()) {
+  for (const auto& [holder, grant] : slots.TakeOverdue()) {
     const std::string reason = fmt::format("{} did not submit leased slot {} within its lease",
                                            members.Label(holder), grant.slot);
     out.Log(LogLine::kWarning, reason);

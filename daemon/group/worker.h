@@ -295,7 +295,7 @@ class Worker {
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
-  // Starts a witness step that is due; whether the run has to wait for one.
+  // Start a witness step that is due, and return whether the run has to wait for one.
   bool WitnessBefore(Update* update, const Output& out);
   bool WitnessAfter(Update* update, const Output& out);
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
