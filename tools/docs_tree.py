@@ -4,7 +4,8 @@
 A link leads to a file or folder of the repository, and its anchor to a heading there, by the names that forges give to headings.
 Addresses outside of the repository are not asked.
 
-usage: tools/docs_tree.py [FOLDER]     FOLDER gets every page at its path, and every file that a page links
+usage: tools/docs_tree.py [FOLDER]     FOLDER gets every page at its path, also the reference pages that are not committed, and every file
+                                       that a page links
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import reference_api
 
 FENCE = re.compile(r"^( *)(```+|~~~+)[^\n]*\n.*?^ *\2[ \t]*$", re.M | re.S)
 CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.S)
@@ -142,6 +145,7 @@ def lay_out(folder: Path, texts: dict[str, str]) -> None:
 
 def main(arguments: list[str]) -> int:
     texts = {page: Path(page).read_text() for page in pages_of_repository()}
+    texts |= reference_api.pages()
     complaints = [complaint for page in texts for complaint in complaints_about(page, texts)]
     for complaint in complaints:
         print(complaint, file=sys.stderr)

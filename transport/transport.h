@@ -134,7 +134,8 @@ class Transport {
   }
 
   // Runs the transfer; calls `done` once, on a thread of the transport, after the last byte was
-  // read and written. Transfers start in the order of submission and may overlap: a transfer starts
+  // read and written and `keep_alive` was released (P8), but for memory that a lost device may
+  // still touch. Transfers start in the order of submission and may overlap: a transfer starts
   // before the end of the transfer before it.
   virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
 

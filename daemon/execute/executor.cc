@@ -146,37 +146,61 @@ absl::Status Changed(std::string_view tensor) {
                tensor);
 }
 
-// P11: runs the transfer between two readings of these sources. DATA_LOSS: their bytes changed.
-void SubmitBetween(Transport* transport, Transfer sources, Transfer transfer,
-                   std::function<void(TransferResult)> done) {
-  Transfer again = sources;
-  auto compare = [transport, again = std::move(again), done](TransferResult moved,
-                                                             std::vector<uint64_t> before) mutable {
-    if (!moved.status.ok()) return done(std::move(moved));
-    std::vector<std::string> names;
-    for (const BoundPiece& piece : again.source) names.push_back(piece.name);
-    transport->Submit(std::move(again), [moved = std::move(moved), before = std::move(before),
-                                         names = std::move(names),
-                                         done = std::move(done)](TransferResult after) mutable {
-      moved.status = std::move(after.status);
-      for (size_t i = 0; i < names.size() && moved.status.ok(); ++i) {
-        if (before[i] != after.source_digests[i]) moved.status = Changed(names[i]);
-      }
-      done(std::move(moved));
+// P11: runs a transfer between two readings of its sources. DATA_LOSS: their bytes changed. Like a
+// transport it lets go of all memory before it calls `done` (P8).
+class Witnessing : public std::enable_shared_from_this<Witnessing> {
+ public:
+  Witnessing(Transport* transport, Transfer sources, Transfer transfer,
+             std::function<void(TransferResult)> done)
+      : transport_(transport),
+        sources_(std::move(sources)),
+        transfer_(std::move(transfer)),
+        done_(std::move(done)) {}
+
+  void Start() {
+    transport_->Submit(sources_, [self = shared_from_this()](TransferResult before) {
+      self->Move(std::move(before));
     });
-  };
-  transport->Submit(
-      std::move(sources), [transport, transfer = std::move(transfer), compare = std::move(compare),
-                           done = std::move(done)](TransferResult before) mutable {
-        TransferResult failed;
-        failed.status = std::move(before.status);
-        if (!failed.status.ok()) return done(std::move(failed));
-        transport->Submit(
-            std::move(transfer),
-            [compare = std::move(compare), digests = std::move(before.source_digests)](
-                TransferResult moved) mutable { compare(std::move(moved), std::move(digests)); });
-      });
-}
+  }
+
+ private:
+  void Move(TransferResult before) {
+    TransferResult failed;
+    failed.status = std::move(before.status);
+    if (!failed.status.ok()) return End(std::move(failed));
+    before_ = std::move(before.source_digests);
+    transport_->Submit(std::move(transfer_), [self = shared_from_this()](TransferResult moved) {
+      self->ReadAgain(std::move(moved));
+    });
+  }
+  void ReadAgain(TransferResult moved) {
+    if (!moved.status.ok()) return End(std::move(moved));
+    for (const BoundPiece& piece : sources_.source) names_.push_back(piece.name);
+    transport_->Submit(std::move(sources_), [self = shared_from_this(), moved = std::move(moved)](
+                                                TransferResult after) mutable {
+      moved.status = self->Compare(after);
+      self->End(std::move(moved));
+    });
+  }
+  absl::Status Compare(const TransferResult& after) const {
+    for (size_t i = 0; i < names_.size() && after.status.ok(); ++i) {
+      if (before_[i] != after.source_digests[i]) return Changed(names_[i]);
+    }
+    return after.status;
+  }
+  void End(TransferResult result) {
+    sources_ = Transfer();
+    transfer_ = Transfer();
+    done_(std::move(result));
+  }
+
+  Transport* const transport_;
+  Transfer sources_;
+  Transfer transfer_;
+  const std::function<void(TransferResult)> done_;
+  std::vector<uint64_t> before_;    // digests of sources_, from the first reading
+  std::vector<std::string> names_;  // of the tensors in sources_
+};
 
 void AddUnique(MemorySpan slot, std::vector<MemorySpan>* slots) {
   const bool known = std::any_of(slots->begin(), slots->end(),
@@ -417,7 +441,7 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
     Unrecognised unrecognised = UnrecognisedOf(start, source, *kept->places, kept->witnessed);
     sources.source = std::move(unrecognised.pieces);
     sources.want_source_digests = true;
-    sources.keep_alive = source.keep_alive;
+    if (!sources.source.empty()) sources.keep_alive = source.keep_alive;
     base.witnessed = {kept->places, std::move(unrecognised.keys)};
   }
   REFITD_ASSIGN_OR_RETURN(
@@ -462,7 +486,9 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
   if (sources.source.empty()) {
     transport_->Submit(std::move(transfer), std::move(finish));
   } else {
-    SubmitBetween(transport_, std::move(sources), std::move(transfer), std::move(finish));
+    std::make_shared<Witnessing>(transport_, std::move(sources), std::move(transfer),
+                                 std::move(finish))
+        ->Start();
   }
   return absl::OkStatus();
 }

@@ -169,11 +169,14 @@ class Bench {
   Executor::Done Transfer(Verification verification) {
     std::promise<Executor::Done> promise;
     auto done = promise.get_future();
-    REQUIRE(Begin(verification, [&promise](Executor::Done d) {
+    int64_t holders = 0;
+    REQUIRE(Begin(verification, [&](Executor::Done d) {
+              holders = memory.regions.at({kTrainer, RegionId(1)}).use_count();
               promise.set_value(std::move(d));
             }).ok());
     REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
     Executor::Done result = done.get();
+    CHECK(holders == 1);  // P8: its owner alone, so that it closes when the owner lets go
     executor_.Finished(result);
     return result;
   }

@@ -33,7 +33,7 @@ for example in gpu.conf cluster.conf cluster.textproto logrotate.conf; do
   put 644 "$source/deploy/systemd/$example" "/usr/share/doc/refitd/examples/$example"
 done
 put 644 "$source/deploy/refitd.textproto" /usr/share/doc/refitd/examples/refitd.textproto
-for page in access.md operations.md security.md; do
+for page in access.md operations.md security.md troubleshooting.md reference/{commands,log,metrics,settings}.md; do
   put 644 "$source/docs/$page" "/usr/share/doc/refitd/$page"
 done
 if [[ ! -e $destination/etc/refitd/refitd.textproto ]]; then

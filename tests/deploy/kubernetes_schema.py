@@ -72,6 +72,7 @@ POD_SPEC = {
     "shareProcessNamespace": BOOL,
     "dnsPolicy": STRING,
     "nodeSelector": MAP,
+    "imagePullSecrets": [{"name": STRING}],
     "tolerations": [{"key": STRING, "operator": STRING, "value": STRING, "effect": STRING}],
     "securityContext": {
         "runAsNonRoot": BOOL,

@@ -18,6 +18,7 @@ RULES = "deploy/prometheus/alerts.yml"
 SCRAPE = "deploy/prometheus/kubernetes.yml"
 RULES_TEST = "deploy/prometheus/alerts_test.yml"
 OPERATIONS = "docs/operations.md"
+REFERENCE = "docs/reference/metrics.md"
 REFITD = "daemon/refitd"
 REFITCTL = "daemon/refitctl/refitctl"
 MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
@@ -125,6 +126,13 @@ class DaemonTest(unittest.TestCase):
         for name in set(METRICS) - {"up"}:
             series, labels = (name + "_bucket", {"le"}) if name in HISTOGRAMS else (name, set())
             self.assertEqual(told.get(series), METRICS[name] | labels, name)
+        with open(REFERENCE) as file:
+            page = {name: (kind, set(re.findall(r"`(\w+)`", labels)))
+                    for name, kind, labels in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", file.read(), re.MULTILINE)}
+        for series, labels in told.items():
+            name = re.sub(r"_(bucket|sum|count)$", "", series)
+            kind, listed = page[name]
+            self.assertEqual(labels, listed | ({"le"} if kind == "histogram" and series.endswith("_bucket") else set()), series)
 
 
 class RulesTest(unittest.TestCase):

@@ -5,14 +5,17 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import sys
 import tempfile
 import unittest
 
 # The pages may link any file, so the test finds the tree by the real place of one page.
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
+TUTORIALS = tuple("tutorials/" + name for name in ("fsdp2", "transformers", "lora", "megatron", "skyrl", "verl", "nemo_rl", "slime"))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes")
-SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes")
+          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", *TUTORIALS)
+SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting",
+          "networks", "sizing", "upgrade", *TUTORIALS)
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
@@ -84,10 +87,45 @@ class PagesTest(unittest.TestCase):
 
 def load(path):
     """A script of the tree, as a module."""
-    loader = importlib.machinery.SourceFileLoader("docs_tree", os.path.join(TREE, path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("docs_tree", loader))
+    sys.path.insert(0, os.path.join(TREE, os.path.dirname(path)))
+    loader = importlib.machinery.SourceFileLoader(os.path.basename(path).removesuffix(".py"), os.path.join(TREE, path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     loader.exec_module(module)
     return module
+
+
+class FiguresTest(unittest.TestCase):
+    """tools/figures, which tools/docs runs with --check."""
+
+    figures = load("tools/figures")
+
+    def test_a_table_that_differs_from_its_file_is_found(self):
+        with open(os.path.join(TREE, "docs/performance.md")) as file:
+            page = file.read()
+        self.assertGreater(len(list(self.figures.tables_of(page))), 3)
+        self.assertEqual(self.figures.complaints_about_tables("performance.md", page), [])
+        for name, rows in self.figures.tables_of(page):
+            cell = next(cell for cell in rows[1][1:] if cell)
+            marker = page.index(name)
+            at = page.index("|" + cell + "|", marker)
+            with self.subTest(table=name):
+                changed = page[:at] + "|9" + cell + "|" + page[at + len(cell) + 2:]
+                self.assertEqual(self.figures.complaints_about_tables("performance.md", changed),
+                                 [f"performance.md: its table differs from docs/evidence/data/{name}"])
+
+    def test_figures_take_groups_and_shares_from_the_tables(self):
+        rows = list(self.figures.data_of([("series", "refitd = gpu_refits[case=full replicas].off, ms"), ("divide", "2")]))
+        self.assertEqual(rows[0], ["Qwen3-4B", "refitd", "11.200"])
+        self.assertEqual([row[0] for row in rows], ["Qwen3-4B", "Moonlight-16B-A3B", "Qwen3-30B-A3B"])
+
+    def test_ports_in_the_picture_of_a_node_are_those_of_the_manifests(self):
+        with open(os.path.join(TREE, "docs/figures/kubernetes_node.csv")) as file:
+            drawn = set(re.findall(r"\b(?:74|94)\d\d\b", file.read()))
+        opened = set()
+        for path in ("base/daemonset.yaml", "components/nodes/ports.yaml"):
+            with open(os.path.join(TREE, "deploy/kubernetes", path)) as file:
+                opened |= set(re.findall(r"containerPort: (\d+)", file.read()))
+        self.assertEqual(drawn, opened)
 
 
 class LinksTest(unittest.TestCase):

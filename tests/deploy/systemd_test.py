@@ -138,7 +138,12 @@ class InstallTest(FolderTest):
         "usr/share/doc/refitd/examples/refitd.textproto": 0o644,
         "usr/share/doc/refitd/access.md": 0o644,
         "usr/share/doc/refitd/operations.md": 0o644,
+        "usr/share/doc/refitd/reference/commands.md": 0o644,
+        "usr/share/doc/refitd/reference/log.md": 0o644,
+        "usr/share/doc/refitd/reference/metrics.md": 0o644,
+        "usr/share/doc/refitd/reference/settings.md": 0o644,
         "usr/share/doc/refitd/security.md": 0o644,
+        "usr/share/doc/refitd/troubleshooting.md": 0o644,
     }
 
     def setUp(self):

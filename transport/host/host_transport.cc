@@ -348,10 +348,10 @@ class CopyTask : public WorkTask {
     for (const auto& sum : source_sums_) {
       result.source_digests.push_back(sum.load(std::memory_order_relaxed));
     }
-    done_(std::move(result));
-    // All copies have ended, so release the memory as soon as the caller was told.
-    done_ = nullptr;
+    // P8: the caller may close the memory as soon as `done_` is called.
     prepared_ = nullptr;
+    done_(std::move(result));
+    done_ = nullptr;
   }
 
   std::shared_ptr<const PreparedCopy> prepared_;
@@ -421,9 +421,9 @@ class ReadbackTask : public WorkTask {
     ReadbackResult result;
     result.status = prepared_->plan.status;
     if (result.status.ok()) Compare(&result);
+    prepared_ = nullptr;  // P8, as in CopyTask
     done_(std::move(result));
     done_ = nullptr;
-    prepared_ = nullptr;
   }
 
   // P1: compares the digests of the destination's bytes with the sums of the passes over the

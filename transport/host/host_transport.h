@@ -13,7 +13,7 @@
 // its source pass, if the program reads at just the address that the source's metadata gives.)
 //
 // A program that is malformed or leaves its pieces' memory is refused with INTERNAL, and nothing is
-// written. `keep_alive` and `done` are released right after `done` returned.
+// written. `done` is released right after it returned.
 #ifndef REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_
 #define REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_
 
