@@ -33,11 +33,6 @@ using google::protobuf::TextFormat;
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 
-constexpr int64_t kMostMs =
-    std::chrono::duration_cast<std::chrono::milliseconds>(kMaxLimitDuration).count();
-constexpr int64_t kMinSilenceMs =
-    std::chrono::duration_cast<std::chrono::milliseconds>(kMinSilence).count();
-
 // One setting: its flag `--name`, its variable REFITD_NAME, and its field in the file. A number
 // must be `least` to `most` (P10).
 struct Setting {
@@ -66,11 +61,11 @@ constexpr std::array kSettings = {
     Setting{"log-file", "log.file", "file to append to; empty: stderr"},
     Setting{"default-duration-ms", "limits.default_duration_ms",
             "of an update whose Begin says none"},
-    Setting{"max-duration-ms", "limits.max_duration_ms", "that Begin may ask for", 1, kMostMs},
-    Setting{"ready-ms", "limits.ready_ms", "Prepare to Ready", 1, kMostMs},
-    Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement", 1, kMostMs},
-    Setting{"idle-ms", "limits.idle_ms", "an update without any call", 1, kMostMs},
-    Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted", 1, kMostMs},
+    Setting{"max-duration-ms", "limits.max_duration_ms", "that Begin may ask for", 1, kMaxLimitMs},
+    Setting{"ready-ms", "limits.ready_ms", "Prepare to Ready", 1, kMaxLimitMs},
+    Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement", 1, kMaxLimitMs},
+    Setting{"idle-ms", "limits.idle_ms", "an update without any call", 1, kMaxLimitMs},
+    Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted", 1, kMaxLimitMs},
     Setting{"compare-every", "limits.compare_every",
             "versions in which all replicas are compared, a part each", 1,
             kMaxConfiguredCompareEvery},
@@ -93,7 +88,7 @@ constexpr std::array kSettings = {
     Setting{"identity-held-bytes", "limits.per_identity.held_bytes",
             "layouts and inline bytes of an identity's members; 0: any", 0},
     Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up", 1,
-            kMostMs},
+            kMaxLimitMs},
     Setting{"max-region-bytes", "limits.max_region_bytes", "of one region", kSlotBytesMultiple,
             kMaxConfiguredRegionBytes},
     Setting{"mapped-bytes", "limits.mapped_bytes",
@@ -123,22 +118,22 @@ constexpr std::array kSettings = {
             "connections of the data plane between two daemons; 0: the daemon chooses", 0,
             kMaxConfiguredStreams},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost",
-            kMinSilenceMs, kMostMs},
+            kMinSilenceMs, kMaxLimitMs},
     Setting{"relay-slow-ms", "peers.relay_slow_ms",
             "updates leave a daemon that holds them back for longer to catch-ups; 0: none", 0,
-            kMostMs},
+            kMaxLimitMs},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire", 1,
-            kMostMs},
+            kMaxLimitMs},
     Setting{"readiness-ms", "peers.readiness_ms",
             "instances' last known readiness counts for so long without the coordinator; 0: none",
-            0, kMostMs},
+            0, kMaxLimitMs},
     Setting{"copy-threads", "host.copy_threads", "of the host transport; 0: one a core, at most 16",
             0, kMaxConfiguredCopyThreads},
     Setting{"cuda", "cuda.enabled", "serve GPU memory where there is a driver, true or false"},
     Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel", 1,
             kMaxConfiguredCopyBlocks},
     Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed", 1,
-            kMostMs},
+            kMaxLimitMs},
     Setting{"cuda-engine-bytes", "cuda.engine_bytes",
             "contiguous pieces from this size on go to other GPUs by copy engines; 0: none", 0},
     Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},

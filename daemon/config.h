@@ -16,7 +16,6 @@
 #include "absl/status/statusor.h"
 #include "daemon/config.pb.h"
 #include "daemon/policy/policy.h"
-#include "transport/base/ids.h"
 #include "transport/tls/certificates.h"
 
 namespace refitd {
@@ -35,8 +34,8 @@ enum ExitCode : int {
 };
 
 // Limits of the settings.
-inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);  // of any wait
-inline constexpr int64_t kSlotBytesMultiple = 4096;                    // a page
+inline constexpr int64_t kMaxLimitMs = 24 * 3'600'000;  // of any wait
+inline constexpr int64_t kSlotBytesMultiple = 4096;     // a page
 // Below this size, a part costs more than the copying of its bytes.
 inline constexpr int64_t kMinSlotBytes = 64 << 10;
 inline constexpr int64_t kMaxSlotBytes = int64_t{16} << 30;
@@ -61,7 +60,7 @@ inline constexpr char kLoopbackInterface[] = "lo";
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
 // The shortest limit of silence that can be set; pings are sent four times within the limit.
-inline constexpr Duration kMinSilence = std::chrono::milliseconds(100);
+inline constexpr int64_t kMinSilenceMs = 100;
 
 // Returns data.streams, or what the daemon chooses in its place. `encrypted`: whether the data
 // plane is under TLS, where each stream has a thread. `processors`: of this host; 0: unknown.

@@ -86,7 +86,7 @@ class MemoryFile {
 };
 
 bool InRange(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
-bool IsWait(int64_t ms) { return InRange(ms, 1, ToMillis(kMaxLimitDuration)); }
+bool IsWait(int64_t ms) { return InRange(ms, 1, kMaxLimitMs); }
 bool HasNul(const std::string& text) { return text.find('\0') != std::string::npos; }
 
 void CheckAccepted(const Config& config) {
