@@ -11,7 +11,6 @@
 #include <iterator>
 #include <new>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>

@@ -1,6 +1,5 @@
 // The invariants of a coordinator and of a daemon's share of the updates, after every event. For
 // tests, simulation and fuzzing: the cost is that of all members, calls and parts.
-#include <algorithm>
 
 #include "daemon/group/coordinator_impl.h"
 
