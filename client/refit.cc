@@ -526,15 +526,15 @@ refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* 
 }
 
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome) {
-  client::UpdateOutcome told;
+  client::UpdateOutcome found;
   const refit_status status = Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
     if (outcome == nullptr) return Null("outcome");
-    REFITD_ASSIGN_OR_RETURN(told, trainer->trainer->GetUpdate(Version(version)));
-    *outcome = told.kind;
+    REFITD_ASSIGN_OR_RETURN(found, trainer->trainer->GetUpdate(Version(version)));
+    *outcome = found.kind;
     return absl::OkStatus();
   });
-  if (told.kind == client::UpdateOutcome::kAborted) NoteOutcome(told.reason, told.failure);
+  if (found.kind == client::UpdateOutcome::kAborted) NoteOutcome(found.reason, found.failure);
   return status;
 }
 
@@ -713,16 +713,16 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
 
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason) {
-  client::InstanceOutcome told{"", true, ""};
+  client::InstanceOutcome found{"", true, ""};
   const refit_status status = Guarded([&]() -> absl::Status {
     if (trainer == nullptr) return Null("trainer");
     refitd::MutexLock lock(&trainer->mutex);
     REFITD_RETURN_IF_ERROR(
         GiveOutcome(trainer->result.instances, index, instance, committed, reason));
-    told = trainer->result.instances[static_cast<size_t>(index)];
+    found = trainer->result.instances[static_cast<size_t>(index)];
     return absl::OkStatus();
   });
-  NoteIfLost(told);
+  NoteIfLost(found);
   return status;
 }
 

@@ -94,6 +94,8 @@ constexpr std::array kSettings = {
     Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
     Setting{"metrics-listen", "metrics.listen", "HOST:PORT that Prometheus scrapes; empty: off"},
     Setting{"metrics-insecure", "metrics.insecure", "allow metrics without TLS, true or false"},
+    Setting{"metrics-page", "metrics.page",
+            "a page for browsers beside the metrics, true or false"},
     Setting{"daemon-id", "daemon_id", "this daemon among others; empty: the host's name"},
     Setting{"advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
     Setting{"peers-listen", "peers.listen",
@@ -418,6 +420,9 @@ absl::Status CheckListen(const RefitdConfig::Listen& listen) {
 
 absl::Status CheckMetrics(const RefitdConfig& config) {
   const std::string& address = config.metrics().listen();
+  if (address.empty() && config.metrics().page()) {
+    return Error(kInvalid, "metrics.page is true, but metrics.listen names no address to serve it");
+  }
   if (address.empty()) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(CheckTcpAddress("metrics.listen", address));
   if (config.listen().insecure() || config.metrics().insecure()) return absl::OkStatus();
@@ -742,7 +747,9 @@ Config FromProto(const RefitdConfig& in) {
   config.staging = StagingConfig{.slot_bytes = in.staging().slot_bytes(),
                                  .slots = in.staging().slots(),
                                  .max_pool_bytes = in.staging().max_pool_bytes()};
-  config.metrics = {.listen = in.metrics().listen(), .insecure = in.metrics().insecure()};
+  config.metrics = {.listen = in.metrics().listen(),
+                    .insecure = in.metrics().insecure(),
+                    .page = in.metrics().page()};
   config.copy_threads = in.host().copy_threads();
   config.cuda = CudaConfig{.enabled = in.cuda().enabled(),
                            .copy_blocks = in.cuda().copy_blocks(),
@@ -791,6 +798,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_staging()->set_max_pool_bytes(config.staging.max_pool_bytes);
   out.mutable_metrics()->set_listen(config.metrics.listen);
   out.mutable_metrics()->set_insecure(config.metrics.insecure);
+  out.mutable_metrics()->set_page(config.metrics.page);
   out.mutable_host()->set_copy_threads(config.copy_threads);
   out.mutable_cuda()->set_enabled(config.cuda.enabled);
   out.mutable_cuda()->set_copy_blocks(config.cuda.copy_blocks);
@@ -840,8 +848,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
     const Setting& setting = kSettings[i];
     options[i] = app.add_option(std::string("--") + setting.name, line.values[i],
                                 fmt::format("{} ({})", setting.help, setting.field));
-    // --insecure and --metrics-insecure alone mean true.
-    if (std::string_view(setting.name).ends_with("insecure")) options[i]->expected(0, 1);
+    // --insecure, --metrics-insecure and --metrics-page alone mean true.
+    const std::string_view name = setting.name;
+    if (name.ends_with("insecure") || name == "metrics-page") options[i]->expected(0, 1);
   }
   try {
     std::reverse(argv.begin(), argv.end());  // CLI11 wants them reversed

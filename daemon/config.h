@@ -108,6 +108,7 @@ struct MetricsConfig {
   // `listen` has no TLS, even if there are certificates. Without certificates, this or
   // ListenConfig::insecure must be set.
   bool insecure = false;
+  bool page = false;  // `listen` also serves the page (page.h)
   bool operator==(const MetricsConfig&) const = default;
 };
 

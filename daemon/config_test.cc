@@ -280,6 +280,12 @@ TEST_CASE("Metrics are off by default and take a word for being without TLS") {
   }
 }
 
+TEST_CASE("The page is off by default and needs the metrics' address") {
+  CHECK_FALSE(Load({"--insecure", "--metrics-listen=[::1]:0"})->config.metrics.page);
+  CHECK(Load({"--insecure", "--metrics-listen=[::1]:0", "--metrics-page"})->config.metrics.page);
+  RequireInvalid(Load({"--metrics-page"}), "metrics.page is true, but metrics.listen");
+}
+
 TEST_CASE("An address that is no address is refused even with insecure") {
   for (const char* address : {"", "7070", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "::1:7",
                               "[127.0.0.1]:1", "127.0.0.1:1x", ":1", "example.org:1", "[::1]"}) {
@@ -335,11 +341,12 @@ TEST_CASE("The audit log and the limits of an identity are off by default, and c
 
 TEST_CASE("Validate prints the settings in force, and they load again as the same") {
   const TempFolder folder;
-  const auto first = Load(
-      {"--validate", "--slots=7", "--log-format=json", "--ready-ms=77", "--listen-unix-mode=0600",
-       "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4", "--metrics-listen=127.0.0.1:3",
-       "--metrics-insecure", "--insecure", "--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r",
-       "--peers-listen=[::1]:4", "--peers-identity=dns:*.a", "--default-verification=transfer"});
+  const auto first =
+      Load({"--validate", "--slots=7", "--log-format=json", "--ready-ms=77",
+            "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4",
+            "--metrics-listen=127.0.0.1:3", "--metrics-insecure", "--metrics-page", "--insecure",
+            "--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r", "--peers-listen=[::1]:4",
+            "--peers-identity=dns:*.a", "--default-verification=transfer"});
   REQUIRE(first.ok());
   REQUIRE(first->print.has_value());
   CHECK_THAT(*first->print, Catch::Contains("unix_mode: 0600"));

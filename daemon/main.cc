@@ -28,6 +28,7 @@
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
 #include "daemon/node/peer_server.h"
+#include "daemon/page.h"
 #include "daemon/policy/policy_store.h"
 #include "daemon/process/audit_log.h"
 #include "daemon/process/last_words.h"
@@ -264,14 +265,14 @@ absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Conf
             "TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
             identity.empty() ? "somebody without an identity" : identity, issuer, why));
       });
-  const auto told = [audit](const absl::Status& taken, const Certificates& in_force) {
+  const auto note = [audit](const absl::Status& taken, const Certificates& in_force) {
     if (audit == nullptr) return;
     audit->Record({.what = AuditWhat::kCertificates,
                    .subject = Describe(in_force),
                    .outcome = std::string(absl::StatusCodeToString(taken.code())),
                    .reason = Message(taken)});
   };
-  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls, told));
+  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls, note));
   LogInfo("certificates: {}", Describe(*store->Current()));
   return store;
 }
@@ -513,7 +514,7 @@ struct Sockets {
   }
 };
 
-// `peers` is told who is at the other end of each connection of the unix socket. The servers must
+// `peers` keeps who is at the other end of each connection of the unix socket. The servers must
 // be started before the sockets.
 absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
                     const Authorizer* authorizer, ConnectionGuard* guard, Daemon* daemon,
@@ -575,6 +576,9 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
     options.admit = [authorizer](const std::string& identity) {
       return authorizer->AdmitToMetrics(identity);
     };
+  }
+  if (config.metrics.page) {
+    REFITD_ASSIGN_OR_RETURN(options.page, MakePage(daemon));
   }
   return MetricsServer::Start(std::move(options));
 }

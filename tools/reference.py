@@ -36,10 +36,14 @@ def read(path: str) -> str:
     return (TREE / path).read_text()
 
 
+def linked(text: str) -> str:
+    """The text with the pages that it names as links."""
+    return re.sub(r"\bdocs/(\w+)\.md(#[\w-]+)?\b", lambda at: f"[{at[1].replace('_', ' ')}](../{at[1]}.md{at[2] or ''})", text)
+
+
 def cell(text: str) -> str:
-    """The text in a cell of a table, with pages of this repository as links."""
-    linked = re.sub(r"\bdocs/(\w+)\.md(#[\w-]+)?\b", r"[\1](../\1.md\2)", text)
-    return linked.replace("|", "\\|").replace("\n", " ")
+    """The text in a cell of a table."""
+    return linked(text).replace("|", "\\|").replace("\n", " ")
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -301,7 +305,8 @@ def metrics_page() -> str:
     bounds = re.search(r"kSecondsBuckets = \{([^}]*)\}", read(METRICS_H))
     assert bounds
     values = [
-        ("`phase`", ", ".join(f"`{v}`" for v in array_of(code, "kPhaseNames"))),
+        ("`phase`", ", ".join(f"`{v}`" for v in array_of(code, "kPhaseNames")) + "; `data` ends with the last commit, so that a compiled refit moves its "
+                    "bytes in `verify`"),
         ("`move`", ", ".join(f"`{v}`" for v in array_of(code, "kMoveNames"))),
         ("`broadcast`", ", ".join(f"`{v}`" for v in array_of(without_comments(observer), "kPushMethods"))),
         ("`result`", "`committed`, `aborted`; of catch-ups " + ", ".join(f"`{v}`" for v in array_of(code, "kCatchUpEndNames"))),
@@ -409,7 +414,7 @@ def log_page() -> str:
         MADE.format("tools/reference.py", "docs/reference/log_lines.csv, or the calls in the source"),
         "# Log lines\n",
         "One line an event, time in UTC, to stderr (the journal) unless [`log.file`](settings.md#log) is set; control characters are "
-        "escaped. With `log.format: JSON` the text is the field `message`. A pipe that nobody reads holds up nobody: lines wait, then "
+        "escaped. With `log.format: JSON` a line has the fields `ts`, `level` and `msg`. A pipe that nobody reads holds up nobody: lines wait, then "
         "they are dropped and counted. Words in capitals stand for names and values.\n",
         table(("line", "level", "when"), [(f"`{line}`", level, cell(when)) for line, level, when in listed]),
         "## Further lines\n",

@@ -1,5 +1,3 @@
-#include "daemon/node/actions.h"
-
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -9,6 +7,7 @@
 
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/node/state.h"
 #include "daemon/process/log.h"
 
 namespace refitd {
@@ -157,7 +156,7 @@ struct Performer {
     a.owner = group->machine->owner();
     Deliver(a.member, a);
   }
-  // The action itself is the news that the member is told.
+  // The action itself is the news that is sent to the member.
   template <typename Action>
   requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
   void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {

@@ -552,7 +552,7 @@ TEST_CASE("a coordinator gives up communicators whose slots went, but not while 
 
 // ---- collectives ----
 
-TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
+TEST_CASE("a broadcast moves its slot, and WireDone counts the bytes that came in") {
   World world;
   world.OpenCommunicator();
   world.InTurn(

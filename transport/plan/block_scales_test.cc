@@ -75,7 +75,7 @@ TEST_CASE("The size of blocks is found from the shapes") {
   CHECK(!block({256, 256}, {0, 4}).has_value());
 }
 
-TEST_CASE("Where blocks are not told, float8 weights with square blocks are checked") {
+TEST_CASE("Where no blocks are declared, float8 weights with square blocks are checked") {
   Layout layout = BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}});
   CHECK(CheckFloat8Scales(layout).message() == CheckBlockScales(layout).message());
   layout.tensors.Edit()[0].dtype = DType::kFloat8E5M2;

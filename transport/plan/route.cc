@@ -1273,10 +1273,10 @@ class Router {
   std::vector<int64_t> stores_per_member_;  // per destination layout
 
   IdLists node_sets_;
-  IdLists unions_;  // lists of numbers of node sets
-  Ids union_of_;    // by unions_' number: the set of all their nodes
+  IdLists unions_;  // each: several node sets, by their numbers in node_sets_
+  Ids union_of_;    // by number of unions_: the node set of all their nodes
   IdLists holder_layouts_;
-  Ids holders_of_layouts_;  // by holder_layouts_' number
+  Ids holders_of_layouts_;  // by number of holder_layouts_
   IdLists holder_ranks_;
   std::vector<Holders> holders_;  // by holder_ranks_' number
   absl::flat_hash_map<uint64_t, Choice> choices_;
