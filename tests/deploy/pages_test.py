@@ -3,6 +3,7 @@
 import contextlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -77,6 +78,14 @@ class PagesTest(unittest.TestCase):
                 self.assertNotIn(None, places)
                 starts = [place.start() for place in places]
                 self.assertEqual(starts, sorted(starts))
+
+    def test_the_status_that_a_server_answers_is_the_drivers(self):
+        with open(os.path.join(TREE, "client/python/refitd/serving/driver.py")) as file:
+            driver = file.read()
+        (shown,) = re.findall(r"```json\n(.*?)```", text_of("vllm"), flags=re.S)
+        status = re.search(r"def status\(self\).*?return \{(.*?)\}", driver, flags=re.S).group(1)
+        self.assertEqual(list(json.loads(shown)), re.findall(r'"(\w+)":', status))
+        self.assertIn('"%s"' % json.loads(shown)["state"], re.search(r"class State\(Enum\):(.*?)\n\n", driver, flags=re.S).group(1))
 
     def test_the_readme_is_short_and_shows_a_figure_on_its_first_screen(self):
         with open(os.path.join(TREE, "README.md")) as file:
