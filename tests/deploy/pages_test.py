@@ -12,9 +12,9 @@ import unittest
 # The pages may link any file, so the test finds the tree by the real place of one page.
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade")
+          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", "runbook")
 SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting",
-          "networks", "sizing", "upgrade")
+          "networks", "sizing", "upgrade", "runbook")
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
