@@ -11,10 +11,11 @@ import unittest
 
 # The pages may link any file, so the test finds the tree by the real place of one page.
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
+TUTORIALS = tuple("tutorials/" + name for name in ("fsdp2", "transformers", "lora", "megatron", "skyrl", "verl", "nemo_rl", "slime"))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", "runbook")
+          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting",
-          "networks", "sizing", "upgrade", "runbook")
+          "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
