@@ -14,9 +14,9 @@ import unittest
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 TUTORIALS = tuple("tutorials/" + name for name in ("fsdp2", "transformers", "lora", "megatron", "skyrl", "verl", "nemo_rl", "slime"))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", *TUTORIALS)
+          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting",
-          "networks", "sizing", "upgrade", *TUTORIALS)
+          "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
