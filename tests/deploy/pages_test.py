@@ -87,6 +87,16 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(list(json.loads(shown)), re.findall(r'"(\w+)":', status))
         self.assertIn('"%s"' % json.loads(shown)["state"], re.search(r"class State\(Enum\):(.*?)\n\n", driver, flags=re.S).group(1))
 
+    def test_figures_of_sizing_are_those_of_the_section_that_they_link(self):
+        performance = {LinksTest.anchor(title): below for title, below in
+                       re.findall(r"(?m)^#{2,3} (.*)\n((?:(?!^#{2,3} ).*\n)*)", text_of("performance"))}
+        links = re.findall(r"\[([^]]*\d[^]]*)\]\(performance\.md#([\w-]+)\)", text_of("sizing"))
+        self.assertGreater(len(links), 8)
+        for text, anchor in links:
+            for number in re.findall(r"\d+(?:\.\d+)?", text):
+                with self.subTest(number=number, section=anchor):
+                    self.assertRegex(performance[anchor], r"(?<![\d.])%s(?![\d]|\.\d)" % re.escape(number))
+
     def test_the_readme_is_short_and_shows_a_figure_on_its_first_screen(self):
         with open(os.path.join(TREE, "README.md")) as file:
             text = file.read()
@@ -141,6 +151,11 @@ class LinksTest(unittest.TestCase):
     """tools/docs_tree.py, which tools/docs asks of every page."""
 
     docs_tree = load("tools/docs_tree.py")
+
+    @classmethod
+    def anchor(cls, title):
+        (found,) = cls.docs_tree.anchors_of("# " + title)
+        return found
 
     def test_links_without_a_file_or_heading_are_found(self):
         page = "\n".join([
