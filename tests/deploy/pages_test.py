@@ -1,5 +1,6 @@
 """Pages for users state results: no load, seed, machine, test file or history, which are for evidence pages. They have one shape."""
 
+import ast
 import contextlib
 import importlib.machinery
 import importlib.util
@@ -54,6 +55,14 @@ def log_words(name, text):
     return found
 
 
+def unknown_flags(block):
+    """Flags in the block's commands of refitd and refitctl that their help does not have."""
+    with open(os.path.join(TREE, "docs/reference/commands.md")) as file:
+        known = set(re.findall(r"--[a-z][a-z-]*", file.read()))
+    commands = re.findall(r"(?m)(?:^ *|[|;&] *|-- )(?:refitd|refitctl) ([^\n|;&#]*)", block.replace("\\\n", " "))
+    return [flag for command in commands for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", command) if flag not in known]
+
+
 class PagesTest(unittest.TestCase):
     def test_guidance_pages_have_no_word_of_a_laboratorys_log(self):
         for name in GUIDES:
@@ -96,6 +105,19 @@ class PagesTest(unittest.TestCase):
             for number in re.findall(r"\d+(?:\.\d+)?", text):
                 with self.subTest(number=number, section=anchor):
                     self.assertRegex(performance[anchor], r"(?<![\d.])%s(?![\d]|\.\d)" % re.escape(number))
+
+    def test_code_on_pages_is_code(self):
+        for name in GUIDES:
+            for code in re.findall(r"(?m)^```python\n(.*?)^```", text_of(name), flags=re.S):
+                with self.subTest(page=name, code=code):
+                    ast.parse(code)
+
+    def test_flags_of_commands_on_pages_exist(self):
+        self.assertEqual(unknown_flags("refitctl --sockets /tmp/a push X \\\n --creat | refitd --none"), ["--sockets", "--creat", "--none"])
+        for name in GUIDES:
+            for block in re.findall(r"(?m)^ *```\n(.*?)^ *```", text_of(name), flags=re.S):
+                with self.subTest(page=name, block=block):
+                    self.assertEqual(unknown_flags(block), [])
 
     def test_the_readme_is_short_and_shows_a_figure_on_its_first_screen(self):
         with open(os.path.join(TREE, "README.md")) as file:
