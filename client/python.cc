@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
-#include <string_view>
 #include <utility>
 #include <vector>
 

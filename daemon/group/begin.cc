@@ -1,6 +1,5 @@
 // Begin, Prepare and Ready: from the first call of a version to the first bucket.
 #include <algorithm>
-#include <set>
 
 #include "daemon/group/group_impl.h"
 #include "transport/base/errors.h"

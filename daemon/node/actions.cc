@@ -13,9 +13,6 @@
 namespace refitd {
 namespace {
 
-// Most events bring about no more actions. A list that grows moves its actions, which are large.
-constexpr size_t kUsualActions = 8;
-
 // The class of reasons as counters name it. `stops`: the daemon aborts what still runs.
 std::string_view ReasonOf(GiveUpClass kind, bool stops) {
   switch (kind) {
@@ -263,7 +260,6 @@ void DispatchEvent(DaemonState& state, const std::string& name, MachineEvent& ev
   GroupRecord* group = state.groups.Find(name);
   if (group == nullptr) return;
   MachineActions actions;
-  actions.reserve(kUsualActions);
   group->machine->Handle(event, DaemonState::Now(), &actions);
   Performer performer{state, group, lock};
   for (MachineAction& action : actions) {

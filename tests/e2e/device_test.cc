@@ -31,12 +31,10 @@
 #include "daemon/node/member_attach.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/peer_server.h"
-#include "daemon/services/engine_service.h"
 #include "daemon/services/hello.h"
-#include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/services.h"
 #include "daemon/services/status.h"
-#include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
@@ -123,8 +121,8 @@ class LocalDaemon {
     authorizer_ =
         std::make_unique<Authorizer>(AuthorizerOptions{.peers = &peers_, .policies = &policies_});
     trainers_ = MakeTrainerService(daemon_.get(), authorizer_.get());
-    engines_ = std::make_unique<EngineService>(daemon_.get(), authorizer_.get());
-    operators_ = std::make_unique<OperatorService>(daemon_.get(), authorizer_.get());
+    engines_ = MakeEngineService(daemon_.get(), authorizer_.get());
+    operators_ = MakeOperatorService(daemon_.get(), authorizer_.get());
     accept_loop_ = *AcceptLoop::Create({socket(), 0600}, &peers_, [this](UniqueFd fd) {
       grpc::AddInsecureChannelFromFd(server_.get(), fd.Release());
     });
@@ -195,8 +193,8 @@ class LocalDaemon {
       *Policy::Make({.rules = {}, .uids = {geteuid()}, .gids = {}, .peers = ""})};
   std::unique_ptr<Authorizer> authorizer_;
   std::unique_ptr<grpc::Service> trainers_;
-  std::unique_ptr<EngineService> engines_;
-  std::unique_ptr<OperatorService> operators_;
+  std::unique_ptr<grpc::Service> engines_;
+  std::unique_ptr<grpc::Service> operators_;
   std::unique_ptr<PeerService> peer_links_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<AcceptLoop> accept_loop_;
