@@ -480,7 +480,7 @@ def compatibility_page() -> str:
         raise SystemExit("\n".join(f"{RUNS}: {problem}" for problem in wrong))
     parts = [
         MADE.format("tools/reference.py", RUNS),
-        "# What was run with what\n",
+        "# Compatibility: what was run with what\n",
         "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. *fails*: without refitd too. "
         "*by signature*: written for it, and not run.\n",
     ]
