@@ -57,7 +57,7 @@ std::set<NodeId> CommunicatorSearch::Failed(const Instances& instances) {
     failed_.push_back(std::move(failed));
   }
   Tidy();
-  const Daemons out = Without(proven_.empty() ? Tried(tried) : Instances());
+  Daemons out = Without(proven_.empty() ? Tried(tried) : Instances());
   const auto fails = [this](const Instance& i) { return WouldFail(i); };
   if (proven_.empty() && std::all_of(instances_.begin(), instances_.end(), fails)) failed_.clear();
   return out;
