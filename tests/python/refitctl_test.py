@@ -60,7 +60,7 @@ class RefitctlTest(unittest.TestCase):
         for version in (1, 2, 3):
             command = [MAKE_CHECKPOINT, "--model", "tiny", "--seed", str(version), "--out", cls.checkpoint(version)]
             subprocess.run(command, check=True, timeout=CHILD_SECONDS)
-        cls.daemon = Daemon("--slot-bytes", str(SLOT_BYTES), "--slots", "4")
+        cls.daemon = Daemon("--slot-bytes", str(SLOT_BYTES), "--staging-slots", "4")
         cls.daemon.__enter__()
 
     @classmethod
