@@ -6,6 +6,7 @@
 
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
+#include "transport/plan/name_hint.h"
 
 namespace refitd::group {
 namespace {
@@ -244,9 +245,18 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
     // Nothing of it is written then. Ranks that read slots would be handed a tensor that their
     // manifest does not list.
     if (!reads_slots_[i] && table_->may_be_unwanted(tensor.name)) continue;
-    return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
-                             "tensor '{}' is unknown to instance {}", tensor.name, instances_[i]),
-                       tensor.name);
+    const auto known = [this, i](std::string_view name) {
+      const TensorTable::Uses* const other = table_->Find(name);
+      return other != nullptr && Knows(kind_of_[i], *other);
+    };
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}{}",
+              tensor.name, instances_[i],
+              NameHint(tensor.name, known,
+                       reads_slots_[i] ? "its manifest must list what is pushed"
+                                       : "if no engine wants it, list it in the group's "
+                                         "unwanted_tensors")),
+        tensor.name);
   }
   return absl::OkStatus();
 }
@@ -273,8 +283,12 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
   return AboutTensor(
-      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
-            missing, instances_[wanted_by]),
+      Error(
+          absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed{}",
+          missing, instances_[wanted_by],
+          NameHint(missing, pushed,
+                   "if the engine keeps it itself, list it in the group's engine_only_tensors; if "
+                   "it shares another tensor's memory, register it with tied=")),
       missing);
 }
 
