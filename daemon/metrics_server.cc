@@ -1,5 +1,6 @@
 #include "daemon/metrics_server.h"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
 #include <pthread.h>
 #include <signal.h>
@@ -19,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "daemon/sockets/tcp_listener.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -37,11 +39,48 @@ constexpr int64_t kMaxUnreadBytes = 64 << 10;
 
 TimePoint Now() { return std::chrono::steady_clock::now(); }
 
-std::string Answer(std::string_view status, std::string_view more, const std::string& body) {
+// No page of another site gets an answer as its script, its style or its picture.
+constexpr std::string_view kEveryAnswer =
+    "X-Content-Type-Options: nosniff\r\nCross-Origin-Resource-Policy: same-origin\r\n"
+    "Connection: close\r\n";
+constexpr std::string_view kText = "text/plain; version=0.0.4; charset=utf-8";
+
+std::string Answer(std::string_view status, std::string_view more, const std::string& body,
+                   std::string_view type = kText) {
+  return fmt::format("HTTP/1.1 {}\r\nContent-Type: {}\r\nContent-Length: {}\r\n{}{}\r\n{}", status,
+                     type, body.size(), kEveryAnswer, more, body);
+}
+
+// Begins a stream. A browser that loses the stream asks again after the time of `retry`.
+std::string StreamHead() {
   return fmt::format(
-      "HTTP/1.1 {}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-      "Content-Length: {}\r\nConnection: close\r\n{}\r\n{}",
-      status, body.size(), more, body);
+      "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n{}\r\n"
+      "retry: 2000\n\n",
+      kEveryAnswer);
+}
+
+// The value of a request's header `Host` without its port.
+std::string HostOf(std::string_view request) {
+  constexpr std::string_view kName = "\r\nhost:";
+  std::string lower(request);
+  absl::AsciiStrToLower(&lower);
+  const size_t at = lower.find(kName);
+  if (at == std::string::npos) return "";
+  std::string value = lower.substr(at + kName.size());
+  value.resize(value.find("\r\n"));  // a request has an empty line at its end
+  absl::StripAsciiWhitespace(&value);
+  return value.substr(0, value.starts_with('[') ? value.find(']') + 1 : value.find(':'));
+}
+
+// Whether the request names this machine by an address or as localhost. A site whose name leads to
+// this server's address could have a browser read the page for it, and is refused by its name.
+bool NamesAddress(std::string_view request) {
+  std::string host = HostOf(request);
+  std::array<char, sizeof(in6_addr)> ip{};
+  if (host == "localhost" || inet_pton(AF_INET, host.c_str(), ip.data()) == 1) return true;
+  if (!host.starts_with('[') || !host.ends_with(']')) return false;
+  host = host.substr(1, host.size() - 2);
+  return inet_pton(AF_INET6, host.c_str(), ip.data()) == 1;
 }
 
 // The peer's address, for people.
@@ -85,17 +124,20 @@ class MetricsServer::Loop {
 
  private:
   //   kHandshake --> kRequest --> kAnswer --> kEnding --> closed
+  //                          \--> kStream --> closed
   // An error, or a deadline that passes, closes a connection in any state.
-  enum class State { kHandshake, kRequest, kAnswer, kEnding };
+  enum class State { kHandshake, kRequest, kAnswer, kEnding, kStream };
   struct Client {
     Connection connection;
     State state = State::kHandshake;
     TimePoint since;
     TimePoint deadline;
     std::string in;   // the part of the request that has come
-    std::string out;  // the answer
+    std::string out;  // the answer, or the message of a stream; empty: a stream waits for one
     size_t sent = 0;  // of `out`
     int64_t unread = 0;
+    uint64_t seen = 0;  // a stream's mark among the changes
+    TimePoint until{};  // when the stream ends
   };
 
   // Waits for the events from now on. False: the kernel has no memory for that.
@@ -133,6 +175,7 @@ class MetricsServer::Loop {
         }
       }
       CloseLate();
+      if (options_.page.has_value() && next_message_ <= Now()) SendMessages();
     }
   }
 
@@ -141,6 +184,7 @@ class MetricsServer::Loop {
     std::optional<TimePoint> next = rests_until_;
     for (const auto& [fd, client] : clients_) {
       next = std::min(next.value_or(client.deadline), client.deadline);
+      if (Waits(client)) next = std::min(*next, next_message_);
     }
     if (!next.has_value()) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Now());
@@ -224,6 +268,8 @@ class MetricsServer::Loop {
         return Send(client);
       case State::kEnding:
         return Drain(client);
+      case State::kStream:
+        return client->out.empty() ? Drain(client) : SendMessage(client);
     }
     REFITD_CHECK(false);
     return false;
@@ -247,23 +293,24 @@ class MetricsServer::Loop {
     if (bytes == 0) return false;
     client->in.append(buffer.data(), static_cast<size_t>(bytes));
     if (client->in.find("\r\n\r\n") != std::string::npos) {
-      client->out = AnswerTo(*client);
+      client->state = State::kAnswer;
+      client->out = AnswerTo(client);
     } else if (client->in.size() > kMaxMetricsRequestBytes) {
+      client->state = State::kAnswer;
       client->out = Answer("431 Request Header Fields Too Large", "", "the request is too long\n");
     } else {
       return true;
     }
-    client->state = State::kAnswer;
     client->deadline = Now() + options_.timeout;
     return true;
   }
 
-  std::string AnswerTo(const Client& client) const {
+  std::string AnswerTo(Client* client) {
     if (options_.admit != nullptr) {
-      const absl::Status admitted = options_.admit(client.connection.PeerIdentity());
+      const absl::Status admitted = options_.admit(client->connection.PeerIdentity());
       if (!admitted.ok()) return Answer("403 Forbidden", "", Message(admitted) + "\n");
     }
-    const std::string_view line = std::string_view(client.in).substr(0, client.in.find("\r\n"));
+    const std::string_view line = std::string_view(client->in).substr(0, client->in.find("\r\n"));
     const size_t method = line.find(' ');
     const size_t target = line.rfind(' ');
     if (method == std::string_view::npos || target <= method ||
@@ -275,16 +322,75 @@ class MetricsServer::Loop {
     }
     std::string_view path = line.substr(method + 1, target - method - 1);
     path = path.substr(0, path.find('?'));
-    if (path != "/metrics") return Answer("404 Not Found", "", "only /metrics is served\n");
-    return Answer("200 OK", "", options_.collect());
+    if (path == "/metrics") return Answer("200 OK", "", options_.collect());
+    if (!options_.page.has_value()) return Answer("404 Not Found", "", "only /metrics is served\n");
+    if (path != "/" && path != "/events") return Answer("404 Not Found", "", "no such page\n");
+    if (!tls_.has_value() && !NamesAddress(client->in)) {
+      return Answer("421 Misdirected Request", "",
+                    "without TLS the page is served by address or as localhost, under no name\n");
+    }
+    if (path == "/events") return BeginStream(client);
+    return Answer("200 OK", options_.page->headers, options_.page->html,
+                  "text/html; charset=utf-8");
+  }
+
+  // ---- streams ----
+
+  static bool Waits(const Client& client) {
+    return client.state == State::kStream && client.out.empty();
+  }
+
+  std::string BeginStream(Client* client) {
+    const auto open = std::count_if(clients_.begin(), clients_.end(), [](const auto& entry) {
+      return entry.second.state == State::kStream;
+    });
+    if (open >= kMaxStreams) {
+      return Answer("503 Service Unavailable", "",
+                    fmt::format("{} pages are open already\n", kMaxStreams));
+    }
+    setsockopt(client->connection.fd(), SOL_SOCKET, SO_SNDBUF, &kStreamSocketBytes,
+               sizeof(kStreamSocketBytes));
+    client->state = State::kStream;
+    client->until = Now() + options_.page->stream_time;
+    if (next_message_ <= Now()) next_message_ = Now() + options_.page->interval;
+    return StreamHead() + options_.page->changes(&client->seen) + options_.page->status();
+  }
+
+  // Gives every stream whose reader has taken the last message the next one.
+  void SendMessages() {
+    const TimePoint began = Now();
+    std::optional<std::string> status;
+    for (auto at = clients_.begin(); at != clients_.end();) {
+      const auto each = at++;  // Advance may erase it
+      if (!Waits(each->second)) continue;
+      if (!status.has_value()) status = options_.page->status();
+      each->second.out = options_.page->changes(&each->second.seen) + *status;
+      each->second.deadline = Now() + options_.timeout;
+      Advance(each);
+    }
+    next_message_ = Now() + std::max(options_.page->interval, 9 * (Now() - began));
+  }
+
+  // False: the connection takes nothing now.
+  static absl::StatusOr<bool> Write(Client* client) {
+    const std::span<const char> rest = std::span<const char>(client->out).subspan(client->sent);
+    REFITD_ASSIGN_OR_RETURN(const int64_t bytes, client->connection.Write({}, rest));
+    client->sent += static_cast<size_t>(bytes);
+    return bytes > 0;
+  }
+
+  static absl::StatusOr<bool> SendMessage(Client* client) {
+    REFITD_ASSIGN_OR_RETURN(const bool went, Write(client));
+    if (client->sent < client->out.size()) return went;
+    client->out = std::string();
+    client->sent = 0;
+    client->deadline = client->until;
+    return true;
   }
 
   static absl::StatusOr<bool> Send(Client* client) {
-    const std::span<const char> rest = std::span<const char>(client->out).subspan(client->sent);
-    REFITD_ASSIGN_OR_RETURN(const int64_t bytes, client->connection.Write({}, rest));
-    if (bytes == 0) return false;
-    client->sent += static_cast<size_t>(bytes);
-    if (client->sent < client->out.size()) return true;
+    REFITD_ASSIGN_OR_RETURN(const bool went, Write(client));
+    if (client->sent < client->out.size()) return went;
     shutdown(client->connection.fd(), SHUT_WR);
     client->state = State::kEnding;
     return true;
@@ -313,6 +419,7 @@ class MetricsServer::Loop {
   // Used by the thread alone.
   std::map<int, Client> clients_;  // by descriptor
   std::optional<TimePoint> rests_until_;
+  TimePoint next_message_{};  // of the streams
 
   std::thread thread_;
 };

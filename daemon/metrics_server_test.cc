@@ -221,6 +221,153 @@ TEST_CASE("ending the server ends its port and its clients' connections") {
   CHECK(ReadAll(silent).empty());
 }
 
+// ---- the page and its stream ----
+
+std::string MarkOf(uint64_t change) { return fmt::format("event: update\ndata: {}\n\n", change); }
+
+// A page whose stream brings the changes 1 and 2 and then, in each message, one more.
+struct Paged {
+  explicit Paged(size_t status_bytes = 8, Duration timeout = seconds(20),
+                 Duration stream_time = kMaxStreamTime) {
+    MetricsServerOptions options = Plain(timeout);
+    options.page.emplace();
+    options.page->html = "<p>page</p>";
+    options.page->headers = "X-Policy: strict\r\n";
+    options.page->changes = [](uint64_t* seen) {
+      if (*seen > 0) return MarkOf(++*seen);
+      *seen = 2;
+      return MarkOf(1) + MarkOf(2);
+    };
+    options.page->status = [this, status_bytes] {
+      ++statuses;
+      return "data: " + std::string(status_bytes, 's') + "\n\n";
+    };
+    options.page->interval = milliseconds(10);
+    options.page->stream_time = stream_time;
+    server = StartServer(std::move(options));
+  }
+  const std::string& address() const { return server->address(); }
+  UniqueFd Open(int receive_bytes = 0) const {
+    UniqueFd fd = Connect(address(), receive_bytes);
+    REQUIRE(fd.valid());
+    Send(fd, Request("GET", "/events"));
+    return fd;
+  }
+
+  std::atomic<int> statuses = 0;
+  std::unique_ptr<MetricsServer> server;  // destroyed first
+};
+
+// Reads until `text` has come, and returns all that came.
+std::string ReadUntil(const UniqueFd& fd, const std::string& text) {
+  std::string all;
+  std::vector<char> buffer(1 << 16);
+  while (all.find(text) == std::string::npos) {
+    AwaitReadable(fd.get());
+    const ssize_t n = recv(fd.get(), buffer.data(), buffer.size(), 0);
+    REQUIRE(n > 0);
+    all.append(buffer.data(), static_cast<size_t>(n));
+  }
+  return all;
+}
+
+TEST_CASE("the page comes with its headers, the metrics as before, and nothing else") {
+  const Paged paged;
+  CHECK_THAT(Ask(paged.address(), "GET", "/"),
+             StartsWith("HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n") &&
+                 Contains("\r\nX-Policy: strict\r\n") &&
+                 Contains("\r\nX-Content-Type-Options: nosniff\r\n") &&
+                 Contains("\r\nCross-Origin-Resource-Policy: same-origin\r\n") &&
+                 Catch::EndsWith("\r\n\r\n<p>page</p>"));
+  CHECK_THAT(Ask(paged.address(), "GET", "/metrics"), Contains("refitd_up 1"));
+  for (const char* path : {"/index.html", "/events/", "//", "/etc/passwd"}) {
+    CHECK_THAT(Ask(paged.address(), "GET", path), StartsWith("HTTP/1.1 404"));
+  }
+  CHECK_THAT(Ask(paged.address(), "POST", "/events"), StartsWith("HTTP/1.1 405"));
+}
+
+TEST_CASE("without a page there is no page and no stream") {
+  const auto server = StartServer(Plain());
+  for (const char* path : {"/", "/events"}) {
+    CHECK_THAT(Ask(server->address(), "GET", path), StartsWith("HTTP/1.1 404"));
+  }
+}
+
+TEST_CASE("a stream brings all changes that are kept, then each once, in order") {
+  const Paged paged;
+  const std::string all = ReadUntil(paged.Open(), MarkOf(4));
+  CHECK_THAT(all, StartsWith("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n") &&
+                      Contains("\r\nCache-Control: no-store\r\n"));
+  size_t from = 0;
+  for (const uint64_t change : {1, 2, 3, 4}) {
+    const size_t at = all.find(MarkOf(change), from);
+    REQUIRE(at != std::string::npos);
+    CHECK(all.find(MarkOf(change), at + 1) == std::string::npos);
+    from = at;
+  }
+}
+
+TEST_CASE("a slow reader is cut off, and the other pages go on (P4)") {
+  // The sockets hold less than one message, which a reader on a busy machine takes within the
+  // limit.
+  const Paged paged(size_t{2} << 20, kShortLimit);
+  const UniqueFd slow = paged.Open(4096);
+  UniqueFd quick = paged.Open();
+  std::vector<char> buffer(1 << 20);
+  while (!LetGo(slow)) {
+    AwaitReadable(quick.get());
+    if (recv(quick.get(), buffer.data(), buffer.size(), 0) <= 0) quick = paged.Open();
+  }
+  // The slow reader was sent a part of the first message and no more.
+  const std::string got = ReadAll(slow);
+  CHECK(got.size() < (size_t{2} << 20));
+  CHECK_THAT(got, !Contains(MarkOf(3)));
+  CHECK_THAT(ReadUntil(paged.Open(), MarkOf(3)), Contains(MarkOf(2)));
+}
+
+TEST_CASE("streams have so many places, which come free, and take no scrape's place") {
+  const Paged paged;
+  std::vector<UniqueFd> streams;
+  for (int i = 0; i < kMaxStreams; ++i) {
+    streams.push_back(paged.Open());
+    ReadUntil(streams.back(), MarkOf(2));
+  }
+  CHECK_THAT(Ask(paged.address(), "GET", "/events"), StartsWith("HTTP/1.1 503"));
+  CHECK_THAT(Ask(paged.address(), "GET", "/metrics"), Contains(" 200 OK"));
+  CHECK_THAT(Ask(paged.address(), "GET", "/"), Contains(" 200 OK"));
+  streams.pop_back();
+  CHECK(Eventually([&] {
+    const UniqueFd again = paged.Open();
+    AwaitReadable(again.get());
+    std::array<char, 12> head{};
+    return recv(again.get(), head.data(), head.size(), MSG_WAITALL) == 12 &&
+           std::string_view(head.data(), 12) == "HTTP/1.1 200";
+  }));
+}
+
+TEST_CASE("a stream ends after its time, so that its reader is asked who it is again") {
+  const Paged paged(8, seconds(20), milliseconds(100));
+  CHECK_THAT(ReadAll(paged.Open()), Contains(MarkOf(2)));
+}
+
+TEST_CASE("in the clear the page is served under no name, so that no other site reads it (P9)") {
+  const Paged paged;
+  const auto ask = [&](const std::string& path, const std::string& host) {
+    return Say(paged.address(), "GET " + path + " HTTP/1.1\r\naccept: */*\r\n" + host + "\r\n\r\n");
+  };
+  for (const char* host : {"Host: evil.example", "Host: evil.example:9464", "Host: localhost.evil",
+                           "Host: 127.0.0.1.evil", "Host:", "Host: [::1", "X-Host: localhost"}) {
+    INFO(host);
+    CHECK_THAT(ask("/", host), StartsWith("HTTP/1.1 421"));
+    CHECK_THAT(ask("/events", host), StartsWith("HTTP/1.1 421"));
+    CHECK_THAT(ask("/metrics", host), StartsWith("HTTP/1.1 200"));
+  }
+  for (const char* host : {"Host: localhost", "host:127.0.0.1:9464", "HOST: [::1]:9464"}) {
+    INFO(host);
+    CHECK_THAT(ask("/", host), StartsWith("HTTP/1.1 200"));
+  }
+}
+
 // ---- under TLS ----
 
 constexpr char kScraper[] = "spiffe://prod/prometheus";
@@ -277,6 +424,14 @@ struct SecureServer {
       ++collected;
       return std::string("refitd_up 1\n");
     };
+    options.page.emplace();
+    options.page->html = "page";
+    options.page->changes = [](uint64_t*) { return "changes"; };
+    options.page->status = [this] {
+      ++collected;
+      return "status";
+    };
+    options.page->stream_time = milliseconds(100);
     options.log = [this](const std::string& line) {
       MutexLock lock(&mutex);
       log += line + "\n";
@@ -310,6 +465,22 @@ TEST_CASE("a scraper with the right certificate gets the metrics, another identi
              StartsWith("HTTP/1.1 403") && Contains("'spiffe://prod/trainer/t' may not"));
   CHECK_THAT(ScrapeOverTls(server.address(), certified.IssueFor({})), StartsWith("HTTP/1.1 403"));
   CHECK(server.collected == 1);
+}
+
+TEST_CASE("who may scrape may look at the page, and nobody else (P9)") {
+  Certified certified;
+  SecureServer server(certified.Issue("spiffe://prod/refitd/a"));
+  const auto own = certified.Issue(kScraper);
+  CHECK_THAT(ScrapeOverTls(server.address(), own, nullptr, "/"), Catch::EndsWith("\r\n\r\npage"));
+  CHECK_THAT(ScrapeOverTls(server.address(), own, nullptr, "/events"), Contains("changesstatus"));
+  const int before = server.collected;
+  for (const auto& other : {certified.Issue("spiffe://prod/trainer/t"), certified.IssueFor({})}) {
+    for (const char* path : {"/", "/events"}) {
+      const std::string answer = ScrapeOverTls(server.address(), other, nullptr, path);
+      CHECK_THAT(answer, StartsWith("HTTP/1.1 403") && !Contains("page") && !Contains("status"));
+    }
+  }
+  CHECK(server.collected == before);
 }
 
 TEST_CASE("a scraper with a bad certificate gets nothing, and the log says why (P9)") {

@@ -1,4 +1,4 @@
-// A scrape of metrics over TLS, for tests.
+// A scrape of metrics, or another request, over TLS, for tests.
 #ifndef REFITD_DAEMON_TLS_SCRAPE_H_
 #define REFITD_DAEMON_TLS_SCRAPE_H_
 
@@ -18,12 +18,13 @@
 
 namespace refitd {
 
-// Sends GET /metrics with these certificates to the server at "IP:PORT" and returns the answer, or
-// a text that begins with "TLS: " if no answer came. `presented`, if not null, gets the identity in
+// Sends GET `path` with these certificates to the server at "IP:PORT" and returns the answer, or a
+// text that begins with "TLS: " if no answer came. `presented`, if not null, gets the identity in
 // the server's certificate.
 inline std::string ScrapeOverTls(const std::string& address,
                                  const std::shared_ptr<const Certificates>& own,
-                                 std::string* presented = nullptr) {
+                                 std::string* presented = nullptr,
+                                 const std::string& path = "/metrics") {
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   REFITD_CHECK(fd.valid());
   const size_t colon = address.rfind(':');
@@ -46,7 +47,7 @@ inline std::string ScrapeOverTls(const std::string& address,
   if (!shaken.ok()) return "TLS: " + Message(shaken.status());
   if (!*shaken) return "TLS: the handshake does not end";
   if (presented != nullptr) *presented = connection.PeerIdentity();
-  const std::string request = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  const std::string request = "GET " + path + " HTTP/1.1\r\nHost: localhost\r\n\r\n";
   const absl::StatusOr<int64_t> sent = connection.Write({}, request);
   if (!sent.ok()) return "TLS: " + Message(sent.status());
   std::string all;

@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Makes the reference pages from the source: docs/reference/NAME.md.
 
-Settings, metrics and log lines are committed, so that they are read without the site. tools/docs makes the pages of Python, C, C++ and the
+Settings, metrics, log lines and compatibility are committed, so that they are read without the site. tools/docs makes the pages of Python, C, C++ and the
 protocol (tools/reference_api.py) for the site alone, since their sources read as well. The page of commands is what the programs' help
 prints.
 
@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 TREE = Path(__file__).resolve().parents[1]
 FOLDER = "docs/reference"
 CONFIG_PROTO, CONFIG_CC, CONFIG_H = "daemon/config.proto", "daemon/config.cc", "daemon/config.h"
 METRICS_CC, METRICS_H, OBSERVER_H = "daemon/metrics.cc", "daemon/metrics.h", "daemon/process/observer.h"
 LOG_NOTES = FOLDER + "/log_lines.csv"
-EXIT_CODES = {"refitd": CONFIG_H, "refitctl": "daemon/refitctl/exit_code.h"}
+RUNS = "docs/evidence/runs.yaml"
+KINDS = {"engine": "Engines", "trainer": "Trainers", "base": "Beneath"}
+RESULTS = ("passed", "partly", "fails", "by signature")
 MADE = "<!-- Made by {}: edit {} instead. -->\n"
 
 
@@ -32,10 +36,14 @@ def read(path: str) -> str:
     return (TREE / path).read_text()
 
 
+def linked(text: str) -> str:
+    """The text with the pages that it names as links."""
+    return re.sub(r"\bdocs/(\w+)\.md(#[\w-]+)?\b", lambda at: f"[{at[1].replace('_', ' ')}](../{at[1]}.md{at[2] or ''})", text)
+
+
 def cell(text: str) -> str:
-    """The text in a cell of a table, with pages of this repository as links."""
-    linked = re.sub(r"\bdocs/(\w+)\.md(#[\w-]+)?\b", r"[\1](../\1.md\2)", text)
-    return linked.replace("|", "\\|").replace("\n", " ")
+    """The text in a cell of a table."""
+    return linked(text).replace("|", "\\|").replace("\n", " ")
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -157,18 +165,19 @@ class Ranges:
             self.constants[name] = self.number(value)
         self.ranges: dict[str, tuple[str, str]] = {}
         code = without_comments(code)
-        for match in re.finditer(r"\bCheck(Range|Duration)(\()", code):
+        for match in re.finditer(r"\b(Setting|CheckRange)([({])", code):
             given = arguments(code, match.start(2))
-            if LITERAL.fullmatch(given[0]):
-                limits = ("1", "kMaxLimitDuration") if match[1] == "Duration" else (given[2], given[3])
-                self.ranges[joined(given[0])] = limits
+            if not LITERAL.fullmatch(given[0]) or len(given) < 4:
+                continue
+            if match[1] == "Setting":
+                self.ranges[joined(given[1])] = (given[3], given[4] if len(given) > 4 else "numeric_limits")
+            else:
+                self.ranges[joined(given[0])] = (given[2], given[3])
 
     def number(self, text: str) -> int:
         """The value of a constant expression; LookupError or SyntaxError where it is none."""
         text = re.sub(r"'", "", text).strip()
-        text = re.sub(r"std::chrono::hours\((\d+)\)", r"(\1*3600000)", text)
-        text = re.sub(r"std::chrono::milliseconds\((\d+)\)", r"\1", text)
-        text = re.sub(r"int64_t\{(\d+)\}", r"\1", re.sub(r"ToMillis\((\w+)\)", r"\1", text))
+        text = re.sub(r"int64_t\{(\d+)\}", r"\1", text)
         text = re.sub(r"\bk\w+", lambda match: str(self.constants[match.group()]), text)
         if not re.fullmatch(r"[\d\s()+*<-]+", text):
             return -1
@@ -180,7 +189,7 @@ class Ranges:
         shown = []
         for limit in self.ranges[path]:
             named = re.search(r"(\w+)\.(\w+)\(\)", limit)
-            if "numeric_limits" in limit or limit == "kMost":
+            if "numeric_limits" in limit:
                 shown.append("")
             elif named:
                 less = limit.partition(" - ")[2]
@@ -297,7 +306,8 @@ def metrics_page() -> str:
     bounds = re.search(r"kSecondsBuckets = \{([^}]*)\}", read(METRICS_H))
     assert bounds
     values = [
-        ("`phase`", ", ".join(f"`{v}`" for v in array_of(code, "kPhaseNames"))),
+        ("`phase`", ", ".join(f"`{v}`" for v in array_of(code, "kPhaseNames")) + "; `data` ends with the last commit, so that a compiled refit moves its "
+                    "bytes in `verify`"),
         ("`move`", ", ".join(f"`{v}`" for v in array_of(code, "kMoveNames"))),
         ("`broadcast`", ", ".join(f"`{v}`" for v in array_of(without_comments(observer), "kPushMethods"))),
         ("`result`", "`committed`, `aborted`; of catch-ups " + ", ".join(f"`{v}`" for v in array_of(code, "kCatchUpEndNames"))),
@@ -405,7 +415,7 @@ def log_page() -> str:
         MADE.format("tools/reference.py", "docs/reference/log_lines.csv, or the calls in the source"),
         "# Log lines\n",
         "One line an event, time in UTC, to stderr (the journal) unless [`log.file`](settings.md#log) is set; control characters are "
-        "escaped. With `log.format: JSON` the text is the field `message`. A pipe that nobody reads holds up nobody: lines wait, then "
+        "escaped. With `log.format: JSON` a line has the fields `ts`, `level` and `msg`. A pipe that nobody reads holds up nobody: lines wait, then "
         "they are dropped and counted. Words in capitals stand for names and values.\n",
         table(("line", "level", "when"), [(f"`{line}`", level, cell(when)) for line, level, when in listed]),
         "## Further lines\n",
@@ -432,10 +442,6 @@ def subcommands_of(text: str) -> list[str]:
     return names
 
 
-def exit_codes(path: str) -> list[tuple[str, str]]:
-    return [(code, what) for code, what in re.findall(r"kExit\w+ = (\d+),? *(?://+ *(.*))?", read(path))]
-
-
 def commands_page(refitd: str, refitctl: str) -> str:
     footer = re.compile(r"\n+Exit codes:\n(?: .*\n?)*\Z")
 
@@ -457,12 +463,41 @@ def commands_page(refitd: str, refitctl: str) -> str:
     ])
 
 
+# ---- what was run with what ----
+
+def wrong_records(records: list[dict[str, str]]) -> list[str]:
+    """What keeps records from being rows of the page."""
+    needed = {"kind", "name", "version", "device", "ranks", "ran", "result", "evidence"}
+    return [f"{record.get('name')} {record.get('version')}: {problem}" for record in records for problem in (
+        *(f"no {name}" for name in sorted(needed - set(record))), *(f"what is {name}?" for name in sorted(set(record) - needed - {"not_run"})),
+        *([] if record.get("result") in RESULTS else [f"result: {record.get('result')}"]),
+        *([] if record.get("kind") in KINDS else [f"kind: {record.get('kind')}"]))]
+
+
+def compatibility_page() -> str:
+    records = yaml.safe_load(read(RUNS))
+    if wrong := wrong_records(records):
+        raise SystemExit("\n".join(f"{RUNS}: {problem}" for problem in wrong))
+    parts = [
+        MADE.format("tools/reference.py", RUNS),
+        "# Compatibility: what was run with what\n",
+        "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. *fails*: without refitd too. "
+        "*by signature*: written for it, and not run.\n",
+    ]
+    for kind, title in KINDS.items():
+        rows = [(cell(r["name"]), r["version"], r["device"], cell(r["ranks"]), f"[{r['result']}](../evidence/{r['evidence']})".replace("evidence/../", ""),
+                 cell(r["ran"]), cell(r.get("not_run", ""))) for r in records if r["kind"] == kind]
+        parts += [f"## {title}\n", table(("name", "version", "device", "ranks", "result", "what ran", "not run"), rows)]
+    return "\n".join(parts)
+
+
 # ---- all ----
 
 COMMITTED: dict[str, Callable[[], str]] = {
     f"{FOLDER}/settings.md": settings_page,
     f"{FOLDER}/metrics.md": metrics_page,
     f"{FOLDER}/log.md": log_page,
+    f"{FOLDER}/compatibility.md": compatibility_page,
 }
 
 

@@ -15,6 +15,7 @@ TREE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TREE / "tools"))
 
 import check_docstrings  # noqa: E402
+from reference import linked  # noqa: E402
 
 PACKAGE = TREE / "client/python/refitd"
 FOLDER = "docs/reference"
@@ -65,17 +66,29 @@ def docstring(node: ast.AST) -> str:
     return out
 
 
+def parameters(arguments: ast.arguments) -> list[str]:
+    """Each parameter as it is written, without `self`."""
+    def one(argument: ast.arg, default: ast.expr | None) -> str:
+        text = ast.unparse(argument)
+        return text if default is None else f"{text}{' = ' if argument.annotation else '='}{ast.unparse(default)}"
+
+    given = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [*[None] * (len(given) - len(arguments.defaults)), *arguments.defaults]
+    shown = [one(argument, default) for argument, default in zip(given, defaults, strict=True) if argument.arg not in ("self", "cls")]
+    if arguments.vararg:
+        shown.append("*" + ast.unparse(arguments.vararg))
+    elif arguments.kwonlyargs:
+        shown.append("*")
+    shown += [one(argument, default) for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return [*shown, "**" + ast.unparse(arguments.kwarg)] if arguments.kwarg else shown
+
+
 def signature(node: Function, name: str) -> str:
-    """The call as it is written, without `self`."""
-    arguments = node.args
-    first = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][:1]
-    text = ast.unparse(arguments)
-    if first in (["self"], ["cls"]):
-        text = re.sub(r"^(self|cls)(, )?", "", text)
-    line = f"{name}({text})"
+    """The call as it is written."""
+    shown = parameters(node.args)
+    line = f"{name}({', '.join(shown)})"
     if len(line) > 100:
-        parts = re.split(r", (?=[\w*][^\[\]()]*(?:[\[(]|: |=|,|$))", text)
-        line = f"{name}(\n    " + ",\n    ".join(parts) + ",\n)"
+        line = f"{name}(\n    " + ",\n    ".join(shown) + ",\n)"
     result = f" -> {ast.unparse(node.returns)}" if node.returns is not None and node.name != "__init__" else ""
     return f"```python\n{line}{result}\n```\n"
 
@@ -222,7 +235,7 @@ def commented(comment: str) -> str:
         if indented != inside:
             out += ["```"] if inside else ["", "```text"]
             inside = indented
-        out.append(line if inside else escaped(line))
+        out.append(line if inside else linked(escaped(line)))
     return "\n".join([*out, "```"] if inside else out)
 
 

@@ -127,7 +127,7 @@ Command AddAbort(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand("abort", "Abort the update of a group that runs", kChange);
   auto options = std::make_shared<GroupOptions>();
   sub.Add("GROUP", &options->group, "The group").Required();
-  sub.Add("--reason", &options->reason, "What the members and the log get as the reason");
+  sub.Add("--reason", &options->reason, "The reason that members and the log get");
   return {sub, [&global, options] { return Abort(global, *options); }};
 }
 

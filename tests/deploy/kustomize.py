@@ -68,7 +68,7 @@ def find(resources, kind, name, where):
 
 
 def merge(base, patch, list_key=None):
-    """A strategic merge: None deletes, lists of MERGE_KEYS join by key."""
+    """A strategic merge: None deletes, lists of MERGE_KEYS join by key, and what only the patch has comes first."""
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)
         for key, value in patch.items():
@@ -81,14 +81,14 @@ def merge(base, patch, list_key=None):
         return merged
     if isinstance(base, list) and isinstance(patch, list) and list_key in MERGE_KEYS:
         name = MERGE_KEYS[list_key]
-        merged = list(base)
+        merged, added = list(base), []
         for item in patch:
             at = [i for i, old in enumerate(merged) if old.get(name) == item.get(name)]
             if at:
                 merged[at[0]] = merge(merged[at[0]], item)
             else:
-                merged.append(strip_nulls(item))
-        return merged
+                added.append(strip_nulls(item))
+        return added + merged
     return strip_nulls(patch)
 
 

@@ -15,6 +15,7 @@ import unittest
 
 import kustomize
 import pods
+import yaml
 from certificates import Authority
 from pods import Pod
 
@@ -25,6 +26,10 @@ SPACE = {"kubernetes.io/metadata.name": "refitd"}
 
 
 def rendered():
+    """The objects of the file that REFITD_RENDERED names (tests/charts), else those of deploy/kubernetes."""
+    if path := os.environ.get("REFITD_RENDERED"):
+        with open(path) as file:
+            return list(yaml.safe_load_all(file))
     root = "deploy/kubernetes"
     return kustomize.render(os.path.join(root, "base"), [os.path.join(root, "components/cert-manager")])
 
@@ -97,10 +102,15 @@ class NodesTest(unittest.TestCase):
         log = os.path.join(self.folder, pod.name + ".log")
         command = pod.enter(os.path.join(self.image, "refitd"), *self.container["args"], user=user, group=group)
         with open(log, "w") as errors:
-            daemon = subprocess.Popen(command, stderr=errors, env={})
+            daemon = subprocess.Popen(command, stderr=errors, env=self.environment(pod))
         self.addCleanup(lambda: (daemon.kill(), daemon.wait()))
         self.daemons[pod.name] = daemon
         self.wait_for(pod, r"listening on")
+
+    def environment(self, pod):
+        """The container's variables. Each pod is alone on its node, which has another name."""
+        fields = {"spec.nodeName": pod.name.replace("refitd", "node")}
+        return {v["name"]: v["value"] if "value" in v else fields[v["valueFrom"]["fieldRef"]["fieldPath"]] for v in self.container["env"]}
 
     def log(self, pod):
         with open(os.path.join(self.folder, pod.name + ".log")) as file:
@@ -158,7 +168,7 @@ class NodesTest(unittest.TestCase):
         self.cluster.name_services()
         self.start(self.a)
         self.assert_weights_cross(self.a, "g")
-        self.assertIn("daemon refitd-a", self.log(self.b))
+        self.assertIn("daemon node-a", self.log(self.b))
 
     def test_the_policies_let_in_whom_they_name_and_nobody_else(self):
         ports = self.cluster.ports

@@ -1,8 +1,10 @@
 """Pages for users state results: no load, seed, machine, test file or history, which are for evidence pages. They have one shape."""
 
+import ast
 import contextlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -11,10 +13,11 @@ import unittest
 
 # The pages may link any file, so the test finds the tree by the real place of one page.
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
+TUTORIALS = tuple("tutorials/" + name for name in ("fsdp2", "transformers", "lora", "megatron", "skyrl", "verl", "nemo_rl", "slime"))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade")
+          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting",
-          "networks", "sizing", "upgrade")
+          "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
@@ -52,6 +55,14 @@ def log_words(name, text):
     return found
 
 
+def unknown_flags(block):
+    """Flags in the block's commands of refitd and refitctl that their help does not have."""
+    with open(os.path.join(TREE, "docs/reference/commands.md")) as file:
+        known = set(re.findall(r"--[a-z][a-z-]*", file.read()))
+    commands = re.findall(r"(?m)(?:^ *|[|;&] *|-- )(?:refitd|refitctl) ([^\n|;&#]*)", block.replace("\\\n", " "))
+    return [flag for command in commands for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", command) if flag not in known]
+
+
 class PagesTest(unittest.TestCase):
     def test_guidance_pages_have_no_word_of_a_laboratorys_log(self):
         for name in GUIDES:
@@ -77,6 +88,37 @@ class PagesTest(unittest.TestCase):
                 starts = [place.start() for place in places]
                 self.assertEqual(starts, sorted(starts))
 
+    def test_the_status_that_a_server_answers_is_the_drivers(self):
+        with open(os.path.join(TREE, "client/python/refitd/serving/driver.py")) as file:
+            driver = file.read()
+        (shown,) = re.findall(r"```json\n(.*?)```", text_of("vllm"), flags=re.S)
+        status = re.search(r"def status\(self\).*?return \{(.*?)\}", driver, flags=re.S).group(1)
+        self.assertEqual(list(json.loads(shown)), re.findall(r'"(\w+)":', status))
+        self.assertIn('"%s"' % json.loads(shown)["state"], re.search(r"class State\(Enum\):(.*?)\n\n", driver, flags=re.S).group(1))
+
+    def test_figures_of_sizing_are_those_of_the_section_that_they_link(self):
+        performance = {LinksTest.anchor(title): below for title, below in
+                       re.findall(r"(?m)^#{2,3} (.*)\n((?:(?!^#{2,3} ).*\n)*)", text_of("performance"))}
+        links = re.findall(r"\[([^]]*\d[^]]*)\]\(performance\.md#([\w-]+)\)", text_of("sizing"))
+        self.assertGreater(len(links), 8)
+        for text, anchor in links:
+            for number in re.findall(r"\d+(?:\.\d+)?", text):
+                with self.subTest(number=number, section=anchor):
+                    self.assertRegex(performance[anchor], r"(?<![\d.])%s(?![\d]|\.\d)" % re.escape(number))
+
+    def test_code_on_pages_is_code(self):
+        for name in GUIDES:
+            for code in re.findall(r"(?m)^```python\n(.*?)^```", text_of(name), flags=re.S):
+                with self.subTest(page=name, code=code):
+                    ast.parse(code)
+
+    def test_flags_of_commands_on_pages_exist(self):
+        self.assertEqual(unknown_flags("refitctl --sockets /tmp/a push X \\\n --creat | refitd --none"), ["--sockets", "--creat", "--none"])
+        for name in GUIDES:
+            for block in re.findall(r"(?m)^ *```\n(.*?)^ *```", text_of(name), flags=re.S):
+                with self.subTest(page=name, block=block):
+                    self.assertEqual(unknown_flags(block), [])
+
     def test_the_readme_is_short_and_shows_a_figure_on_its_first_screen(self):
         with open(os.path.join(TREE, "README.md")) as file:
             text = file.read()
@@ -87,16 +129,55 @@ class PagesTest(unittest.TestCase):
 def load(path):
     """A script of the tree, as a module."""
     sys.path.insert(0, os.path.join(TREE, os.path.dirname(path)))
-    loader = importlib.machinery.SourceFileLoader("docs_tree", os.path.join(TREE, path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("docs_tree", loader))
+    loader = importlib.machinery.SourceFileLoader(os.path.basename(path).removesuffix(".py"), os.path.join(TREE, path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     loader.exec_module(module)
     return module
+
+
+class FiguresTest(unittest.TestCase):
+    """tools/figures, which tools/docs runs with --check."""
+
+    figures = load("tools/figures")
+
+    def test_a_table_that_differs_from_its_file_is_found(self):
+        with open(os.path.join(TREE, "docs/performance.md")) as file:
+            page = file.read()
+        self.assertGreater(len(list(self.figures.tables_of(page))), 3)
+        self.assertEqual(self.figures.complaints_about_tables("performance.md", page), [])
+        for name, rows in self.figures.tables_of(page):
+            cell = next(cell for cell in rows[1][1:] if cell)
+            marker = page.index(name)
+            at = page.index("|" + cell + "|", marker)
+            with self.subTest(table=name):
+                changed = page[:at] + "|9" + cell + "|" + page[at + len(cell) + 2:]
+                self.assertEqual(self.figures.complaints_about_tables("performance.md", changed),
+                                 [f"performance.md: its table differs from docs/evidence/data/{name}"])
+
+    def test_figures_take_groups_and_shares_from_the_tables(self):
+        rows = list(self.figures.data_of([("series", "refitd = gpu_refits[case=full replicas].off, ms"), ("divide", "2")]))
+        self.assertEqual(rows[0], ["Qwen3-4B", "refitd", "11.200"])
+        self.assertEqual([row[0] for row in rows], ["Qwen3-4B", "Moonlight-16B-A3B", "Qwen3-30B-A3B"])
+
+    def test_ports_in_the_picture_of_a_node_are_those_of_the_manifests(self):
+        with open(os.path.join(TREE, "docs/figures/kubernetes_node.csv")) as file:
+            drawn = set(re.findall(r"\b(?:74|94)\d\d\b", file.read()))
+        opened = set()
+        for path in ("base/daemonset.yaml", "components/nodes/ports.yaml"):
+            with open(os.path.join(TREE, "deploy/kubernetes", path)) as file:
+                opened |= set(re.findall(r"containerPort: (\d+)", file.read()))
+        self.assertEqual(drawn, opened)
 
 
 class LinksTest(unittest.TestCase):
     """tools/docs_tree.py, which tools/docs asks of every page."""
 
     docs_tree = load("tools/docs_tree.py")
+
+    @classmethod
+    def anchor(cls, title):
+        (found,) = cls.docs_tree.anchors_of("# " + title)
+        return found
 
     def test_links_without_a_file_or_heading_are_found(self):
         page = "\n".join([

@@ -1,6 +1,8 @@
 """The pages in docs/reference are what the source and the programs say; the parts of tools/reference.py that read them."""
 
+import json
 import os
+import re
 import sys
 import unittest
 
@@ -8,6 +10,8 @@ import unittest
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 BINARIES = [os.path.realpath("daemon/refitd"), os.path.realpath("daemon/refitctl/refitctl")]
 sys.path.insert(0, os.path.join(TREE, "tools"))
+# The chart decides these settings by values of its own.
+OF_THE_CHART = r"(listen|tls|rule|metrics)\..*|allowed_[ug]ids|daemon_id|peers\.(listen|identity|interface)|data\.port"
 
 import reference  # noqa: E402
 import reference_api  # noqa: E402
@@ -31,6 +35,17 @@ class PagesTest(unittest.TestCase):
                 with self.subTest(setting=setting.path):
                     self.assertTrue(setting.what or setting.values)
                     self.assertEqual(setting.path in flags, name != "rule")
+
+    def test_the_chart_takes_every_setting(self):
+        """The schema of its values knows the settings of daemon/config.proto, less those that the chart decides."""
+        values = json.loads(reference.read("deploy/helm/refitd/values.schema.json"))["definitions"]["settings"]
+
+        def names(properties, prefix):
+            for name, each in properties.items():
+                yield from names(each["properties"], prefix + name + ".") if "properties" in each else [prefix + name]
+
+        settings = {s.path for _, _, group in reference.settings_of(reference.read(reference.CONFIG_PROTO)) for s in group}
+        self.assertEqual(set(names(values["properties"], "")), {path for path in settings if not re.fullmatch(OF_THE_CHART, path)})
 
     def test_every_metric_says_what_it_is(self):
         metrics = reference.metrics_of(reference.read(reference.METRICS_CC))
@@ -70,9 +85,9 @@ message RefitdConfig {
         self.assertEqual([reference.default_of(setting) for setting in limits], ["`5000` (5 s)", "stderr"])
 
     def test_what_a_check_accepts_is_read_from_the_check(self):
-        ranges = reference.Ranges('CheckRange("a.slot_bytes", a.slot_bytes(), kLeast, kMost);\nCheckDuration("a.wait_ms", a.wait_ms());',
-                                  "inline constexpr int64_t kLeast = 64 << 10;\n"
-                                  "inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);\n")
+        ranges = reference.Ranges('Setting{"slot-bytes", "a.slot_bytes", "of a slot", kLeast},\nSetting{"any", "a.none", "anything"},\n'
+                                  'CheckRange("a.wait_ms", a.wait_ms(), 1, kMaxLimitMs);',
+                                  "inline constexpr int64_t kLeast = 64 << 10;\ninline constexpr int64_t kMaxLimitMs = 24 * 3'600'000;\n")
         self.assertEqual([ranges.text("a.slot_bytes"), ranges.text("a.wait_ms"), ranges.text("a.none")],
                          ["64 KiB or more", "1 ms to 24 h", ""])
 
@@ -82,6 +97,11 @@ message RefitdConfig {
         listed = [("NODE: lost after N s", "warning", ""), ("NODE: lost after N s", "error", ""), ("NODE: found after N s", "warning", "")]
         self.assertEqual(reference.stale_notes(listed, lines, []),
                          ["NODE: lost after N s: the level is warning", "no source logs: NODE: found after N s"])
+
+    def test_a_record_that_is_not_whole_is_found(self):
+        record = {"kind": "engine", "name": "vLLM", "version": "1", "device": "CPU", "ranks": "", "ran": "", "result": "passed", "evidence": "engines.md"}
+        self.assertEqual(reference.wrong_records([record]), [])
+        self.assertEqual(reference.wrong_records([{**record, "result": "fine", "machine": "a"}]), ["vLLM 1: what is machine?", "vLLM 1: result: fine"])
 
     def test_labels_of_a_metric_are_found_through_variables(self):
         code = 'void Metrics::Show() {\n  const Label name{"group", group.name()};\n' \

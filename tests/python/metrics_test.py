@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 
 import grpc
+from google.protobuf import json_format
 
 from certificates import Authority
 from daemon import CHILD_SECONDS, Child, Daemon, wait_for
@@ -69,6 +70,18 @@ def values_of(text):
     """Each series, as it is written, with its value."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return {series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def events_of(stream):
+    """Name and data of each event of a stream of server-sent events."""
+    fields = {}
+    for line in stream:
+        name, _, value = line.decode().rstrip("\n").partition(": ")
+        if name:
+            fields[name] = value
+        elif "event" in fields:
+            yield fields["event"], fields["data"]
+            fields = {}
 
 
 def updates(group, result, reason=""):
@@ -181,6 +194,34 @@ class MetricsTest(unittest.TestCase):
                 trainer.stub.Begin(request, timeout=SECONDS)
             deadline = updates("policy", "aborted", "deadline")
             wait_for(self, deadline, lambda: values_of(daemon.scrape())[deadline] == 1)
+
+    def test_the_page_brings_the_operators_own_messages(self):
+        with Metered("--metrics-page") as daemon, daemon.channel() as channel:
+            trainer, _ = self.update_twice_and_abort_once(daemon, channel)
+            with urllib.request.urlopen("http://%s/" % daemon.metrics, timeout=SECONDS) as answer:
+                self.assertEqual(answer.headers["Content-Type"], "text/html; charset=utf-8")
+                self.assertIn("default-src 'none'; script-src 'sha256-", answer.headers["Content-Security-Policy"])
+            changes = []
+            with urllib.request.urlopen("http://%s/events" % daemon.metrics, timeout=SECONDS) as stream:
+                for name, data in events_of(stream):
+                    if name == "status":
+                        break
+                    changes.append(json_format.Parse(data, operator_pb2.UpdateStatus()))
+            ended = [(u.version, u.state, u.reason) for u in changes if u.state in ("committed", "aborted")]
+            self.assertEqual([each[:2] for each in ended], [(1, "committed"), (2, "committed"), (3, "aborted")])
+            self.assertIn("changed its mind", ended[2][2])
+            first = [u for u in changes if u.version == 1]
+            self.assertIn("data", [u.state for u in first])
+            self.assertEqual([u.elapsed_seconds for u in first], sorted(u.elapsed_seconds for u in first))
+
+            status = json_format.Parse(data, operator_pb2.GetStatusResponse())
+            other = operator_pb2_grpc.OperatorStub(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
+            for each in (status, other):  # what time changes, and what the page leaves out
+                each.ClearField("resources")
+                each.ClearField("uptime_seconds")
+                each.groups[0].ClearField("slots")
+            self.assertEqual(status, other)
+            trainer.detach()
 
     def test_promtool_finds_no_fault_in_a_scrape(self):
         with Metered() as daemon, daemon.channel() as channel:

@@ -13,6 +13,7 @@ import unittest
 
 import refitd
 from refitd import testing
+from refitd.demo import LIMIT_SECONDS as DEMO_SECONDS
 
 SECONDS = 60  # far longer than anything takes; only a failing test reaches this
 BIN = os.path.dirname(sys.executable)
@@ -97,6 +98,13 @@ class WheelTest(unittest.TestCase):
             process.kill()
             process.wait()
             process.stdout.close()
+
+    def test_the_demo_proves_what_it_says(self):
+        # Its daemon is the wheel's, since there is no other; it imports nothing that is not here.
+        run = subprocess.run([sys.executable, "-m", "refitd.demo", "--json"], capture_output=True, text=True, timeout=2 * DEMO_SECONDS)
+        self.assertEqual(run.returncode, 0, run.stderr)
+        report = json.loads(run.stdout)
+        self.assertEqual((report["ok"], report["refitd"]), (True, importlib.metadata.version("refitd")))
 
     def test_a_push_and_a_refit_reach_an_engine(self):
         spec = refitd.TensorSpec("w", "float32", (64, 32))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from ._core.native import find
 from .errors import DeadlineExceeded, Unavailable
@@ -64,7 +64,7 @@ class Daemon:
         """Starts the daemon anew, on the same socket, after kill()."""
         command = [program("refitd"), "--listen-unix", self.socket, *self._flags]
         with open(self.log, "ab") as log:
-            self.process = _popen(command, log)
+            self.process = start_process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
             if self.process.poll() is not None:
@@ -121,14 +121,15 @@ class Daemon:
         self.stop()
 
 
-def _popen(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def start_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process that ends with the thread that starts it at the latest; `options` are of subprocess.Popen."""
     libc = ctypes.CDLL(None)
 
     def die_with_parent() -> None:
         # Whatever ends the test process, SIGKILL included, ends the daemon.
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent)
+    return subprocess.Popen(command, preexec_fn=die_with_parent, **options)
 
 
 @contextmanager

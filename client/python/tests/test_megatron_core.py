@@ -103,8 +103,8 @@ def train(rank, world, socket, group, moe, tied):
 
 
 def documented():
-    """The Python of docs/python.md that registers a Megatron model."""
-    text = (Path(__file__).parents[3] / "docs/python.md").read_text()
+    """The Python of docs/tutorials/megatron.md that registers a Megatron model."""
+    text = (Path(__file__).parents[3] / "docs/tutorials/megatron.md").read_text()
     (found,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "megatron.Parallel(" in block)
     return found
 

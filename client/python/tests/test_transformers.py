@@ -1,6 +1,7 @@
 """The callback in training by transformers' and TRL's own trainers: engines hold after each step what the model holds."""
 
 import os
+import re
 import threading
 import warnings
 
@@ -13,6 +14,7 @@ import refitd  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.integrations.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
+from test_examples import Running, wait_for  # noqa: E402
 
 VOCABULARY = 48
 SMALL = dict(
@@ -80,6 +82,25 @@ class SaveEachStep(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **_):
         self.steps.append(state.global_step)
         model.save_pretrained(f"{self.folder}/step{state.global_step}")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_examples_trainer_and_engine_say_the_same(daemon, lora):
+    options = ["--lora"] if lora else []
+    if lora:
+        pytest.importorskip("peft")
+    group = f"example-{lora}"
+    engine = Running(daemon.socket, "transformers_engine.py", "--group", group, "--until", "3")
+    trainer = Running(daemon.socket, "transformers_trainer.py", "--group", group, *options)
+    try:
+        wait_for([engine, trainer])
+        said = [dict(re.findall(r"^version (\d) says (.+)$", side.text(), re.M)) for side in (engine, trainer)]
+    finally:
+        engine.end()
+        trainer.end()
+    assert sorted(said[1]) == ["0", "1", "2", "3"]
+    assert said[0] == {version: said[1][version] for version in said[0]}
+    assert "3" in said[0] and said[1]["0"] != said[1]["3"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,420 @@
+"""A try of refitd in seconds: `python -m refitd.demo [--json]`.
+
+Starts a private daemon, two trainer ranks and an engine, each a process of its own, and moves three versions of 64 MiB in host memory
+from the ranks into the engine. The ranks hold halves: of one tensor rows, of the other columns. The engine holds both tensors whole, and
+after each update compares every byte with what it computes of the version by itself. In the update of a fourth version a rank is killed:
+the engine must keep the third. The demo needs nothing but this package.
+
+    from refitd import demo
+    report = demo.run()                 # report.ok, report.versions, report.as_dict()
+
+The exit status is 0 where everything was proved, 1 where not, 128 and the signal's number at Ctrl-C, SIGTERM and SIGHUP. Whatever
+happens, all processes have ended by then; no wait is longer than LIMIT_SECONDS (P4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from . import testing
+from ._core.member import Connect, GroupSpec
+from ._core.native import library
+from .engine import Aborted, Committed, Engine, Prepare
+from .errors import Error, UpdateAborted
+from .layout import Box, TensorSpec
+from .layout.memory import Region, RegionMemory
+from .trainer import Trainer
+
+VERSIONS = 3
+RANKS = 2
+KILLED_RANK = 1
+# Far longer than anything takes; only what hangs reaches it.
+LIMIT_SECONDS = 120.0
+SIDE = 4096
+ITEM_BYTES = 2
+ROW_BYTES = SIDE * ITEM_BYTES
+TENSOR_BYTES = SIDE * ROW_BYTES
+# The dimension of which each rank holds a half: rows as a column-parallel layer has it, columns as a row-parallel layer.
+SHARDED = {"q_proj": 0, "o_proj": 1}
+MODEL_BYTES = len(SHARDED) * TENSOR_BYTES
+
+_GROUP = "demo"
+_INSTANCE = "engine-0"
+_SPECS = [TensorSpec(name, "bfloat16", (SIDE, SIDE)) for name in SHARDED]
+
+
+@dataclass(frozen=True)
+class Version:
+    """What an update left in the engine.
+
+    `bytes`: that were committed, 0 of an aborted update; `seconds`: of the longest call of a rank; `held`: the version that the engine
+    holds after it; `compared_bytes`, `differing_bytes`: the engine's memory against that version.
+    """
+
+    version: int
+    bytes: int
+    seconds: float
+    held: int
+    compared_bytes: int
+    differing_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether all bytes of a version up to VERSIONS arrived, and of a later version none."""
+        as_expected = (MODEL_BYTES, self.version) if self.version <= VERSIONS else (0, VERSIONS)
+        return (self.bytes, self.held) == as_expected and (self.compared_bytes, self.differing_bytes) == (MODEL_BYTES, 0)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was proved. `clean_at`: the version of the engine, by the daemon's status, None where the engine is not clean.
+
+    `exit_statuses`: of each process that was started, the killed rank's being -9; `seconds`: of everything.
+    """
+
+    refitd: str
+    versions: tuple[Version, ...]
+    clean_at: int | None
+    exit_statuses: dict[str, int | None]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every version arrived, the aborted update changed nothing, the daemon agrees, and every process ended as it should."""
+        numbers = [version.version for version in self.versions]
+        arrived = numbers == list(range(1, VERSIONS + 2)) and all(version.ok for version in self.versions)
+        killed = _rank_name(KILLED_RANK)
+        ended = all(status == (-signal.SIGKILL if name == killed else 0) for name, status in self.exit_statuses.items())
+        return arrived and self.clean_at == VERSIONS and ended
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that --json prints."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def _rank_name(rank: int) -> str:
+    return f"trainer {rank}"
+
+
+# ---- the weights: every process computes them by itself, row by row ----
+
+
+def _row(name: str, version: int, row: int) -> bytes:
+    # The same bytes in every process, and as fast in a Python without OpenSSL, whose hashes are not.
+    return random.Random(f"{name} {version} {row}").randbytes(ROW_BYTES)
+
+
+def _shard(name: str, version: int, rank: int) -> Iterator[bytes]:
+    """The bytes of a rank's half, in pieces, row-major."""
+    half = SIDE // RANKS
+    if SHARDED[name] == 0:
+        yield from (_row(name, version, row) for row in range(rank * half, (rank + 1) * half))
+    else:
+        columns = slice(rank * half * ITEM_BYTES, (rank + 1) * half * ITEM_BYTES)
+        yield from (_row(name, version, row)[columns] for row in range(SIDE))
+
+
+def _fill(region: Region, version: int, rank: int) -> None:
+    at = 0
+    for name in SHARDED:
+        for piece in _shard(name, version, rank):
+            region[at : at + len(piece)] = piece
+            at += len(piece)
+
+
+def _differing_bytes(region: Region, version: int) -> tuple[int, int]:
+    """How many bytes of the engine's memory were compared with the version, and how many of them differ."""
+    at = differing = 0
+    for name in SHARDED:
+        for row in range(SIDE):
+            expected, held = _row(name, version, row), region[at : at + ROW_BYTES]
+            at += ROW_BYTES
+            if held != expected:
+                differing += sum(a != b for a, b in zip(held, expected))
+    return at, differing
+
+
+# ---- the processes of members: each prints a line of JSON for each step, and a trainer rank takes a line for each step ----
+
+
+def _tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def _connect(socket: str) -> Connect:
+    return Connect(socket=socket, wait_seconds=LIMIT_SECONDS, client="refitd.demo")
+
+
+def _trainer(socket: str, rank: int) -> None:
+    region = Region(MODEL_BYTES // RANKS)
+    boxes = []
+    for number, name in enumerate(SHARDED):
+        extent = (SIDE // RANKS, SIDE) if SHARDED[name] == 0 else (SIDE, SIDE // RANKS)
+        offset = (rank * extent[0], 0) if SHARDED[name] == 0 else (0, rank * extent[1])
+        nbytes = TENSOR_BYTES // RANKS
+        boxes.append(Box(number, offset, extent, (extent[1], 1), RegionMemory(region, number * nbytes, nbytes)))
+    spec = GroupSpec(min_instances=1)
+    with Trainer(_GROUP, rank=rank, world_size=RANKS, spec=spec, device="host", connect=_connect(socket)) as trainer:
+        trainer.register_layout(_SPECS, boxes)
+        for version in range(1, VERSIONS + 2):
+            _fill(region, version, rank)  # an optimizer step
+            _tell(filled=version)
+            if not sys.stdin.readline():
+                return  # the parent ended
+            _refit(trainer, version)
+        sys.stdin.readline()
+
+
+def _refit(trainer: Trainer, version: int) -> None:
+    began = time.perf_counter()
+    try:
+        nbytes, error = trainer.refit(version, duration_seconds=LIMIT_SECONDS).bytes, ""
+    except UpdateAborted as aborted:
+        nbytes, error = 0, str(aborted)
+    _tell(bytes=nbytes, seconds=time.perf_counter() - began, error=error)
+
+
+def _engine(socket: str) -> None:
+    region = Region(MODEL_BYTES)  # what the engine computes with
+    boxes = [
+        Box(number, (0, 0), (SIDE, SIDE), (SIDE, 1), RegionMemory(region, number * TENSOR_BYTES, TENSOR_BYTES)) for number in range(len(_SPECS))
+    ]
+    with Engine(_GROUP, instance=_INSTANCE, device="host", connect=_connect(socket)) as engine:
+        engine.register_layout(_SPECS, boxes)
+        version = held = outcomes = 0
+        while outcomes <= VERSIONS:
+            event = engine.next(LIMIT_SECONDS)
+            if isinstance(event, Prepare):
+                version = event.version
+                if version <= VERSIONS:
+                    event.ready()  # a real engine first waits until no request reads the weights
+                _tell(preparing=version)
+            elif isinstance(event, (Committed, Aborted)):
+                held = version if isinstance(event, Committed) else held
+                compared, differing = _differing_bytes(region, held)
+                outcomes += 1
+                _tell(held=held, compared=compared, differing=differing)
+        sys.stdin.readline()
+
+
+def _member(role: str, socket: str, rank: int) -> int:
+    """The process of a member; it stays until the parent closes its standard input, so that the daemon can be asked about it."""
+    try:
+        if role == "engine":
+            _engine(socket)
+        else:
+            _trainer(socket, rank)
+    except Error as error:
+        _tell(failed=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+# ---- the parent ----
+
+
+class Failed(Exception):
+    """A process of the demo did not do its part."""
+
+
+class _Member:
+    """A process of a member. What it tells is taken by `next`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], deadline: float) -> None:
+        self.name = name
+        self._deadline = deadline
+        self._told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: nothing more will come
+        command = [sys.executable, "-m", "refitd.demo", *arguments]
+        # A session of its own: Ctrl-C at the terminal goes to this process alone, which ends the members.
+        self.process = testing.start_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._told.put(json.loads(line))
+        self._told.put(None)
+
+    def next(self) -> dict[str, Any]:
+        """The next step. Raises Failed where the member failed, ended or does not answer in time."""
+        try:
+            told = self._told.get(timeout=max(0.0, self._deadline - time.monotonic()))
+        except queue.Empty:
+            raise Failed(f"{self.name} does not answer within {LIMIT_SECONDS:.0f} s") from None
+        if told is None:
+            raise Failed(f"{self.name} ended with status {self.process.wait(LIMIT_SECONDS)}")
+        if "failed" in told:
+            raise Failed(f"{self.name}: {told['failed']}")
+        return told
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+    def end(self) -> int:
+        """Lets the member end by itself, and returns its exit status."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(max(0.0, self._deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        """Ends the process in any case."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _clean_at(daemon: testing.Daemon) -> int | None:
+    """The engine's version, by the daemon's status, where the engine is clean."""
+    status = json.loads(daemon.control("--output", "json", "status"))
+    ((instance,),) = [group["instances"] for group in status["groups"]]
+    return int(instance["version"]) if instance["state"] == "clean" else None
+
+
+def run(say: Callable[[str], None] = lambda line: None) -> Report:
+    """Does everything; `say` gets a line for each step.
+
+    Raises Failed, Error, OSError and subprocess.SubprocessError where a step fails: everything has ended then.
+    """
+    began = time.monotonic()
+    deadline = began + LIMIT_SECONDS
+    statuses: dict[str, int | None] = {}
+    with ExitStack() as stack:
+        daemon = stack.enter_context(testing.daemon())
+        assert daemon.process is not None
+        say(f"daemon     refitd {_version()}, process {daemon.process.pid}, answers after {time.monotonic() - began:.2f} s")
+
+        def member(name: str, *arguments: str) -> _Member:
+            started = _Member(name, [*arguments, "--socket", daemon.socket], deadline)
+            stack.callback(started.kill)
+            return started
+
+        ranks = [member(_rank_name(rank), "--role", "trainer", "--rank", str(rank)) for rank in range(RANKS)]
+        engine = member("engine", "--role", "engine")
+        processes = ", ".join(f"{started.name} {started.process.pid}" for started in (*ranks, engine))
+        say(f"members    processes {processes}; {len(SHARDED)} tensors of {TENSOR_BYTES >> 20} MiB, cut by rows and by columns")
+        versions = [_move(ranks, engine, version, say) for version in range(1, VERSIONS + 1)]
+        versions.append(_move_and_kill(ranks, engine, say))
+        clean_at = _clean_at(daemon)
+        say(f"status     the engine is {'not clean' if clean_at is None else f'clean, at version {clean_at}'}")
+        statuses.update((ended.name, ended.end()) for ended in (*ranks, engine))
+        statuses["daemon"] = daemon.stop()
+    return Report(_version(), tuple(versions), clean_at, statuses, time.monotonic() - began)
+
+
+def _move(ranks: Sequence[_Member], engine: _Member, version: int, say: Callable[[str], None]) -> Version:
+    """Moves a version; all ranks begin at once."""
+    for rank in ranks:
+        rank.next()  # the shards are filled
+    for rank in ranks:
+        rank.go()
+    answers = [rank.next() for rank in ranks]
+    engine.next()  # all ranks have begun
+    moved = _version_of(version, answers, engine.next())
+    say(f"version {version}  {moved.bytes >> 20} MiB in {moved.seconds * 1e3:5.1f} ms, committed; the engine {_compared(moved)}")
+    return moved
+
+
+def _move_and_kill(ranks: Sequence[_Member], engine: _Member, say: Callable[[str], None]) -> Version:
+    """Begins the version after the last one, and kills a rank before the engine is ready."""
+    for rank in ranks:
+        rank.next()
+    for rank in ranks:
+        rank.go()
+    engine.next()  # all ranks have begun
+    others = [rank for number, rank in enumerate(ranks) if number != KILLED_RANK]
+    ranks[KILLED_RANK].process.kill()
+    answers = [rank.next() for rank in others]
+    left = _version_of(VERSIONS + 1, answers, engine.next())
+    say(f"version {left.version}  {ranks[KILLED_RANK].name} was killed in it; after {left.seconds * 1e3:.1f} ms {others[0].name} got the error:")
+    say(f"           {answers[0]['error']}")
+    say(f"           the engine, still at version {left.held}, {_compared(left)}")
+    return left
+
+
+def _version_of(version: int, answers: Sequence[dict[str, Any]], held: dict[str, Any]) -> Version:
+    seconds = max(answer["seconds"] for answer in answers)
+    return Version(version, answers[0]["bytes"], seconds, held["held"], held["compared"], held["differing"])
+
+
+def _compared(moved: Version) -> str:
+    return f"compared {moved.compared_bytes:,} bytes, {moved.differing_bytes:,} differ"
+
+
+def _version() -> str:
+    return str(library().refit_version().decode())
+
+
+class _Interrupted(BaseException):
+    """A signal asked for the end. `number`: the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # ending everything takes a moment, which nothing interrupts
+    raise _Interrupted(number)
+
+
+def _try(as_json: bool) -> int:
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
+    say: Callable[[str], None] = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+    try:
+        report = run(say)
+    except _Interrupted as interrupted:
+        print(f"{signal.Signals(interrupted.number).name}: everything that was started has ended", file=sys.stderr)
+        return 128 + interrupted.number
+    except (Failed, Error, OSError, subprocess.SubprocessError) as error:
+        print(f"not proved: {type(error).__name__}: {error}\nWhat this machine lacks: python -m refitd.doctor", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        _conclude(report)
+    return 0 if report.ok else 1
+
+
+def _conclude(report: Report) -> None:
+    compared = sum(moved.compared_bytes for moved in report.versions)
+    print(f"{'PROVED' if report.ok else 'NOT PROVED'} in {report.seconds:.1f} s: {VERSIONS} versions arrived, {compared:,} bytes compared")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `python -m refitd.demo`; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m refitd.demo", description="Moves three versions from two trainer ranks into an engine.")
+    parser.add_argument("--json", action="store_true", help="print JSON: {ok, refitd, versions, clean_at, exit_statuses, seconds}")
+    for hidden in ("--role", "--rank", "--socket"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.role:
+        return _member(given.role, given.socket, int(given.rank or 0))
+    return _try(given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
