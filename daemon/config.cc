@@ -723,9 +723,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
       "Each setting is also a field of the file (--staging-slot-bytes: staging.slot_bytes) and a\n"
       "variable (REFITD_STAGING_SLOT_BYTES); flags win over variables, variables over the file.\n"
       "DURATION: 500ms, 30s, 2m, 1h, or milliseconds; SIZE: 64MiB, or bytes; LIST: A,B,C.\n"
-      "Exit codes: 0 done, 1 failed while running, 2 bad flag, variable or file, 3 socket or port "
-      "in "
-      "use.");
+      "Exit codes: 0 done, 1 failed while running, 2 bad flag, variable or file,\n"
+      "3 socket or port in use.");
   app.add_option("--config", line.config_file, "file of settings, textproto (REFITD_CONFIG)");
   app.add_flag("--validate", line.validate, "check the configuration, print it, and exit");
   bool version = false;

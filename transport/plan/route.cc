@@ -16,7 +16,6 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
-#include "transport/plan/name_hint.h"
 #include "transport/plan/name_patterns.h"
 
 namespace refitd {
@@ -365,28 +364,13 @@ class Router {
       }
       if (MatchesAny(options_.unwanted_allowed, name)) continue;
       if (const std::string lacking = Lacking(t, instances); !lacking.empty()) {
-        return AboutTensor(Precondition("tensor {}: {}{}", name, lacking,
-                                        HintFor(name, destinations_,
-                                                "if no engine wants it, list it in the group's "
-                                                "unwanted_tensors")),
+        return AboutTensor(Precondition("tensor {}: {}; if no engine wants it, list it in the "
+                                        "group's unwanted_tensors",
+                                        name, lacking),
                            name);
       }
     }
     return absl::OkStatus();
-  }
-
-  // Advice for a tensor that `side` lacks.
-  std::string HintFor(const std::string& name, const Side& side, std::string_view otherwise) const {
-    const auto known = [&](std::string_view other) {
-      const auto at = std::lower_bound(
-          plan_.tensors.begin(), plan_.tensors.end(), other,
-          [](const TensorSpec& tensor, std::string_view n) { return tensor.name < n; });
-      if (at == plan_.tensors.end() || at->name != other) return false;
-      const auto t = static_cast<size_t>(at - plan_.tensors.begin());
-      return std::any_of(side.declared.begin(), side.declared.end(),
-                         [t](const std::vector<bool>& declared) { return declared[t]; });
-    };
-    return NameHint(name, known, otherwise);
   }
 
   using Names = absl::flat_hash_set<std::string_view>;
@@ -700,11 +684,10 @@ class Router {
     const std::string missing = FirstMissing(t);
     if (Exhausted()) return TooMuch(t);
     return AboutTensor(
-        Precondition("tensor {}: {}{}", name, missing,
-                     HintFor(name, sources_,
-                             "if the engine keeps it itself, list it in the group's "
-                             "engine_only_tensors; if it shares another tensor's memory, register "
-                             "it with tied=")),
+        Precondition("tensor {}: {}; if the engine keeps it itself, list it in the group's "
+                     "engine_only_tensors; if it shares another tensor's memory, register it with "
+                     "tied=",
+                     name, missing),
         name);
   }
 
